@@ -7,27 +7,29 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.fedveil-ready
 TESTED := $(VENV)/.fedveil-tests
+BENCH := $(VENV)/.fedveil-bench
 # Nothing is resolved: what is installed stands in lock/*.txt with its hash, whatever an index says.
 LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --no-build-isolation
-# 1.41 or 1.42: Flower's releases whose SuperNodes speak HTTP; docs/deploy.md says which to take. Each has a VENV of its own.
+# 1.41 or 1.42: Flower's releases whose SuperNodes speak HTTP; docs/deploy/provision.md says which to take. Each has a VENV of its own.
 FLOWER ?=
 HTTP_VENV ?= .venv-http$(if $(FLOWER),-$(FLOWER))
 # Everything but what takes minutes or needs more than a CPU.
 EVERY := -m "not slow and not gpu and not containers and not browser"
 # What differs by Flower: guard, apps, console, and a federation on this machine.
-HTTP_TESTS := tests/guard tests/client_app/test_app.py tests/client_app/site/test_served.py tests/server_app tests/console/starting tests/console/flower \
-  tests/console/commands/test_doctor.py tests/console/commands/test_demo.py tests/console/provisioning tests/deployment/test_loopback.py
+HTTP_TESTS := tests/fedveil/guard tests/fedveil/relay tests/client_app/test_app.py tests/client_app/state/test_replay_guard.py tests/server_app tests/fedveil/console/launch tests/fedveil/console/flower \
+  tests/fedveil/console/commands/test_doctor.py tests/fedveil/console/commands/test_demo.py tests/fedveil/console/provisioning tests/deployment/test_loopback.py tests/deployment/test_restarts.py
 # An index with torch's build for the CPU; nothing else is asked of it. Where pip finds no such build: PyPI's, which is for CUDA.
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test long http coverage containers check mutate build sbom docs lock bench gpu methods clean
+.PHONY: help install demo test long http coverage containers check mutate build sbom docs lock bench bench-test gpu methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 install: $(READY) ## Create .venv and install FedVeil in it, with pinned versions
 
+# Anew after each change of pyproject.toml, whose entry points only an installation shows.
 $(READY): pyproject.toml $(wildcard lock/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || { \
 	  echo "error: PYTHON: expected Python 3.11 or 3.12, found $$($(PYTHON) --version 2>&1); run: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; \
@@ -62,22 +64,26 @@ long: $(TESTED) ## Run what make test leaves out because it takes seconds of CPU
 http: ## Set up .venv-http with Flower 1.41 (FLOWER=1.42), and run there what differs by Flower, a federation over HTTP among it
 	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=$(or $(FLOWER),1.41) ARGS='$(EVERY) $(HTTP_TESTS) $(ARGS)'
 
-coverage: $(TESTED) ## Run the tests of test and long and measure coverage; fails below fail_under of pyproject.toml
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(EVERY) --cov --cov-report=term --cov-report=xml $(ARGS)
+coverage: $(TESTED) $(BENCH) ## Run fast and long tests, those of the benchmarks too, and measure coverage; fails below fail_under of pyproject.toml
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests benchmarks/tests $(EVERY) --cov --cov-report=term --cov-report=xml $(ARGS)
 
 containers: $(TESTED) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
 	@$(if $(FLOWER),FEDVEIL_FLOWER=$(FLOWER)) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
 
-check: $(TESTED) ## Run ruff, mypy and the import rules
+check: $(TESTED) ## Run ruff, mypy, the import rules, and pyright for imports that no editor would find
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python tools/one_tree.py .one_tree
 	@$(BIN)/mypy
-	@cd .one_tree && $(abspath $(BIN))/lint-imports --config ../pyproject.toml --cache-dir ../.import_linter_cache
+	@PYTHONPATH=.:benchmarks $(BIN)/lint-imports --cache-dir .import_linter_cache
+	@test $(VENV)/check/.fedveil-ready -nt lock/check.txt || { $(PYTHON) -m venv $(VENV)/check && \
+	  $(VENV)/check/bin/python $(LOCKED) -r lock/check.txt && touch $(VENV)/check/.fedveil-ready; }
+	@$(BIN)/python tools/measure_names.py
+	@$(BIN)/python tools/count_markers.py
+	@$(BIN)/python tools/find_imports.py $(VENV)/check/bin/basedpyright --pythonpath $(BIN)/python
 
-mutate: $(TESTED) ## Break a room and see which breaks no test notices: make mutate ROOM=algebra ARGS="--sample 40"
-	@test -n "$(ROOM)" || { echo "error: ROOM: expected strategies, algebra, wire, privacy or guard; run: make mutate ROOM=algebra" >&2; exit 1; }
-	@$(BIN)/python tools/mutate.py $(ROOM) --workers $(WORKERS) $(ARGS)
+mutate: $(TESTED) ## Break a package and see which breaks no test notices: make mutate PACKAGE=ops ARGS="--sample 40"
+	@test -n "$(PACKAGE)" || { echo "error: PACKAGE: expected strategies, ops, wire, privacy or guard; run: make mutate PACKAGE=ops" >&2; exit 1; }
+	@$(BIN)/python tools/mutate.py $(PACKAGE) --workers $(WORKERS) $(ARGS)
 
 build: $(READY) ## Build the wheel and the source archive into dist/
 	@rm -rf build dist
@@ -86,7 +92,7 @@ build: $(READY) ## Build the wheel and the source archive into dist/
 sbom: build ## List the wheel's components beside it in dist/: CycloneDX 1.6, with licences and hashes
 	@$(PYTHON) -m venv $(VENV)/sbom
 	@$(VENV)/sbom/bin/python $(LOCKED) -r lock/sbom.txt
-	@$(VENV)/sbom/bin/python tools/sbom.py --python $(BIN)/python --without test tools sbom docs --wheel dist/*.whl --out dist/fedveil.cdx.json
+	@$(VENV)/sbom/bin/python tools/sbom.py --python $(BIN)/python --without test tools sbom docs check --wheel dist/*.whl --out dist/fedveil.cdx.json
 
 docs: $(READY) ## Make the documentation's site in build/site: docs/ and the pages that follow from the code
 	@$(PYTHON) -m venv $(VENV)/docs
@@ -99,8 +105,17 @@ docs: $(READY) ## Make the documentation's site in build/site: docs/ and the pag
 lock: $(READY) ## Write lock/*.txt anew: the versions of constraints.txt with their hashes
 	@$(BIN)/python tools/lock.py $(ARGS)
 
-bench: $(READY) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
+# A distribution of its own, which the demo and a user's run do without.
+$(BENCH): $(READY) benchmarks/pyproject.toml
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-build-isolation -e benchmarks
+	@$(BIN)/python -m pip check
+	@touch $@
+
+bench: $(BENCH) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; without PRESET, list them
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)
+
+bench-test: $(TESTED) $(BENCH) ## Run the fast tests of the benchmarks, which make test leaves out (ARGS="-m long")
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder benchmarks/tests $(ARGS)
 
 # Installs nothing: a machine with a GPU often has no network, and a torch of its own.
 gpu: ## On a machine with CUDA: the tests marked gpu and the GPU presets, below 10 minutes (ARGS=--dry-run: on the CPU)

@@ -1,1 +1,1 @@
-"""What an adversary can do with what it saw. One file an attack; an attack reads a tap and its declared knowledge."""
+"""Attacks on recorded runs: one file per attack, which reads captured messages and declared knowledge."""

@@ -1,18 +1,18 @@
-"""What an adversary has, and what an attack is.
+"""Interfaces of attacks: the adversary's view, its declared knowledge, and the attack classes.
 
 An adversary has a view of the messages and declared knowledge. An attack reads nothing else.
 
-`fedveil audit` runs every attack that `installed` finds: each `ModelAttack` or `UploadAttack` that a file of the rooms
-here defines, and each that another package offers under the entry-point group "fedveil.attacks". So an attack is one
-file and one test.
+`fedveil audit` runs every attack that `list_attacks` returns. These are each `ModelAttack` or
+`UploadAttack` in the packages here, and those that other packages register under the entry-point group
+"fedveil.attacks". So an attack is one file and one test.
 
 | an attack on | reads | must win on | must lose on |
 |---|---|---|---|
 | a model (`ModelAttack`) | what the model says of a row | OVERFITTED | ROUND_0, OTHER_ROWS: rows are not told apart |
 | uploads (`UploadAttack`) | what a site sent | OVERFITTED | OTHER_ROWS; WRONG_SITE: members do not score higher |
 
-A control must be able to fail. One on which an attack scores all rows the same cannot, whatever rows it gets, and
-counts as not tried.
+A control must be able to fail. If an attack gives all examples of a control the same score, that control
+cannot fail and counts as not run.
 """
 
 from __future__ import annotations
@@ -32,12 +32,30 @@ from torch import Tensor
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.layout import Direction, Payload
 from fedveil.contract.method import RoundContext
-from fedveil.contract.spec import Weights
-from fedveil.contract.task import Prediction, Rows, Task
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import ExamplePrediction, Rows, Task
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.federation.exchange import Exchange
-from fedveil.wire.envelope import Message, Stamp, unpack
-from fedveil.wire.tap import Seen, Tap
+from fedveil.federation.exchange import MessageExchange
+from fedveil.wire.capture import CapturedMessage, MessageCapture
+from fedveil.wire.envelope import DecodedMessage, EnvelopeStamp, unpack_message
+
+__all__ = [
+    "ENTRY_POINTS",
+    "OTHER_ROWS",
+    "OVERFITTED",
+    "ROUND_0",
+    "WRONG_SITE",
+    "AdversaryKnowledge",
+    "AdversaryView",
+    "AuditAttack",
+    "ModelAttack",
+    "ModelOutput",
+    "ObservedMessage",
+    "ObservedParticipation",
+    "UploadAttack",
+    "explain_misfit",
+    "list_attacks",
+]
 
 ENTRY_POINTS = "fedveil.attacks"
 OVERFITTED = "overfitted FedAvg"  # a few members known by heart, nothing withheld
@@ -47,7 +65,7 @@ WRONG_SITE = "wrong site"  # a site's rows against another site's upload, which 
 
 
 @dataclass(frozen=True)
-class Sighting:
+class ObservedMessage:
     """One message, decoded.
 
     Attributes:
@@ -69,34 +87,34 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class Participation:
+class ObservedParticipation:
     """An accepted upload in the tap, and the broadcast that it answers; None where the view has none."""
 
-    up: Seen
-    down: Seen | None
+    up: CapturedMessage
+    down: CapturedMessage | None
 
 
 @dataclass(frozen=True)
-class View:
+class AdversaryView:
     """The messages that one adversary saw, decoded one at a time.
 
-    `View.server` is that of a server which follows the protocol and reads every message. `View.client` is that of one
-    site, which sees its own messages.
+    `AdversaryView.server` is that of a server which follows the protocol and reads every message.
+    `AdversaryView.client` is that of one site, which sees its own messages.
     """
 
-    tap: Tap
-    exchange: Exchange
+    tap: MessageCapture
+    exchange: MessageExchange
     site: str | None = None
     is_unseen: ClassVar[bool] = False  # whether something else stands in the place of uploads
 
     @classmethod
-    def server(cls, tap: Tap, exchange: Exchange) -> View:
+    def server(cls, tap: MessageCapture, exchange: MessageExchange) -> AdversaryView:
         """Every message that the server sent or got."""
         return cls(tap, exchange)
 
     @classmethod
-    def client(cls, tap: Tap, exchange: Exchange, site: str) -> View:
-        """What one site sent and got."""
+    def client(cls, tap: MessageCapture, exchange: MessageExchange, site: str) -> AdversaryView:
+        """Return the view of one site: the messages that it sent and received."""
         return cls(tap, exchange, site)
 
     @property
@@ -104,67 +122,69 @@ class View:
         """Names of the sites with an accepted upload, sorted."""
         return sorted({seen.site for seen in self._seen("up") if seen.accepted})
 
-    def broadcasts(self, site: str | None = None) -> Iterator[Sighting]:
+    def broadcasts(self, site: str | None = None) -> Iterator[ObservedMessage]:
         """Messages to every site, or to one, in the order in which they were sent."""
         return self._decoded("down", site)
 
-    def uploads(self, site: str | None = None) -> Iterator[Sighting]:
+    def uploads(self, site: str | None = None) -> Iterator[ObservedMessage]:
         """Accepted messages from every site, or from one, in the order in which they came."""
         return self._decoded("up", site)
 
-    def added(self, upload: Sighting) -> dict[str, Tensor]:
-        """What an upload adds to the sums, under the spec's names: the method itself reads its codes and masks."""
+    def added(self, upload: ObservedMessage) -> dict[str, Tensor]:
+        """Return an upload's contribution to the sums, by parameter name; the method decodes its codes and masks."""
         method, spec = self.exchange.method, self.exchange.spec
         ctx = RoundContext(upload.round, upload.site, False, bytes(32))  # terms depend on no secret
-        terms = method.terms(upload.payload, 1, spec, ctx).tensors
+        terms = method.contributions(upload.payload, 1, spec, ctx).tensors
         return {term.name: term.value for term in terms if term.name in spec}
 
-    def answered(self, upload: Sighting) -> Sighting | None:
+    def answered(self, upload: ObservedMessage) -> ObservedMessage | None:
         """The broadcast that an upload answers; None where the view has none. No other message is decoded."""
-        found = None
+        broadcast = None
         for seen in self._seen("down"):
             if (seen.site, seen.round, seen.attempt) == (upload.site, upload.round, upload.attempt):
-                found = seen
-        return self._decode(found) if found else None
+                broadcast = seen
+        return self._decode(broadcast) if broadcast else None
 
-    def participations(self) -> dict[str, list[Participation]]:
-        """Of each site its accepted uploads, in the order in which they came; nothing is decoded."""
+    def participations(self) -> dict[str, list[ObservedParticipation]]:
+        """Return each site's accepted uploads in the order received, without decoding them."""
         asked = {(down.site, down.round, down.attempt): down for down in self._seen("down")}
-        found: dict[str, list[Participation]] = {}
+        site_participations: dict[str, list[ObservedParticipation]] = {}
         for up in self._seen("up"):
             if up.accepted:
-                found.setdefault(up.site, []).append(Participation(up, asked.get((up.site, up.round, up.attempt))))
-        return found
+                site_participations.setdefault(up.site, []).append(
+                    ObservedParticipation(up, asked.get((up.site, up.round, up.attempt)))
+                )
+        return site_participations
 
-    def read(self, seen: Seen) -> Sighting:
+    def read(self, seen: CapturedMessage) -> ObservedMessage:
         """One message of the tap, decoded."""
         return self._decode(seen)
 
-    def _seen(self, direction: Direction) -> Iterator[Seen]:
+    def _seen(self, direction: Direction) -> Iterator[CapturedMessage]:
         for seen in self.tap.messages():
             if seen.direction == direction and self.site in (None, seen.site):
                 yield seen
 
-    def _decoded(self, direction: Direction, site: str | None) -> Iterator[Sighting]:
+    def _decoded(self, direction: Direction, site: str | None) -> Iterator[ObservedMessage]:
         for seen in self._seen(direction):
             if site not in (None, seen.site) or (direction == "up" and not seen.accepted):
                 continue
             yield self._decode(seen)
 
-    def _decode(self, seen: Seen) -> Sighting:
+    def _decode(self, seen: CapturedMessage) -> ObservedMessage:
         message = self._message(seen, self.exchange)
-        return Sighting(
+        return ObservedMessage(
             seen.round, seen.attempt, seen.site, seen.direction, message.payload,
             message.num_examples or 0, message.report, bool(seen.accepted),
         )  # fmt: skip
 
-    def _message(self, seen: Seen, exchange: Exchange) -> Message:
-        stamp = Stamp.of(exchange.method, exchange.name, seen.round, seen.direction, None)
+    def _message(self, seen: CapturedMessage, exchange: MessageExchange) -> DecodedMessage:
+        stamp = EnvelopeStamp.from_exchange(exchange.method, exchange.name, seen.round, seen.direction, None)
         with self._named(seen):
-            return unpack(self.tap.read(seen), exchange.layout, stamp)
+            return unpack_message(self.tap.read(seen), exchange.layout, stamp)
 
     @contextmanager
-    def _named(self, seen: Seen) -> Iterator[None]:
+    def _named(self, seen: CapturedMessage) -> Iterator[None]:
         """Puts the message's file before what is wrong with it."""
         try:
             yield
@@ -175,14 +195,14 @@ class View:
 
 
 @dataclass(frozen=True)
-class Knowledge:
-    """What an adversary is declared to know beside its view.
+class AdversaryKnowledge:
+    """Declared knowledge of an adversary, in addition to its view.
 
     Attributes:
-        task: the base model with its adapter, and how rows are prepared.
-        initial: the adapter's weights of round 0, which everybody can draw.
-        server: the weights of the server's final model; None where the adversary does not have them.
-        says: this knowledge in words, for a report.
+        task: base model with its adapter, and the preparation of examples.
+        initial: adapter weights of round 0, which anyone can generate.
+        server: weights of the server's final model; None if the adversary does not have them.
+        says: description of this knowledge for a report.
     """
 
     task: Task
@@ -192,21 +212,21 @@ class Knowledge:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What models say of one row.
+class ModelOutput:
+    """Outputs of the models for one example.
 
     Attributes:
-        prediction: of the model under attack.
-        loss: of that model on the row's own target, the mean over its positions, in nats.
-        base_loss: the same of the public base, which everybody has.
+        prediction: prediction of the attacked model.
+        loss: its loss on the example's own target, averaged over positions, in nats.
+        base_loss: the same loss for the public base model, which everyone has.
     """
 
-    prediction: Prediction
+    prediction: ExamplePrediction
     loss: float
     base_loss: float
 
 
-class Attack(ABC):
+class AuditAttack(ABC):
     """An attack that `fedveil audit` runs. Its subclasses are the two kinds below; an attack subclasses one of these.
 
     An attack can be created without arguments. It names its scores, and no other attack gives a score of the same name.
@@ -223,30 +243,30 @@ class Attack(ABC):
 
     @property
     def name(self) -> str:
-        """As an audit calls it where it was left out."""
+        """Return the attack's name for the audit's list of skipped attacks."""
         return type(self).__name__
 
-    def misfit(self, view: View, knowledge: Knowledge) -> str:
+    def misfit(self, view: AdversaryView, knowledge: AdversaryKnowledge) -> str:
         """Why it cannot be tried on a run, in words that follow a colon; "" where it can."""
         return ""
 
 
-class ModelAttack(Attack):
+class ModelAttack(AuditAttack):
     """An attack that reads what a model says of one row. The audit runs it on the server's and rebuilt models."""
 
     must_lose: ClassVar[Sequence[str]] = (ROUND_0, OTHER_ROWS)
 
     @abstractmethod
-    def score(self, answer: Answer) -> Mapping[str, float]:
+    def score(self, answer: ModelOutput) -> Mapping[str, float]:
         """The row's scores, by name. The names are the same for every row of a task."""
 
 
-class UploadAttack(Attack):
+class UploadAttack(AuditAttack):
     """An attack that reads what a site sent.
 
     Attributes:
-        reads: the kinds of upload (`Method.sends`: "weights", "gradients" or "changes") that it understands. Codes are
-            no kind: `View.added` gives what they stand for.
+        reads: the kinds of upload (`Method.upload_kind`: "weights", "gradients" or "changes") that it understands.
+            Codes are no kind: `AdversaryView.added` gives what they stand for.
     """
 
     must_lose: ClassVar[Sequence[str]] = (OTHER_ROWS, WRONG_SITE)
@@ -254,20 +274,20 @@ class UploadAttack(Attack):
     cost: ClassVar[int] = 3
 
     @abstractmethod
-    def scores(self, view: View, site: str, knowledge: Knowledge, rows: Rows) -> Mapping[str, Scores]:
+    def scores(self, view: AdversaryView, site: str, knowledge: AdversaryKnowledge, rows: Rows) -> Mapping[str, Scores]:
         """(rows,) scores of `rows` against the uploads of `site`, by name."""
 
 
-def installed() -> list[Attack]:
+def list_attacks() -> list[AuditAttack]:
     """Every attack: those of the files in this package's rooms by their names, then those of other packages.
 
     Raises:
         ConfigError: an entry point that is no attack.
     """
     package = importlib.import_module("fedveil.attacks")
-    classes: list[type[Attack]] = []
+    classes: list[type[AuditAttack]] = []
     for file in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
-        if file.name.count(".") < 3:  # a room itself, or a file beside the rooms
+        if file.name.count(".") < 3 or file.name.startswith("fedveil.attacks.audit."):  # no file of an attack
             continue
         module = importlib.import_module(file.name)
         classes += [c for c in vars(module).values() if _is_attack(c) and c.__module__ == module.__name__]
@@ -282,14 +302,14 @@ def installed() -> list[Attack]:
     return [c() for c in classes]
 
 
-def misfit(attack: Attack, view: View, knowledge: Knowledge) -> str:
+def explain_misfit(attack: AuditAttack, view: AdversaryView, knowledge: AdversaryKnowledge) -> str:
     """Why an attack cannot be tried on a run, in words that follow a colon; "" where it can."""
-    sends = view.exchange.method.sends
+    sends = view.exchange.method.upload_kind
     if isinstance(attack, UploadAttack) and sends not in attack.reads:
         return f"it reads {' and '.join(sorted(attack.reads))}, and the sites of this run send {sends}"
     return attack.misfit(view, knowledge)
 
 
-def _is_attack(offered: object) -> TypeGuard[type[Attack]]:
+def _is_attack(offered: object) -> TypeGuard[type[AuditAttack]]:
     kinds = (ModelAttack, UploadAttack)
     return isinstance(offered, type) and issubclass(offered, kinds) and not inspect.isabstract(offered)

@@ -12,40 +12,43 @@ from datasets import Dataset
 
 from fedveil import strategies, tasks
 from fedveil.config import RunConfig, parse
-from fedveil.contract.task import Example, Examples, Rows, Share, Task
+from fedveil.contract.task import DatasetShard, Example, Examples, Rows, Task
+from fedveil.data import partition
 from fedveil.errors import ConfigError, TaskError
-from fedveil.rows import partition
+
+__all__ = ["AuditDataSource", "AuditSample", "draw_non_members", "draw_samples", "encode_examples", "site_members"]
 
 LEAST = 20  # rows of a side below which no interval means anything
 
 
 @dataclass(frozen=True)
-class Sample:
+class AuditSample:
     """Prepared rows with their labels ("" throughout where they have none)."""
 
     rows: Rows
     labels: Sequence[str]
 
-    def first(self, most: int) -> Sample:
+    def first(self, most: int) -> AuditSample:
         """At most that many of the rows, from the first on."""
-        return Sample(self.rows[:most], self.labels[:most])
+        return AuditSample(self.rows[:most], self.labels[:most])
 
-    def alike(self, labels: Sequence[str], most: int) -> Sample:
+    def alike(self, labels: Sequence[str], most: int) -> AuditSample:
         """At most `most` of the rows that have one of `labels`."""
         at = [i for i, label in enumerate(self.labels) if label in set(labels)][:most]
-        return Sample([self.rows[i] for i in at], [self.labels[i] for i in at])
+        return AuditSample([self.rows[i] for i in at], [self.labels[i] for i in at])
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the auditor's rows are. Errors name the options of `fedveil audit`.
+class AuditDataSource:
+    """Location of the auditor's examples. Errors name the options of `fedveil audit`.
 
     Attributes:
-        data: the rows of all sites, cut as the run config says; None = the run config's task.data.
-        sites: or the rows of single sites, by name.
-        non_members: rows of no site; None = those that task.max-examples left out of `data`, else its split "test".
-        most: members and non-members used, each.
-        seed: which of them are used.
+        data: examples of all sites, split as in the run config; None means the run config's task.data.
+        sites: alternatively, examples of individual sites by name.
+        non_members: examples of no site; None means those of `data` that task.examples-per-site left out,
+            else its split "test".
+        most: maximum number of members, and of non-members.
+        seed: seed of the selection.
     """
 
     data: Path | None = None
@@ -65,18 +68,18 @@ class Source:
         return rows if len(rows) <= self.most else random.Random(self.seed).sample(list(rows), self.most)
 
 
-def samples(
-    source: Source, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
-) -> tuple[dict[str, Sample], Sample]:
+def draw_samples(
+    source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
+) -> tuple[dict[str, AuditSample], AuditSample]:
     """Members of each site that took part, and non-members, prepared. `asked`: every site of the run.
 
     Raises:
         ConfigError: no rows are named, or too few are there.
     """
-    members = members_of(source, config, task, asked, took_part)
-    others = source.some(non_members_of(source, config, members, len(asked)))
+    members = site_members(source, config, task, asked, took_part)
+    others = source.some(draw_non_members(source, config, members, len(asked)))
     sides = [*map(source.some, members.values()), others]
-    rows = iter(encoded(task, [example for side in sides for example in side]))
+    rows = iter(encode_examples(task, [example for side in sides for example in side]))
     *of_members, rest = (_prepared(config, side, [next(rows) for _ in side]) for side in sides)
     prepared = dict(zip(members, of_members, strict=True))
     count = sum(len(sample.rows) for sample in prepared.values())
@@ -88,8 +91,8 @@ def samples(
     return prepared, rest
 
 
-def members_of(
-    source: Source, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
+def site_members(
+    source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
 ) -> dict[str, Examples]:
     """Training rows of each site that took part; shares go to the sites of the run in the order of their names."""
     if source.sites:
@@ -103,13 +106,16 @@ def members_of(
             "--data, or --site NAME=FOLDER for each site whose rows you have"
         )
     every = sorted(asked, key=_natural)
-    return {site: task.examples(data, "train", Share(every.index(site), len(every))) for site in took_part}
+    return {site: task.examples(data, "train", DatasetShard(every.index(site), len(every))) for site in took_part}
 
 
-def non_members_of(source: Source, config: RunConfig, members: Mapping[str, Examples], sites: int) -> Examples:
-    """Rows of no site: those that `source` names; else those that task.max-examples left out; else the split "test"."""
-    whole = parse(config.flat() | {"task.max-examples": 0})
-    task = tasks.load(whole, strategies.create("fedavg").adapter, "cpu")  # reads rows only
+def draw_non_members(
+    source: AuditDataSource, config: RunConfig, members: Mapping[str, Examples], sites: int
+) -> Examples:
+    """Rows of no site: those that `source` names, else those that task.examples-per-site left out, else the split
+    "test"."""
+    whole = parse(config.flat() | {"task.examples-per-site": 0})
+    task = tasks.load_task(whole, strategies.create_method("fedavg").adapter, "cpu")  # reads rows only
     if source.non_members:
         try:
             return task.examples(source.non_members, "test")
@@ -118,15 +124,15 @@ def non_members_of(source: Source, config: RunConfig, members: Mapping[str, Exam
     data = _data(source, config)
     if data is None:
         raise ConfigError("--non-members: expected a folder or file with rows of no site, found none; give one")
-    if config.task.max_examples and not source.sites:
+    if config.task.examples_per_site and not source.sites:
         used = {row.origin for rows in members.values() for row in rows}
-        every = (row for i in range(sites) for row in task.examples(data, "train", Share(i, sites)))
+        every = (row for i in range(sites) for row in task.examples(data, "train", DatasetShard(i, sites)))
         if left := [row for row in every if row.origin not in used]:
             return left
     return task.examples(data, "test")
 
 
-def _data(source: Source, config: RunConfig) -> Path | None:
+def _data(source: AuditDataSource, config: RunConfig) -> Path | None:
     return source.data or (Path(config.task.data) if config.task.data else None)
 
 
@@ -135,7 +141,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def encoded(task: Task, examples: Sequence[Example]) -> list[Rows]:
+def encode_examples(task: Task, examples: Sequence[Example]) -> list[Rows]:
     """The rows of each example; all are prepared at once, for a task may log what it cuts."""
     rows = task.encode(examples)
     if len(rows) != len(examples):  # a task that makes several rows of an example
@@ -143,16 +149,16 @@ def encoded(task: Task, examples: Sequence[Example]) -> list[Rows]:
     return [[row] for row in rows]
 
 
-def _prepared(config: RunConfig, examples: Examples, prepared: Sequence[Rows]) -> Sample:
+def _prepared(config: RunConfig, examples: Examples, prepared: Sequence[Rows]) -> AuditSample:
     """Rows with the label of their example, "" where the data were not cut by label."""
     skewed = config.task.partition != "iid"  # else a site has no labels of its own
     name = config.task.label_column
     labels = [""] * len(examples)
     if skewed and examples and name in examples[0].values:
-        labels = partition.labels(
+        labels = partition.example_labels(
             Dataset.from_list([{name: example.values[name]} for example in examples]), config.task
         )
-    return Sample(
+    return AuditSample(
         [row for rows in prepared for row in rows],
         [label for label, rows in zip(labels, prepared, strict=True) for _ in rows],
     )

@@ -1,39 +1,62 @@
-"""How well scores tell members from non-members. Host-side numpy, no model inside.
+"""Statistics of how well scores separate members from non-members, in host-side NumPy without a model.
 
-Scores are higher where a row is more likely a member. No statistic is ever flipped: below 0.5 stays below 0.5.
+A higher score means that an example is more likely a member. No statistic is ever flipped: a value below
+0.5 stays below 0.5.
 
 | function | source |
 |---|---|
-| `auroc` | Mann and Whitney 1947 |
+| `area_under_roc` | Mann and Whitney 1947 |
 | `rank_test` | Mann and Whitney 1947; within labels van Elteren 1960 |
 | `hanley_mcneil` | Hanley and McNeil 1982 |
 | `tpr_at_fpr` | Carlini et al. 2022, Membership Inference Attacks From First Principles, section II |
 | `clopper_pearson` | Clopper and Pearson 1934 |
 | `epsilon_lower_bound` | Jagielski, Ullman, Oprea 2020; Nasr et al. 2021 |
 | `canary_epsilon` | Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning |
-| `holm` | Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure |
+| `holm_correction` | Holm 1979, A Simple Sequentially Rejective Multiple Test Procedure |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "IntervalEstimate",
+    "OfDraws",
+    "Scores",
+    "Statistic",
+    "area_under_roc",
+    "areas_under_roc",
+    "bootstrap_interval",
+    "clopper_pearson",
+    "confidence_interval",
+    "confidence_intervals",
+    "epsilon_lower_bound",
+    "holm_correction",
+    "rank_test",
+    "student_t",
+    "tpr_at_fpr",
+    "tprs_at_fpr",
+    "two_sided",
+]
+
 Scores = NDArray[np.float64]
 Statistic = Callable[[Scores, Scores], float]
-OfDraws = Callable[[Scores, Scores], Scores]  # of each of many resamples, (draws, rows): `aurocs`, `tprs_at_fpr`
+OfDraws = Callable[
+    [Scores, Scores], Scores
+]  # of each of many resamples, (draws, rows): `areas_under_roc`, `tprs_at_fpr`
 _MOST_DRAWN = 1 << 20  # scores of resamples that are held at a time: 8 MB
 _BOUND_STEPS = 200  # halvings of an interval: beyond double precision
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IntervalEstimate:
     """A value with its 95 % interval."""
 
     value: float
@@ -41,7 +64,7 @@ class Estimate:
     high: float
 
 
-def auroc(members: Scores, non_members: Scores) -> float:
+def area_under_roc(members: Scores, non_members: Scores) -> float:
     """P(a member scores above a non-member), ties halved. Raises ValueError for an empty side or a NaN."""
     _check(members, non_members)
     ordered = np.sort(non_members)
@@ -63,8 +86,10 @@ def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
     return float(tprs_at_fpr(members[None], non_members[None], fpr)[0])
 
 
-def aurocs(members: Scores, non_members: Scores) -> Scores:
-    """(draws,) the `auroc` of each row of (draws, members) and (draws, non-members), neither of them empty or NaN."""
+def areas_under_roc(members: Scores, non_members: Scores) -> Scores:
+    """(draws,) the `area_under_roc` of each row of (draws, members) and (draws, non-members), neither of them empty or
+    NaN.
+    """
     from scipy.stats import rankdata  # takes a second to load
 
     ranks = rankdata(np.concatenate((members, non_members), axis=1), axis=1)
@@ -73,7 +98,7 @@ def aurocs(members: Scores, non_members: Scores) -> Scores:
 
 
 def tprs_at_fpr(members: Scores, non_members: Scores, fpr: float) -> Scores:
-    """(draws,) the `tpr_at_fpr` of each row, as `aurocs`. Raises ValueError for an fpr outside 0 to 1."""
+    """(draws,) the `tpr_at_fpr` of each row, as `areas_under_roc`. Raises ValueError for an fpr outside 0 to 1."""
     if not 0 <= fpr <= 1:
         raise ValueError(f"fpr: expected a rate from 0 to 1, found {fpr}")
     count = non_members.shape[1]
@@ -85,16 +110,9 @@ def tprs_at_fpr(members: Scores, non_members: Scores, fpr: float) -> Scores:
     return np.asarray((members > thresholds[:, None]).mean(1))
 
 
-def hanley_mcneil(area: float, members: int, non_members: int) -> float:
-    """Standard error of an AUROC of `area`, by the numbers of members and non-members."""
-    q1, q2 = area / (2 - area), 2 * area**2 / (1 + area)
-    variance = area * (1 - area) + (members - 1) * (q1 - area**2) + (non_members - 1) * (q2 - area**2)
-    return math.sqrt(variance / (members * non_members))
-
-
-def bootstrap(
+def bootstrap_interval(
     statistic: OfDraws, members: Scores, non_members: Scores, rng: np.random.Generator, resamples: int = 1000
-) -> Estimate:
+) -> IntervalEstimate:
     """The statistic with its 95 % percentile interval; members and non-members are resampled independently."""
     _check(members, non_members)
     at_once = max(1, _MOST_DRAWN // (len(members) + len(non_members)))
@@ -106,33 +124,7 @@ def bootstrap(
         ]
         drawn += statistic(members[[m for m, _ in at]], non_members[[n for _, n in at]]).tolist()
     low, high = np.quantile(drawn, (0.025, 0.975))
-    return Estimate(float(statistic(members[None], non_members[None])[0]), float(low), float(high))
-
-
-def paired_difference(
-    mine: tuple[Scores, Scores],
-    other: tuple[Scores, Scores],
-    rng: np.random.Generator,
-    resamples: int = 1000,
-    statistic: Statistic = auroc,
-) -> Estimate:
-    """The statistic of `mine` less that of `other`, two attacks' scores of the same (members, non-members).
-
-    Each resample serves both.
-
-    Raises:
-        ValueError: sides of different lengths.
-    """
-    if [len(side) for side in mine] != [len(side) for side in other]:
-        raise ValueError(
-            f"expected scores of the same rows, found {[len(s) for s in mine]} and {[len(s) for s in other]}"
-        )
-    drawn = []
-    for _ in range(resamples):
-        m, n = (rng.integers(len(side), size=len(side)) for side in mine)
-        drawn.append(statistic(mine[0][m], mine[1][n]) - statistic(other[0][m], other[1][n]))
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Estimate(statistic(*mine) - statistic(*other), float(low), float(high))
+    return IntervalEstimate(float(statistic(members[None], non_members[None])[0]), float(low), float(high))
 
 
 def rank_test(
@@ -153,7 +145,7 @@ def rank_test(
         size, pairs = len(m) + len(o), len(m) * len(o)
         tied = np.unique(np.concatenate((m, o)), return_counts=True)[1]
         weight = pairs / (size + 1)
-        total += weight * (auroc(m, o) - 0.5)
+        total += weight * (area_under_roc(m, o) - 0.5)
         variance += weight**2 * (size + 1 - float((tied**3 - tied).sum()) / (size * (size - 1))) / (12 * pairs)
     return total / math.sqrt(variance) if variance > 1e-12 else 0.0
 
@@ -163,16 +155,16 @@ def two_sided(z: float) -> float:
     return math.erfc(abs(z) / math.sqrt(2))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm_correction(p_values: Sequence[float]) -> list[float]:
     """The p-values corrected for their number: of all below alpha, one or more is false with at most that chance.
 
     It holds however the tests depend on each other.
     """
-    found, highest = [1.0] * len(p_values), 0.0
+    corrected_p, highest = [1.0] * len(p_values), 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        found[i] = highest
-    return found
+        corrected_p[i] = highest
+    return corrected_p
 
 
 @lru_cache(maxsize=1 << 14)  # a bound asks for the same counts at many thresholds
@@ -213,41 +205,6 @@ def epsilon_lower_bound(
     return max(0.0, math.log((tpr_low - delta) / fpr_high)) if tpr_low > delta else 0.0
 
 
-def canary_epsilon(
-    inserted: Scores, left_out: Scores, delta: float, rng: np.random.Generator, confidence: float = 0.999
-) -> float:
-    """A lower bound on the epsilon, at `delta`, of a composition of Gaussian releases, from the scores of canaries.
-
-    Formal guarantees: the bound fails with probability 1 - confidence at most, where (1) each canary was in or out
-    independently of the others, with noise that is independent between them (orthogonal gradients, or runs of their
-    own), and (2) the audited mechanism is a Gaussian one, of full batches or disjoint ones: its trade-off curve is
-    that of N(0, 1) against N(mu, 1). The bound is for the canary's relation: in against out is add-or-remove-one. The
-    threshold is chosen on one random half.
-
-        mu >= Phi^-1(TPR_low) - Phi^-1(FPR_high),  epsilon from mu and delta by dp-accounting
-    """
-    from dp_accounting import gaussian_mechanism
-
-    _check(inserted, left_out)
-    m, n = rng.permutation(inserted), rng.permutation(left_out)
-    (choose_m, test_m), (choose_n, test_n) = (m[::2], m[1::2]), (n[::2], n[1::2])
-    if not len(test_m) or not len(test_n):
-        return 0.0
-    thresholds = np.quantile(np.concatenate((choose_m, choose_n)), np.linspace(0.02, 0.98, 49))
-    normal = NormalDist()
-
-    def separation(tpr: float, fpr: float) -> float:
-        return normal.inv_cdf(tpr) - normal.inv_cdf(fpr) if 0 < tpr < 1 and 0 < fpr < 1 else -math.inf
-
-    def bounded(threshold: float, members: Scores, others: Scores) -> float:
-        low = clopper_pearson(int((members > threshold).sum()), len(members), confidence)[0]
-        return separation(low, clopper_pearson(int((others > threshold).sum()), len(others), confidence)[1])
-
-    best = max(thresholds, key=lambda t: bounded(t, choose_m, choose_n))
-    mu = bounded(best, test_m, test_n)
-    return float(gaussian_mechanism.get_epsilon_gaussian(1 / mu, delta)) if mu > 0 else 0.0
-
-
 def _at_least(successes: int, trials: int, p: float) -> float:
     """P(Binomial(trials, p) >= successes)."""
     if p <= 0 or p >= 1:
@@ -264,7 +221,7 @@ def _log_choose(trials: int) -> Scores:
 
 
 def _root(rising: Callable[[float], float]) -> float:
-    """Where a rising function on [0, 1] crosses 0."""
+    """Find the zero of an increasing function on [0, 1]."""
     low, high = 0.0, 1.0
     for _ in range(_BOUND_STEPS):
         middle = (low + high) / 2
@@ -279,3 +236,23 @@ def _check(members: Scores, non_members: Scores) -> None:
         raise ValueError(f"expected scores of both sides, found {len(members)} and {len(non_members)}")
     if np.isnan(members).any() or np.isnan(non_members).any():
         raise ValueError("expected scores that are numbers, found NaN")
+
+
+def student_t(freedom: int, alpha: float = 0.05) -> float:
+    """What a standard error is multiplied with for a two-sided interval of 1 - alpha, by its degrees of freedom."""
+    from scipy.special import stdtrit  # heavy
+
+    return -float(stdtrit(freedom, alpha / 2))
+
+
+def confidence_interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean with a 95 % interval by Student's t; a single value has no width and says n = 1."""
+    mean, n = statistics.fmean(values), len(values)
+    half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+
+
+def confidence_intervals(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """The interval over the runs of every metric that all of them have."""
+    shared = [name for name in runs[0] if all(name in run for run in runs)]
+    return {name: confidence_interval([run[name] for run in runs]) for name in shared}

@@ -21,19 +21,21 @@ from flwr.clientapp import ClientApp
 from flwr.supercore import log
 
 from fedveil import errors
-from fedveil.client_app.site import cause, policy, secure
-from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.site.private import PrivateStore
-from fedveil.client_app.worker import link
-from fedveil.client_app.worker.cards import DiedError
+from fedveil.client_app import failure_reason, secure_round
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.policy import decisions
+from fedveil.client_app.state.client_state import ClientStateStore
+from fedveil.client_app.worker import connection
 from fedveil.client_app.worker.owner import owner_of_this_process
+from fedveil.client_app.worker.registry import WorkerDiedError
+from fedveil.client_app.worker.worker_round import run_round_in_worker
 from fedveil.errors import BudgetError, OutOfMemoryError, PolicyError, WireError, WorkerError
-from fedveil.federation.secure.forms import MOST_BYTES
-from fedveil.records import process
-from fedveil.wire import header, slices, statements
+from fedveil.federation.secagg.schema import MOST_BYTES
+from fedveil.records import process_exit
+from fedveil.wire import chunking, header, statement_envelope
 
 if TYPE_CHECKING:
-    from fedveil.contract.task import Step, Watch
+    from fedveil.contract.task import TrainingProgress, Watch
 
 app = ClientApp()
 
@@ -43,14 +45,14 @@ _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
+def train_app(message: Message, context: Context) -> Message:
     """One participation."""
     started = time.monotonic()
     try:
         upload = _take_part(message, context)
     except Exception as error:
         log(ERROR, "this site's turn failed", exc_info=error)
-        cause.note(*private_reason(error))
+        failure_reason.note_failure(*private_reason(error))
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
     log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
     return _reply(message, upload)
@@ -64,102 +66,106 @@ def secure_(message: Message, context: Context) -> Message:
         answer = _answered(record, assignment)
     except Exception as error:
         log(ERROR, "this site's answer failed", exc_info=error)
-        cause.note(*private_reason(error))
+        failure_reason.note_failure(*private_reason(error))
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
-    return _reply(message, list(slices.sliced([answer])))
+    return _reply(message, list(chunking.slice_message([answer])))
 
 
-def _answered(record: ArrayRecord, assignment: Assignment) -> bytes:
+def _answered(record: ArrayRecord, assignment: ClientAssignment) -> bytes:
     down_bytes = sum(len(array.data) for array in record.values())
-    policy.check(assignment, policy.Bundle.of_environment(), down_bytes, serves=False)
+    decisions.check_run(assignment, decisions.VerifiedBundle.from_environment(), down_bytes, serves=False)
     order, asked = assignment.order, b"".join(_drained(record))
-    asked = statements.unpacked(asked, order.round, "down", order.address.of_broadcast, MOST_BYTES)
-    with PrivateStore.of(assignment.site.state_dir, order.run, assignment.name).in_turn():
-        policy.check_round(assignment, sys.maxsize)  # it may have been purged meanwhile
-        answer = statements.packed(secure.answered(assignment, asked), order.round, "up", order.address)
-    policy.check_upload(assignment, down_bytes, len(answer), None)
+    asked = statement_envelope.unpack_statement(asked, order.round, "down", order.address.of_broadcast, MOST_BYTES)
+    with ClientStateStore.open(assignment.site.state_dir, order.run, assignment.name).in_turn():
+        decisions.check_round(assignment, sys.maxsize)  # it may have been purged meanwhile
+        answer = statement_envelope.pack_statement(
+            secure_round.answer_secagg_request(assignment, asked), order.round, "up", order.address
+        )
+    decisions.check_upload(assignment, down_bytes, len(answer), None)
     return answer
 
 
 def _reply(message: Message, parts: list[bytes]) -> Message:
-    arrays = {slices.name(i): Array("uint8", (len(part),), slices.STYPE, part) for i, part in enumerate(parts)}
+    arrays = {chunking.slice_key(i): Array("uint8", (len(part),), chunking.STYPE, part) for i, part in enumerate(parts)}
     return Message(RecordDict({"fedveil": ArrayRecord(arrays)}), reply_to=message)
 
 
-def _records(message: Message, context: Context) -> tuple[ArrayRecord, Assignment]:
+def _records(message: Message, context: Context) -> tuple[ArrayRecord, ClientAssignment]:
     try:
         record = message.content.array_records["fedveil"]
         order = message.content.config_records["order"]
     except KeyError as error:
         raise WireError(f"message: expected the records fedveil and order, found none called {error}") from None
-    return record, Assignment.of(order, context.run_config, context.node_config)
+    return record, ClientAssignment.from_instruction(order, context.run_config, context.node_config)
 
 
 def _take_part(message: Message, context: Context) -> list[bytes]:
     record, assignment = _records(message, context)
     down_bytes = sum(len(array.data) for array in record.values())
-    policy.check(assignment, policy.Bundle.of_environment(), down_bytes)
-    with PrivateStore.of(assignment.site.state_dir, assignment.order.run, assignment.name).in_turn():
-        policy.count_round(assignment)
+    decisions.check_run(assignment, decisions.VerifiedBundle.from_environment(), down_bytes)
+    with ClientStateStore.open(assignment.site.state_dir, assignment.order.run, assignment.name).in_turn():
+        decisions.count_round(assignment)
         try:
             upload = _trained(record, assignment)
         except Exception:
-            policy.served_of(assignment).give_back(assignment.order.round)
+            decisions.open_replay_guard(assignment).give_back(assignment.order.round)
             raise
-    said = header.of_slices(upload)
-    policy.check_upload(assignment, down_bytes, sum(map(len, upload)), said["num_examples"], said["report"])
+    upload_header = header.header_of_slices(upload)
+    decisions.check_upload(
+        assignment, down_bytes, sum(map(len, upload)), upload_header["num_examples"], upload_header["report"]
+    )
     return upload
 
 
-def _trained(record: ArrayRecord, assignment: Assignment) -> list[bytes]:
+def _trained(record: ArrayRecord, assignment: ClientAssignment) -> list[bytes]:
     owner = owner_of_this_process() if assignment.config.client.worker else None
     if owner is None:
         return _in_this_process(_drained(record), assignment)
-    return link.take_part(_drained(record), assignment, owner)
+    return run_round_in_worker(_drained(record), assignment, owner)
 
 
-def _in_this_process(message: Iterator[bytes], assignment: Assignment) -> list[bytes]:
+def _in_this_process(message: Iterator[bytes], assignment: ClientAssignment) -> list[bytes]:
     """The turn without a worker: if the run asks for it, or in the simulation engine, whose processes stay anyway."""
     # Imported here because a process that hands the message to a worker must not pay for torch.
-    from fedveil.client_app.turn import Turns
+    from fedveil.client_app.client_session import ClientSession
 
-    with contextlib.closing(Turns()) as turns:
-        turn = turns.take(lambda: b"".join(message), assignment, _until(assignment.order.seconds))
-    return list(slices.sliced(slices.drained(turn.parts)))
+    with contextlib.closing(ClientSession()) as session:
+        turn = session.run_round(lambda: b"".join(message), assignment, _until(assignment.order.seconds))
+    return list(chunking.slice_message(chunking.drain_parts(turn.parts)))
 
 
 def _until(seconds: float) -> Watch:
     """A watch that ends the turn at its first step after that time."""
     end = time.monotonic() + seconds
 
-    def watch(step: Step) -> None:
+    def watch(step: TrainingProgress) -> None:
         if time.monotonic() > end:
-            raise WorkerError(link.late(seconds))
+            raise WorkerError(connection.deadline_reason(seconds))
 
     return watch
 
 
 def _drained(record: ArrayRecord) -> Iterator[bytes]:
     """The message's slices, each removed from the record before it is handed out."""
-    for name in slices.in_order(list(record)):
+    for name in chunking.order_slices(list(record)):
         yield record.pop(name).data
 
 
 def private_reason(error: Exception) -> tuple[str, str]:
     """Kind and text of an error for this site's people; of one that is no refusal of ours, where its traceback is."""
-    if not isinstance(error, link.TurnError):
+    if not isinstance(error, connection.ClientRoundError):
         return type(error).__name__, str(error)
     ours = error.trace is None or hasattr(errors, error.kind)
     return error.kind, str(error) if ours else f"{str(error)[:500]}; its traceback is in {error.trace}"
 
 
 def public_reason(error: Exception) -> str:
-    """What the server may learn about an error at this site."""
-    kind = error.kind if isinstance(error, link.TurnError) else type(error).__name__
-    if isinstance(error, DiedError):
+    """Return the part of a site's error that the server may learn."""
+    kind = error.kind if isinstance(error, connection.ClientRoundError) else type(error).__name__
+    if isinstance(error, WorkerDiedError):
         return f"{_ENDED}: {error.cause}"
-    if kind == OutOfMemoryError.__name__ or process.is_out_of_memory(error):
-        return f"{_ENDED}: {process.Cause.MEMORY}"
+    if kind == OutOfMemoryError.__name__ or process_exit.is_out_of_memory(error):
+        return f"{_ENDED}: {process_exit.ExitCause.MEMORY}"
     if isinstance(error, PolicyError | WireError) or kind in _PUBLIC:
         return f"{kind}: {error}"
     return f"{kind} at the site; its log has the text"

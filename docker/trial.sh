@@ -40,7 +40,7 @@ max-bytes-a-round = 50_000_000
 "train.max-steps" = {min = 1, max = 100}
 "cohort.sites" = {min = 2, max = 10}
 "task.evaluation" = "/data"
-"evaluate.max-examples" = {min = 1, max = 1000}
+"evaluate.eval-examples" = {min = 1, max = 1000}
 "run.name" = {pattern = "[a-z0-9-]*"}
 "secure.enabled" = [true, false]
 "secure.roster" = ["", "/roster/roster.json"]

@@ -1,14 +1,14 @@
-"""FedVeil: federated fine-tuning in which every exchange withholds something on purpose.
+"""FedVeil: federated fine-tuning between sites, and attacks that measure what their updates still reveal.
 
-There is one import name. The folders `strategies`, `server_app`, `client_app`, `attacks`, `guard`, `benchmarks` and
-`console` are imported as `fedveil.strategies` and so on. A wheel has them inside this package. In a checkout, and in
-the bundle that Flower installs, they lie beside it, so their parent folder is added to this package's path.
+There is one import name. `strategies`, `server_app`, `client_app` and `attacks` are folders at the top of the
+repository and links inside this package: they are imported as `fedveil.strategies` and so on. A wheel has them inside
+the package. Flower's bundle has no links and the folders beside it, as has an archive that was unpacked without links.
 """
 
 from pathlib import Path as _Path
 
 __version__ = "0.2.0"
 
-_beside = _Path(__file__).parent.parent
-if (_beside / "pyproject.toml").is_file() and (_beside / "strategies").is_dir():
-    __path__.append(str(_beside))
+_here = _Path(__file__).parent
+if not (_here / "strategies").is_dir():  # a bundle of Flower, or an archive that was unpacked without links
+    __path__.append(str(_here.parent))

@@ -16,6 +16,21 @@
 A message names the field, what was expected, what was found, and the next step.
 """
 
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "FedVeilError",
+    "OutOfMemoryError",
+    "PolicyError",
+    "QuorumError",
+    "RankError",
+    "StateError",
+    "TaskError",
+    "UploadRefused",
+    "WireError",
+    "WorkerError",
+]
+
 
 class FedVeilError(Exception):
     """Root of the tree."""

@@ -1,15 +1,17 @@
 """A federation in one process, from a run config and the folders of its sites: for research, and for notebooks.
 
-    from fedveil.local import Local
+    from fedveil.local import LocalFederation
 
-    local = Local.of({"method.name": "fedrand", "run.rounds": 2}, {"north": "rows/north", "south": "rows/south"})
+    local = LocalFederation.from_config(
+        {"method.name": "fedrand", "run.rounds": 2}, {"north": "rows/north", "south": "rows/south"}
+    )
     local.run()
     local.evaluate("rows/test")                   # the server's model
     local.evaluate("rows/test", site="north")     # that of one site
     local.federation.upload_bytes                 # what has crossed the wire
 
 Neither Flower nor any other process takes part, and no site has a policy or a ledger of its own. What is encoded,
-drawn and added up is what a run over gRPC encodes, draws and adds up (`fedveil.federation.inprocess`).
+drawn and added up is what a run over gRPC encodes, draws and adds up (`fedveil.federation.in_process`).
 """
 
 from __future__ import annotations
@@ -23,23 +25,25 @@ from typing import final
 from fedveil import rng, strategies, tasks
 from fedveil.config import RunConfig, parse
 from fedveil.contract.method import Method, RoundContext
-from fedveil.contract.task import Rows, Share, Task
+from fedveil.contract.task import DatasetShard, Rows, Task
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.wire.tap import Tap
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.wire.capture import MessageCapture
+
+__all__ = ["LocalFederation"]
 
 # What only a run with a server or sites of its own does; a value here would be passed over.
 _ELSEWHERE = (
-    "task.data", "task.evaluation", "task.server-data", "evaluate.keep", "evaluate.patience", "evaluate.held-out",
-    "cohort.norm-factor", "run.resume", "run.signature", "run.tap",
+    "task.data", "task.evaluation", "task.server-data", "evaluate.select-model", "evaluate.patience",
+    "evaluate.held-out", "cohort.max-norm-ratio", "run.resume", "run.signature", "run.capture-messages",
 )  # fmt: skip
 
 
 @final
 @dataclass(frozen=True)
-class Local:
+class LocalFederation:
     """A server and its sites in this process. `of` makes one.
 
     Attributes:
@@ -52,16 +56,16 @@ class Local:
     config: RunConfig
     method: Method
     task: Task
-    federation: Federation
+    federation: InProcessFederation
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: Mapping[str, object] | RunConfig,
         sites: Mapping[str, str | Path],
         device: str = "cpu",
-        tap: Tap | None = None,
-    ) -> Local:
+        tap: MessageCapture | None = None,
+    ) -> LocalFederation:
         """Loads the base model and every site's rows; no round has run.
 
         Args:
@@ -77,25 +81,25 @@ class Local:
                 there is no site.
             TaskError: a base model, a folder, a column or a row is missing.
         """
-        found = config if isinstance(config, RunConfig) else parse(config)
-        _require_local(found)
+        run_config = config if isinstance(config, RunConfig) else parse(config)
+        _require_local(run_config)
         if not sites:
             raise ConfigError("sites: expected a folder of rows for each site, by its name, found none")
-        method = strategies.create(found.method.name, found.method.fields)
-        task = tasks.load(found, method.adapter, device)
+        method = strategies.create_method(run_config.method.name, run_config.method.params)
+        task = tasks.load_task(run_config, method.adapter, device)
         rows = _rows(task, {name: Path(folder).expanduser() for name, folder in sites.items()})
 
         def trainer_for(site: str, ctx: RoundContext) -> Trainer:
             return task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round)
 
-        initial = task.initial(rng.initial(found.run.seed, "weights"))
-        state = method.init(task.spec, initial, rng.initial(found.run.seed, "method init"))
-        exchange = Exchange(method, found.method.name, task.spec)
-        share = found.cohort.max_share
-        federation = Federation(exchange, found, trainer_for, list(rows), state, tap=tap, max_share=share)
-        return cls(found, method, task, federation)
+        initial = task.initial(rng.initial_stream(run_config.run.seed, "weights"))
+        state = method.init(task.spec, initial, rng.initial_stream(run_config.run.seed, "method init"))
+        exchange = MessageExchange(method, run_config.method.name, task.spec)
+        share = run_config.cohort.max_weight_fraction
+        federation = InProcessFederation(exchange, run_config, trainer_for, list(rows), state, tap=tap, max_share=share)
+        return cls(run_config, method, task, federation)
 
-    def run(self, on_round: Callable[[Local, int], None] | None = None) -> None:
+    def run(self, on_round: Callable[[LocalFederation, int], None] | None = None) -> None:
         """All rounds of the config; `on_round` is called with this federation and the round, from 0, after each."""
         self.federation.run(lambda _, round_: on_round(self, round_) if on_round else None)
 
@@ -116,7 +120,7 @@ class Local:
         """
         if site is not None and site not in self.federation.sites:
             raise ConfigError(f"site: expected one of {', '.join(self.federation.sites)}, found {site!r}")
-        views = self.federation.deployed(site)
+        views = self.federation.models(site)
         view = "server" if site is None else "client"
         if view not in views:
             raise ConfigError(
@@ -129,12 +133,12 @@ class Local:
 
 def _rows(task: Task, folders: Mapping[str, Path]) -> dict[str, Rows]:
     """Each site's rows, prepared; those of a folder that several name are divided."""
-    shared, used, found = Counter(folders.values()), Counter[Path](), dict[str, Rows]()
+    shared, used, site_examples = Counter(folders.values()), Counter[Path](), dict[str, Rows]()
     for name, folder in folders.items():
-        share = Share(used[folder], shared[folder]) if shared[folder] > 1 else None
-        found[name] = task.prepare(folder, "train", share).rows
+        share = DatasetShard(used[folder], shared[folder]) if shared[folder] > 1 else None
+        site_examples[name] = task.prepare(folder, "train", share).rows
         used[folder] += 1
-    return found
+    return site_examples
 
 
 def _require_local(config: RunConfig) -> None:

@@ -3,7 +3,7 @@
 A stream is a keyed generator: BLAKE2b of (secret, round, client, purpose) gives the key, and AES-256 in counter mode
 gives the bytes. Nobody can predict them without the secret; with it, the same call gives the same draws on every
 machine. Cohorts, columns, keys and seeds are drawn from the stream itself; such a key is expanded to masks over entries
-of tensors by another cipher (`fedveil.algebra.chacha`). `torch_generator` is for initial weights and batch order, which
+of tensors by another cipher (`fedveil.ops.chacha20`). `torch_generator` is for initial weights and batch order, which
 need not be secret.
 
 Noise that protects people comes from the operating system (`fedveil.privacy`), never from a stream, except in a
@@ -23,6 +23,16 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from torch import Tensor
 
+__all__ = [
+    "SECRET_BYTES",
+    "RandomStream",
+    "derive_secret",
+    "draw_booleans",
+    "fresh_secret",
+    "initial_stream",
+    "probability_threshold",
+]
+
 SECRET_BYTES = 32
 _BLOCK = 1 << 20  # entries of a mask at a time, so that they stay in the cache
 
@@ -32,14 +42,14 @@ def fresh_secret() -> bytes:
     return os.urandom(SECRET_BYTES)
 
 
-def secret(side: str, seed: int, deterministic: bool) -> bytes:
+def derive_secret(side: str, seed: int, deterministic: bool) -> bytes:
     """A secret for `side`, which is "server" or "client:" and the site's name. With `deterministic` it repeats."""
     return _digest(f"fedveil deterministic {seed} {side}".encode()) if deterministic else fresh_secret()
 
 
-def initial(seed: int, purpose: str) -> Stream:
+def initial_stream(seed: int, purpose: str) -> RandomStream:
     """A stream for public draws before round 0, so that all runs with one seed start from equal weights."""
-    return Stream.derive(_digest(f"fedveil initial {seed}".encode()), 0, "", purpose)
+    return RandomStream.derive(_digest(f"fedveil initial {seed}".encode()), 0, "", purpose)
 
 
 def _digest(*parts: bytes) -> bytes:
@@ -54,7 +64,7 @@ def _keystream(key: bytes) -> CipherContext:
     return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
 
-def threshold(probability: float) -> tuple[int, int]:
+def probability_threshold(probability: float) -> tuple[int, int]:
     """What a byte is compared with, and the 24 bits that decide where the two are equal.
 
     Raises:
@@ -65,15 +75,16 @@ def threshold(probability: float) -> tuple[int, int]:
     return divmod(round(probability * 2**32), 2**24)
 
 
-def decided(
+def draw_booleans(
     keystream: CipherContext, ties: Callable[[], CipherContext], probability: float, shape: tuple[int, ...]
 ) -> Tensor:
     """Independent booleans, each True with `probability` (to within 2**-32; exactly so at 0 and 1).
 
     One byte of `keystream` decides an entry, unless it equals the threshold's first byte. Such an entry, one in 256, is
-    decided by 24 bits of the next word of `ties` and the rest of the threshold. Raises ValueError as `threshold`.
+    decided by 24 bits of the next word of `ties` and the rest of the threshold. Raises ValueError as
+    `probability_threshold`.
     """
-    first, rest = threshold(probability)
+    first, rest = probability_threshold(probability)
     n = int(np.prod(shape, dtype=np.int64))
     out = np.empty(n, dtype=bool)
     words_of = ties() if rest else None  # one for all blocks: a new one for each would repeat its words
@@ -89,7 +100,7 @@ def decided(
 
 
 @dataclass
-class Stream:
+class RandomStream:
     """A stream of random bytes under a key of 32 bytes. Draws advance it."""
 
     key: bytes = field(repr=False)
@@ -100,7 +111,7 @@ class Stream:
         self._keystream = _keystream(self.key)
 
     @classmethod
-    def derive(cls, secret: bytes, round_: int, client: str, purpose: str) -> Stream:
+    def derive(cls, secret: bytes, round_: int, client: str, purpose: str) -> RandomStream:
         """The stream of one purpose of one client in one round."""
         return cls(_digest(secret, str(round_).encode(), client.encode(), purpose.encode()))
 
@@ -108,13 +119,13 @@ class Stream:
         """The next n bytes."""
         return self._keystream.update(bytes(n))
 
-    def split(self, purpose: str) -> Stream:
+    def split(self, purpose: str) -> RandomStream:
         """Another stream, by this one's key: it leaves this one's draws as they are."""
-        return Stream(_digest(self.key, b"split", purpose.encode()))
+        return RandomStream(_digest(self.key, b"split", purpose.encode()))
 
     def bernoulli(self, probability: float, shape: tuple[int, ...]) -> Tensor:
-        """Independent booleans, as of `decided`; the ties' key is the digest of this key and "ties"."""
-        return decided(self._keystream, lambda: self._ties, probability, shape)
+        """Independent booleans, as of `draw_booleans`; the ties' key is the digest of this key and "ties"."""
+        return draw_booleans(self._keystream, lambda: self._ties, probability, shape)
 
     @cached_property
     def _ties(self) -> CipherContext:

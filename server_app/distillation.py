@@ -14,19 +14,19 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters.prefix import Prefix
-from fedveil.contract.spec import Weights
+from fedveil.adapters.prefix import PrefixAdapter
+from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import Rows
+from fedveil.data import batches
+from fedveil.data.batches import TokenBatch
 from fedveil.errors import ConfigError, TaskError
-from fedveil.rng import Stream
-from fedveil.rows import batches
-from fedveil.rows.batches import TokenBatch
+from fedveil.rng import RandomStream
 from fedveil.tasks.text_generation import TextGeneration
 
 
 @final
-class Distillation:
-    """Implements `fedveil.contract.method.Distilling`.
+class ServerDistillation:
+    """Implements `fedveil.contract.method.Distiller`.
 
     Args:
         proxy: the proxy's task, whose adapter is a prefix with cells.
@@ -35,9 +35,9 @@ class Distillation:
         rng: orders the rows.
     """
 
-    def __init__(self, proxy: TextGeneration, model: TextGeneration, rows: Rows, rng: Stream) -> None:
+    def __init__(self, proxy: TextGeneration, model: TextGeneration, rows: Rows, rng: RandomStream) -> None:
         for task, has_cells in ((proxy, True), (model, False)):
-            if not isinstance(task.adapter, Prefix) or (task.adapter.cells > 0) != has_cells:
+            if not isinstance(task.adapter, PrefixAdapter) or (task.adapter.cells > 0) != has_cells:
                 raise ConfigError(
                     f"adapter: expected a prefix {'with' if has_cells else 'without'} cells, found another"
                 )
@@ -55,7 +55,7 @@ class Distillation:
         order: list[int] = []
         for step in range(steps):
             if not order:
-                order = batches.order(self._rows, size, generator, False)
+                order = batches.epoch_order(self._rows, size, generator, False)
             batch = self._proxy.collate([self._rows[i] for i in order[:size]]).to(self._proxy.device)
             order = order[size:]
             loss = self.loss(batch)
@@ -70,9 +70,9 @@ class Distillation:
         """The mean squared difference of the hidden states, without padding."""
         with torch.no_grad():
             wanted = _states(self._model, batch)
-        found, there = _states(self._proxy, batch), batch.mask.bool()
+        proxy_states, there = _states(self._proxy, batch), batch.mask.bool()
         return torch.stack(
-            [(f[there] - w[there].to(f.dtype)).square().mean() for f, w in zip(found, wanted, strict=True)]
+            [(f[there] - w[there].to(f.dtype)).square().mean() for f, w in zip(proxy_states, wanted, strict=True)]
         ).mean()
 
 

@@ -2,13 +2,16 @@
 
 A round draws a cohort and adds up the uploads. It counts only with a quorum; below that it is repeated with a new
 cohort. The state changes whole or not at all, and every change is followed by a checkpoint to resume from.
+
+An attempt at a round returns an `AttemptResult` (round_attempt.py). This loop alone records it: in the state, the
+history, the run folder and its metrics.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from logging import INFO, WARNING
@@ -20,30 +23,30 @@ from flwr.supercore import log
 from torch import Tensor
 
 from fedveil import rng
-from fedveil.algebra.krum import KrumSums
 from fedveil.config import parse
-from fedveil.contract.address import Address
-from fedveil.contract.method import Method, RoundContext, State, Upload
-from fedveil.contract.spec import Spec, Weights, spec_of
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import FederatedState, Method, RoundContext
+from fedveil.contract.param_spec import Spec, Weights, param_specs_of
 from fedveil.errors import ConfigError, QuorumError
-from fedveil.federation import cohort as cohorts
-from fedveil.federation import rules, shares
-from fedveil.federation.exchange import Exchange
-from fedveil.privacy.claims import claim_of
-from fedveil.records.state import digest
-from fedveil.server_app import fingerprint, sites
-from fedveil.server_app.attempt import Attempt
-from fedveil.server_app.ending import Course
-from fedveil.server_app.evaluate import Scores
-from fedveil.server_app.record import RoundRecord, RunFolder
-from fedveil.server_app.settings import RunSettings
-from fedveil.server_app.unseen import Unseen, UnseenAttempt
-from fedveil.wire import parked
+from fedveil.federation import aggregation_rules
+from fedveil.federation.exchange import MessageExchange
+from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.records.tensor_state import state_digest
+from fedveil.server_app import connected_sites, run_fingerprint
+from fedveil.server_app.completion import BestRoundTracker
+from fedveil.server_app.evaluation import Scores
+from fedveil.server_app.message_recorder import RunMessageRecorder
+from fedveil.server_app.round_attempt import AttemptResult, AttemptTally, RoundAttempt
+from fedveil.server_app.round_record import RoundRecord
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_settings import RunSettings
+from fedveil.server_app.secure_round import ServerSecAgg
+from fedveil.wire import mmap_tensors
 
 _BACK_OFF_SECONDS = 2.0
 
 
-class Rounds:
+class RoundLoop:
     """One run's rounds. Takes the arguments of `MethodStrategy`.
 
     Attributes:
@@ -56,7 +59,7 @@ class Rounds:
         method: Method,
         settings: RunSettings,
         folder: RunFolder | None,
-        scores: Callable[[State, int], Scores] | None,
+        scores: Callable[[FederatedState, int], Scores] | None,
         spec: Spec | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -64,47 +67,41 @@ class Rounds:
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
         # Sites keep private state under this name, so no other run may have it.
         self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
-        self.tap = folder.tap() if folder and settings.tap else None
+        self._capture = folder.tap() if folder and settings.tap else None
         self.history: list[RoundRecord] = []
-        self.course = Course(settings.choice, folder.folder if folder else None)
+        self.course = BestRoundTracker(settings.choice, folder.folder if folder else None)
         self._spec = spec
-        self._server: State | None = None
-        self._exchange: Exchange | None = None
-        self._unseen: Unseen | None = None
+        self._server: FederatedState | None = None
+        self._exchange: MessageExchange | None = None
+        self._unseen: ServerSecAgg | None = None
         self._participated: set[str] = set()
         self._last: dict[str, str] = {}  # by site: the turn of its last upload that is in the state
-        self._secret = rng.secret("server", settings.seed, settings.deterministic)
-
-    @property
-    def quorum(self) -> int:
-        """The accepted uploads that a round needs."""
-        secure, least = self.settings.secure, self.settings.cohort.min_sites
-        return max(least, secure.min_sites) if secure.enabled else least
+        self._secret = rng.derive_secret("server", settings.seed, settings.deterministic)
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
         """Makes the state before round 0."""
-        spec = self._spec or spec_of(weights)
-        self._server = self.method.init(spec, weights, rng.initial(self.settings.seed, "method init"))
-        self._exchange = Exchange(
+        spec = self._spec or param_specs_of(weights)
+        self._server = self.method.init(spec, weights, rng.initial_stream(self.settings.seed, "method init"))
+        self._exchange = MessageExchange(
             self.method, self.settings.method or type(self.method).__module__.rpartition(".")[2], spec
         )
         self.settings.check(self._exchange)
         if self.settings.secure.enabled:
-            claim = claim_of(self.method, parse(self.settings.config))
-            self._unseen = Unseen.of(self._exchange, self.settings.secure, self.run_name, claim)
+            claim = guarantee_of(self.method, parse(self.settings.config))
+            self._unseen = ServerSecAgg.from_config(self._exchange, self.settings.secure, self.run_name, claim)
 
     def resume(self) -> int:
         """Loads the folder's checkpoint, or writes that before round 0. Returns the next round.
 
         Raises:
-            ConfigError: the checkpoint is of a run with other terms (fingerprint.py).
+            ConfigError: the checkpoint is of a run with other terms (run_fingerprint.py).
             StateError: no checkpoint can be read.
         """
         if self.folder is None or not self.folder.resumed:
             self._checkpoint(-1)
             return 0
         server, loop = self.folder.load_checkpoint()
-        changes = fingerprint.changes(loop["terms"], self._terms)
+        changes = run_fingerprint.changed_terms(loop["terms"], self._terms)
         self._server, round_ = server, int(loop["round"]) + 1
         self.course.resume(loop)
         self._park()
@@ -114,26 +111,26 @@ class Rounds:
         return round_
 
     @cached_property
-    def _terms(self) -> fingerprint.Terms:
-        return fingerprint.of(self._begun, self.settings)
+    def _terms(self) -> run_fingerprint.Terms:
+        return run_fingerprint.run_terms(self._begun, self.settings)
 
     @property
-    def _begun(self) -> Exchange:
+    def _begun(self) -> MessageExchange:
         """The method on its spec. Raises ConfigError before `initialise`."""
         if self._exchange is None:
             raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
         return self._exchange
 
     @property
-    def server(self) -> State:
+    def server(self) -> FederatedState:
         """The server's state. Raises ConfigError before `initialise`."""
         if self._server is None:
             raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
         return self._server
 
-    def deployed(self) -> Weights:
+    def models(self) -> Weights:
         """The model that the server holds now."""
-        return self.method.deployed(self.server)["server"]
+        return self.method.models(self.server)["server"]
 
     def score_initial(self) -> None:
         """Scores the model before round 0 and records the scores in the folder."""
@@ -141,102 +138,91 @@ class Rounds:
             self.folder.scores(-1, self.scores(self.server, -1))
 
     def run_round(self, grid: Grid, round_: int, rounds: int, deadline: float, config: ConfigRecord) -> RoundRecord:
-        """One round of our own loop. Raises QuorumError if every attempt stays below the quorum."""
+        """Run one round of our own loop. Raises QuorumError if every attempt stays below the quorum."""
         if self.folder:
             self.folder.status("running", round_, rounds, **self.course.about)
-        cohort = self.settings.cohort
+        cohort, quorum = self.settings.cohort, self.settings.quorum
         before: RoundRecord | None = None
-        for number in range(cohort.repeats + 1):
+        for number in range(cohort.max_retries + 1):
             if number:
                 time.sleep(min(_BACK_OFF_SECONDS * 2 ** (number - 1), cohort.wait_seconds))
-            sites.await_quorum(grid, round_, self.quorum, cohort, before, self.folder)
+            connected_sites.await_quorum(grid, round_, quorum, cohort, before, self.folder)
             started = time.monotonic()
-            attempt, messages, contexts = self.begin(grid, round_, number, deadline, config)
-            pending = dict(zip(grid.push_messages(messages), contexts, strict=True))
+            attempt, messages = self.open_attempt(grid, round_, number, deadline, config)
+            pending = dict(zip(grid.push_messages(messages), attempt.contexts, strict=True))
             del messages
-            if self.finish(attempt, attempt.streamed(grid, pending, deadline, self.settings.deterministic), started):
-                return attempt.record
-            before = attempt.record
+            # The result goes straight into the record: its state is not in memory while the next attempt runs.
+            is_counted = self.record_attempt(attempt.run(attempt.iter_uploads(grid, pending, deadline)), started)
+            before = self.history[-1]
+            if is_counted:
+                return before
         raise QuorumError(
-            f"round {round_ + 1}: expected at least {self.quorum} accepted uploads, found "
-            f"{len(before.accepted) if before else 0} in the last of {cohort.repeats + 1} attempts "
-            f"({before.reasons if before else 'none'}); {sites.remedy(before)}"
+            f"round {round_ + 1}: expected at least {quorum} accepted uploads, found "
+            f"{len(before.accepted) if before else 0} in the last of {cohort.max_retries + 1} attempts "
+            f"({before.reasons if before else 'none'}); {connected_sites.suggest_remedy(before)}"
         )
 
-    def begin(
+    def open_attempt(
         self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord
-    ) -> tuple[Attempt, list[Message], list[RoundContext]]:
-        """Draws a cohort of the connected sites. Returns the attempt, and a message and a context for each site.
+    ) -> tuple[RoundAttempt, list[Message]]:
+        """Draw a cohort of the connected sites. Return the attempt, and a message for each of its contexts.
 
         Raises:
             QuorumError: a cohort has too few sites for the rule, and stays so for cohort.wait-seconds.
         """
-        rule, cohort = self.settings.aggregate, self.settings.cohort
-        least = rules.fewest_sites(rule, cohort.fraction)
-        nodes = sites.wait_for(grid, least, cohort.wait_seconds, "aggregate.hostile and aggregate.best")
-        address, failed, questions = Address(self.run_name, number), dict[str, str](), None
-        if self._unseen:
-            questions = self._unseen.questions(grid, nodes, address, round_, config)
-            failed = self._unseen.ready(questions)
-            nodes = {site: node for site, node in nodes.items() if site not in failed}
-        chosen = cohorts.draw(nodes, cohort.fraction, self._secret, round_, number) if len(nodes) >= self.quorum else []
+        settings, cohort, secagg = self.settings, self.settings.cohort, self._unseen
+        least = aggregation_rules.fewest_sites(settings.aggregate, cohort.fraction)
+        nodes = connected_sites.wait_for(
+            grid, least, cohort.wait_seconds, "aggregate.num-byzantine and aggregate.num-selected"
+        )
+        address, tally, requests = MessageAddress(self.run_name, number), AttemptTally(), None
+        if secagg:
+            requests = secagg.open_requests(grid, nodes, address, round_, config)
+            tally.failed |= secagg.distribute_keys(requests)
+            nodes = {site: node for site, node in nodes.items() if site not in tally.failed}
+        chosen = (
+            aggregation_rules.draw_cohort(nodes, cohort.fraction, self._secret, round_, number)
+            if len(nodes) >= settings.quorum
+            else []
+        )
         contexts = [
             RoundContext(
-                round_, site, site not in self._participated, self._secret, self.settings.deterministic,
+                round_, site, site not in self._participated, self._secret, settings.deterministic,
                 replace(address, site=site), device=self._device,
             )
             for site in chosen
         ]  # fmt: skip
-        record = RoundRecord(round_, number, chosen, failed=failed)
-        attempt = Attempt(
-            self._begun, self.server, record, self.settings.limits, self.run_name, self.folder, self.tap, self._last,
-            cohort.norm_factor,
+        attempt = RoundAttempt(
+            self._begun, self.server, settings, address, round_, contexts,
+            RunMessageRecorder(self.folder, self._capture, chosen), self.folder.folder if self.folder else None,
+            self._last, tally=tally,
         )  # fmt: skip
-        if self._unseen and questions:
-            attempt = self._unseen.begin(attempt, questions)
-        messages = attempt.messages(contexts, nodes, deadline, config)
-        parked.leave(self.server.tensors)
-        return attempt, messages, contexts
+        if secagg and requests:
+            ctx = RoundContext(round_, "", False, self._secret, settings.deterministic)
+            attempt = secagg.mask(attempt, requests, ctx)
+        messages = attempt.build_messages(nodes, deadline, config)
+        mmap_tensors.evict(self.server.tensors)
+        return attempt, messages
 
-    def finish(self, attempt: Attempt, uploads: Iterator[Upload], started: float) -> bool:
-        """Adds up the uploads; with a quorum the result becomes the new state. Returns whether there was a quorum."""
-        record = attempt.record
-        if self._unseen and isinstance(attempt, UnseenAttempt):
-            ctx = RoundContext(record.round, "", False, self._secret, self.settings.deterministic)
-            new_state = self._unseen.settled(attempt, uploads, self.quorum, self.server, ctx)
-        else:
-            new_state = self._added(attempt, uploads)
-        record.seconds = round(time.monotonic() - started, 3)
-        enough = new_state is not None and len(record.accepted) >= self.quorum
-        if new_state is not None and enough:
-            self._server = new_state
+    def record_attempt(self, result: AttemptResult, started: float) -> bool:
+        """Record an attempt. With a quorum its state becomes the server's. Return whether the round counts."""
+        record = replace(result.record, seconds=round(time.monotonic() - started, 3))
+        if is_counted := result.state is not None:
+            self._server = result.state
             # A site that failed may have lost its state, so next time it gets everything, as a newcomer does.
             self._participated = (self._participated | set(record.accepted)) - set(record.failed)
-            self._last = self._last | {site: attempt.turns[site] for site in record.accepted}
-            record.weights = digest(self.deployed())
-            record.scores = self.scores(new_state, record.round) if self.scores else {}
+            self._last = self._last | dict(result.turns)
+            scores = self.scores(result.state, record.round) if self.scores else {}
+            record = replace(record, weights=state_digest(self.models()), scores=scores)
             self.course.scored(record.round, record.scores)
         self.history.append(record)
-        level, verdict = (INFO, "done") if enough else (WARNING, f"below the quorum of {self.quorum}")
+        level, verdict = (INFO, "done") if is_counted else (WARNING, f"below the quorum of {self.settings.quorum}")
         log(level, "round %s %s: accepted %s, failed %s", record.round + 1, verdict, record.accepted, record.failed)
         if self.folder:
             self.folder.round(record)
-            if enough:
+            if is_counted:
                 self._checkpoint(record.round)
-        return enough
-
-    def _added(self, attempt: Attempt, uploads: Iterator[Upload]) -> State:
-        """The next state from uploads in the clear; the same with too few of them."""
-        record, cohort, sums = attempt.record, self.settings.cohort, rules.sums_of(self.settings.aggregate)
-        if cohort.norm_factor:
-            uploads = attempt.within(uploads)
-        uploads = shares.bounded(uploads, cohort.max_share, record.cut.__setitem__)
-        new_state = self._begun.aggregate(self.server, uploads, lambda: sums, cohort.min_sites)
-        if record.cut:
-            log(WARNING, "round %s: cohort.max-share cut the examples that count: %s", record.round + 1, record.cut)
-        if isinstance(sums, KrumSums) and len(record.accepted) >= cohort.min_sites:
-            record.left_out = sorted(set(record.accepted) - set(sums.chosen))
-        return new_state
+        return is_counted
 
     def _checkpoint(self, round_: int) -> None:
         """Keeps on disk what the next round starts from, if there is a folder."""
@@ -262,4 +248,6 @@ class Rounds:
     def _park(self) -> None:
         """Until the next round ends, the state is only read, a tensor at a time: it needs no memory for that."""
         if self.folder:
-            self._server = State(parked.weights(self.server.tensors, self.folder.folder), self.server.scalars)
+            self._server = FederatedState(
+                mmap_tensors.mmap_weights(self.server.tensors, self.folder.folder), self.server.scalars
+            )

@@ -13,23 +13,25 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedveil.config import parse_toml
-from fedveil.discovery import Room
 from fedveil.errors import ConfigError
-from fedveil.foreign import shown
+from fedveil.plugins import PluginPackage
+from fedveil.sanitize import sanitize
 
 if TYPE_CHECKING:  # it imports torch, which whoever asks for names alone does not need
     from fedveil.contract.method import Method
 
-_ROOM = Room("fedveil.strategies", "fedveil.methods", "method.name")
+__all__ = ["create_from_json", "create_method", "list_methods", "load_method"]
+
+_PLUGINS = PluginPackage("fedveil.strategies", "fedveil.methods", "method.name")
 _ADAPTER = "adapter"
 
 
-def names() -> list[str]:
+def list_methods() -> list[str]:
     """Names of all methods: the files of this folder, and those of other packages."""
-    return _ROOM.names()
+    return _PLUGINS.list_names()
 
 
-def load(name: str) -> type[Method]:
+def load_method(name: str) -> type[Method]:
     """The method's class: the one Method that the module of that name defines.
 
     Raises:
@@ -37,9 +39,9 @@ def load(name: str) -> type[Method]:
     """
     from fedveil.contract.method import Method
 
-    module = _ROOM.module(name)
-    found = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-    methods = [c for c in found if issubclass(c, Method)]
+    module = _PLUGINS.load_module(name)
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    methods = [c for c in classes if issubclass(c, Method)]
     if len(methods) != 1:
         raise ConfigError(
             f'method.name: expected one Method in the module of "{name}", found {len(methods)} in {module.__name__}; '
@@ -48,13 +50,13 @@ def load(name: str) -> type[Method]:
     return methods[0]
 
 
-def create(name: str, fields: str = "") -> Method:
+def create_method(name: str, fields: str = "") -> Method:
     """The method `name` with its hyper-parameters from TOML text ("rho = 0.3").
 
     Raises:
         ConfigError: a field is unknown or its value is out of range; the message names the field.
     """
-    return _validated(name, parse_toml(fields, "method.fields"))
+    return _validated(name, parse_toml(fields, "method.params"))
 
 
 def create_from_json(name: str, fields: str) -> Method:
@@ -63,7 +65,7 @@ def create_from_json(name: str, fields: str) -> Method:
 
 
 def _validated(name: str, fields: dict[str, Any]) -> Method:
-    cls = load(name)
+    cls = load_method(name)
     if isinstance(given := fields.get(_ADAPTER), dict):
         fields = {**fields, _ADAPTER: _adapter(cls, given)}
     method: Method = _parsed(cls, name, fields)
@@ -80,7 +82,7 @@ def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
     kind = given.get("kind", choice[0].kind if default is dataclasses.MISSING else default().kind)
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError(
-            f"method.fields: {_ADAPTER}.kind: expected one of {sorted(kinds)}, found {shown(kind, 80)!r}; choose one"
+            f"method.params: {_ADAPTER}.kind: expected one of {sorted(kinds)}, found {sanitize(kind, 80)!r}; choose one"
         )
     return _parsed(kinds[kind], f"the adapter {kind}", given, _ADAPTER)
 
@@ -89,11 +91,11 @@ def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:
     try:
         return TypeAdapter(cls).validate_python(fields)
     except ConfigError as error:  # of a method's own check
-        raise ConfigError(f"method.fields: {error}") from None
+        raise ConfigError(f"method.params: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(map(str, (*within, *first["loc"])))
         if first["type"] == "unexpected_keyword_argument":
             known = [f.name for f in dataclasses.fields(cls)]
-            raise ConfigError(f"method.fields: {path}: unknown field of {name}; expected one of {known}") from None
-        raise ConfigError(f"method.fields: {path}: {first['msg']}, found {first['input']!r}") from None
+            raise ConfigError(f"method.params: {path}: unknown field of {name}; expected one of {known}") from None
+        raise ConfigError(f"method.params: {path}: {first['msg']}, found {first['input']!r}") from None

@@ -1,8 +1,8 @@
 """DP-FPL.
 
-Tran, Sun, Patterson, Milanova: Privacy-Preserving Personalized Federated Prompt Learning for Multimodal Large Language
-Models. ICLR 2025. Every client trains a shared prompt plus a private one; the private one learns through a low-rank
-factorisation that is made anew at every step.
+Tran, Sun, Patterson, Milanova: Privacy-Preserving Personalized Federated Prompt Learning for Multimodal Large
+Language Models. ICLR 2025. Every client trains a shared prompt and a private one. The private prompt learns
+through a low-rank factorization that is recomputed at every step.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -20,27 +20,32 @@ factorisation that is made anew at every step.
     D_L = D_u v + u D_v - u u^T D_u v,  p_L <- p_L - eta D_L                            (Eq. 4)
     p_G <- p_G - eta mean_i D_G (on the server);  z = sqrt(T ln(1 / delta)) / epsilon   (modes paper and code)
 
-`clipped = "texts"` is not in the paper. The gradient of row i in T is d_i x_i^T, d_i = scale (softmax_i - onehot_i).
+`clipped = "texts"` is not in the paper. The gradient of example i with respect to T is d_i x_i^T, with d_i = scale
+(softmax_i - onehot_i).
 With J = dT/dP, C = clip_texts and z^-2 = z_L^-2 + z_G^-2:
     D_G = J^T (sum_i clip_C(d_i x_i^T) + N(0, (z C)^2)) / B;  D_u = D_G v^T,  D_v = u^T D_G,  D_L by Eq. 4
 
-A client shares: the noised gradient of a shared prompt, or the prompt's noised change. With it stays: a private prompt;
-single rows are hidden up to an epsilon.
+A client shares: the noised gradient of a shared prompt, or the prompt's noised change. With it stays: a private
+prompt; single rows are hidden up to an epsilon.
 
 The client learns: p_G of every round it takes part in. The server learns: each client's noised D_G, or with
-`exchange = "epoch"` its noised change of p_G; and the number of its rows. In the modes paper and code it learns D_G
-without noise and adds the noise to the mean: the clients have to trust it.
+`exchange = "epoch"` its noised change of p_G; and its number of examples. In the modes paper and code the server
+learns D_G without noise and adds the noise to the mean, so the clients have to trust it.
 
-Formal guarantees, for each row of each site, against everyone but that site, p_L included:
-1. strict: a step's (p_L, p_G) is one Gaussian release, z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes the steps. With
-   `exchange = "epoch"` every local step has noise, because its sums depend on all steps before it. The change that is
-   sent is computed from these steps and costs nothing more.
-   clipped = "texts": |d_i x_i^T| = |d_i| |x_i|, so adding a row moves the sum by at most C and replacing one by at most
-   2 C. One release of z pays for u, v and p_G, because J, u and v are computed from noised steps, the model and the
-   class names (which are public: task.class-names).
-2. paper: u, v and p_G are clipped apart, so they are three releases of z each. Nothing protects against the server.
-3. code: the mean of the batch is clipped, so one row moves it by up to 2 C instead of C / B. Otherwise as in paper.
-4. No loss is reported. The number of rows is sent without noise: under add-or-remove-one no epsilon covers it.
+Formal guarantees for each example of each site, against everyone but that site; they cover p_L too. With Poisson
+sampling they assume that the server does not time the site:
+1. strict: the (p_L, p_G) of a step are one Gaussian release with z^-2 = z_L^-2 + z_G^-2; `privacy_spent` composes
+   the steps. With `exchange = "epoch"` every local step has noise, because its sums depend on all earlier steps.
+   The client computes the change that it sends from these steps, so it costs nothing more.
+   clipped = "texts": |d_i x_i^T| = |d_i| |x_i|, so adding an example moves the sum by at most C and replacing one
+   by at most 2 C. One release of z pays for u, v and p_G, because J, u and v are computed from noised steps, the
+   model and the class names (which are public: task.class-names).
+2. paper: u, v and p_G are clipped separately, so they are three releases of z each. Nothing protects against the
+   server.
+3. code: the mean of the batch is clipped, so one example moves it by up to 2 C instead of C / B. Otherwise as in
+   paper.
+4. Clients report no loss. They send the number of examples without noise, so no epsilon covers it under
+   add-or-remove-one.
 
 | case | result |
 |---|---|
@@ -52,10 +57,10 @@ Formal guarantees, for each row of each site, against everyone but that site, p_
 | a turn that is repeated | its rows and noise are drawn anew, and its charge is made anew |
 | paper or code with "epoch" or "texts" | refused: the server's noise would follow local steps without noise |
 
-Differences from the paper: the minus sign of Eq. 4 (the published code adds, and divides the local step by 10: mode
-code); single rows are clipped, u and v together; each site draws its own p_L^0 (the code has one for all sites); plain
-SGD. residual = "rank-k" forwards u u^T p_L, the true rank-k part; residual = false forwards the orthonormal u v, of
-unit scale.
+Differences from the paper: Eq. 4 has a minus sign; the published code adds, and divides the local step by 10 (mode
+code). Single examples are clipped, u and v together. Each site draws its own p_L^0; the code has one for all
+sites. The optimizer is plain SGD. residual = "rank-k" uses u u^T p_L, the true rank-k part, in the forward pass.
+residual = false uses the orthonormal u v, which has unit scale.
 """
 
 from __future__ import annotations
@@ -70,22 +75,33 @@ from torch import Tensor
 from typing_extensions import override
 
 from fedveil import rng
-from fedveil.adapters.prompt import Prompt
-from fedveil.algebra import low_rank
-from fedveil.algebra.low_rank import Residual
-from fedveil.contract import budget as plan
-from fedveil.contract.budget import Budget, Claim, Neighbours, Plan, Sampling, Spent, Summable, joint
-from fedveil.contract.layout import Field, Layout, Payload
-from fedveil.contract.method import Method, RoundContext, Sends, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Term, Terms
-from fedveil.contract.trainer import Batch, RowGradients, Trainer
+from fedveil.adapters.prompt import PromptAdapter
+from fedveil.contract import privacy as plan
+from fedveil.contract.contributions import AggregateSums, ClientContributions, Contribution
+from fedveil.contract.layout import MessageLayout, Payload, WireField
+from fedveil.contract.method import FederatedState, Method, RoundContext, Sends
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.privacy import (
+    Adjacency,
+    PrivacyBudget,
+    PrivacyGuarantee,
+    Sampling,
+    SamplingPlan,
+    Spent,
+    SummableNoise,
+    joint_budget,
+)
+from fedveil.contract.trainer import BatchIndices, PerExampleGradientSource, Trainer
 from fedveil.errors import ConfigError, WireError
-from fedveil.privacy import accounting, clipping, noise
-from fedveil.privacy import sampling as turn
-from fedveil.rng import Stream
-from fedveil.wire.dense import Dense
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops import low_rank
+from fedveil.ops.low_rank import Residual
+from fedveil.privacy import accounting, clipping, gaussian_noise
+from fedveil.privacy import dp_sgd as turn
+from fedveil.rng import RandomStream
+from fedveil.wire.dense import DenseCodec
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+
+__all__ = ["DPFPL", "PROMPT"]
 
 PROMPT = "prompt"
 _ROWS = "rows_a_step"  # B, by which the server divides its noise in the modes paper and code
@@ -93,7 +109,7 @@ _ROWS = "rows_a_step"  # B, by which the server divides its noise in the modes p
 
 @final
 @dataclass(frozen=True)
-class DpFpl(Method, Claim):
+class DPFPL(Method, PrivacyGuarantee):
     """A shared and a private prompt under differential privacy.
 
     Attributes:
@@ -127,11 +143,11 @@ class DpFpl(Method, Claim):
     noise_global: float = 1.0
     epsilon: float | None = None
     delta: float = 1e-5
-    neighbours: Neighbours = Neighbours.REPLACE_ONE
+    neighbours: Adjacency = Adjacency.REPLACE_ONE
     rounds: int = 100
     learning_rate_local: float = 1e-4
     learning_rate: float = 1e-4
-    adapter: Prompt = field(default_factory=Prompt)
+    adapter: PromptAdapter = field(default_factory=PromptAdapter)
     wire_dtype: WireDtype = "float32"
 
     def __post_init__(self) -> None:
@@ -143,95 +159,115 @@ class DpFpl(Method, Claim):
             plan.check_number(name, getattr(self, name), zero=True)
         plan.check_claim(self.epsilon, self.delta, self.sampling, self.neighbours)
         if self.mode == "strict" and self.epsilon is not None and 0 in (self.noise_local, self.noise_global):
-            found = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` says how much it takes"
-            raise ConfigError(f"epsilon: expected noise_local and noise_global above 0 with it, found {found}")
+            problem = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` says how much it takes"
+            raise ConfigError(f"epsilon: expected noise_local and noise_global above 0 with it, found {problem}")
         if self.mode != "strict" and (self.epsilon is None or (self.exchange, self.clipped) != ("batch", "prompt")):
-            found = f'"{self.mode}" with {self.epsilon}, "{self.exchange}", "{self.clipped}"; set them, or use "strict"'
-            raise ConfigError(f'mode: expected an epsilon, exchange = "batch" and clipped = "prompt", found {found}')
+            problem = (
+                f'"{self.mode}" with {self.epsilon}, "{self.exchange}", "{self.clipped}"; set them, or use "strict"'
+            )
+            raise ConfigError(f'mode: expected an epsilon, exchange = "batch" and clipped = "prompt", found {problem}')
 
     @property
-    def sends(self) -> Sends:
+    def upload_kind(self) -> Sends:
         """D_G, or a change of p_G."""
         return "gradients" if self.exchange == "batch" else "changes"
 
     @property
-    def optimises(self) -> bool:
+    def uses_local_optimizer(self) -> bool:
         """No: its steps have learning rates of their own."""
         return False
 
     @property
-    def budget(self) -> Budget:
-        """In the modes paper and code the real epsilon is counted but stops nothing, for it exceeds the nominal one."""
-        strict, kept = self.mode == "strict", math.inf if self.epsilon is None else self.epsilon
-        return Budget(kept if strict else math.inf, self.delta, self.neighbours, None if strict else kept, not strict)
+    def budget(self) -> PrivacyBudget:
+        """Return the privacy budget.
+
+        The modes paper and code count the real epsilon but do not enforce it, because it exceeds the nominal
+        one.
+        """
+        strict, epsilon = self.mode == "strict", math.inf if self.epsilon is None else self.epsilon
+        return PrivacyBudget(
+            epsilon if strict else math.inf, self.delta, self.neighbours, None if strict else epsilon, not strict
+        )
 
     @property
     def _nominal(self) -> float:
         return math.sqrt(self.rounds * math.log(1 / self.delta)) / (self.epsilon or math.nan)
 
     @override
-    def privacy_spent(self, plan: Plan) -> Spent:
+    def privacy_spent(self, plan: SamplingPlan) -> Spent:
         """Against everyone but the site; in the modes paper and code, against everyone but the site and the server."""
-        z = joint(self.noise_local, self.noise_global) if self.mode == "strict" else joint(*[self._nominal] * 3)
+        z = (
+            joint_budget(self.noise_local, self.noise_global)
+            if self.mode == "strict"
+            else joint_budget(*[self._nominal] * 3)
+        )
         if self.mode == "code":
             # Adding a row moves the mean by 2 C, as replacing one does; the accountant takes it to be half of that.
             z /= plan.batch if self.sampling == "disjoint" else 2 * plan.batch
-        return accounting.spent(z, self.sampling, plan, self.exchange == "batch")
+        return accounting.max_charged(z, self.sampling, plan, self.exchange == "batch")
 
-    def summable(self, batch: int, most_steps: int) -> Summable:
+    def summable(self, batch: int, most_steps: int) -> SummableNoise:
         """D_G of one step, clipped in the prompt; the noise on u and v stays at the site."""
         asked = {"mode": "strict", "exchange": "batch", "clipped": "prompt", "wire_dtype": "float32"}
         for name, expected in asked.items():
-            if (found := getattr(self, name)) != expected:
+            if (value := getattr(self, name)) != expected:
                 raise ConfigError(
-                    f'{name}: expected "{expected}" with secure.noise = "sum", found "{found}"; change it, or set '
+                    f'{name}: expected "{expected}" with secure.noise = "sum", found "{value}"; change it, or set '
                     'secure.noise to "site"'
                 )
         if self.sampling == "fixed":
             raise ConfigError('sampling: expected "poisson" or "disjoint" with secure.noise = "sum", found "fixed"')
-        return Summable(self.noise_global, self.clip_global / batch, (self.noise_local,), self.sampling, True)
+        return SummableNoise(self.noise_global, self.clip_global / batch, (self.noise_local,), self.sampling, True)
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:
             raise ConfigError(f'adapter: expected one tensor "prompt", {self.adapter.length} rows, found {dict(spec)}')
-        return State(dict(weights))
+        return FederatedState(dict(weights))
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """p_G."""
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """One step, or the local epochs. p_L stays; the noised step on p_G, or its change, is sent."""
         plan.check_seeded(self.budget, ctx.seeded)
-        received = as_spec(tensors_of(down), trainer.spec)[PROMPT]
+        received = as_spec(payload_tensors(down), trainer.spec)[PROMPT]
         drawn = 0.02 * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
         p_local = (drawn if private is None else private.tensors[PROMPT]).to(received.device)
         p_global, sent = received, torch.zeros_like(received)
-        for step, batch in enumerate(turn.batches(trainer.rows, self.sampling, ctx, self.exchange == "batch")):
+        for step, batch in enumerate(turn.draw_batches(trainer.rows, self.sampling, ctx, self.exchange == "batch")):
             step_local, step_global = self._step(p_global, p_local, trainer.rows, batch, ctx, step)
             p_local = p_local - self.learning_rate_local * step_local
             if self.exchange == "epoch":
                 p_global = p_global - self.learning_rate * step_global
             sent = step_global if self.exchange == "batch" else p_global - received
         rows = {} if self.mode == "strict" else {_ROWS: torch.tensor(float(trainer.rows.batch_size))}
-        return State({PROMPT: p_local}), Payload({**cast_to({PROMPT: sent}, self.wire_dtype), **rows})
+        return FederatedState({PROMPT: p_local}), Payload({**cast_to({PROMPT: sent}, self.wire_dtype), **rows})
 
     def _step(
-        self, p_global: Tensor, p_local: Tensor, rows: RowGradients, batch: Batch, ctx: RoundContext, step: int
+        self,
+        p_global: Tensor,
+        p_local: Tensor,
+        rows: PerExampleGradientSource,
+        batch: BatchIndices,
+        ctx: RoundContext,
+        step: int,
     ) -> tuple[Tensor, Tensor]:
         """D_L of Eq. 4 and D_G, clipped, noised and divided by B."""
         start = torch.randn(p_local.shape[1], self.rank, generator=ctx.rng(f"factors {step}").torch_generator())
-        u, v = low_rank.factorise(p_local, start.to(p_local))
-        seen = {PROMPT: p_global + low_rank.composed(p_local, u, v, self.residual)}
+        u, v = low_rank.factorize_matrix(p_local, start.to(p_local))
+        seen = {PROMPT: p_global + low_rank.compose_factors(p_local, u, v, self.residual)}
         size, c_local, c_global = rows.batch_size, self.clip_local, self.clip_global
         if self.clipped == "texts":
-            found = rows.feature(seen, batch)
-            total = clipping.clipped_outer_sum(found.left, found.right, self.clip_texts)
-            std = self.clip_texts * joint(self.noise_local, self.noise_global)
-            whole = found.pull(noise.added(total, std, ctx.noise(f"noise texts {step}")) / size)[PROMPT]
+            feature_grads = rows.feature(seen, batch)
+            total = clipping.clipped_outer_sum(feature_grads.left, feature_grads.right, self.clip_texts)
+            std = self.clip_texts * joint_budget(self.noise_local, self.noise_global)
+            whole = feature_grads.pull(gaussian_noise.add_noise(total, std, ctx.noise(f"noise texts {step}")) / size)[
+                PROMPT
+            ]
             return low_rank.full_gradient(u, v, whole @ v.T, u.T @ whole), whole
         g = rows.per_sample(seen, batch).gradients[PROMPT]
         parts = {"u": g @ v.T, "v": u.T @ g}
@@ -243,48 +279,48 @@ class DpFpl(Method, Claim):
             sums = {n: s for group in together for n, s in clipping.clipped_sum(group, c_local).items()}
             whole = clipping.clipped_sum({PROMPT: g}, c_global)[PROMPT]
         std = c_local * (self.noise_local if self.mode == "strict" else self._nominal)
-        d_u, d_v = (noise.added(sums[n], std, ctx.noise(f"noise {n} {step}")) / size for n in ("u", "v"))
+        d_u, d_v = (gaussian_noise.add_noise(sums[n], std, ctx.noise(f"noise {n} {step}")) / size for n in ("u", "v"))
         if self.mode == "strict" and not ctx.noise_in_sum:
-            whole = noise.added(whole, c_global * self.noise_global, ctx.noise(f"noise {PROMPT} {step}"))
+            whole = gaussian_noise.add_noise(whole, c_global * self.noise_global, ctx.noise(f"noise {PROMPT} {step}"))
         plus = 0.1 * (d_u @ v + u @ d_v)  # as the published code has it
         return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size
 
     def check(self, payload: Payload, spec: Spec) -> None:
         """Raises WireError for a batch of less than one row, which the server would divide by."""
-        if self.mode != "strict" and not (rows := float(tensors_of(payload)[_ROWS])) >= 1:
+        if self.mode != "strict" and not (rows := float(payload_tensors(payload)[_ROWS])) >= 1:
             raise WireError(f"{_ROWS}: expected at least 1, found {rows}")
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """D_G with weight 1; in the modes paper and code B in clear, by which the server divides its noise."""
-        fields = tensors_of(payload)
+        fields = payload_tensors(payload)
         clear = {} if self.mode == "strict" else {_ROWS: float(fields[_ROWS])}
-        return Terms([Term(PROMPT, fields[PROMPT], 1.0)], clear)
+        return ClientContributions([Contribution(PROMPT, fields[PROMPT], 1.0)], clear)
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """p_G moves along the unweighted mean; in the modes paper and code the mean gets its noise here."""
         old = server.tensors[PROMPT]
         moved = sums.means({PROMPT: old.float()})[PROMPT]
         if self.mode != "strict":  # a row that is clipped by itself moves the mean of N clients by C / (N B)
-            fewest = min(float(said[_ROWS]) for said in sums.clear.values())
+            fewest = min(float(scalars[_ROWS]) for scalars in sums.clear.values())
             std = self._nominal * self.clip_global / (sums.weight(PROMPT) * fewest)
-            moved = noise.added(moved, std, ctx.noise("noise on the mean"))
+            moved = gaussian_noise.add_noise(moved, std, ctx.noise("noise on the mean"))
         step = moved if self.exchange == "epoch" else -self.learning_rate * moved
-        return State({PROMPT: (old.float() + step).to(old.dtype)}, server.scalars)
+        return FederatedState({PROMPT: (old.float() + step).to(old.dtype)}, server.scalars)
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The shared prompt; with `private` also that client's p_G + p_L, composed as `residual` says."""
         shared = server.tensors[PROMPT]
         if private is None:
             return {"server": {PROMPT: shared}}
-        v_0 = torch.randn(shared.shape[1], self.rank, generator=rng.initial(0, "evaluation").torch_generator())
+        v_0 = torch.randn(shared.shape[1], self.rank, generator=rng.initial_stream(0, "evaluation").torch_generator())
         p_local = private.tensors[PROMPT]
-        own = low_rank.composed(p_local, *low_rank.factorise(p_local, v_0), self.residual)
+        own = low_rank.compose_factors(p_local, *low_rank.factorize_matrix(p_local, v_0), self.residual)
         return {"server": {PROMPT: shared}, "client": {PROMPT: (shared + own).to(shared.dtype)}}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """One prompt each way; in the modes paper and code also the batch size, upwards."""
         fields = dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype)
-        rows = () if self.mode == "strict" else (Field(_ROWS, "up", Dense(torch.float32), (), "rows"),)
-        return Layout(fields + rows)
+        rows = () if self.mode == "strict" else (WireField(_ROWS, "up", DenseCodec(torch.float32), (), "rows"),)
+        return MessageLayout(fields + rows)

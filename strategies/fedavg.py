@@ -15,16 +15,16 @@ Data. AISTATS 2017. https://arxiv.org/abs/1602.05629. With LoRA factors as the w
 A client shares: all trained weights (LoRA factors or the whole model). With it stays: nothing.
 
 The client learns: the global weights of every round it takes part in.
-The server learns: each client's trained weights, in full. It is the undefended baseline.
+The server learns: each client's trained weights, in full. With `dp.*` they come from noisy training steps.
 
-Formal guarantees: none.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`.
 
 | case | result |
 |---|---|
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
 | LoRA factors | A and B are averaged apart, and mean(B) mean(A) is not mean(B A): see `aggregation_gap` of
-  `fedveil.algebra.factors` |
+  `fedveil.ops.lora_algebra` |
 
 Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round.
 """
@@ -34,53 +34,55 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.kinds import AnyAdapter
-from fedveil.adapters.lora import Lora
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.adapter_types import AnyAdapter
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, Method, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, lazy_spec, tensors_of
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, lazy_spec, payload_tensors
+
+__all__ = ["FedAvg"]
 
 
 @final
 @dataclass(frozen=True)
 class FedAvg(Method):
-    """Everyone shares everything.
+    """Every client shares all trained weights.
 
     Attributes:
-        adapter: what is trained: LoRA factors or all weights.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        adapter: the trained parameters: LoRA factors or all weights.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
     """
 
-    adapter: AnyAdapter = field(default_factory=Lora)
+    adapter: AnyAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """w_0: the adapter's initial weights."""
-        return State(dict(weights))
+        return FederatedState(dict(weights))
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """w_t, the same for every client."""
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """ClientUpdate: local epochs from w_t; nothing is kept."""
-        trained = trainer.train(lazy_spec(tensors_of(down), trainer.spec)).weights
+        trained = trainer.train(lazy_spec(payload_tensors(down), trainer.spec)).weights
         return None, Payload(cast_to(trained, self.wire_dtype))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_k w^k, and n_k."""
-        return weighted(tensors_of(payload), num_examples)
+        return weighted_contributions(payload_tensors(payload), num_examples)
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """w_(t+1) = sum_k (n_k / m_t) w^k."""
-        return State(sums.means(server.tensors))
+        return FederatedState(sums.means(server.tensors))
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Every tensor, both ways."""
-        return Layout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))
+        return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))

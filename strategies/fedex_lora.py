@@ -1,10 +1,10 @@
 """FedEx-LoRA.
 
-Singhal, Ponkshe, Vepakomma: FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation Models.
-ACL 2025. https://arxiv.org/abs/2410.09432
+Singhal, Ponkshe, Vepakomma: FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation
+Models. ACL 2025. https://arxiv.org/abs/2410.09432
 
-Both LoRA factors are trained and averaged. What the mean of the products has beyond the product of the means goes into
-the base, so that the new model is the mean of the clients' models.
+Clients train both LoRA factors and the server averages them. The mean of the products minus the product of the
+means goes into the base, so the new model is the mean of the clients' models.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -20,16 +20,19 @@ the base, so that the new model is the mean of the clients' models.
     R_{t+1} = R_t + D_t                                                                            (4, server and site)
     R_{t+1} + B_{t+1} A_{t+1} = R_t + sum_i (n_i / m_t) B_i A_i                                    (5: it is exact)
 
-A client shares: both LoRA factors; what their mean loses goes into the base. With it stays: a copy of what went into
-the base.
+A client shares: both LoRA factors; what their mean loses goes into the base. With it stays: a copy of what went
+into the base.
 
-The client learns: A_t, B_t and R_t of every round it takes part in; of the others' products only their mean.
-The server learns: each client's trained A and B in full, and n_i; under secure aggregation the sums of A, B and B A.
+The client learns: A_t, B_t and R_t of every round it takes part in; of the others' products it learns only the
+mean.
+The server learns: each client's trained A and B in full, and n_i; under secure aggregation, if it follows the
+protocol, only the sums of A, B and B A.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
-R has no gradient, and no upload holds it.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By
+construction, R has no gradient, and no upload contains it.
 
-What goes down of R, what sites and server keep of it, and at which size: see `fedveil.adapters.residual_mean`.
+`fedveil.adapters.residual_aggregation` describes which part of R is broadcast, what sites and server keep of it,
+and at which size.
 
 | case | result |
 |---|---|
@@ -45,10 +48,11 @@ What goes down of R, what sites and server keep of it, and at which size: see `f
 | `fedveil audit` | R is read off the broadcasts: a site's start and its trained model are known to the bit |
 | `final/` | a pair of a higher rank a layer, up to the smaller of its widths |
 
-Differences from the paper: AdamW; the mean is over the cohort of the round and weighted with n_i, the paper's is 1/k
-over all clients. The paper adds each D to the weights of every client: here R stands beside the base, which may be
-quantised and is never sent. The paper sends D to all clients of a fixed set; who was absent gets R here. Its text was
-not at hand: the equations follow its abstract and others' accounts of it.
+Differences from the paper: the optimizer is AdamW. The mean is over the round's cohort and weighted with n_i; the
+paper's is 1/k over all clients. The paper adds each D to the weights of every client. Here R is stored separately
+from the base, which may be quantized and is never sent. The paper sends D to all clients of a fixed set; here a
+client that was absent gets R. The paper's text was not available, so the equations follow its abstract and other
+authors' accounts of it.
 """
 
 from __future__ import annotations
@@ -57,80 +61,77 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters import residual_mean
-from fedveil.adapters.residual_lora import ResidualLora, factors
-from fedveil.algebra.coded import Uploads
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms
+from fedveil.adapters import residual_aggregation
+from fedveil.adapters.residual_lora import ResidualLoraAdapter, factor_names
+from fedveil.contract.contributions import AggregateSums, ClientContributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, cast_to, tensors_of
+from fedveil.ops.weight_averaging import WeightAveragingMethod
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, cast_to, payload_tensors
+
+__all__ = ["FedExLoRA"]
 
 
 @final
 @dataclass(frozen=True)
-class FedExLora(Method):
-    """Everyone shares both factors, and the mean of their products is exact.
+class FedExLoRA(WeightAveragingMethod):
+    """Every client shares both LoRA factors, and the mean of their products is exact.
 
     Attributes:
-        adapter: LoRA beside a residual; no other adapter has one.
-        wire_dtype: dtype of A and B on the wire, both ways; sums and the residual are fp32 whatever it is.
-        upload_bits: bits of the codes in which a client sends A and B, 2 to 8, with a scale for every 256 weights; 0:
-            none.
+        adapter: LoRA with a residual, which no other adapter has.
+        wire_dtype: dtype of A and B on the wire, both ways; sums and the residual are always fp32.
+        upload_bits: bits per code of the uploaded A and B, 2 to 8, with a scale per 256 weights; 0: not
+            quantized.
     """
 
-    adapter: ResidualLora = field(default_factory=ResidualLora)
+    adapter: ResidualLoraAdapter = field(default_factory=ResidualLoraAdapter)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
-    def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
-
-    @property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.wire_dtype, self.upload_bits)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """(A_0, B_0), drawn once for all clients, and R_0, which is zero unless `weights` have one."""
-        return residual_mean.start(spec, weights)
+        return residual_aggregation.start_state(spec, weights)
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """(A_t, B_t), the same for every client, and what this one lacks of R_t."""
-        pairs = factors(residual_mean.model(server))
-        return residual_mean.broadcast(server, cast_to(pairs, self.wire_dtype), ctx)
+        pairs = factor_names(residual_aggregation.server_model(server))
+        return residual_aggregation.make_broadcast(server, cast_to(pairs, self.wire_dtype), ctx)
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 1: both factors are sent; R_t is kept, for the server sends its changes."""
-        kept, pairs = residual_mean.trained(private, down, trainer, tensors_of(down), {})
-        return kept, Payload(self._uploads.sent(pairs))
+        new_state, pairs = residual_aggregation.client_upload(private, down, trainer, payload_tensors(down), {})
+        return new_state, Payload(self._uploads.sent(pairs))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_i times A_i, B_i and B_i A_i, and n_i."""
-        return Terms(residual_mean.pairs_and_products(self._uploads.opened(payload), num_examples))
+        return ClientContributions(residual_aggregation.pairs_and_products(self._uploads.opened(payload), num_examples))
 
-    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+    def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
         """The factors, and under the names of R their products."""
         return dict.fromkeys(spec, ())
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Eqs. 2 to 4."""
-        means = sums.means(factors(residual_mean.model(server)))
+        means = sums.means(factor_names(residual_aggregation.server_model(server)))
         pairs = {name: w.float() for name, w in cast_to(means, self.wire_dtype).items()}
         rounded = self.wire_dtype != "float32"  # a rounded product is not in the span of the others
         ranks = (len(sums.clear) + rounded) * self.adapter.rank
-        return residual_mean.settled(server, sums, pairs, subtracted=True, ranks=ranks, ctx=ctx)
+        return residual_aggregation.settle_residual(server, sums, pairs, subtracted=True, ranks=ranks, ctx=ctx)
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """One model: the server's. What a site keeps of R is the server's too."""
-        return {"server": residual_mean.model(server)}
+        return {"server": residual_aggregation.server_model(server)}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Down: both factors, and R, or factors of its last change, or nothing of it. Up: both factors."""
-        pairs = factors(spec)
-        return Layout(residual_mean.fields(spec, pairs, self.wire_dtype) + self._uploads.fields(pairs))
+        pairs = factor_names(spec)
+        return MessageLayout(
+            residual_aggregation.residual_fields(spec, pairs, self.wire_dtype) + self._uploads.fields(pairs)
+        )

@@ -41,32 +41,35 @@ from typing import Literal, final
 
 import torch
 
-from fedveil.adapters.lora import Lora
-from fedveil.algebra.masked_weights import Veil
-from fedveil.algebra.quantise import Quantiser
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, Sends, State
-from fedveil.contract.spec import Spec, Weights, spec_of
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, Method, RoundContext, Sends
+from fedveil.contract.param_spec import Spec, Weights, param_specs_of
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.masked_weights import MaskedWeightsCodec
+from fedveil.ops.quantization import BlockQuantizer
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+
+__all__ = ["FedLPP"]
 
 
 @final
 @dataclass(frozen=True)
 class FedLPP(Method):
-    """LoRA factors that the server sends rounded to a few levels.
+    """The server sends LoRA factors rounded to a few levels.
 
     Attributes:
-        quantiser: table of the codes.
-        bits: b.
-        block: weights that share a scale.
-        update: what the clients' mean change is added to: the server's own factors ("delta") or the proxy ("replace").
-        server_rate: eta.
+        quantiser: code table of the quantizer.
+        bits: b, bits per code.
+        block: number of weights that share a scale.
+        update: what the server adds the clients' mean change to: its own factors ("delta") or the proxy
+            ("replace").
+        server_rate: eta, the server's step size.
         adapter: LoRA.
-        wire_dtype: dtype of the uploads; sums are fp32 whatever it is.
+        wire_dtype: dtype of the uploads; sums are always fp32.
     """
 
     quantiser: Literal["nf", "nf_sym", "absmax"] = "nf"
@@ -74,61 +77,63 @@ class FedLPP(Method):
     block: int = 256
     update: Literal["delta", "replace"] = "delta"
     server_rate: float = 1.0
-    adapter: Lora = field(default_factory=Lora)
+    adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
 
     @property
-    def sends(self) -> Sends:
+    def upload_kind(self) -> Sends:
         """A change of the proxy."""
         return "changes"
 
     def __post_init__(self) -> None:
-        Quantiser(self.quantiser, self.bits, self.block)
+        BlockQuantizer(self.quantiser, self.bits, self.block)
         if not (self.server_rate > 0 and isfinite(self.server_rate)):
             raise ConfigError(f"server_rate: expected a finite number above 0, found {self.server_rate}")
 
-    def _veil(self, spec: Spec) -> Veil:
-        return Veil(spec, {}, dict.fromkeys(spec, Quantiser(self.quantiser, self.bits, self.block)))
+    def _veil(self, spec: Spec) -> MaskedWeightsCodec:
+        return MaskedWeightsCodec(spec, {}, dict.fromkeys(spec, BlockQuantizer(self.quantiser, self.bits, self.block)))
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """(A_0, B_0)."""
-        return State(dict(weights))
+        return FederatedState(dict(weights))
 
-    def _proxy(self, server: State) -> Payload:
-        return Payload(self._veil(spec_of(server.tensors)).close(server.tensors, {}))
+    def _proxy(self, server: FederatedState) -> Payload:
+        return Payload(self._veil(param_specs_of(server.tensors)).close(server.tensors, {}))
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """Q(A_t), Q(B_t)."""
         return self._proxy(server)
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Delta_k: what training changed in the proxy. Nothing is kept."""
         received = as_spec(dict(self._veil(trainer.spec).open(down)), trainer.spec)
         trained = trainer.train(received).weights
         return None, Payload(cast_to({n: w - received[n] for n, w in trained.items()}, self.wire_dtype))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_k Delta_k, and n_k."""
-        return weighted(tensors_of(payload), num_examples)
+        return weighted_contributions(payload_tensors(payload), num_examples)
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """The weighted mean change, added to the full factors or to the proxy."""
         change = sums.means({n: torch.zeros(w.shape) for n, w in server.tensors.items()})
-        spec = spec_of(server.tensors)
+        spec = param_specs_of(server.tensors)
         base = server.tensors if self.update == "delta" else dict(self._veil(spec).open(self._proxy(server)))
-        return State(as_spec({n: w + self.server_rate * change[n] for n, w in base.items()}, spec), server.scalars)
+        return FederatedState(
+            as_spec({n: w + self.server_rate * change[n] for n, w in base.items()}, spec), server.scalars
+        )
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The server's model; with `down` also the proxy that a client got."""
         if down is None:
             return {"server": server.tensors}
-        spec = spec_of(server.tensors)
+        spec = param_specs_of(server.tensors)
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec).open(down)), spec)}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Codes down, the dense change up."""
-        return Layout(self._veil(spec).fields("down") + dense_fields(spec, "up", self.wire_dtype))
+        return MessageLayout(self._veil(spec).fields("down") + dense_fields(spec, "up", self.wire_dtype))

@@ -1,11 +1,11 @@
 """FedPara.
 
-Hyeon-Woo, Ye-Bin, Oh: FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated Learning. ICLR 2022.
-https://arxiv.org/abs/2108.06098. This file is its personalised variant (pFedPara) on LoRA pairs, as Park et al.
-(FedRand, 2025, appendix A.3) compare against it.
+Hyeon-Woo, Ye-Bin, Oh: FedPara: Low-Rank Hadamard Product for Communication-Efficient Federated Learning.
+ICLR 2022. https://arxiv.org/abs/2108.06098. This file is its personalized variant (pFedPara) on LoRA pairs, with
+which Park et al. (FedRand, 2025, appendix A.3) compare their method.
 
-Every layer has two low-rank pairs: one is averaged over all clients, the other scales its product entry by entry and
-never leaves the site.
+Every layer has two low-rank pairs. The server averages one over all clients. The other scales the first one's
+product entry by entry and never leaves the site.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -21,15 +21,15 @@ never leaves the site.
     A_{r+1} = sum_k (n_k / m_r) A^k, and B likewise  (3, on the server)
     W       = W_0 + s B A                            (4, the server's model: the private factor is 1 everywhere)
 
-A client shares: one pair of factors a layer. With it stays: a second pair, whose product scales that of the first entry
-by entry.
+A client shares: one pair of factors a layer. With it stays: a second pair, whose product scales that of the first
+entry by entry.
 
 The client learns: A and B of every round it takes part in.
-The server learns: each client's trained A and B, in full, and n_k. It learns nothing of the private pair directly, but
-the gradient of A and B depends on it.
+The server learns: each client's trained A and B, in full, and n_k. It learns nothing of the private pair directly,
+but the gradient of A and B depends on it.
 
-Formal guarantees: none (epsilon is infinite). By construction: no field of the layout carries a private pair, so none
-can be packed or accepted.
+Formal guarantees: none (epsilon is infinite). By construction, no field of the layout carries a private pair, so a
+message cannot contain one.
 
 | case | result |
 |---|---|
@@ -43,9 +43,9 @@ can be packed or accepted.
   factor 1 instead, (4) is a model that no client trained: it may not learn at all |
 | no upload | A and B stay, bit for bit |
 
-Differences from the paper: pFedPara trains a network from scratch whose weights are (X_1 Y_1^T) o (X_2 Y_2^T + 1); here
-the products change a frozen W_0. FedRand's text can be read as (1) or (1'); (1) is the default, as in pFedPara. The
-neutral private pair of (4) is exact in both forms: B_p = 0, or one row and one column of ones.
+Differences from the paper: pFedPara trains a network from scratch with weights (X_1 Y_1^T) o (X_2 Y_2^T + 1); here
+the products change a frozen W_0. FedRand's text can be read as (1) or (1'); the default is (1), as in pFedPara.
+The neutral private pair of (4) is exact in both forms: B_p = 0, or one row and one column of ones.
 """
 
 from __future__ import annotations
@@ -57,64 +57,59 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.algebra.factors import modules, without_private
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.hadamard import HadamardLoraAdapter
+from fedveil.contract.contributions import AggregateSums
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.lora_algebra import drop_private_factors, factor_modules
+from fedveil.ops.weight_averaging import WeightAveragingMethod
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+
+__all__ = ["FedPara"]
 
 
 @final
 @dataclass(frozen=True)
-class FedPara(Method):
-    """Two low-rank pairs a layer: one is shared, one is kept.
+class FedPara(WeightAveragingMethod):
+    """Every layer has two low-rank pairs: a client shares one and keeps the other.
 
     Attributes:
-        adapter: the two pairs, and how the private one enters the product.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        adapter: the two pairs, and how the private pair enters the product.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
     """
 
-    adapter: HadamardLora = field(default_factory=HadamardLora)
+    adapter: HadamardLoraAdapter = field(default_factory=HadamardLoraAdapter)
     wire_dtype: WireDtype = "float32"
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """(A_0, B_0). The private pair that the task drew is dropped: every client draws its own."""
-        shared = without_private(weights)
-        modules(shared)
-        return State(shared)
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """(A_r, B_r), the same for every client."""
-        return Payload(cast_to(server.tensors, self.wire_dtype))
+        shared = drop_private_factors(weights)
+        factor_modules(shared)
+        return FederatedState(shared)
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 2 and local epochs on both pairs; the shared one is sent."""
-        received = tensors_of(down)
+        received = payload_tensors(down)
         own = private.tensors if private is not None else self._drawn(trainer.spec, ctx.rng("private pair"))
         start = {n: received[n] if n in received else own[n] for n in trainer.spec}  # Eq. 2
         trained = trainer.train(as_spec(start, trainer.spec)).weights
-        return State(dict(trained)), Payload(cast_to(without_private(trained), self.wire_dtype))
+        return FederatedState(dict(trained)), Payload(cast_to(drop_private_factors(trained), self.wire_dtype))
 
-    def _drawn(self, spec: Spec, rng: Stream) -> dict[str, Tensor]:
-        shared = without_private(spec)
+    def _drawn(self, spec: Spec, rng: RandomStream) -> dict[str, Tensor]:
+        shared = drop_private_factors(spec)
         return self.adapter.draw({n: t.shape for n, t in spec.items() if n not in shared}, rng, {})
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_k times the shared pair, and n_k."""
-        return weighted(tensors_of(payload), num_examples)
-
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Eq. 3."""
-        return State(sums.means(server.tensors))
+        return FederatedState(sums.means(server.tensors))
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The server's model (Eq. 4); with `private` also that client's, with both pairs as it last trained them."""
         clients = {"client": private.tensors} if private is not None else {}
@@ -123,7 +118,7 @@ class FedPara(Method):
     def _with_neutral_pair(self, shared: Weights) -> dict[str, Tensor]:
         """All four factors of every module; the private ones are set so that they change nothing (Eq. 4)."""
         whole: dict[str, Tensor] = {}
-        for module in modules(shared):
+        for module in factor_modules(shared):
             a, b = shared[f"{module}.lora_A"], shared[f"{module}.lora_B"]
             private_a, private_b = torch.zeros_like(a), torch.zeros_like(b)
             if self.adapter.form == "product":  # one row times one column of ones: exactly 1 everywhere
@@ -132,7 +127,9 @@ class FedPara(Method):
             whole |= {**pair, f"{module}.private_A": private_a, f"{module}.private_B": private_b}
         return whole
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """The shared pair, both ways."""
-        shared = without_private(spec)
-        return Layout(dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype))
+        shared = drop_private_factors(spec)
+        return MessageLayout(
+            dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)
+        )

@@ -57,15 +57,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, final
 
-from fedveil.adapters.lora import Lora
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, Method, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+
+__all__ = ["FedPer"]
 
 T = TypeVar("T")
 
@@ -73,42 +75,47 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True)
 class FedPer(Method):
-    """The top layers are shared; the others stay at the site after round 0.
+    """Every client shares the top layers; the others stay at the site after round 0.
 
     Attributes:
-        layers: how many layers are shared, counted from the output.
+        layers: number of shared layers, counted from the output.
         adapter: LoRA.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
     """
 
     layers: int = 2
-    adapter: Lora = field(default_factory=Lora)
+    adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
 
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ConfigError(f"layers: expected at least 1 shared layer, found {self.layers}")
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    @property
+    def has_partial_uploads(self) -> bool:
+        """Return True: in a round 0 that is repeated, sites that have trained before send the top layers alone."""
+        return True
+
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """The adapter's initial weights; no client holds W_L,1 yet."""
         self._top(spec)
-        return State(dict(weights), {"holders": []})
+        return FederatedState(dict(weights), {"holders": []})
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """W_T; in round 0, and to every client that may lack lower layers, also W_L."""
         if ctx.round == 0 or ctx.is_new or not _holds(server, ctx.client):
             return Payload(cast_to(server.tensors, self.wire_dtype), "all")
         return Payload(cast_to(_only(self._top(server.tensors), server.tensors), self.wire_dtype), "top")
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Local epochs on all layers from Eq. 3; the top layers are sent, at first in round 0 all layers."""
-        top, received = self._top(trainer.spec), tensors_of(down)
+        top, received = self._top(trainer.spec), payload_tensors(down)
         # Eq. 4: lower layers that a site kept in round 0 are never started from.
         has_own = private is not None and private.scalars["round"] != 0
-        kept = private.tensors if private is not None and has_own else received
-        start = {n: (received if n in top else kept).get(n) for n in trainer.spec}  # Eq. 3
+        lower_layers = private.tensors if private is not None and has_own else received
+        start = {n: (received if n in top else lower_layers).get(n) for n in trainer.spec}  # Eq. 3
         whole = {n: w for n, w in start.items() if w is not None}
         if len(whole) < len(start):
             raise StateError(
@@ -119,30 +126,30 @@ class FedPer(Method):
         # A server that asks for round 0 again must not get what was trained since: private state says who has sent it.
         first = ctx.round == 0 and private is None
         sent, variant = (trained, "all") if first else (_only(top, trained), "top")
-        return State(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
+        return FederatedState(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_k W^k, and n_k: of all layers in round 0, of the top layers after it."""
-        sent = tensors_of(payload)
-        return weighted(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
+        sent = payload_tensors(payload)
+        return weighted_contributions(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
 
-    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+    def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
         """All layers in round 0, the top layers after it."""
         return dict.fromkeys(spec if round_ == 0 else _only(self._top(spec), spec), ())
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Eq. 1 in round 0, Eq. 2 after it."""
         holders = {*_holders(server)} | (set(sums.clear) if ctx.round > 0 else set())
-        return State(sums.means(server.tensors), {"holders": sorted(holders)})
+        return FederatedState(sums.means(server.tensors), {"holders": sorted(holders)})
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The server's model, with W_L,1 in the lower layers; with `private` also that client's, as last trained."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": server.tensors, **clients}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """The top layers always; the lower ones down to a client that may lack them, and up in round 0."""
         top = self._top(spec)
         shared, lower = _only(top, spec), {n: t for n, t in spec.items() if n not in top}
@@ -150,7 +157,7 @@ class FedPer(Method):
         fields = dense_fields(shared, "down", self.wire_dtype, both)
         fields += dense_fields(lower, "down", self.wire_dtype, ("all",), "round 0, first time after it")
         fields += dense_fields(shared, "up", self.wire_dtype, both)
-        return Layout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
+        return MessageLayout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
 
     def _top(self, names: Iterable[str]) -> frozenset[str]:
         """Names of the tensors in the top layers. Raises ConfigError for a tensor whose name has no layer number."""
@@ -173,11 +180,11 @@ def _only(names: frozenset[str], tensors: Mapping[str, T]) -> dict[str, T]:
     return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
-def _holders(server: State) -> Sequence[str]:
+def _holders(server: FederatedState) -> Sequence[str]:
     return server.scalars["holders"]  # type: ignore[return-value]
 
 
-def _holds(server: State, client: str) -> bool:
+def _holds(server: FederatedState, client: str) -> bool:
     """Halves the sorted list: a round asks this for every site, and N looks through N names would be quadratic."""
     holders = _holders(server)
     at = bisect.bisect_left(holders, client)

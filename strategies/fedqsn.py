@@ -57,17 +57,19 @@ from typing import Any, Literal, cast, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.algebra.masked_weights import Veil
-from fedveil.algebra.quantise import Quantiser
-from fedveil.contract.layout import Direction, Layout, Payload
-from fedveil.contract.method import Method, RoundContext, Sends, State
-from fedveil.contract.spec import Place, Spec, TensorSpec, Weights
-from fedveil.contract.sums import Sums, Term, Terms
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.contract.contributions import AggregateSums, ClientContributions, Contribution
+from fedveil.contract.layout import Direction, MessageLayout, Payload
+from fedveil.contract.method import FederatedState, Method, RoundContext, Sends
+from fedveil.contract.param_spec import ParamLocation, ParamSpec, Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
+from fedveil.ops.masked_weights import MaskedWeightsCodec
+from fedveil.ops.quantization import BlockQuantizer
+from fedveil.rng import RandomStream
 from fedveil.wire.payloads import WireDtype, as_spec, lazy_spec
+
+__all__ = ["FedQSN"]
 
 _VISIBLE = "visible."  # a layer's columns on the wire, one bit each
 
@@ -78,18 +80,20 @@ class FedQSN(Method):
     """The server sends a proxy with columns missing and weights rounded to a few levels.
 
     Attributes:
-        server_rate: p_1, below 1: the fraction of the columns that no client ever gets.
-        client_rate: p_2, below 1: the fraction of the columns that one client does not get in one round.
-        mask_targets: layers whose columns are masked: the last of each attention and MLP ("proj"), or "all" of them.
-        exact: hide exactly p_2 of all columns, chosen among those that the server shows, instead of one draw a column.
-        embeddings: how token embeddings and head are sent: "masked", masked and "quantised", or "open".
-        quantiser: table of the codes; "none" sends weights.
-        bits: w.
-        block: weights that share a scale.
-        update: add what training changed ("delta"), or "replace" the weights by the trained ones.
-        upload_bits: bits of the `nf_sym` codes in which clients send the quantised matrices' updates; 0: uncoded.
+        server_rate: p_1, below 1: fraction of columns that no client ever gets.
+        client_rate: p_2, below 1: fraction of columns that one client does not get in one round.
+        mask_targets: layers with masked columns: the last of each attention and MLP ("proj"), or "all" of
+            them.
+        exact: mask exactly p_2 of all columns, chosen among those that the server shows, not one draw per
+            column.
+        embeddings: form of the sent token embeddings and head: "masked", masked and "quantised", or "open".
+        quantiser: code table of the quantizer; "none" sends weights.
+        bits: w, bits per code.
+        block: number of weights that share a scale.
+        update: add the change from training ("delta"), or "replace" the weights by the trained ones.
+        upload_bits: bits per `nf_sym` code of uploaded updates of the quantized matrices; 0: not quantized.
         adapter: all weights; no other adapter has columns to mask.
-        wire_dtype: dtype on the wire of all that is not coded, both ways; sums are fp32 whatever it is.
+        wire_dtype: dtype of all tensors on the wire that are not quantized, both ways; sums are always fp32.
     """
 
     server_rate: float = 0.1
@@ -102,23 +106,28 @@ class FedQSN(Method):
     block: int = 256
     update: Literal["delta", "replace"] = "delta"
     upload_bits: int = 0
-    adapter: AllWeights = field(default_factory=AllWeights)
+    adapter: AllWeightsAdapter = field(default_factory=AllWeightsAdapter)
     wire_dtype: WireDtype = "float32"
 
     @property
-    def sends(self) -> Sends:
+    def upload_kind(self) -> Sends:
         """A change of the proxy."""
         return "changes"
 
     @property
-    def divisor(self) -> float:
+    def aggregate_divisor(self) -> float:
         """`scale`, for the masked columns."""
         return self.scale
 
     @property
-    def masked(self) -> bool:
-        """Columns, of which each client sees its own."""
+    def has_masked_terms(self) -> bool:
+        """Return True: each client sees its own set of columns."""
         return True
+
+    @property
+    def has_partial_uploads(self) -> bool:
+        """Return whether clients see different columns; those that the server masks are the same for all."""
+        return self.client_rate > 0.0
 
     @property
     def on_device(self) -> bool:
@@ -132,13 +141,13 @@ class FedQSN(Method):
                     f"{name}: expected a probability from 0 to below 1 (1 hides the whole model), found {rate}"
                 )
         if self.quantiser != "none":
-            Quantiser(self.quantiser, self.bits, self.block)
+            BlockQuantizer(self.quantiser, self.bits, self.block)
         if self.upload_bits:
-            Quantiser("nf_sym", self.upload_bits, self.block)
+            BlockQuantizer("nf_sym", self.upload_bits, self.block)
 
-    def _veil(self, spec: Spec, direction: Direction) -> Veil:
+    def _veil(self, spec: Spec, direction: Direction) -> MaskedWeightsCodec:
         places = {n: t.place for n, t in spec.items() if t.place is not None}
-        masked: dict[str, Place] = {}
+        masked: dict[str, ParamLocation] = {}
         if self.server_rate or self.client_rate:
             masked = {
                 n: p for n, p in places.items() if p.part == "linear" and (p.closes or self.mask_targets == "all")
@@ -146,12 +155,12 @@ class FedQSN(Method):
             masked |= {n: p for n, p in places.items() if p.part == "embedding" and self.embeddings != "open"}
         coder = None
         if direction == "down" and self.quantiser != "none":
-            coder = Quantiser(self.quantiser, self.bits, self.block)
+            coder = BlockQuantizer(self.quantiser, self.bits, self.block)
         if direction == "up" and self.upload_bits:
-            coder = Quantiser("nf_sym", self.upload_bits, self.block)
+            coder = BlockQuantizer("nf_sym", self.upload_bits, self.block)
         coded = {n for n, p in places.items() if p.part == "linear" or self.embeddings == "quantised"}
         coders = {n: coder for n in spec if coder and n in coded and len(spec[n].shape) == 2}
-        return Veil(spec, masked, coders, getattr(torch, self.wire_dtype))
+        return MaskedWeightsCodec(spec, masked, coders, getattr(torch, self.wire_dtype))
 
     @property
     def _sends_change(self) -> bool:
@@ -163,7 +172,7 @@ class FedQSN(Method):
         """The factor of every visible column; public, as p_1 and p_2 are."""
         return 1.0 / ((1.0 - self.server_rate) * (1.0 - self.client_rate))
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """W_0, and the places of its tensors. Raises ConfigError where no layer is linear, or one is fused."""
         if not any(t.place and t.place.part == "linear" for t in spec.values()):
             raise ConfigError(
@@ -175,14 +184,14 @@ class FedQSN(Method):
                 f"task.model: expected linear layers that are not fused, found {fused[0]} of shape "
                 f"{spec[fused[0]].shape}, which would be sent unprotected; take a base without such layers"
             )
-        return State(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
+        return FederatedState(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 
-    def _shown(self, veil: Veil, secret: bytes) -> dict[str, Tensor]:
+    def _shown(self, veil: MaskedWeightsCodec, secret: bytes) -> dict[str, Tensor]:
         """M^s by layer: the same for every client and round."""
-        stream = Stream.derive(secret, 0, "", "server mask")
+        stream = RandomStream.derive(secret, 0, "", "server mask")
         return {layer: stream.bernoulli(1.0 - self.server_rate, (n,)) for layer, n in veil.columns.items()}
 
-    def _visible(self, shown: Tensor, stream: Stream) -> Tensor:
+    def _visible(self, shown: Tensor, stream: RandomStream) -> Tensor:
         """M^s o M^c of one layer."""
         if not self.exact:
             return shown & stream.bernoulli(1.0 - self.client_rate, tuple(shown.shape))
@@ -190,15 +199,15 @@ class FedQSN(Method):
         hidden = stream.choice(len(left), min(len(left), int(self.client_rate * len(shown))))
         return shown.index_fill(0, left[hidden], False)
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantised."""
         veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
         visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
         return Payload(veil.close(server.tensors, visible, self.scale, ctx.device))
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Trains the proxy, its missing columns held at zero, and sends the visible columns. Nothing is kept."""
         veil = self._veil(trainer.spec, "down")
         visible, received = veil.visible(down), lazy_spec(veil.opened(down, ctx.device), trainer.spec)
@@ -212,39 +221,41 @@ class FedQSN(Method):
         """Raises WireError unless every tensor has as many columns as its mask has ones."""
         self._veil(spec, "up").check(payload)
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_k times the visible columns, divided by `scale`, and n_k for these columns."""
-        return Terms(self._terms(payload, float(num_examples), self._veil(spec, "up")))
+        return ClientContributions(self._terms(payload, float(num_examples), self._veil(spec, "up")))
 
-    def _terms(self, payload: Payload, weight: float, veil: Veil) -> Iterator[Term]:
+    def _terms(self, payload: Payload, weight: float, veil: MaskedWeightsCodec) -> Iterator[Contribution]:
         visible = veil.visible(payload)
         for name, value in veil.open(payload):
             if name in veil.masked:
                 seen = veil.seen(name, visible).expand(value.shape)
-                yield Term(name, value.to(torch.float32).div_(self.scale), weight, seen)  # `open` made it
+                yield Contribution(name, value.to(torch.float32).div_(self.scale), weight, seen)  # `open` made it
             else:
-                yield Term(name, value, weight)
+                yield Contribution(name, value, weight)
 
-    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """Of a layer with masked columns, one weight a column."""
+    def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of each tensor's weights: one weight per column in layers with masked columns."""
         veil = self._veil(spec, "up")
         return {n: veil.weights_shape(n) if n in veil.masked else () for n in spec}
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """Eq. 5 (or Algorithm 1, line 11) by column. A column that the server masks is ignored, whoever sent it."""
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
+        """Apply Eq. 5 (or Algorithm 1, line 11) by column, ignoring all uploads of server-masked columns."""
         veil, new = self._veil(_spec(server), "up"), dict(server.tensors)
-        shown = self._shown(veil, ctx.secret)
+        visible_masks = self._shown(veil, ctx.secret)
         for name, old in server.tensors.items():
             if name in sums:
                 moved = sums.moved(name)
-                moved = moved & veil.seen(name, shown) if name in veil.masked else moved
-                found = sums.take(name)  # which becomes the new tensor, so that there is no third one beside the old
-                found = (found.add_(old) if self._sends_change else found).to(old.dtype)
-                new[name] = torch.where(moved, found, old, out=found)
-        return State(new, server.scalars)
+                moved = moved & veil.seen(name, visible_masks) if name in veil.masked else moved
+                aggregate = sums.take(
+                    name
+                )  # which becomes the new tensor, so that there is no third one beside the old
+                aggregate = (aggregate.add_(old) if self._sends_change else aggregate).to(old.dtype)
+                new[name] = torch.where(moved, aggregate, old, out=aggregate)
+        return FederatedState(new, server.scalars)
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The server's model, which is the restored one; with `down` also the proxy that a client got."""
         if down is None:
@@ -252,14 +263,14 @@ class FedQSN(Method):
         spec = _spec(server)
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec, "down").open(down)), spec)}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Both ways: one bit a column, the visible columns, and all other tensors whole."""
-        return Layout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
+        return MessageLayout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
 
 
-def _spec(server: State) -> Spec:
+def _spec(server: FederatedState) -> Spec:
     places = cast("Mapping[str, Mapping[str, Any]]", server.scalars["places"])
     return {
-        n: TensorSpec(tuple(w.shape), w.dtype, Place(**places[n]) if n in places else None)
+        n: ParamSpec(tuple(w.shape), w.dtype, ParamLocation(**places[n]) if n in places else None)
         for n, w in server.tensors.items()
     }

@@ -1,9 +1,10 @@
 """FedRand.
 
-Park, Lee, Kim, Hwang: FedRand: Enhancing Privacy in Federated Learning with Randomized LoRA Subparameter Updates. 2025.
+Park, Lee, Kim, Hwang: FedRand: Enhancing Privacy in Federated Learning with Randomized LoRA Subparameter Updates.
+2025.
 
-Each client draws which LoRA factor it shares and keeps the other one private. The server averages the A factors it
-gets, and the B factors it gets.
+Each client draws at random which LoRA factor it shares and keeps the other one private. The server averages the A
+factors that it gets, and likewise the B factors.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -21,11 +22,12 @@ gets, and the B factors it gets.
 A client shares: one LoRA factor, drawn anew by the client in each round. With it stays: the other factor.
 
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
-The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets a pair of one
-participation; but when a client shares A after it shared B, the server knows its B up to one participation.
+The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets both
+factors of one participation. If a client shares A after B, however, the server knows its B up to one
+participation.
 
 Formal guarantees: none (epsilon is infinite). By construction:
-1. No upload holds both factors, and none holds the partner of a factor sent in the same participation.
+1. No upload contains both factors, or the partner of a factor sent in the same participation.
 2. The client draws from its own secret, which the server does not have.
 
 | case | result |
@@ -40,11 +42,11 @@ Formal guarantees: none (epsilon is infinite). By construction:
 | site that lost its private state | with downlink = "both" it is a newcomer; with "selected" it reports an error and
   gets both factors next time |
 
-Differences from the paper: the server draws A_0 once for all clients (`init_factors = "independent"` is the paper's
-Algorithm 2, lines 2 and 3, whose first mean of A has half the norm). The means are running means weighted with n_k, so
-nothing is divided by alpha or beta. `downlink = "selected"` is ours: a client announces its next draw on its upload,
-and the server sends that factor only. `past = false` and `normalise = false` are the paper's ablations "w/o past
-parameters" and "w/o normalization".
+Differences from the paper: the server draws A_0 once for all clients. `init_factors = "independent"` is the
+paper's Algorithm 2, lines 2 and 3, whose first mean of A has half the norm. The means are running means weighted
+with n_k, so nothing is divided by alpha or beta. `downlink = "selected"` is ours: a client announces its next draw
+in its upload, and the server sends only that factor. `past = false` and `normalise = false` are the paper's
+ablations "w/o past parameters" and "w/o normalization".
 """
 
 from __future__ import annotations
@@ -56,37 +58,41 @@ from typing import Literal, cast, final
 import torch
 from torch import Tensor
 
-from fedveil.adapters.lora import Lora
-from fedveil.algebra.coded import Uploads
-from fedveil.algebra.factors import FACTORS, Factor, factor, modules, of_factor
-from fedveil.contract.layout import Layout, Payload, Word
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload, ScalarField
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.lora_algebra import FACTORS, Factor, factor_modules, factor_name, parse_factor_name
+from fedveil.ops.weight_averaging import WeightAveragingMethod
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+
+__all__ = ["FedRand"]
 
 _INITIAL = "initial."  # A_0 in the server's state and on the wire, for cold = "initial" only
 
 
 @final
 @dataclass(frozen=True)
-class FedRand(Method):
-    """Each client shares one LoRA factor and keeps the other.
+class FedRand(WeightAveragingMethod):
+    """Each client shares one randomly drawn LoRA factor and keeps the other.
 
     Attributes:
         rho: probability that a client shares A.
-        downlink: "both" factors to every client, or only the "selected" one it announced.
+        downlink: broadcast "both" factors, or only the "selected" one that the client announced.
         past: start the private factor from the client's last participation; False is "w/o past parameters".
         normalise: divide by alpha and beta; False is "w/o normalization".
-        init_factors: where a client starts in round 0: the server's "shared" factors, or "independent" ones of its own.
-        cold: where a newcomer of a later round gets its private factor: the "server" or the "initial" one.
+        init_factors: a client's start in round 0: the server's "shared" factors, or its own "independent"
+            ones.
+        cold: source of the private factor of a client that joins in a later round: the "server" or the
+            "initial" one.
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
-        upload_bits: bits of the codes in which a client sends its factor, 2 to 8, with a scale for every 256 weights;
-            0: uncoded.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        upload_bits: bits per code of the uploaded factor, 2 to 8, with a scale per 256 weights; 0: not
+            quantized.
     """
 
     rho: float = 0.5
@@ -95,7 +101,7 @@ class FedRand(Method):
     normalise: bool = True
     init_factors: Literal["shared", "independent"] = "shared"
     cold: Literal["server", "initial"] = "server"
-    adapter: Lora = field(default_factory=Lora)
+    adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
@@ -114,91 +120,111 @@ class FedRand(Method):
         self._uploads  # noqa: B018  # it checks the bits
 
     @property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.wire_dtype, self.upload_bits)
+    def has_partial_uploads(self) -> bool:
+        """Return whether sites draw their factor: one site alone may then send it."""
+        return 0.0 < self.rho < 1.0
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    @property
+    def keeps_past(self) -> bool:
+        """True unless `past` is off."""
+        return self.past
+
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """(A_0, B_0), drawn once for all clients."""
-        modules(spec)
-        kept = {_INITIAL + n: w for n, w in of_factor(weights, "A").items()} if self.cold == "initial" else {}
-        return State({**weights, **kept}, {"next_factor": {}})
+        factor_modules(spec)
+        initial_factors = (
+            {_INITIAL + n: w for n, w in parse_factor_name(weights, "A").items()} if self.cold == "initial" else {}
+        )
+        return FederatedState({**weights, **initial_factors}, {"next_factor": {}})
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """(A_r, B_r); with `downlink = "selected"` the factor that the client announced."""
         variant = self._down_variant(server, ctx)
         sent = server.tensors if variant == "cold" else _factors(server.tensors)
         if variant in FACTORS:
-            sent = of_factor(sent, _side(variant))
+            sent = parse_factor_name(sent, _side(variant))
         return Payload(cast_to(sent, self.wire_dtype), variant)
 
-    def _down_variant(self, server: State, ctx: RoundContext) -> str:
+    def _down_variant(self, server: FederatedState, ctx: RoundContext) -> str:
         if ctx.is_new:
             return "cold" if self.cold == "initial" and ctx.round > 0 else "both"
         announced = cast("Mapping[str, str]", server.scalars["next_factor"])
         return announced.get(ctx.client, "both") if self.downlink == "selected" else "both"
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 5, Eq. 6 and local epochs on both factors; one of them is sent (Algorithm 2)."""
         shared = _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")  # Eq. 5
         start = self._start(shared, private, down, trainer.spec, ctx)  # Eq. 6
         trained = trainer.train(start).weights
         scalars = {"next_factor": self._draw(ctx, "next factor")} if self.downlink == "selected" else {}
-        return State(dict(trained)), Payload(self._uploads.sent(of_factor(trained, shared)), shared, scalars)
+        return FederatedState(dict(trained)), Payload(
+            self._uploads.sent(parse_factor_name(trained, shared)), shared, scalars
+        )
 
     def _draw(self, ctx: RoundContext, purpose: str) -> Factor:
         return "A" if bool(ctx.rng(purpose).bernoulli(self.rho, ())) else "B"
 
     def _start(
-        self, shared: Factor, private: State | None, down: Payload, spec: Spec, ctx: RoundContext
+        self, shared: Factor, private: FederatedState | None, down: Payload, spec: Spec, ctx: RoundContext
     ) -> dict[str, Tensor]:
-        received = tensors_of(down)
+        received = payload_tensors(down)
         if private is None and ctx.round == 0 and self.init_factors == "independent":
             return _random_pair(spec, ctx.rng("init"))
         if private is not None and self.past:
-            kept = private.tensors
+            own_factors = private.tensors
         elif down.variant == "cold":
-            kept = {n: received[_INITIAL + n] if factor(n) == "A" else torch.zeros(t.shape) for n, t in spec.items()}
+            own_factors = {
+                n: received[_INITIAL + n] if factor_name(n) == "A" else torch.zeros(t.shape) for n, t in spec.items()
+            }
         elif down.variant == "both":
-            kept = received
+            own_factors = received
         else:
             raise StateError(
                 "private state: expected the factors of an earlier participation "
                 f"(only {down.variant} was sent), found none; both factors come at the next participation"
             )
-        return as_spec({n: received[n] if factor(n) == shared else kept[n] for n in spec}, spec)
+        return as_spec({n: received[n] if factor_name(n) == shared else own_factors[n] for n in spec}, spec)
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_k times the factor that was sent (decoded where it is coded), and n_k; the announced draw in clear."""
-        return replace(weighted(self._uploads.opened(payload), num_examples), clear=payload.scalars)
+        return replace(weighted_contributions(self._uploads.opened(payload), num_examples), clear=payload.scalars)
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """The mean of A over those who sent A, and of B over those who sent B (Algorithm 1)."""
-        announced = {client: _side(said["next_factor"]) for client, said in sums.clear.items() if said}
+        announced = {client: _side(scalars["next_factor"]) for client, scalars in sums.clear.items() if scalars}
         new = sums.means(_factors(server.tensors))
         if not self.normalise:
             new = {n: w * (sums.weight(n) / sums.examples) if n in sums else w for n, w in new.items()}
-        kept = cast("Mapping[str, str]", server.scalars["next_factor"])
-        return State({**server.tensors, **new}, {"next_factor": {**kept, **announced}})
+        next_factors = cast("Mapping[str, str]", server.scalars["next_factor"])
+        return FederatedState({**server.tensors, **new}, {"next_factor": {**next_factors, **announced}})
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The server's model; with `private` also that client's."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": _factors(server.tensors), **clients}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Down: both factors or the announced one. Up: exactly one."""
-        fields = dense_fields(of_factor(spec, "A"), "down", self.wire_dtype, self._down_variants("A"), self._when("A"))
-        fields += dense_fields(of_factor(spec, "B"), "down", self.wire_dtype, self._down_variants("B"), self._when("B"))
+        fields = dense_fields(
+            parse_factor_name(spec, "A"), "down", self.wire_dtype, self._down_variants("A"), self._when("A")
+        )
+        fields += dense_fields(
+            parse_factor_name(spec, "B"), "down", self.wire_dtype, self._down_variants("B"), self._when("B")
+        )
         if self.cold == "initial":
-            initial = dense_fields(of_factor(spec, "A"), "down", self.wire_dtype, ("cold",), "to a newcomer", _INITIAL)
+            initial = dense_fields(
+                parse_factor_name(spec, "A"), "down", self.wire_dtype, ("cold",), "to a newcomer", _INITIAL
+            )
             fields += initial
         for side in FACTORS:
-            fields += self._uploads.fields(of_factor(spec, side), (side,), f"the client drew {side}")
-        return Layout(fields, (Word("next_factor", "up", FACTORS),) if self.downlink == "selected" else ())
+            fields += self._uploads.fields(parse_factor_name(spec, side), (side,), f"the client drew {side}")
+        return MessageLayout(
+            fields, (ScalarField("next_factor", "up", FACTORS),) if self.downlink == "selected" else ()
+        )
 
     def _down_variants(self, side: Factor) -> tuple[str, ...]:
         cold = ("cold",) if self.cold == "initial" else ()
@@ -219,12 +245,12 @@ def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: w for name, w in tensors.items() if not name.startswith(_INITIAL)}
 
 
-def _random_pair(spec: Spec, rng: Stream) -> dict[str, Tensor]:
+def _random_pair(spec: Spec, rng: RandomStream) -> dict[str, Tensor]:
     """A uniform on +-1/sqrt(d_in), as PEFT draws it; B zero."""
     generator = rng.torch_generator()
     return {
         n: torch.zeros(t.shape)
-        if factor(n) == "B"
+        if factor_name(n) == "B"
         else (torch.rand(t.shape, generator=generator) * 2 - 1) / t.shape[1] ** 0.5
         for n, t in sorted(spec.items())
     }

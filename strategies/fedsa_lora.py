@@ -3,7 +3,7 @@
 Guo, Zeng, Wang, Fan, Wang, Qu: Selective Aggregation for Low-Rank Adaptation in Federated Learning. ICLR 2025.
 https://arxiv.org/abs/2410.01463
 
-Both LoRA factors are trained. A is shared, B stays at the site: every client has a model of its own.
+Clients train both LoRA factors. They share A and keep B at the site, so every client has its own model.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -20,8 +20,8 @@ A client shares: one trained LoRA factor, A. With it stays: the other one, B.
 The client learns: A_t of every round it takes part in.
 The server learns: each client's trained A in full, and n_i. It never gets a B.
 
-Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`, and B is noised
-too. By construction: no message has a field for B.
+Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`, and B is
+noised too. By construction, no message has a field for B.
 
 | case | result |
 |---|---|
@@ -32,9 +32,9 @@ too. By construction: no message has a field for B.
 | no upload | A stays, bit for bit |
 | FedRand with rho = 1 | the same clients and uploads, bit for bit; but there B_0 goes down too |
 
-Differences from the paper: AdamW; the mean is over the cohort of the round and weighted with n_i. B is never on the
-wire, not even B_0, which everybody knows. The paper's text was not at hand: the equations follow the figure and the
-configuration that its authors published, in which the names with "lora_B" stay at the client.
+Differences from the paper: the optimizer is AdamW. The mean is over the round's cohort and weighted with n_i. B is
+never on the wire, not even B_0, which everyone knows. The paper's text was not available. The equations follow the
+figure and the configuration that its authors published, in which the names with "lora_B" stay at the client.
 """
 
 from __future__ import annotations
@@ -45,75 +45,64 @@ from typing import final
 
 import torch
 
-from fedveil.adapters.lora import Lora
-from fedveil.algebra.coded import Uploads
-from fedveil.algebra.factors import factor, modules, of_factor
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.lora_algebra import factor_name, parse_factor_name
+from fedveil.ops.weight_averaging import LoraAveragingMethod
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+
+__all__ = ["FedSALoRA"]
 
 
 @final
 @dataclass(frozen=True)
-class FedSaLora(Method):
+class FedSALoRA(LoraAveragingMethod):
     """Every client trains both factors, shares A and keeps B.
 
     Attributes:
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
-        upload_bits: bits of the codes in which a client sends A, 2 to 8, with a scale for every 256 weights; 0: none.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        upload_bits: bits per code of the uploaded A, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
-    adapter: Lora = field(default_factory=Lora)
+    adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
-    def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
-
-    @property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.wire_dtype, self.upload_bits)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """(A_0, B_0), drawn once for all clients; B_0 never changes here."""
-        modules(spec)
-        return State(dict(weights))
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """A_t, the same for every client."""
-        return Payload(cast_to(of_factor(server.tensors, "A"), self.wire_dtype))
+        return Payload(cast_to(parse_factor_name(server.tensors, "A"), self.wire_dtype))
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 1: A is sent, B is kept."""
-        spec, received = trainer.spec, tensors_of(down)
-        kept = private.tensors if private else {n: torch.zeros(t.shape) for n, t in spec.items() if factor(n) == "B"}
-        start = {n: received[n] if factor(n) == "A" else kept[n] for n in spec}
+        spec, received = trainer.spec, payload_tensors(down)
+        own_factors = (
+            private.tensors if private else {n: torch.zeros(t.shape) for n, t in spec.items() if factor_name(n) == "B"}
+        )
+        start = {n: received[n] if factor_name(n) == "A" else own_factors[n] for n in spec}
         trained = trainer.train(as_spec(start, spec)).weights
-        return State(of_factor(trained, "B")), Payload(self._uploads.sent(of_factor(trained, "A")))
+        return FederatedState(parse_factor_name(trained, "B")), Payload(
+            self._uploads.sent(parse_factor_name(trained, "A"))
+        )
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_i A_i, and n_i."""
-        return weighted(self._uploads.opened(payload), num_examples)
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
+        """Apply Eq. 2; B_0 does not change even if a client sends a B."""
+        return FederatedState({**server.tensors, **sums.means(parse_factor_name(server.tensors, "A"))})
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """Eq. 2; B_0 stays, whoever sent one."""
-        return State({**server.tensors, **sums.means(of_factor(server.tensors, "A"))})
-
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The server's model, whose B is B_0; with `private` that client's (Eq. 3)."""
         clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
         return {"server": server.tensors, **clients}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """A, both ways."""
-        shared = of_factor(spec, "A")
-        return Layout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))
+        shared = parse_factor_name(spec, "A")
+        return MessageLayout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))

@@ -46,15 +46,17 @@ from typing import Literal, final
 
 import torch
 
-from fedveil.adapters.prefix import Prefix
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Distilling, Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.prefix import PrefixAdapter
+from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import Distiller, FederatedState, Method, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError, StateError
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
+
+__all__ = ["PREFIX", "FedSP"]
 
 PREFIX = "prefix"
 _WHOLE, _PREFIX = "proxy", "prefix"  # variants of a broadcast
@@ -63,22 +65,23 @@ _WHOLE, _PREFIX = "proxy", "prefix"  # variants of a broadcast
 @final
 @dataclass(frozen=True)
 class FedSP(Method):
-    """Prefixes travel between the server's model and the clients' proxies of it.
+    """Server and clients exchange prefixes, which the clients train on a proxy of the server's model.
 
     Attributes:
-        proxy: its weights stay with each client ("local"), or are averaged like the prefix ("shared").
-        alternate: train the proxy with the prefix fixed, then the prefix with the proxy fixed; false trains both
-            together.
-        distil_steps, distil_rate: AdamW steps of the server before round 0, and their learning rate.
+        proxy: "local" keeps the proxy's weights with each client; "shared" averages them like the prefix.
+        alternate: train the proxy with the prefix fixed, then the prefix with the proxy fixed; false trains
+            both together.
+        distil_steps, distil_rate: number and learning rate of the server's AdamW distillation steps before
+            round 0.
         adapter: a prefix with cells.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
     """
 
     proxy: Literal["local", "shared"] = "local"
     alternate: bool = True
     distil_steps: int = 5000
     distil_rate: float = 5e-4
-    adapter: Prefix = field(default_factory=lambda: Prefix(cells=1))
+    adapter: PrefixAdapter = field(default_factory=lambda: PrefixAdapter(cells=1))
     wire_dtype: WireDtype = "float32"
 
     def __post_init__(self) -> None:
@@ -90,27 +93,27 @@ class FedSP(Method):
             raise ConfigError(f"distil_rate: expected a finite number above 0, found {self.distil_rate}")
 
     @property
-    def server_adapter(self) -> Prefix:
+    def server_adapter(self) -> PrefixAdapter:
         """The server's model has all its layers."""
-        return Prefix(self.adapter.length)
+        return PrefixAdapter(self.adapter.length)
 
     @property
     def needs_server_rows(self) -> bool:
-        """Whether there are steps of distillation, which need rows."""
+        """Return whether there are distillation steps, which need the server's own examples."""
         return self.distil_steps > 0
 
-    def before_round_0(self, weights: Weights, server: Distilling) -> Weights:
+    def before_round_0(self, weights: Weights, server: Distiller) -> Weights:
         """m_0: distilled from M."""
-        found = server.distil(weights, self.distil_steps, self.distil_rate)
-        return {n: weights[n] if n == PREFIX else w for n, w in found.items()}
+        distilled_weights = server.distil(weights, self.distil_steps, self.distil_rate)
+        return {n: weights[n] if n == PREFIX else w for n, w in distilled_weights.items()}
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """(P, m_0)."""
         if PREFIX not in spec or len(spec) < 2:
             raise ConfigError(f'adapter: expected the tensor "{PREFIX}" and those of a proxy, found {sorted(spec)}')
-        return State(dict(weights))
+        return FederatedState(dict(weights))
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """P; for a newcomer, or where the proxy is shared, also m."""
         whole = ctx.is_new or self.proxy == "shared"
         sent = server.tensors if whole else {PREFIX: server.tensors[PREFIX]}
@@ -120,10 +123,10 @@ class FedSP(Method):
         return "" if self.proxy == "shared" else _WHOLE if whole else _PREFIX
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Local training of m_k and P; m_k stays at the site, unless it is shared."""
-        received = as_spec(tensors_of(down), trainer.spec)
+        received = as_spec(payload_tensors(down), trainer.spec)
         if down.variant == _PREFIX:
             if private is None:
                 raise StateError(
@@ -137,30 +140,32 @@ class FedSP(Method):
             trained = trainer.train(trained, frozen).weights
         if self.proxy == "shared":
             return None, Payload(cast_to(trained, self.wire_dtype))
-        return State(dict(trained)), Payload(cast_to({PREFIX: trained[PREFIX]}, self.wire_dtype))
+        return FederatedState(dict(trained)), Payload(cast_to({PREFIX: trained[PREFIX]}, self.wire_dtype))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_k times what was sent, and n_k."""
-        return weighted(tensors_of(payload), num_examples)
+        return weighted_contributions(payload_tensors(payload), num_examples)
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """The weighted mean of what was sent."""
-        return State(sums.means(server.tensors), server.scalars)
+        return FederatedState(sums.means(server.tensors), server.scalars)
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """View "server": P for the server's model M, and the proxy. "client": that client's. "proxy": as received."""
         clients = {"client": private.tensors} if private is not None else {}
-        proxies = {"proxy": {**server.tensors, **tensors_of(down)}} if down is not None else {}
+        proxies = {"proxy": {**server.tensors, **payload_tensors(down)}} if down is not None else {}
         return {"server": server.tensors, **clients, **proxies}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """The prefix both ways; the proxy down to newcomers, or both ways where it is shared."""
         prefix = {PREFIX: spec[PREFIX]}
         others = {n: t for n, t in spec.items() if n != PREFIX}
         if self.proxy == "shared":
-            return Layout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))
+            return MessageLayout(
+                dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype)
+            )
         fields = dense_fields(prefix, "down", self.wire_dtype, (_WHOLE, _PREFIX))
         fields += dense_fields(others, "down", self.wire_dtype, (_WHOLE,), "to a newcomer")
-        return Layout(fields + dense_fields(prefix, "up", self.wire_dtype))
+        return MessageLayout(fields + dense_fields(prefix, "up", self.wire_dtype))

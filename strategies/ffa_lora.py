@@ -46,65 +46,48 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.lora import Lora
-from fedveil.algebra.coded import Uploads
-from fedveil.algebra.factors import held, modules, of_factor
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.lora_algebra import held_factors, parse_factor_name
+from fedveil.ops.weight_averaging import LoraAveragingMethod
+from fedveil.wire.payloads import WireDtype, as_spec, dense_fields, payload_tensors
+
+__all__ = ["FFALoRA"]
 
 
 @final
 @dataclass(frozen=True)
-class FfaLora(Method):
+class FFALoRA(LoraAveragingMethod):
     """Every client trains and shares B; A is drawn once and never trained.
 
     Attributes:
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
-        upload_bits: bits of the codes in which a client sends B, 2 to 8, with a scale for every 256 weights; 0: none.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        upload_bits: bits per code of the uploaded B, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
-    adapter: Lora = field(default_factory=Lora)
+    adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
-    def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
-
-    @property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.wire_dtype, self.upload_bits)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """(A_0, B_0), drawn once for all clients."""
-        modules(spec)
-        return State(dict(weights))
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """(A_0, B_t), the same for every client."""
-        return Payload(cast_to(server.tensors, self.wire_dtype))
-
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 2: B is trained and sent; nothing is kept."""
-        start = as_spec(tensors_of(down), trainer.spec)
-        trained = trainer.train(start, held(trainer.spec, "A")).weights
-        return None, Payload(self._uploads.sent(of_factor(trained, "B")))
+        start = as_spec(payload_tensors(down), trainer.spec)
+        trained = trainer.train(start, held_factors(trainer.spec, "A")).weights
+        return None, Payload(self._uploads.sent(parse_factor_name(trained, "B")))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_i B_i, and n_i."""
-        return weighted(self._uploads.opened(payload), num_examples)
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
+        """Apply Eq. 3; A does not change even if a client sends one."""
+        return FederatedState({**server.tensors, **sums.means(parse_factor_name(server.tensors, "B"))})
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """Eq. 3; A stays, whoever sent one."""
-        return State({**server.tensors, **sums.means(of_factor(server.tensors, "B"))})
-
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Down: both factors. Up: B."""
-        return Layout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(of_factor(spec, "B")))
+        return MessageLayout(
+            dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(parse_factor_name(spec, "B"))
+        )

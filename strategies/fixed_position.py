@@ -34,38 +34,41 @@ Differences from the paper: none in the rule. `exchange = "epoch"`, server Adam 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.kinds import AnyAdapter
-from fedveil.algebra import fedsgd
-from fedveil.algebra.fedsgd import Exchanged, Optimiser
-from fedveil.algebra.masks import check_pattern, keeps
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, Sends, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.adapter_types import AnyAdapter
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.contract.contributions import ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, tensors_of
+from fedveil.ops import fedsgd
+from fedveil.ops.fedsgd import Exchanged, FedSgdMethod, Optimiser
+from fedveil.ops.random_masks import check_pattern, keep_probability
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields, payload_tensors
+
+__all__ = ["FixedPosition"]
 
 
 @final
 @dataclass(frozen=True)
-class FixedPosition(Method):
-    """Plain FedSGD, with some tensors withheld.
+class FixedPosition(FedSgdMethod):
+    """Plain FedSGD in which clients withhold some tensors.
 
     Attributes:
-        hidden: regular expression, searched in tensor names.
-        exchange: what a client sends: the gradient of one "batch", or the pseudo-gradient of local epochs ("epoch").
-        optimiser: the server's.
+        hidden: regular expression, searched in tensor names; matching tensors are withheld.
+        exchange: what a client sends: the gradient of one "batch", or the pseudo-gradient of local epochs
+            ("epoch").
+        optimiser: the server's optimizer.
         learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
         weighted: weight every client with its number of examples.
-        adapter: what is trained.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        adapter: the trained parameters.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
     """
 
     hidden: str = "position_embeddings|pos_embed"
@@ -73,18 +76,8 @@ class FixedPosition(Method):
     optimiser: Optimiser = "sgd"
     learning_rate: float | None = None
     weighted: bool = False
-    adapter: AnyAdapter = field(default_factory=AllWeights)
+    adapter: AnyAdapter = field(default_factory=AllWeightsAdapter)
     wire_dtype: WireDtype = "float32"
-
-    @property
-    def sends(self) -> Sends:
-        """Gradients, or pseudo-gradients of an epoch, without the hidden tensors."""
-        return "gradients"
-
-    @property
-    def optimises(self) -> bool:
-        """In local epochs; for a single batch there is nothing but its gradient."""
-        return self.exchange == "epoch"
 
     def __post_init__(self) -> None:
         check_pattern("hidden", self.hidden)
@@ -92,44 +85,29 @@ class FixedPosition(Method):
         fedsgd.check_wire_dtype(self.wire_dtype)
 
     def _sent(self, names: Iterable[str]) -> list[str]:
-        return [name for name, keep in keeps({self.hidden: 1.0}, names).items() if keep]
+        return [name for name, keep in keep_probability({self.hidden: 1.0}, names).items() if keep]
 
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """w_0, and zero moments for Adam. Raises ConfigError where nothing would be withheld."""
         if len(self._sent(spec)) == len(spec):
             raise ConfigError(
                 f"hidden: expected a regular expression that matches some of {len(spec)} tensors such as {min(spec)}, "
                 f'found "{self.hidden}"'
             )
-        return fedsgd.start(weights, self.optimiser)
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """w, the same for every client."""
-        return Payload(cast_to(fedsgd.weights_of(server), self.wire_dtype))
+        return fedsgd.start_state(weights, self.optimiser)
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """g without the hidden tensors."""
-        found = fedsgd.gradient(trainer, tensors_of(down), self.exchange)
-        return None, Payload(cast_to({n: found[n] for n in self._sent(trainer.spec)}, self.wire_dtype))
+        gradient = fedsgd.client_gradient(trainer, payload_tensors(down), self.exchange)
+        return None, Payload(cast_to({n: gradient[n] for n in self._sent(trainer.spec)}, self.wire_dtype))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """What was sent, with weight n_k or 1."""
-        return weighted(tensors_of(payload), float(num_examples) if self.weighted else 1.0)
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
+        """Return the uploaded gradients with weight n_k or 1."""
+        return weighted_contributions(payload_tensors(payload), float(num_examples) if self.weighted else 1.0)
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
-        """A step along the mean of what was sent."""
-        eta = fedsgd.rate_of(self.learning_rate, self.exchange, self.optimiser)
-        return fedsgd.descend(server, sums, self.optimiser, eta)
-
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
-    ) -> Mapping[str, Weights]:
-        """One model: the server's."""
-        return {"server": fedsgd.weights_of(server)}
-
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Every tensor down, all but the hidden ones up."""
         up = {name: spec[name] for name in self._sent(spec)}
-        return Layout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(up, "up", self.wire_dtype))
+        return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(up, "up", self.wire_dtype))

@@ -24,12 +24,13 @@ A client shares: both LoRA factors, of a rank that may be the site's own; their 
 stays: a copy of what went into the base.
 
 The client learns: A_t and R_t of every round it takes part in; of the others' products only their mean.
-The server learns: each client's trained A and B in full, and n_k; under secure aggregation the sum of B A alone.
+The server learns: each client's trained A and B in full, and n_k; under secure aggregation, if it
+keeps to the protocol, the sum of B A.
 
 Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
 R has no gradient, and no upload holds it.
 
-What goes down of R, what sites and server keep of it, and at which size: see `fedveil.adapters.residual_mean`.
+What goes down of R, what sites and server keep of it, and at which size: see `fedveil.adapters.residual_aggregation`.
 
 | case | result |
 |---|---|
@@ -38,7 +39,8 @@ What goes down of R, what sites and server keep of it, and at which size: see `f
 | newcomer, a site that skipped rounds, or one that lost its files | gets R whole |
 | a site of the last sums | gets factors of D, of rank sum_k r_k at most; R whole where they would be no smaller |
 | an upload of another rank than the site's | refused |
-| secure aggregation | a site's vector has B_k A_k, d_out x d_in a layer; it hides the site's rank too |
+| secure aggregation | a site's vector has B_k A_k, d_out x d_in a layer. A rank above all others' may
+  still show in the sum, and then parts of the sum are of one site |
 | `fedveil audit` | R and A_t are read off the broadcasts: a site's start and its trained model are known to the bit |
 | the same under secure aggregation | products alone are summed: attacks on gradients are left out, with the reason |
 | `final/` | a pair a layer, of the rank of R: up to the smaller of its widths |
@@ -58,97 +60,87 @@ from typing import final
 
 import torch
 
-from fedveil.adapters import ranks, residual_mean
-from fedveil.adapters.residual_lora import ResidualLora, factors, residuals
-from fedveil.algebra.coded import Uploads
-from fedveil.algebra.factors import of_factor
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms
+from fedveil.adapters import heterogeneous_ranks, residual_aggregation
+from fedveil.adapters.heterogeneous_ranks import HeterogeneousRankMethod
+from fedveil.adapters.residual_lora import ResidualLoraAdapter, factor_names, residual_names
+from fedveil.contract.contributions import AggregateSums, ClientContributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, cast_to, tensors_of
+from fedveil.ops.lora_algebra import parse_factor_name
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, cast_to, payload_tensors
+
+__all__ = ["FLoRA"]
 
 
 @final
 @dataclass(frozen=True)
-class Flora(Method):
-    """Everyone shares a pair of its own rank, and the mean of the products goes into the base.
+class FLoRA(HeterogeneousRankMethod):
+    """Every client shares a pair of its own rank, and the mean of the products goes into the base.
 
     Attributes:
-        ranks: of sites by name, from 1 to the adapter's rank, which all other sites have.
-        adapter: LoRA beside a residual; no other adapter has one.
-        wire_dtype: dtype of A and B on the wire, both ways; sums and the residual are fp32 whatever it is.
-        upload_bits: bits of the codes in which a client sends A and B, 2 to 8, with a scale for every 256 weights; 0:
-            none.
+        ranks: rank by site name, from 1 to the adapter's rank; all other sites have the adapter's rank.
+        adapter: LoRA with a residual, which no other adapter has.
+        wire_dtype: dtype of A and B on the wire, both ways; sums and the residual are always fp32.
+        upload_bits: bits per code of the uploaded A and B, 2 to 8, with a scale per 256 weights; 0: not
+            quantized.
     """
 
     ranks: Mapping[str, int] = field(default_factory=dict)
-    adapter: ResidualLora = field(default_factory=ResidualLora)
+    adapter: ResidualLoraAdapter = field(default_factory=ResidualLoraAdapter)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
-    def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
-        ranks.check(self.ranks, self.adapter.rank)
-
-    @property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.wire_dtype, self.upload_bits)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """(A_0, 0), and R_0, which is zero unless `weights` have one."""
-        pairs = {name: torch.zeros_like(w) for name, w in of_factor(factors(weights), "B").items()}
-        return residual_mean.start(spec, {**weights, **pairs})
+        pairs = {name: torch.zeros_like(w) for name, w in parse_factor_name(factor_names(weights), "B").items()}
+        return residual_aggregation.start_state(spec, {**weights, **pairs})
 
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """A_t, the same for every client, and what this one lacks of R_t."""
-        drawn = of_factor(factors(residual_mean.model(server)), "A")
-        return residual_mean.broadcast(server, cast_to(drawn, self.wire_dtype), ctx)
+        drawn = parse_factor_name(factor_names(residual_aggregation.server_model(server)), "A")
+        return residual_aggregation.make_broadcast(server, cast_to(drawn, self.wire_dtype), ctx)
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 1: a pair of the site's rank is sent; R_t is kept, for the server sends its changes."""
-        rank, spec = ranks.of(self.ranks, ctx.site, self.adapter.rank), factors(trainer.spec)
-        drawn = of_factor({name: w for name, w in tensors_of(down).items() if name in spec}, "A")
-        zero = {name: torch.zeros(tensor.shape) for name, tensor in of_factor(spec, "B").items()}
-        pairs = ranks.padded(ranks.cut({**drawn, **zero}, rank), spec)
-        kept, found = residual_mean.trained(private, down, trainer, pairs, ranks.beyond(spec, rank))
-        return kept, Payload(self._uploads.sent(ranks.cut(found, rank)))
+        rank, spec = self.rank_of(ctx.site), factor_names(trainer.spec)
+        drawn = parse_factor_name({name: w for name, w in payload_tensors(down).items() if name in spec}, "A")
+        zero = {name: torch.zeros(tensor.shape) for name, tensor in parse_factor_name(spec, "B").items()}
+        pairs = heterogeneous_ranks.pad_to_rank(heterogeneous_ranks.cut_to_rank({**drawn, **zero}, rank), spec)
+        new_state, trained_pairs = residual_aggregation.client_upload(
+            private, down, trainer, pairs, heterogeneous_ranks.rows_beyond(spec, rank)
+        )
+        return new_state, Payload(self._uploads.sent(heterogeneous_ranks.cut_to_rank(trained_pairs, rank)))
 
-    def check(self, payload: Payload, spec: Spec) -> None:
-        """Raises WireError unless all factors have one rank that some site may have."""
-        ranks.check_upload(payload, self.ranks, "", self.adapter.rank)
-
-    def check_site(self, payload: Payload, spec: Spec, site: str) -> None:
-        """Raises WireError unless it is the site's own rank."""
-        ranks.check_upload(payload, self.ranks, site, self.adapter.rank)
-
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_k B_k A_k, and n_k."""
-        return Terms(residual_mean.products(self._uploads.opened(payload), num_examples))
+        return ClientContributions(residual_aggregation.factor_products(self._uploads.opened(payload), num_examples))
 
-    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+    def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
         """The products, under the names of R."""
-        return dict.fromkeys(residuals(spec), ())
+        return dict.fromkeys(residual_names(spec), ())
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Eqs. 3 and 4, and a new A."""
-        shapes = {name: tuple(w.shape) for name, w in factors(residual_mean.model(server)).items()}
+        shapes = {name: tuple(w.shape) for name, w in factor_names(residual_aggregation.server_model(server)).items()}
         pairs = self.adapter.draw(shapes, ctx.rng("A"), {})
-        stacked = sum(ranks.of(self.ranks, site, self.adapter.rank) for site in sums.clear)
-        return residual_mean.settled(server, sums, pairs, subtracted=False, ranks=stacked, ctx=ctx)
+        stacked = sum(self.rank_of(site) for site in sums.clear)
+        return residual_aggregation.settle_residual(server, sums, pairs, subtracted=False, ranks=stacked, ctx=ctx)
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """One model: the server's, whose B is zero. What a site keeps of R is the server's too."""
-        return {"server": residual_mean.model(server)}
+        return {"server": residual_aggregation.server_model(server)}
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Down: A, and R, or factors of its last change, or nothing of it. Up: both factors, of the site's rank."""
-        pairs = factors(spec)
-        up = ranks.fields(self._uploads.fields(pairs), self.ranks)
-        return Layout(residual_mean.fields(spec, of_factor(pairs, "A"), self.wire_dtype) + up)
+        pairs = factor_names(spec)
+        up = heterogeneous_ranks.rank_fields(self._uploads.fields(pairs), self.ranks)
+        return MessageLayout(
+            residual_aggregation.residual_fields(spec, parse_factor_name(pairs, "A"), self.wire_dtype) + up
+        )

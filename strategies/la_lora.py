@@ -16,7 +16,7 @@ A client trains one LoRA factor in a step and the other one in the next, and sha
     A_{t+1} = sum_i (n_i / m_t) A_i,  B_{t+1} = sum_i (n_i / m_t) B_i                  (3, server)
 
 RoLoRA alternates over rounds, so the mean of the products is exact; here it alternates within a round, and it is not:
-`aggregation_gap` of `fedveil.algebra.factors` measures by how much. Under `dp.*` each step's noise is in one factor,
+`aggregation_gap` of `fedveil.ops.lora_algebra` measures by how much. Under `dp.*` each step's noise is in one factor,
 whose gradient alone the bound C clips: a step never multiplies noise of A with noise of B.
 
 A client shares: both LoRA factors, trained in turns, a step each. With it stays: nothing.
@@ -46,66 +46,44 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.lora import Lora
-from fedveil.algebra.coded import Uploads
-from fedveil.algebra.factors import held, modules
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.lora_algebra import held_factors
+from fedveil.ops.weight_averaging import LoraAveragingMethod
+from fedveil.wire.payloads import WireDtype, as_spec, payload_tensors
+
+__all__ = ["LALoRA"]
 
 
 @final
 @dataclass(frozen=True)
-class LaLora(Method):
-    """Every client trains B and A in turns, a step each, and shares both.
+class LALoRA(LoraAveragingMethod):
+    """Every client trains B and A in alternating steps and shares both.
 
     Attributes:
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
-        upload_bits: bits of the codes in which a client sends its factors, 2 to 8, with a scale for every 256 weights;
-            0: uncoded.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        upload_bits: bits per code of the uploaded factor, 2 to 8, with a scale per 256 weights; 0: not
+            quantized.
     """
 
-    adapter: Lora = field(default_factory=Lora)
+    adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
-    def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
-
-    @property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.wire_dtype, self.upload_bits)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """(A_0, B_0), drawn once for all clients."""
-        modules(spec)
-        return State(dict(weights))
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """(A_t, B_t), the same for every client."""
-        return Payload(cast_to(server.tensors, self.wire_dtype))
-
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 1 and 2 in turns; both factors are sent, nothing is kept."""
         spec = trainer.spec
-        trained = trainer.train(as_spec(tensors_of(down), spec), [held(spec, "A"), held(spec, "B")]).weights
+        trained = trainer.train(
+            as_spec(payload_tensors(down), spec), [held_factors(spec, "A"), held_factors(spec, "B")]
+        ).weights
         return None, Payload(self._uploads.sent(trained))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_i times both factors, and n_i."""
-        return weighted(self._uploads.opened(payload), num_examples)
-
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Eq. 3."""
-        return State(sums.means(server.tensors))
-
-    def layout(self, spec: Spec) -> Layout:
-        """Both factors, both ways."""
-        return Layout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(spec))
+        return FederatedState(sums.means(server.tensors))

@@ -34,56 +34,41 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters import prompts
-from fedveil.adapters.prompt import Prompt
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters import prompt_tensors
+from fedveil.adapters.prompt import PromptAdapter
+from fedveil.contract.contributions import AggregateSums
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.weight_averaging import WeightAveragingMethod
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, payload_tensors
+
+__all__ = ["PromptFL"]
 
 
 @final
 @dataclass(frozen=True)
-class PromptFL(Method):
-    """One shared prompt.
+class PromptFL(WeightAveragingMethod):
+    """All clients share one prompt.
 
     Attributes:
-        adapter: a prompt of the form "one".
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
+        adapter: a prompt of form "one".
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
     """
 
-    adapter: Prompt = field(default_factory=Prompt)
+    adapter: PromptAdapter = field(default_factory=PromptAdapter)
     wire_dtype: WireDtype = "float32"
 
     def __post_init__(self) -> None:
-        prompts.check_form(self.adapter, ("one",))
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """P_0."""
-        return State(dict(weights))
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """P_t, the same for every client."""
-        return Payload(cast_to(server.tensors, self.wire_dtype))
+        prompt_tensors.check_form(self.adapter, ("one",))
 
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Local epochs from P_t; nothing is kept."""
-        trained = trainer.train(as_spec(tensors_of(down), trainer.spec)).weights
+        trained = trainer.train(as_spec(payload_tensors(down), trainer.spec)).weights
         return None, Payload(cast_to(trained, self.wire_dtype))
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """n_k P^k, and n_k."""
-        return weighted(tensors_of(payload), num_examples)
-
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """sum_k (n_k / n) P^k."""
-        return State(sums.means(server.tensors))
-
-    def layout(self, spec: Spec) -> Layout:
-        """The prompt, both ways."""
-        return Layout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))
+        return FederatedState(sums.means(server.tensors))

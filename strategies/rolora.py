@@ -47,76 +47,63 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from fedveil.adapters.lora import Lora
-from fedveil.algebra.coded import Uploads
-from fedveil.algebra.factors import FACTORS, Factor, factor, held, modules, of_factor
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms, weighted
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.ops.lora_algebra import FACTORS, Factor, factor_name, held_factors, parse_factor_name
+from fedveil.ops.weight_averaging import LoraAveragingMethod
+from fedveil.wire.payloads import WireDtype, as_spec, dense_fields, payload_tensors
+
+__all__ = ["RoLoRA"]
 
 
 @final
 @dataclass(frozen=True)
-class RoLora(Method):
+class RoLoRA(LoraAveragingMethod):
     """Every client trains and shares B in even rounds, and A in odd ones.
 
     Attributes:
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are fp32 whatever it is.
-        upload_bits: bits of the codes in which a client sends its factor, 2 to 8, with a scale for every 256 weights;
-            0: uncoded.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        upload_bits: bits per code of the uploaded factor, 2 to 8, with a scale per 256 weights; 0: not
+            quantized.
     """
 
-    adapter: Lora = field(default_factory=Lora)
+    adapter: LoraAdapter = field(default_factory=LoraAdapter)
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
-    def __post_init__(self) -> None:
-        self._uploads  # noqa: B018  # it checks the bits
-
-    @property
-    def _uploads(self) -> Uploads:
-        return Uploads(self.wire_dtype, self.upload_bits)
-
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
-        """(A_0, B_0), drawn once for all clients."""
-        modules(spec)
-        return State(dict(weights))
-
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """(A_t, B_t), the same for every client."""
-        return Payload(cast_to(server.tensors, self.wire_dtype))
-
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """Eq. 1 or 2: one factor is trained and sent; nothing is kept."""
-        side, start = _trained(ctx.round), as_spec(tensors_of(down), trainer.spec)
-        trained = trainer.train(start, held(trainer.spec, "B" if side == "A" else "A")).weights
-        return None, Payload(self._uploads.sent(of_factor(trained, side)), side)
+        side, start = _trained(ctx.round), as_spec(payload_tensors(down), trainer.spec)
+        trained = trainer.train(start, held_factors(trainer.spec, "B" if side == "A" else "A")).weights
+        return None, Payload(self._uploads.sent(parse_factor_name(trained, side)), side)
 
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """n_i times the factor of the round, and n_i."""
-        return weighted(of_factor(self._uploads.opened(payload), _trained(ctx.round)), num_examples)
+        return weighted_contributions(
+            parse_factor_name(self._uploads.opened(payload), _trained(ctx.round)), num_examples
+        )
 
-    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+    def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
         """The factor of the round."""
-        return {name: () for name in spec if factor(name) == _trained(round_)}
+        return {name: () for name in spec if factor_name(name) == _trained(round_)}
 
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Eq. 1 or 2; the other factor stays."""
-        return State({**server.tensors, **sums.means(of_factor(server.tensors, _trained(ctx.round)))})
+        return FederatedState({**server.tensors, **sums.means(parse_factor_name(server.tensors, _trained(ctx.round)))})
 
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Down: both factors. Up: the one of the round."""
         fields = dense_fields(spec, "down", self.wire_dtype)
         for side, when in zip(FACTORS, ("odd rounds", "even rounds, from 0"), strict=True):
-            fields += self._uploads.fields(of_factor(spec, side), (side,), when)
-        return Layout(fields)
+            fields += self._uploads.fields(parse_factor_name(spec, side), (side,), when)
+        return MessageLayout(fields)
 
 
 def _trained(round_: int) -> Factor:

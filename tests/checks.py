@@ -29,7 +29,7 @@ def only_shapes(typechecker: Any) -> Callable[[Any], Any]:
     """Stands for `jaxtyping.jaxtyped`, which costs 20 us a call: so it is kept for signatures with a shape."""
 
     def wrap(thing: Any) -> Any:
-        if thing.__module__ == "fedveil.algebra.kernels":  # Triton compiles a function, not what is around it
+        if thing.__module__ == "fedveil.ops.triton_kernels":  # Triton compiles a function, not what is around it
             return thing
         plain = not isinstance(thing, type) and not any("[Tensor, " in str(a) for a in thing.__annotations__.values())
         if plain and "TYPE_CHECKING" not in thing.__globals__:  # beartype by itself refuses names it cannot find

@@ -12,25 +12,44 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 import tests.checks  # noqa: F401  # the hook calls it by its name
+from tests.own_entry_points import provide_entry_points
 
 ROOT = Path(__file__).parent.parent
+provide_entry_points(ROOT / "pyproject.toml")
+# Both measure the clock, and a machine that is busy with something else is no fault of the code.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
-# Must come before the first import of these modules. The apps, the guard, the console and the benchmarks are left out:
-# many of their annotations name what they import under TYPE_CHECKING only.
+# Must come before the first import of these modules. The packages left out have many annotations that name what they
+# import under TYPE_CHECKING only.
+_UNHOOKED = {"attacks", "client_app", "console", "guard", "relay", "server_app", "testing"}
 install_import_hook(
-    ["fedveil.strategies", *(f"fedveil.{module.name}" for module in pkgutil.iter_modules([str(ROOT / "fedveil")]))],
+    [
+        f"fedveil.{module.name}"
+        for module in pkgutil.iter_modules([str(ROOT / "fedveil")])
+        if module.name not in _UNHOOKED
+    ],
     "tests.checks.checked",
 )
 
-from fedveil.contract.method import Method, State, Upload
-from fedveil.contract.spec import Spec, TensorSpec, Weights, spec_of
-from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Looked, PerSample, Trained, turns
-from fedveil.federation.exchange import Exchange
+from fedveil.contract.method import AcceptedUpload, FederatedState, Method
+from fedveil.contract.param_spec import ParamSpec, Spec, Weights, param_specs_of
+from fedveil.contract.trainer import (
+    BatchIndices,
+    ExamplesUsed,
+    Frozen,
+    PerExampleFeatureGradients,
+    PerExampleGradients,
+    TrainingResult,
+    alternating_sets,
+)
+from fedveil.federation.exchange import MessageExchange
 from fedveil.strategies import fedqsn
-from fedveil.training import per_sample
+from fedveil.training import per_example
 
 
 def extract(archive: Path, into: Path) -> None:
@@ -66,24 +85,24 @@ class ToyTrainer:
     step: float = 0.5
     started_from: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
-    def train(self, weights: Weights, frozen: Frozen | None = None, penalty=None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty=None) -> TrainingResult:
         self.started_from.append({n: w.clone() for n, w in weights.items()})
         moved = dict(weights)
-        for held in turns(frozen):  # a step each
+        for frozen_masks in alternating_sets(frozen):  # a step each
             before, moved = moved, {n: w + self.step for n, w in moved.items()}
-            moved |= {n: torch.where(mask, before[n], moved[n]) for n, mask in held.items()}
-        return Trained(moved, {"steps": 1, "loss_trained": 0.25}, self._looked)
+            moved |= {n: torch.where(mask, before[n], moved[n]) for n, mask in frozen_masks.items()}
+        return TrainingResult(moved, {"steps": 1, "loss_trained": 0.25}, self._looked)
 
-    def gradient(self, weights: Weights) -> Trained:
+    def gradient(self, weights: Weights) -> TrainingResult:
         """Whose step of rate 1 is the training."""
         self.started_from.append({n: w.clone() for n, w in weights.items()})
-        return Trained(
+        return TrainingResult(
             {n: torch.full_like(w, -self.step) for n, w in weights.items()}, {"loss_received": 0.25}, self._looked
         )
 
     @property
-    def _looked(self) -> Looked:
-        return Looked.of([range(self.num_examples)])
+    def _looked(self) -> ExamplesUsed:
+        return ExamplesUsed.from_steps([range(self.num_examples)])
 
     @property
     def rows(self) -> ToyTrainer:
@@ -93,33 +112,35 @@ class ToyTrainer:
     batch_size = 2
     steps = 2
 
-    def batches(self, sampling, steps, rng, skip=0) -> list[Batch]:
-        return per_sample.draw(sampling, self.num_examples, self.batch_size, steps, rng, skip)
+    def batches(self, sampling, steps, rng, skip=0) -> list[BatchIndices]:
+        return per_example.draw_batches(sampling, self.num_examples, self.batch_size, steps, rng, skip)
 
-    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+    def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
         """Of every row the same."""
         rows = len(batch.rows)
         self.started_from.append({n: w.clone() for n, w in weights.items()})
-        return PerSample(
+        return PerExampleGradients(
             {n: torch.full((rows, *w.shape), -self.step) for n, w in weights.items()}, torch.full((rows,), 0.25)
         )
 
-    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+    def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
         """One feature: the sum of all entries, of slope -step in every row."""
         rows = len(batch.rows)
-        return FeatureGradients(
+        return PerExampleFeatureGradients(
             torch.full((rows, 1), -self.step),
             torch.ones(rows, 1),
             lambda g: {n: torch.full_like(w, float(g)) for n, w in weights.items()},
         )
 
 
-def aggregated(method: Method, server: State, uploads: Iterable[Upload], spec: Spec | None = None) -> State:
+def aggregated(
+    method: Method, server: FederatedState, uploads: Iterable[AcceptedUpload], spec: Spec | None = None
+) -> FederatedState:
     """The server's next state; the spec is that of its weights."""
     if spec is None and "places" in server.scalars:
         spec = fedqsn._spec(server)
     weights = {n: w for n, w in server.tensors.items() if not n.startswith(("adam.", "initial.", "control.", "step."))}
-    return Exchange(method, "method", spec or spec_of(weights)).aggregate(server, uploads)
+    return MessageExchange(method, "method", spec or param_specs_of(weights)).aggregate(server, uploads)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -131,10 +152,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def lora_spec() -> Spec:
     """Two modules of different widths, so that a swapped A and B cannot pass."""
     return {
-        "h.0.lora_A": TensorSpec((2, 5)),
-        "h.0.lora_B": TensorSpec((7, 2)),
-        "h.1.lora_A": TensorSpec((2, 7)),
-        "h.1.lora_B": TensorSpec((3, 2)),
+        "h.0.lora_A": ParamSpec((2, 5)),
+        "h.0.lora_B": ParamSpec((7, 2)),
+        "h.1.lora_A": ParamSpec((2, 7)),
+        "h.1.lora_B": ParamSpec((3, 2)),
     }
 
 

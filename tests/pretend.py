@@ -62,11 +62,11 @@ class Pretended(TorchDispatchMode):
         self._literals.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        kwargs, name, found = dict(kwargs or {}), func._schema.name, []
-        tree_map(lambda a: found.append(a) if isinstance(a, torch.Tensor) else None, (args, kwargs))
-        there = [isinstance(a, There) for a in found]
-        mixed = any(there) and any(not t and a.dim() for t, a in zip(there, found, strict=True))
-        assert not mixed or name in _CROSSING, f"{func}: expected tensors on one device, found {found}"
+        kwargs, name, tensors = dict(kwargs or {}), func._schema.name, []
+        tree_map(lambda a: tensors.append(a) if isinstance(a, torch.Tensor) else None, (args, kwargs))
+        there = [isinstance(a, There) for a in tensors]
+        mixed = any(there) and any(not t and a.dim() for t, a in zip(there, tensors, strict=True))
+        assert not mixed or name in _CROSSING, f"{func}: expected tensors on one device, found {tensors}"
         target = kwargs.get("device")
         if target is not None and torch.device(target) == DEVICE:
             kwargs["device"] = "cpu"

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from fedveil.config import parse
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.task import Example, Origin, Task, unwatched
-from fedveil.rng import Stream
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.task import Example, ExampleOrigin, Task, ignore_progress
+from fedveil.rng import RandomStream
 from fedveil.training.local_training import LocalTraining
 
 LENGTH, WIDTH, CLASSES = 6, 5, 3
@@ -19,7 +19,10 @@ def examples(count: int, seed: int = 1, scale: float = 1.0):
     """Rows: features (classes, length x width) as lists, and a label."""
     generator = torch.Generator().manual_seed(seed)
     features = scale * torch.randn(count, CLASSES, LENGTH * WIDTH, generator=generator)
-    return [Example({"x": x.tolist(), "y": i % CLASSES}, Origin("train.jsonl", i + 1)) for i, x in enumerate(features)]
+    return [
+        Example({"x": x.tolist(), "y": i % CLASSES}, ExampleOrigin("train.jsonl", i + 1))
+        for i, x in enumerate(features)
+    ]
 
 
 class PromptTask(Task):
@@ -32,7 +35,7 @@ class PromptTask(Task):
 
     @property
     def spec(self):
-        return {"prompt": TensorSpec((LENGTH, WIDTH))}
+        return {"prompt": ParamSpec((LENGTH, WIDTH))}
 
     def initial(self, rng):
         return {"prompt": 0.02 * torch.randn(LENGTH, WIDTH, generator=rng.torch_generator())}
@@ -43,7 +46,7 @@ class PromptTask(Task):
     def encode(self, examples):
         return [(torch.tensor(e.values["x"]), e.values["y"]) for e in examples]
 
-    def trainer(self, rows, rng: Stream, watch=unwatched, round_=0):
+    def trainer(self, rows, rng: RandomStream, watch=ignore_progress, round_=0):
         return LocalTraining(self, rows, rng, watch, round_)
 
     def samples(self, rows):
@@ -83,4 +86,4 @@ class TextTask(PromptTask):
 def local_of(count: int = 12, seed: int = 1, scale: float = 1.0, kind=PromptTask, **config):
     """A client with `count` rows; config as batch_size = 4, epochs = 1."""
     task = kind(parse({f"train.{k.replace('_', '-')}": v for k, v in {"batch_size": 4, **config}.items()}))
-    return task.trainer(task.encode(examples(count, seed, scale)), Stream(bytes(32)))
+    return task.trainer(task.encode(examples(count, seed, scale)), RandomStream(bytes(32)))

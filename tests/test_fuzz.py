@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil import rng, strategies
-from fedveil.client_app.site import policy
+from fedveil.client_app.policy import site_policy
 from fedveil.config import RunConfig, parse, parse_toml
-from fedveil.contract.method import RoundContext, Upload
+from fedveil.contract.method import AcceptedUpload, RoundContext
 from fedveil.errors import ConfigError, PolicyError, StateError, UploadRefused, WireError
-from fedveil.federation.exchange import Exchange
+from fedveil.federation.exchange import MessageExchange
 from fedveil.records import audit_log
-from fedveil.server_app.intake import Limits, judge
-from fedveil.wire.envelope import Message, Stamp, pack
+from fedveil.server_app.upload_validation import UploadLimits, judge_upload
+from fedveil.wire.envelope import DecodedMessage, EnvelopeStamp, pack_message
 from fedveil.wire.header import PREFIX
 from tests.conftest import ToyTrainer
 from tests.contract.test_contract import weights_for
@@ -38,29 +38,29 @@ FIELDS = {
 }
 
 
-def sound() -> list[tuple[Exchange, bytes]]:
+def sound() -> list[tuple[MessageExchange, bytes]]:
     """A sound upload of every method and every codec."""
-    found = []
-    for name in strategies.names():
+    messages = []
+    for name in strategies.list_methods():
         for fields in FIELDS.get(name, ("",)):
-            method = strategies.create(name, fields)
-            exchange = Exchange(method, name, dict(method.adapter.example_spec()))
-            server = method.init(exchange.spec, weights_for(exchange.spec), rng.initial(0, "method init"))
+            method = strategies.create_method(name, fields)
+            exchange = MessageExchange(method, name, dict(method.adapter.example_spec()))
+            server = method.init(exchange.spec, weights_for(exchange.spec), rng.initial_stream(0, "method init"))
             _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(exchange.spec), CTX)
-            found.append((exchange, b"".join(parts)))
-    return found
+            messages.append((exchange, b"".join(parts)))
+    return messages
 
 
 SOUND = sound()
 
 
-def verdict(exchange: Exchange, data: bytes) -> str:
+def verdict(exchange: MessageExchange, data: bytes) -> str:
     """What the whole gate says of a message."""
     try:
         if len(data) > exchange.largest_upload:
-            raise WireError("more than the layout can need")  # as `Attempt` does before it gathers
+            raise WireError("more than the layout can need")  # as `UnmaskingAttempt` does before it gathers
         message = exchange.receive(data, 0)
-        upload, _ = judge(exchange, message, CTX, Limits())
+        upload, _ = judge_upload(exchange, message, CTX, UploadLimits())
     except (WireError, UploadRefused) as error:
         refusal = error
     else:
@@ -71,22 +71,22 @@ def verdict(exchange: Exchange, data: bytes) -> str:
     return type(refusal).__name__
 
 
-def check_valid(exchange: Exchange, data: bytes, message: Message, upload: Upload) -> None:
+def check_valid(exchange: MessageExchange, data: bytes, message: DecodedMessage, upload: AcceptedUpload) -> None:
     """An accepted message is the one that its content is sent as, and what it adds is bounded."""
-    stamp = Stamp.of(exchange.method, exchange.name, 0, "up")
-    again = pack(exchange.layout, stamp, message.payload, message.num_examples, message.report)
+    stamp = EnvelopeStamp.from_exchange(exchange.method, exchange.name, 0, "up")
+    again = pack_message(exchange.layout, stamp, message.payload, message.num_examples, message.report)
     assert forge.text_of(again) == forge.text_of(data)
     length = lambda d: (PREFIX + int.from_bytes(d[4:8], "little") + 7) // 8 * 8  # noqa: E731
     assert again[length(again) :] == data[length(data) :]
-    assert 1 <= upload.num_examples <= Limits().max_examples
-    for term in exchange.terms(upload).tensors:
+    assert 1 <= upload.num_examples <= UploadLimits().max_examples
+    for term in exchange.contributions(upload).tensors:
         assert math.isfinite(norm := float(term.value.double().norm()))
-        assert norm <= 1.01 * Limits().max_norm / getattr(exchange.method, "scale", 1.0)
+        assert norm <= 1.01 * UploadLimits().max_norm / getattr(exchange.method, "scale", 1.0)
 
 
 def run(count: int, seed: int) -> Counter[str]:
     """The verdicts on `count` mutations, and a bound on the memory that they took."""
-    draw, found = random.Random(seed), Counter()
+    draw, counts = random.Random(seed), Counter()
     tracemalloc.start()
     try:
         for i in range(count):
@@ -94,12 +94,12 @@ def run(count: int, seed: int) -> Counter[str]:
             mutated = fuzz.message(data, draw)
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
-            found[verdict(exchange, mutated)] += 1
+            counts[verdict(exchange, mutated)] += 1
             taken = tracemalloc.get_traced_memory()[1] - before
             assert taken < 2_000_000, (i, taken)
     finally:
         tracemalloc.stop()
-    return found
+    return counts
 
 
 def test_sound_uploads_are_accepted():
@@ -110,9 +110,9 @@ def test_sound_uploads_are_accepted():
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_5000_mutated_messages(seed):
-    found = run(500, seed)
-    assert found["WireError"] > 250
-    assert found["UploadRefused"] > 5  # some come as far as the gate
+    counts = run(500, seed)
+    assert counts["WireError"] > 250
+    assert counts["UploadRefused"] > 5  # some come as far as the gate
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ min-examples = 10
 hours = ["08:00-18:00"]
 """
 CONFIG = """method.name = "fedrand"
-method.fields = "rho = 0.5"
+method.params = "rho = 0.5"
 train.batch-size = 16
 train.learning-rate = 3e-4
 cohort.fraction = 0.5
@@ -151,7 +151,7 @@ def run_config(text: str) -> RunConfig:
 
 def test_the_files_that_are_mutated_are_sound(tmp_path):
     (tmp_path / "policy.toml").write_text(POLICY)
-    assert policy.of_site(SimpleNamespace(policy=tmp_path / "policy.toml")).max_rounds == 20
+    assert site_policy.policy_of_site(SimpleNamespace(policy=tmp_path / "policy.toml")).max_rounds == 20
     assert run_config(CONFIG).run.rounds == 5
 
 
@@ -168,11 +168,11 @@ def outcome(read: Callable[[], object], expected: type[Exception]) -> Any:
 def test_a_mutated_policy_is_read_or_refused(seed, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "fuzzed-policy.toml"
     file.write_bytes(fuzz.text(POLICY, random.Random(seed)))
-    read = outcome(lambda: policy.of_site(SimpleNamespace(policy=file)), PolicyError)
+    read = outcome(lambda: site_policy.policy_of_site(SimpleNamespace(policy=file)), PolicyError)
     if isinstance(read, PolicyError):
         assert str(read).startswith("policy: expected a readable policy file")
     else:
-        assert read.max_repeats >= 1
+        assert read.max_retries >= 0
         assert read.max_rounds is None or read.max_rounds >= 1
         assert 0 < read.delta < 1
 
@@ -186,21 +186,21 @@ def test_a_mutated_run_config_is_read_or_refused(seed):
         assert len(str(config)) < 5000
     else:
         assert parse(config.flat()) == config
-        outcome(lambda: strategies.create(config.method.name, config.method.fields), ConfigError)
+        outcome(lambda: strategies.create_method(config.method.name, config.method.params), ConfigError)
 
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_mutated_audit_log_is_the_same_or_refused(seed, tmp_path_factory):
     folder: Path = tmp_path_factory.getbasetemp()
-    kept = folder / "kept-log.jsonl"
-    if not kept.exists():
+    log_path = folder / "kept-log.jsonl"
+    if not log_path.exists():
         for i in range(4):
-            audit_log.append(kept, "sent", {"round": i, "site": "east"})
-    mutated, file = fuzz.text(kept.read_text(), random.Random(seed)), folder / "fuzzed-log.jsonl"
+            audit_log.append_entry(log_path, "sent", {"round": i, "site": "east"})
+    mutated, file = fuzz.text(log_path.read_text(), random.Random(seed)), folder / "fuzzed-log.jsonl"
     file.write_bytes(mutated)
     try:
-        audit_log.verify(file, [audit_log.head(kept)])
+        audit_log.verify_log(file, [audit_log.log_head(log_path)])
     except StateError:
         return
-    assert mutated == kept.read_bytes()
+    assert mutated == log_path.read_bytes()

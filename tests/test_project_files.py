@@ -38,7 +38,7 @@ def test_ruff_reads_every_room():
     """A name in its list of exclusions leaves out each folder of that name, as `runs` did with console/runs."""
     command = [sys.executable, "-m", "ruff", "check", "--show-files", "."]
     seen = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines())
-    rooms = ("attacks", "benchmarks", "client_app", "console", "fedveil", "guard", "server_app", "strategies", "tests")
+    rooms = ("attacks", "benchmarks", "client_app", "fedveil", "server_app", "strategies", "tests")
     files = [str(file) for room in (*rooms, "tools") for file in (ROOT / room).rglob("*.py")]
     assert files
     assert [file for file in files if file not in seen] == []
@@ -52,23 +52,23 @@ def test_the_index_of_decisions_names_every_page():
 
 
 def test_every_path_of_the_guard_in_a_decision_is_there():
-    said = {
+    guard_paths = {
         (page.relative_to(ROOT).as_posix(), path)
         for page in (ROOT / "docs" / "decisions").rglob("*.md")
-        for path in re.findall(r"(?<![\w/])guard/[\w./]*\w", page.read_text())
+        for path in re.findall(r"(?<![\w/])fedveil/guard/[\w./]*\w", page.read_text())
     }
-    assert len(said) >= 8
-    assert {(page, path) for page, path in said if not (ROOT / path).exists()} == set()
+    assert len(guard_paths) >= 8
+    assert {(page, path) for page, path in guard_paths if not (ROOT / path).exists()} == set()
 
 
 def test_a_release_has_each_heading_once_and_says_nothing_twice():
     """Two branches that both add to it can be joined so that both sides of what was moved stay."""
     for release in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
-        for found in (
+        for items in (
             re.findall(r"^### .+$", release, re.MULTILINE),
             re.findall(r"^- (?:.+\n)+?(?=^- |^\n|\Z)", release, re.MULTILINE),
         ):
-            assert [one for one in set(found) if found.count(one) > 1] == []
+            assert [one for one in set(items) if items.count(one) > 1] == []
 
 
 def test_the_index_of_the_documentation_says_nothing_twice():
@@ -90,8 +90,8 @@ def canonical(name: str) -> str:
 
 def pins(text: str) -> set[tuple[str, str]]:
     """(package, version) of every line with ==; torch's build for the CPU counts as torch's own version."""
-    found = re.findall(r"^([\w.-]+)==([^\s;+]+)", text, re.MULTILINE)
-    return {(canonical(name), version) for name, version in found}
+    matches = re.findall(r"^([\w.-]+)==([^\s;+]+)", text, re.MULTILINE)
+    return {(canonical(name), version) for name, version in matches}
 
 
 def test_the_lock_has_the_versions_of_the_constraints():
@@ -101,9 +101,9 @@ def test_the_lock_has_the_versions_of_the_constraints():
 
 
 def test_the_lock_of_another_flower_has_the_versions_of_its_constraints_and_no_others():
-    found = {path.stem for path in ROOT.glob("constraints-flower-*.txt")}
-    assert found == {f"constraints-{name}" for name in LOCK if name.startswith("flower-")} != set()
-    for name in found:
+    stems = {path.stem for path in ROOT.glob("constraints-flower-*.txt")}
+    assert stems == {f"constraints-{name}" for name in LOCK if name.startswith("flower-")} != set()
+    for name in stems:
         own = pins((ROOT / f"{name}.txt").read_text())
         assert own == pins(LOCK[name.removeprefix("constraints-")])
         assert not own & pins((ROOT / "constraints.txt").read_text())
@@ -130,7 +130,7 @@ def test_the_lock_has_what_the_project_asks_for():
     assert pins(LOCK["cpu"]) == {pin for pin in pins(LOCK["cuda"]) if pin[0] == "torch"}
     for extra, lines in project["optional-dependencies"].items():
         assert asked(lines) <= names[extra] | names["run"], extra
-    parts = {"tools", "cpu", "cuda", "run", "sbom", "docs", *project["optional-dependencies"]}
+    parts = {"tools", "cpu", "cuda", "run", "sbom", "docs", "check", *project["optional-dependencies"]}
     assert {name for name in LOCK if not name.startswith("flower-")} == parts
 
 

@@ -66,14 +66,14 @@ def test_each_component_has_the_hashes_of_the_lock_and_what_is_left_out_is_gone(
         (tmp_path / f"{name}.txt").write_text(text)
     lock, left_out = SBOM.locked(tmp_path, without=["test"])
     assert left_out == {"pytest"}
-    found = SBOM.completed(bom("A_b==1", "torch==2+cpu", "pytest==9"), lock, left_out)
+    document = SBOM.completed(bom("A_b==1", "torch==2+cpu", "pytest==9"), lock, left_out)
     hashes = {
         component["name"]: [h["content"][0] for h in component["externalReferences"][-1]["hashes"]]
-        for component in found["components"]
+        for component in document["components"]
     }
     assert hashes == {"A_b": ["a", "b"], "torch": ["c", "d"]}
-    assert found["dependencies"][0]["dependsOn"] == ["A_b==1", "torch==2+cpu"]
-    assert {link["ref"] for link in found["dependencies"]} == {"root", "A_b==1", "torch==2+cpu"}
+    assert document["dependencies"][0]["dependsOn"] == ["A_b==1", "torch==2+cpu"]
+    assert {link["ref"] for link in document["dependencies"]} == {"root", "A_b==1", "torch==2+cpu"}
 
 
 @pytest.mark.parametrize("name", ["a-b==2", "unknown==1"])

@@ -26,6 +26,20 @@ def test_every_draft_has_its_script_and_stands_in_the_table():
         assert f"`{script.name}`" in (FOLDER / f"{draft}.md").read_text()
 
 
+def test_every_file_that_replaces_something_at_run_time_stands_in_the_table():
+    """By what an assignment to an attribute of a module or class of others looks like."""
+    assigned = re.compile(
+        r"^\s+(setattr\((grpc|module|self\._runtime|loaded|importlib\.import_module\(module\)), "
+        r"|(module|state|client|grpc|uvicorn\.\w+|NodeAuth\w+|importlib\..*)\.\w+ = |link_states\.patch_link_states\()",
+        re.MULTILINE,
+    )
+    folders = ("fedveil/guard", "fedveil/relay", "fedveil/console", "fedveil/records", "server_app", "client_app")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    replacing = {str(file.relative_to(ROOT)) for file in files if assigned.search(file.read_text())}
+    table = re.findall(r"^\| `(fedveil/\S+\.py)` \|", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert sorted(replacing) == sorted(table)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -56,7 +56,7 @@ _MODELS = (
     "transformers",
 )
 _TESTS = ("beartype", "cryptography", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
-_FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "grpcio", "pillow")
+_FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "flwr-datasets", "grpcio", "pillow")
 # `quick`: the full form takes longer than its share on a machine that was measured, or needs a base nobody bundles.
 PARTS = (
     Part("tests", 105, _TESTS),
@@ -86,7 +86,7 @@ print("\\n" + json.dumps(about))
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the command line says."""
+    """Options from the command line."""
 
     out: Path
     is_dry: bool
@@ -104,16 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = about_machine(place)
     print("\n".join(f"{name:<10} {value}" for name, value in machine.items()))
     if machine["device"] is None and not chosen.is_dry:
-        found = machine.get("error") or f"none (torch {machine['torch']}, built for CUDA {machine['cuda']})"
+        problem = machine.get("error") or f"none (torch {machine['torch']}, built for CUDA {machine['cuda']})"
         print(
-            f"error: device: expected one that torch can use, found {found}; check the driver with nvidia-smi, or run: "
-            "make gpu ARGS=--dry-run",
+            f"error: device: expected one that torch can use, found {problem}; check the driver with nvidia-smi, or "
+            "run: make gpu ARGS=--dry-run",
             file=sys.stderr,
         )
         return 2
-    ranges, found = wheels.promised(ROOT / "pyproject.toml"), wheels.installed()
-    lacks = wheels.lacking({name for part in chosen.parts for name in part.needs}, ranges, found)
-    _say_what_is_missing(lacks, chosen, wheels.to_carry(ROOT / "lock", ranges, found) if lacks else {})
+    ranges, versions = wheels.promised(ROOT / "pyproject.toml"), wheels.installed()
+    lacks = wheels.lacking({name for part in chosen.parts for name in part.needs}, ranges, versions)
+    _say_what_is_missing(lacks, chosen, wheels.to_carry(ROOT / "lock", ranges, versions) if lacks else {})
     rows = run_all(chosen.parts, place, chosen.seconds, lacks, lambda rows: _keep(chosen, machine, lacks, rows))
     _summary(chosen, rows)
     return exit_code(rows)
@@ -192,10 +192,10 @@ def run_all(
     rows: list[Row] = []
     for i, part in enumerate(parts):
         later = stretched * sum(other.seconds for other in parts[i + 1 :])
-        found = run_part(part, place, ends - time.monotonic() - later, lacks)
-        for row in found:
+        part_rows = run_part(part, place, ends - time.monotonic() - later, lacks)
+        for row in part_rows:
             print(f"{row.name}: {row.result}{f': {row.detail}' if row.detail else ''}", flush=True)
-        rows += found
+        rows += part_rows
         keep(rows)
     return rows
 
@@ -220,11 +220,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _keep(chosen: Chosen, machine: dict[str, Any], lacks: dict[str, str], rows: list[Row]) -> None:
-    """Of parts that did not begin yet there is no row, so until all have one the exit code says "not run"."""
+    """Write the summary file; the exit code says "not run" until every part has a row.
+
+    Parts that have not begun have no row yet.
+    """
     are_all = {part.name for part in chosen.parts} <= {row.name for row in rows}
     code = exit_code(rows) or (0 if are_all else 3)
-    found = {"dry_run": chosen.is_dry, "machine": machine, "not_as_promised": lacks, "exit_code": code}
-    text = json.dumps(found | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    summary = {"dry_run": chosen.is_dry, "machine": machine, "not_as_promised": lacks, "exit_code": code}
+    text = json.dumps(summary | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
     (chosen.out / _SUMMARY).write_text(text)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 _MARK = "FEDVEIL_GPU_PART"  # inherited by all that a part starts, also in sessions of their own, as Flower's are
 _GRACE = 8.0  # seconds from SIGTERM, which lets a federation stop what it started, to SIGKILL
 _LEAST = 5.0  # seconds with which a part is worth a start
-_OWN = {"fedveil", "tests", "tools"}
+_OWN = {"fedveil", "fedveil_bench", "tests", "tools"}
 
 CONSOLE = ("cryptography", "psutil", "pydantic", "rich", "typing-extensions", "xxhash")
 
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended; code None: killed, for it was over its time."""
+    """Result of a child process; code None means that it was killed on timeout."""
 
     code: int | None
     seconds: float
@@ -68,7 +68,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parts run: the repository, the folder for results, the device, and whether presets are quick."""
+    """Environment of the parts: repository, results folder, device, and whether presets run in quick mode."""
 
     root: Path
     out: Path
@@ -76,14 +76,15 @@ class Place:
     is_quick: bool
 
     def environment(self, token: str) -> dict[str, str]:
-        """For a child: FedVeil from this repository, and no question to a network that is not there."""
-        path = os.pathsep.join(filter(None, [str(self.root), os.environ.get("PYTHONPATH", "")]))
+        """Return a child's environment: FedVeil from this repository, and no requests to an unavailable network."""
+        own = [str(self.root), str(self.root / "benchmarks")]  # nothing of ours needs to be installed
+        path = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH", "")]))
         offline = {"HF_HUB_OFFLINE": "1", "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
         waiting = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}  # spinning threads make a busy machine slow
-        found = {**waiting, **os.environ, **offline, "PYTHONPATH": path, _MARK: token}
+        variables = {**waiting, **os.environ, **offline, "PYTHONPATH": path, _MARK: token}
         if self.device == "cpu":  # also on a machine that has a GPU
-            found |= {"CUDA_VISIBLE_DEVICES": "", "FEDVEIL_GPU_TESTS": "cpu"}
-        return found
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "FEDVEIL_GPU_TESTS": "cpu"}
+        return variables
 
     def child(self, command: Sequence[str], log: Path, seconds: float, threads: int = 0) -> Ended:
         """Runs `command`, all it says into `log`. Nothing that it started is left, however it ends.
@@ -124,7 +125,10 @@ def kill_marked(token: str) -> None:
 
 
 def _carries(process: Path, mark: bytes) -> bool:
-    """Whether it has the mark in its environment; another user's, and one that has just ended, has not."""
+    """Return whether the process has the mark in its environment.
+
+    Returns False for another user's process and for one that has just ended.
+    """
     try:
         return mark in (process / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -151,8 +155,8 @@ def _no_data(name: str) -> str:
 
 
 def preset_command(part: Part, place: Place, file: Path) -> list[str]:
-    """What runs a preset."""
-    bench = [sys.executable, "-m", "fedveil.console.main", "bench", part.name, "--device", place.device]
+    """Return the command that runs a preset."""
+    bench = [sys.executable, "-m", "fedveil_bench", part.name, "--device", place.device]
     return [*bench, "--out", str(file), *(["--quick"] if part.quick or place.is_quick else [])]
 
 
@@ -164,14 +168,14 @@ def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
     form = "quick" if "--quick" in command else "full"
     print(f"{part.name} ({form}), at most {seconds:.0f} s; its log: {log}", flush=True)
     ended = place.child(command, log, seconds)
-    said = log.read_text(errors="replace")
+    log_text = log.read_text(errors="replace")
     if ended.code is None:
         over = f"{form}, killed after {seconds:.0f} s; give it more with --seconds, or take --quick"
         return [Row(part.name, "over time", over, ended.seconds, log.name)]
-    if ended.code != 0 and (module := missing_module(said)):
+    if ended.code != 0 and (module := missing_module(log_text)):
         return [Row(part.name, "not run", f"misses the module {module}", ended.seconds, log.name)]
     if ended.code != 0:
-        return [Row(part.name, "failed", f"exit code {ended.code}: {_last(said)}", ended.seconds, log.name)]
+        return [Row(part.name, "failed", f"exit code {ended.code}: {_last(log_text)}", ended.seconds, log.name)]
     try:
         result: dict[str, Any] = json.loads(file.read_text())
         gpu, rows, verdicts = result["environment"]["gpu"], result["rows"], tuple(result["verdicts"])
@@ -189,8 +193,8 @@ def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
 
 def missing_module(said: str) -> str:
     """The module of another project that could not be imported, "" where an error was another one."""
-    found: list[str] = re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", said)
-    return found[-1] if found and found[-1].partition(".")[0] not in _OWN else ""
+    modules: list[str] = re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", said)
+    return modules[-1] if modules and modules[-1].partition(".")[0] not in _OWN else ""
 
 
 def _last(said: str) -> str:
@@ -205,9 +209,10 @@ def marked_files(root: Path) -> list[str]:
 
 
 def tests_command(place: Place, report: Path) -> list[str]:
-    """What runs the tests: with no plugin, so pyproject's options for plugins are not asked for.
+    """Return the command that runs the tests, without plugins and so without pyproject's plugin options.
 
-    A warning is an error in the project's own tests, with its pinned versions. Here another torch may warn.
+    The project's own tests, with pinned versions, turn a warning into an error. Here another torch may
+    warn.
     """
     flags = ["-m", "gpu", "-q", "-rs", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors"]
     plain = ["-o", "addopts=--strict-markers --import-mode=importlib", f"--junitxml={report}"]
@@ -221,11 +226,11 @@ def _tests(part: Part, place: Place, seconds: float) -> list[Row]:
     ended = place.child(tests_command(place, report), log, seconds, threads=1)
     if ended.code is None:
         return [Row(part.name, "over time", f"killed after {seconds:.0f} s", ended.seconds, log.name)]
-    said = log.read_text(errors="replace")
+    log_text = log.read_text(errors="replace")
     if not report.is_file():
-        if module := missing_module(said):
+        if module := missing_module(log_text):
             return [Row(part.name, "not run", f"misses the module {module}", ended.seconds, log.name)]
-        return [Row(part.name, "failed", f"exit code {ended.code}: {_last(said)}", ended.seconds, log.name)]
+        return [Row(part.name, "failed", f"exit code {ended.code}: {_last(log_text)}", ended.seconds, log.name)]
     passed, failed, left_out = outcomes(report)
     if failed or (ended.code != 0 and not left_out):
         why = f"{len(failed)} of {passed + len(failed)}: {', '.join(failed[:5])}; exit code {ended.code}"
@@ -249,7 +254,7 @@ def _by_reason(left_out: Mapping[str, str]) -> list[Row]:
 
 
 def outcomes(report: Path) -> tuple[int, list[str], dict[str, str]]:
-    """How many passed, which failed, and which were left out with the reason, from pytest's JUnit XML."""
+    """Return from pytest's JUnit XML: the number passed, the tests that failed, and those skipped with the reason."""
     passed, failed, left_out = 0, [], {}
     for case in ET.parse(report).iter("testcase"):
         name = "::".join(filter(None, [case.get("classname", ""), case.get("name", "")]))

@@ -11,6 +11,7 @@
 | EXTRA.txt | what an extra of pyproject.toml needs besides |
 | flower-VERSION.txt | what constraints-flower-VERSION.txt has in place of run.txt's, installed after it |
 | sbom.txt | what lists the components, in an environment of its own |
+| check.txt | what finds imports that no editor could, likewise: pyright, with the Node.js that it runs on |
 | docs.txt | what makes the site of the documentation, likewise |
 
 Each is installed with `pip install --require-hashes --no-deps`; nothing is resolved, so nothing else can come. uv asks
@@ -34,6 +35,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _PYTHON = "3.11"  # the oldest; --universal adds markers for the others
 _ALONE = {
     "tools": ("what builds and installs", "pip\nsetuptools\nbuild\n"),
+    "check": ("what finds imports that no editor could, in an environment of its own", "basedpyright\n"),
     "docs": ("what makes the site of the documentation, in an environment of its own", "furo\nmyst-parser\nsphinx\n"),
     "sbom": ("what lists the components, in an environment of its own", "cyclonedx-bom\n"),
 }
@@ -59,8 +61,8 @@ def compiled(
 def in_place(pins: str, constraints: str) -> tuple[set[str], str]:
     """The packages that `pins` names, and `constraints` with its versions for them."""
     names = {canonical(line) for line in pins.splitlines() if "==" in line}
-    kept = [line for line in constraints.splitlines() if "==" not in line or canonical(line) not in names]
-    return names, "\n".join([*kept, *(line for line in pins.splitlines() if "==" in line)]) + "\n"
+    other_lines = [line for line in constraints.splitlines() if "==" not in line or canonical(line) not in names]
+    return names, "\n".join([*other_lines, *(line for line in pins.splitlines() if "==" in line)]) + "\n"
 
 
 def canonical(pin: str) -> str:
@@ -86,7 +88,7 @@ def of_line(pins: Path, run: dict[str, str]) -> dict[str, str]:
 
 def cpu_hashes(page: str, version: str) -> list[str]:
     """The SHA-256 of torch's files for the CPU, Linux, and this project's Pythons, on a page of torch's own index."""
-    return sorted({found[2] for found in _CPU_FILE.finditer(page.replace("%2B", "+")) if found[1] == version})
+    return sorted({match[2] for match in _CPU_FILE.finditer(page.replace("%2B", "+")) if match[1] == version})
 
 
 def cpu_block(version: str, index: str, before: str) -> str:

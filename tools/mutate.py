@@ -1,6 +1,6 @@
 """Breaks the code on purpose, one place at a time, and says which breaks no test notices.
 
-    make mutate ROOM=algebra ARGS="--sample 40 --seed 1"
+    make mutate PACKAGE=ops ARGS="--sample 40 --seed 1"
     python tools/mutate.py --code fedveil/mean.py --tests tests/fedveil/test_mean.py --sample 10
 
 cosmic-ray writes the mutants. This file runs them: cosmic-ray's runner takes a timeout for a kill, and mutates the tree
@@ -37,10 +37,10 @@ EVERY = "not slow and not gpu and not containers and not browser"  # those marke
 ROOT = Path(__file__).parent.parent
 ROOMS = {  # name: (its code, its tests)
     "strategies": (["strategies"], ["tests/strategies", "tests/contract"]),
-    "algebra": (["fedveil/algebra"], ["tests/fedveil/algebra", "tests/contract"]),
+    "ops": (["fedveil/ops"], ["tests/fedveil/ops", "tests/contract"]),
     "wire": (["fedveil/wire"], ["tests/fedveil/wire", "tests/contract"]),
     "privacy": (["fedveil/privacy"], ["tests/fedveil/privacy", "tests/contract"]),
-    "guard": (["guard"], ["tests/guard"]),
+    "guard": (["fedveil/guard", "fedveil/relay"], ["tests/fedveil/guard", "tests/fedveil/relay"]),
 }
 _IDLE = ("@final", "@abstractmethod", "@override", "if TYPE_CHECKING")
 
@@ -62,8 +62,8 @@ def mutants(path: Path) -> Iterator[Mutant]:
     """Every mutant of a file whose effect a test could see."""
     source = path.read_text()
     lines, nodes = source.splitlines(), list(ast_nodes(get_ast(source)))
-    held = [getattr(n, key, None) for n in ast.walk(ast.parse(source)) for key in ("annotation", "returns")]
-    typed = [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in held if n is not None]
+    annotations = [getattr(n, key, None) for n in ast.walk(ast.parse(source)) for key in ("annotation", "returns")]
+    typed = [((n.lineno, n.col_offset), (n.end_lineno, n.end_col_offset)) for n in annotations if n is not None]
     for name in (n for n in operator_names() if not get_operator(n).arguments()):
         starts = (start for node in nodes for start, _ in get_operator(name)().mutation_positions(node))
         for occurrence, place in enumerate(starts):
@@ -85,7 +85,7 @@ class Copies:
             self._free.put(copy)
 
     def judge(self, path: str, code: str) -> str:
-        """What becomes of a file's other text: "killed", "survived" or "timeout"."""
+        """Test a mutated file and return its outcome: "killed", "survived" or "timeout"."""
         copy = self._free.get()
         try:
             (copy / path).write_text(code)
@@ -114,7 +114,7 @@ class Copies:
 
 
 def main() -> int:
-    """0 once every mutant was tried, whatever became of it; 1 where a control failed."""
+    """Return 0 once every mutant was tried, regardless of the outcome; 1 if a control failed."""
     parser = argparse.ArgumentParser(description="Mutation testing of one room, on copies of the working tree.")
     parser.add_argument("room", nargs="?", choices=sorted(ROOMS), default="strategies")
     for name in ("--code", "--tests"):

@@ -1,8 +1,9 @@
-"""Writes the pages of the documentation that follow from the code: keys, methods, commands, Python; and the notebooks'.
+"""Generate the documentation pages that follow from the code: keys, methods, commands, Python, notebooks.
 
     make docs       # writes them beside the pages of docs/ in build/docs, and makes the site of both in build/site
 
-They are never committed, so they cannot be older than the code. Markdown, as the pages of docs/ are.
+The pages are never committed, so they cannot be older than the code. They are Markdown, like the pages of
+docs/.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from pydantic.fields import FieldInfo
 from fedveil import strategies
 from fedveil.config import RunConfig
 from fedveil.console import main as console
-from fedveil.console.terminal import markdown
-from fedveil.contract.layout import Layout
+from fedveil.console.terminal import render_markdown
+from fedveil.contract.layout import MessageLayout
 from fedveil.contract.method import Method
-from tools.pages import attacks, composition, lines, notebooks, python
+from tools.pages import attacks, composition, lines, notebooks, python, results
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINES, _COUNTED = "lines of code", "without docstrings, comments and blank lines"
@@ -37,10 +38,14 @@ _OF_FIELD = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 def pages() -> dict[str, str]:
     """The text of every page, by its path below the documentation's folder."""
-    found = {"reference/run-config.md": run_config(), "reference/commands.md": commands()}
-    found |= {"reference/attacks.md": attacked(), "reference/python.md": in_python()}
-    found |= {f"reference/methods/{name}.md": method(name) for name in strategies.names()}
-    return {**found, "reference/methods/index.md": methods(), "reference/methods/what-composes.md": composed()}
+    page_texts = {"reference/run-config.md": run_config(), "reference/commands.md": commands()}
+    page_texts |= {"reference/attacks.md": attacked(), "reference/python/index.md": in_python()}
+    page_texts |= {f"reference/python/{name}.md": python.page(name) for name in python.modules()}
+    page_texts |= {f"reference/methods/{name}.md": method(name) for name in strategies.list_methods()}
+    read = results.read_results()
+    page_texts |= {f"reference/results/{name}.md": results.render_result(result) for name, result in read.items()}
+    page_texts["reference/results/index.md"] = results.render_index(read)
+    return {**page_texts, "reference/methods/index.md": methods(), "reference/methods/what-composes.md": composed()}
 
 
 def run_config() -> str:
@@ -67,8 +72,8 @@ def run_config() -> str:
 def methods() -> str:
     """The methods, each with a line."""
     rows = []
-    for name in strategies.names():
-        cls = strategies.load(name)
+    for name in strategies.list_methods():
+        cls = strategies.load_method(name)
         title = attacks.title(importlib.import_module(cls.__module__))
         words, code = (cls.__doc__ or "").strip().partition("\n")[0], lines.of_file(inspect.getfile(cls))
         rows.append((f"[`{name}`]({name}.md)", title, words, str(code)))
@@ -80,14 +85,14 @@ def methods() -> str:
 
 def method(name: str) -> str:
     """A method's own words, its fields, and what it puts on the wire."""
-    cls = strategies.load(name)
+    cls = strategies.load_method(name)
     words = (inspect.getdoc(importlib.import_module(cls.__module__)) or "").partition("\n")
-    made = strategies.create(name)
+    made = strategies.create_method(name)
     spec = made.adapter.example_spec()
     wire = _wire(made.layout(spec))
     return (
-        f"# {words[0].rstrip('.')}\n{markdown(words[2])}\n\n## Fields\n\n"
-        '`method.fields = "name = value"`\n\n'
+        f"# {words[0].rstrip('.')}\n{render_markdown(words[2])}\n\n## Fields\n\n"
+        '`method.params = "name = value"`\n\n'
         + table(("field", "may be", "default", "meaning"), _fields(cls))
         + "\n## On the wire\n\n"
         f"For a small model of {len(spec)} trained tensors.\n\n"
@@ -96,9 +101,11 @@ def method(name: str) -> str:
 
 
 def composed() -> str:
-    """What composes with what, each cell as a round of tiny sites answered."""
+    """Return the page on what composes with what, with each cell as a round of tiny sites answered."""
     columns = (*composition.COLUMNS, composition.CODES)
-    rows = [(f"[`{name}`]({name}.md)", *(composition.cell(name, c) for c in columns)) for name in strategies.names()]
+    rows = [
+        (f"[`{name}`]({name}.md)", *(composition.cell(name, c) for c in columns)) for name in strategies.list_methods()
+    ]
     return (
         "# What composes with what\n\nEvery method with its default fields, in a round of five tiny sites. *no* is "
         "what the code refuses, with its own words for what it found. `dp.*` also needs a task with gradients of "
@@ -120,19 +127,24 @@ def attacked() -> str:
 
 
 def in_python() -> str:
-    """What a program of somebody else's can use: a federation in one process, and the contract."""
-    return (
-        "# In Python\n\n`fedveil.local` is a federation in one process, as [a notebook](../notebooks/federation.ipynb) "
-        "has it. `fedveil.contract` is what [a method](../extend/method.md), [a task](../extend/task.md) and all that "
-        "runs them are written against.\n\n" + "\n".join(python.module(name) for name in python.modules())
-    )
+    """Return the page on the API for other programs: a federation in one process, and the contract."""
+    parts = [
+        "# In Python\n\n`fedveil.local` is a federation in one process, as "
+        "[a notebook](../../notebooks/federation.ipynb) has it. `fedveil.contract` is what "
+        "[a method](../../extend/method.md), [a task](../../extend/task.md) and what runs them are written against. "
+        "Names that a page does not show are not public, even where Python finds them.\n"
+    ]
+    for heading, names in python.modules_by_heading().items():
+        rows = [(f"[`{name}`]({name}.md)", python.summary(name)) for name in names]
+        parts.append(f"## {heading}\n\n" + table(("module", "in one line"), rows))
+    return "\n".join([*parts, "```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"])
 
 
 def commands() -> str:
-    """What each command says of itself."""
+    """Return the page with each command's help text."""
     parts = ["# The commands\n\n`fedveil COMMAND --help` prints these on the machine at hand.\n"]
-    for name in sorted(console.commands()):
-        whole = console.parser(name)
+    for name in sorted(console.list_commands()):
+        whole = console.make_parser(name)
         chosen = next(a for a in whole._actions if isinstance(a, argparse._SubParsersAction)).choices[name]
         parts.append(f"## fedveil {name}\n\n```text\n{chosen.format_help().rstrip()}\n```\n")
         for action in chosen._actions:
@@ -177,7 +189,7 @@ def _fields(cls: type[Method]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _wire(layout: Layout) -> list[tuple[str, ...]]:
+def _wire(layout: MessageLayout) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for field in layout.fields:
         shape = [n for n in field.shape if n is not None]
@@ -189,7 +201,7 @@ def _wire(layout: Layout) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Copies docs/ to a folder, and writes the pages beside them."""
+    """Copy docs/ to a folder, and write the generated pages next to its pages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
@@ -202,7 +214,7 @@ def main() -> None:
 
 
 def with_notebooks(folder: Path) -> None:
-    """Writes a page beside each notebook of a folder's `notebooks`, and points the links of all other pages to it."""
+    """Write a page for each notebook in a folder's `notebooks`, and point links on all other pages to it."""
     for page in folder.rglob("*.md"):
         page.write_text(notebooks.to_pages(page.read_text()))
     for notebook in (folder / "notebooks").glob("*.ipynb"):

@@ -34,23 +34,23 @@ def locked(folder: Path, *, without: list[str], line: str = "") -> tuple[dict[st
 
     `line`: "flower-1.41" for what is in place of other versions there (tools/lock.py).
     """
-    found: dict[str, tuple[str, list[str]]] = {}
-    kept = set()
+    packages: dict[str, tuple[str, list[str]]] = {}
+    remaining_names = set()
     for file in sorted(file for file in folder.glob("*.txt") if not file.stem.startswith("flower-")):
         for name, version, rest in _BLOCK.findall(file.read_text()):
-            files = {*found.get(canonical(name), ("", []))[1], *re.findall(r"sha256:([0-9a-f]{64})", rest)}
-            found[canonical(name)] = (_BUILDS.sub("", version), sorted(files))
+            files = {*packages.get(canonical(name), ("", []))[1], *re.findall(r"sha256:([0-9a-f]{64})", rest)}
+            packages[canonical(name)] = (_BUILDS.sub("", version), sorted(files))
             if file.stem not in without:
-                kept.add(canonical(name))
+                remaining_names.add(canonical(name))
     if line:
         for name, version, rest in _BLOCK.findall((folder / f"{line}.txt").read_text()):
-            found[canonical(name)] = (version, sorted(re.findall(r"sha256:([0-9a-f]{64})", rest)))
-    return found, set(found) - kept
+            packages[canonical(name)] = (version, sorted(re.findall(r"sha256:([0-9a-f]{64})", rest)))
+    return packages, set(packages) - remaining_names
 
 
 def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_out: set[str]) -> dict[str, Any]:
     """`bom` without `left_out`; each other package with its hashes. SystemExit for one that the lock has not."""
-    kept = []
+    components = []
     for component in bom["components"]:
         name, version = canonical(component["name"]), component["version"]
         if name in left_out or name == "pip":  # ensurepip's own, which nothing imports
@@ -65,14 +65,14 @@ def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_
             "comment": "every file that the lock admits",
             "hashes": [{"alg": "SHA-256", "content": digest} for digest in lock[name][1]],
         }  # fmt: skip
-        kept.append({**component, "externalReferences": [*component.get("externalReferences", []), files]})
-    refs = {component["bom-ref"] for component in kept} | {bom["metadata"]["component"]["bom-ref"]}
+        components.append({**component, "externalReferences": [*component.get("externalReferences", []), files]})
+    refs = {component["bom-ref"] for component in components} | {bom["metadata"]["component"]["bom-ref"]}
     links = [
         {**link, **({"dependsOn": [ref for ref in link["dependsOn"] if ref in refs]} if "dependsOn" in link else {})}
         for link in bom["dependencies"]
         if link["ref"] in refs
     ]
-    return {**bom, "components": kept, "dependencies": links}
+    return {**bom, "components": components, "dependencies": links}
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""What an installation misses of what FedVeil promises to run with, and how to carry it to a machine without a network.
+"""Find the requirements of FedVeil that an installation lacks, and move them to a machine without a network.
 
-Names and ranges are those of pyproject.toml, versions and hashes those of lock/run.txt and lock/test.txt: there is no
-list of its own. torch is never carried: a GPU machine has the build for its driver. Needs nothing but Python.
+Names and ranges come from pyproject.toml, versions and hashes from lock/run.txt and lock/test.txt; there is
+no separate list. torch is never moved, because a GPU machine has the build for its driver. The script needs
+only Python.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _HOLDS = {
 
 def installed() -> dict[str, str]:
     """Versions of what this Python finds, by canonical name; of two installations of one name, the first."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         if distribution.name:  # a damaged installation has none
-            found.setdefault(canonical(distribution.name), distribution.version)
-    return found
+            versions.setdefault(canonical(distribution.name), distribution.version)
+    return versions
 
 
 def promised(pyproject: Path) -> dict[str, str]:
@@ -42,10 +43,10 @@ def promised(pyproject: Path) -> dict[str, str]:
 
 
 def lacking(names: Iterable[str], ranges: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
-    """Of `names`, those that are missing or out of range: "missing" or "0.20.0, expected >=0.21", by name.
+    """Return those of `names` that are missing or out of range: "missing" or "0.20.0, expected >=0.21", by name.
 
     Raises:
-        KeyError: a name that pyproject.toml does not ask for.
+        KeyError: a name that pyproject.toml does not require.
     """
     lacks = {}
     for name in sorted(set(names)):
@@ -58,7 +59,7 @@ def lacking(names: Iterable[str], ranges: Mapping[str, str], found: Mapping[str,
 
 
 def within(version: str, asked: str) -> bool:
-    """Whether the release numbers are in the range; "2.11.0a0+git", as vendors name builds, counts as 2.11.0."""
+    """Return whether a release is in the range; "2.11.0a0+git", as vendors name builds, counts as 2.11.0."""
     for clause in filter(None, asked.replace(" ", "").split(",")):
         sign, bound = re.fullmatch(r"(>=|==|<|!=(?=.*\.\*$))([\d.]*\d)(?:\.\*)?", clause).groups()  # type: ignore[union-attr]
         if not _HOLDS[sign](_release(version), _release(bound)):
@@ -68,10 +69,10 @@ def within(version: str, asked: str) -> bool:
 
 def _release(version: str) -> tuple[int, ...]:
     numbers = re.match(r"\d+(?:\.\d+)*", version)
-    found = [int(number) for number in numbers[0].split(".")] if numbers else [0]
-    while len(found) > 1 and found[-1] == 0:  # 2.11 is 2.11.0
-        found.pop()
-    return tuple(found)
+    parts = [int(number) for number in numbers[0].split(".")] if numbers else [0]
+    while len(parts) > 1 and parts[-1] == 0:  # 2.11 is 2.11.0
+        parts.pop()
+    return tuple(parts)
 
 
 def to_carry(folder: Path, ranges: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +88,7 @@ def to_carry(folder: Path, ranges: Mapping[str, str], found: Mapping[str, str]) 
 
 
 def advice(file: Path, python: str) -> list[str]:
-    """How to carry what `file` lists: two commands, one on each machine."""
+    """Return the steps to install what `file` lists: two commands, one on each machine."""
     return [
         f"on a machine with a network and the same Python ({python}):",
         f"    python -m pip download --require-hashes --no-deps -r {file.name} -d wheels",

@@ -16,8 +16,8 @@ Corollary 5.4. The text was not at hand: the formula is that of appendix D as ot
 
 Formal guarantees: the bound is above the mechanism's epsilon, at `delta`, with probability 1 - confidence at most. The
 neighbouring relation is that of a coin: two data sets that differ where one coin differs. Guesses may depend on each
-other in any way. How many are made is fixed before: `bound` tries the numbers of `_PARTS` and several scores, and
-shares the error out among them (Bonferroni).
+other in any way. How many are made is fixed before: `best_epsilon_bound` tries the numbers of `_PARTS` and several
+scores, and shares the error out among them (Bonferroni).
 
 | case | result |
 |---|---|
@@ -42,18 +42,20 @@ from scipy.stats import binom
 
 from fedveil.attacks.statistics import Scores
 
+__all__ = ["EpsilonLowerBound", "best_epsilon_bound", "epsilon_at_least", "p_value"]
+
 _PARTS = (1, 2, 4)  # of the coins, all, a half and a quarter are guessed
 _LARGEST, _STEPS = 60.0, 45  # of epsilon; halvings
 
 
 @dataclass(frozen=True)
-class Bound:
-    """What one run shows.
+class EpsilonLowerBound:
+    """Lower bound on epsilon from a single run.
 
     Attributes:
-        epsilon: at least so much, at `delta`; 0 = nothing was shown.
-        delta, confidence: of the bound.
-        score: the name of the score behind it.
+        epsilon: lower bound at `delta`; 0 means that nothing was shown.
+        delta, confidence: parameters of the bound.
+        score: name of the score that gave the bound.
         canaries, guesses, correct: m, r and v.
     """
 
@@ -102,7 +104,9 @@ def epsilon_at_least(canaries: int, guesses: int, correct: int, delta: float, co
     return low
 
 
-def bound(scores: Mapping[str, Scores], coins: NDArray[np.bool_], delta: float, confidence: float = 0.95) -> Bound:
+def best_epsilon_bound(
+    scores: Mapping[str, Scores], coins: NDArray[np.bool_], delta: float, confidence: float = 0.95
+) -> EpsilonLowerBound:
     """The best bound of several scores and numbers of guesses; together they are wrong as seldom as one alone.
 
     Args:
@@ -118,12 +122,12 @@ def bound(scores: Mapping[str, Scores], coins: NDArray[np.bool_], delta: float, 
         raise ValueError(f"expected finite scores of {len(coins)} coins, found {lengths}")
     numbers = sorted({max(1, len(coins) // part) for part in _PARTS}, reverse=True)
     each = 1 - (1 - confidence) / (len(scores) * len(numbers))
-    found = []
+    bounds = []
     for name, of_coins in scores.items():
         surest = np.argsort(-np.abs(of_coins), kind="stable")
         for guesses in numbers:
             at = surest[:guesses]
             correct = int(((of_coins[at] > 0) == coins[at]).sum())
             epsilon = epsilon_at_least(len(coins), guesses, correct, delta, each)
-            found.append(Bound(epsilon, delta, confidence, name, len(coins), guesses, correct))
-    return max(found, key=lambda one: one.epsilon)
+            bounds.append(EpsilonLowerBound(epsilon, delta, confidence, name, len(coins), guesses, correct))
+    return max(bounds, key=lambda one: one.epsilon)

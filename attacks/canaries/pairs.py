@@ -1,8 +1,9 @@
-"""Canaries in a site's rows: pairs of which a coin put one in, and what a run shows of the coins (one_run.py).
+"""Canary pairs in a site's examples: a coin selects one of each pair, and a run reveals the coins (one_run.py).
 
-A canary is a row of the data with another row's target: what a model knows of it, it learnt from that row. Each place
-holds one of a pair, so that data sets of different coins differ by replacing one row: the relation is replace-one. The
-number of rows and their places follow from no coin.
+A canary is an example with another example's target: a model can learn this combination only from the
+canary. Each position holds one canary of a pair. Data sets of different coins thus differ by replacing one
+example, so the adjacency is replace-one. The coins affect neither the number of examples nor their
+positions.
 
 | file of a folder of canaries | holds |
 |---|---|
@@ -18,7 +19,7 @@ number of rows and their places follow from no coin.
 | case | result |
 |---|---|
 | a run that never trained on the rows | a bound of 0, but for 1 - confidence |
-| rows that `task.max-examples` left out | their coins are guessed by chance: a lower bound |
+| rows that `task.examples-per-site` left out | their coins are guessed by chance: a lower bound |
 | a claim of add-or-remove-one | another relation: both are shown, and not compared |
 """
 
@@ -35,16 +36,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.attacks.base import Knowledge, View, misfit
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView, explain_misfit
 from fedveil.attacks.canaries import one_run
-from fedveil.attacks.canaries.one_run import Bound
-from fedveil.attacks.membership.alignment import Alignment, alignment_scores
-from fedveil.attacks.membership.scores import PublicBase, loss_of
-from fedveil.attacks.samples import encoded
+from fedveil.attacks.canaries.one_run import EpsilonLowerBound
+from fedveil.attacks.membership.alignment import AlignmentAttack, alignment_scores
+from fedveil.attacks.membership.model_scores import PublicBaseScores, target_loss
+from fedveil.attacks.samples import encode_examples
 from fedveil.attacks.statistics import Scores
-from fedveil.contract.budget import Budget, Neighbours
+from fedveil.contract.privacy import Adjacency, PrivacyBudget
 from fedveil.contract.task import Rows, Task
 from fedveil.errors import ConfigError, StateError
+
+__all__ = [
+    "DELTA",
+    "CanaryPlan",
+    "bound_from_audit",
+    "canary_coins",
+    "canary_scores",
+    "describe_bound",
+    "plant_canaries",
+]
 
 LEAST, MOST = 20, 20_000  # pairs
 DATA, SECRET, FIRST, SECOND, COINS = "data", "secret", "first", "second", "coins.json"
@@ -54,15 +65,15 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Planted:
-    """What is to be written: `train` for the site, and the pairs."""
+class CanaryPlan:
+    """Data to write: `train` for the site, and the pairs."""
 
     train: Sequence[Row]
     first: Sequence[Row]
     second: Sequence[Row]
 
 
-def planted(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], choice: random.Random) -> Planted:
+def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], choice: random.Random) -> CanaryPlan:
     """Rows with a pair for each coin: the first where it is true.
 
     Args:
@@ -86,19 +97,19 @@ def planted(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], choice: 
     first, second = [swapped[at] for at in places], [swapped[at] for at in away]
     put = {at: first[i] if coins[i] else second[i] for i, at in enumerate(places)}
     left = set(away)
-    return Planted([put.get(at, row) for at, row in enumerate(rows) if at not in left], first, second)
+    return CanaryPlan([put.get(at, row) for at, row in enumerate(rows) if at not in left], first, second)
 
 
-def coins_of(folder: Path) -> NDArray[np.bool_]:
+def canary_coins(folder: Path) -> NDArray[np.bool_]:
     """The coins in a folder of canaries. Raises StateError where it is none."""
     file = folder / SECRET / COINS
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError("a file that is too large")
-        told = json.loads(file.read_text())["coins"]
-        if not LEAST <= len(told) <= MOST or set(told) - {"0", "1"}:
-            raise ValueError(f"{len(told)} coins")
-        return np.array([coin == "1" for coin in told])
+        coin_bits = json.loads(file.read_text())["coins"]
+        if not LEAST <= len(coin_bits) <= MOST or set(coin_bits) - {"0", "1"}:
+            raise ValueError(f"{len(coin_bits)} coins")
+        return np.array([coin == "1" for coin in coin_bits])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(
             f"{file}: expected the coins that fedveil canaries wrote, found {type(error).__name__}: {error}; name the "
@@ -106,28 +117,30 @@ def coins_of(folder: Path) -> NDArray[np.bool_]:
         ) from None
 
 
-def bound_of(folder: Path, site: str, view: View, knowledge: Knowledge, delta: float) -> Bound:
-    """What a run shows of the coins of one site.
+def bound_from_audit(
+    folder: Path, site: str, view: AdversaryView, knowledge: AdversaryKnowledge, delta: float
+) -> EpsilonLowerBound:
+    """Bound epsilon from below by how well a run reveals the coins of one site.
 
     Args:
-        folder: of the canaries.
-        site: whose rows they were among.
-        view: the server's.
-        knowledge: with the run's final model.
+        folder: folder of the canaries.
+        site: site whose examples contain the canaries.
+        view: the server's view.
+        knowledge: adversary knowledge that includes the run's final model.
 
     Raises:
-        StateError: no folder of canaries.
-        ConfigError: a site that did not take part, or pairs that are not as many as the coins.
+        StateError: not a folder of canaries.
+        ConfigError: the site did not take part, or the number of pairs differs from the number of coins.
     """
-    coins, task = coins_of(folder), knowledge.task
+    coins, task = canary_coins(folder), knowledge.task
     if site not in view.sites:
         raise ConfigError(f"--canaries: expected a site of the run ({', '.join(view.sites)}), found {site}")
     first, second = (_rows(task, folder / SECRET, name, len(coins)) for name in (FIRST, SECOND))
-    return one_run.bound(scores_of(site, view, knowledge, first, second), coins, delta)
+    return one_run.best_epsilon_bound(canary_scores(site, view, knowledge, first, second), coins, delta)
 
 
-def scores_of(
-    site: str, view: View, knowledge: Knowledge, first: Sequence[Rows], second: Sequence[Rows]
+def canary_scores(
+    site: str, view: AdversaryView, knowledge: AdversaryKnowledge, first: Sequence[Rows], second: Sequence[Rows]
 ) -> dict[str, Scores]:
     """(pairs,) of each score that fits the run; above 0 where the first is likelier in.
 
@@ -139,30 +152,32 @@ def scores_of(
     """
     rows = [row for each in (*first, *second) for row in each]
     scores = {"loss": _falls(knowledge, rows)}
-    if not misfit(Alignment(), view, knowledge):
+    if not explain_misfit(AlignmentAttack(), view, knowledge):
         scores["alignment"] = alignment_scores(view, site, knowledge, rows, _MOST_UPLOADS)
     sizes = [len(each) for each in (*first, *second)]
     return {name: _of_pairs(s, sizes) for name, s in scores.items()}
 
 
-def words(bound: Bound, site: str, claim: Budget | None) -> str:
-    """The bound beside what the run claims, in a sentence."""
-    relation = Neighbours.REPLACE_ONE
-    said = (
+def describe_bound(bound: EpsilonLowerBound, site: str, claim: PrivacyBudget | None) -> str:
+    """Return a sentence that compares the bound with the run's privacy guarantee."""
+    relation = Adjacency.REPLACE_ONE
+    statement = (
         f"{site}, one run with {bound.canaries} pairs of canaries: epsilon at least {bound.epsilon:.2f} at delta "
         f"{bound.delta:g}, {relation.value}, with {100 * bound.confidence:.0f} % confidence ({bound.correct} of "
         f"{bound.guesses} guesses right, by {bound.score})"
     )
     if claim is None or not math.isfinite(claim.epsilon):
-        return f"{said}; at most: nothing is claimed."
+        return f"{statement}; at most: nothing is claimed."
     if claim.server_trusted:
-        return f"{said}; claimed: nothing against the server, whose view this is."
+        return f"{statement}; claimed: nothing against the server, whose view this is."
     at_most = f"at most {claim.epsilon:g} at delta {claim.delta:g}, {claim.neighbours.value}"
     if claim.neighbours is not relation or claim.delta != bound.delta:
-        return f"{said}; claimed: {at_most}, which is another relation or delta and not compared."
+        return f"{statement}; claimed: {at_most}, which is another relation or delta and not compared."
     if bound.epsilon > claim.epsilon:
-        return f"{said}; claimed: {at_most}. The claim is CONTRADICTED: one of the two is wrong; do not rely on it."
-    return f"{said}; claimed: {at_most}."
+        return (
+            f"{statement}; claimed: {at_most}. The claim is CONTRADICTED: one of the two is wrong; do not rely on it."
+        )
+    return f"{statement}; claimed: {at_most}."
 
 
 def _rows(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
@@ -173,15 +188,15 @@ def _rows(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
     examples = task.examples(files[0], "test")
     if len(examples) != count:
         raise ConfigError(f"{files[0]}: expected {count} rows, one a coin, found {len(examples)}; another folder?")
-    return encoded(task, list(examples))
+    return encode_examples(task, list(examples))
 
 
-def _falls(knowledge: Knowledge, rows: Rows) -> Scores:
+def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:
     """(rows,) loss under the public base less that under the run's model."""
     if knowledge.server is None:
         raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
-    after = [loss_of(prediction) for prediction in knowledge.task.predict(knowledge.server, rows)]
-    return np.asarray(PublicBase(knowledge.task, knowledge.initial).losses(rows) - np.array(after))
+    after = [target_loss(prediction) for prediction in knowledge.task.predict(knowledge.server, rows)]
+    return np.asarray(PublicBaseScores(knowledge.task, knowledge.initial).losses(rows) - np.array(after))
 
 
 def _of_pairs(scores: Scores, sizes: Sequence[int]) -> Scores:

@@ -1,13 +1,13 @@
 """The adaptive attacker on partial uploads: does the sent factor's update point where this row would push it?
 
-The server knows where a site started, and sees where it left what it sent (`turns`). A row that was trained on has
-moved a tensor along minus the row's own gradient. Gradients of single rows as membership signals: Nasr, Shokri,
+The server knows where a site started, and sees where it left what it sent (`client_updates`). A row that was trained on
+has moved a tensor along minus the row's own gradient. Gradients of single rows as membership signals: Nasr, Shokri,
 Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
 
     score(x) = mean over the last uploads of cos(-dL(x)/dS at the start, S_sent - S_broadcast),  S = the sent tensors
 
 A site that sent A alone, and whose B was never seen, is at B = 0 for all that the server knows; a row has no gradient
-in A there, and the cosine would be 0 for every row. Then the score is the mean `overlap` at PROBES drawn B.
+in A there, and the cosine would be 0 for every row. Then the score is the mean `a_factor_overlap` at PROBES drawn B.
 
 Adaptive note: on the tiny LLaVA under FedSA-LoRA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, one seed)
 the cosine had an AUROC of 0.50 by construction, the overlap 0.78 on a site's own upload and 0.60 on another site's.
@@ -21,22 +21,24 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.membership.overlap import is_blind, overlap_with, probed
-from fedveil.attacks.membership.row_gradients import COSINE, Gauge, GradientAttack, Read
-from fedveil.attacks.membership.turns import Turn, Turns
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.membership.a_factor_overlap import is_blind, overlap_with, probe_b_factor
+from fedveil.attacks.membership.client_updates import ObservedClientUpdate, ObservedClientUpdates
+from fedveil.attacks.membership.gradient_attacks import COSINE, GradientAttack, GradientStatistic, Read
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.task import Rows
+
+__all__ = ["PROBES", "AlignmentAttack", "alignment_scores"]
 
 PROBES = 2  # draws of a B that was never seen
 
 
-def _aligned_with(turn: Turn) -> Read:
+def _aligned_with(turn: ObservedClientUpdate) -> Read:
     return COSINE.of(turn) if turn.probe is None else overlap_with(turn)
 
 
 @dataclass(frozen=True)
-class Alignment(GradientAttack):
+class AlignmentAttack(GradientAttack):
     """The score "alignment": the mean cosine, or overlap, over the site's last uploads; 0 where nothing moved.
 
     Attributes:
@@ -44,17 +46,22 @@ class Alignment(GradientAttack):
     """
 
     uploads: int = 1
-    gauge = Gauge("alignment", 1, _aligned_with)
+    gauge = GradientStatistic("alignment", 1, _aligned_with)
+
+    @property
+    @override
+    def name(self) -> str:
+        return "Alignment"
 
     @override
-    def at(self, turns: Turns, site: str) -> Sequence[int]:
+    def at(self, turns: ObservedClientUpdates, site: str) -> Sequence[int]:
         return range(len(turns.rounds(site)))[-self.uploads :]
 
     @override
-    def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
+    def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
         """The turn as it was seen, or once with each probe."""
         turn = turns.at(site, index)
-        yield from (probed(turn, number) for number in range(PROBES)) if is_blind(turn) else (turn,)
+        yield from (probe_b_factor(turn, number) for number in range(PROBES)) if is_blind(turn) else (turn,)
 
     @override
     def combined(self, values: Sequence[Sequence[Scores]], count: int) -> dict[str, Scores]:
@@ -64,9 +71,11 @@ class Alignment(GradientAttack):
         return {"alignment": total / max(1, len(values))}
 
 
-def alignment_scores(view: View, site: str, knowledge: Knowledge, rows: Rows, uploads: int = 1) -> Scores:
+def alignment_scores(
+    view: AdversaryView, site: str, knowledge: AdversaryKnowledge, rows: Rows, uploads: int = 1
+) -> Scores:
     """(rows,) mean cosine of each row over the site's last `uploads` uploads; 0 where nothing moved.
 
-    The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
+    The task must train by gradients of its own (`fedveil.training.gradient_backend.TrainableTask`).
     """
-    return Alignment(uploads).scores(view, site, knowledge, rows)["alignment"]
+    return AlignmentAttack(uploads).scores(view, site, knowledge, rows)["alignment"]

@@ -30,35 +30,46 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from typing_extensions import override
 
-from fedveil.attacks.base import Knowledge, View
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.membership.client_updates import ObservedClientUpdate, ObservedClientUpdates
+from fedveil.attacks.membership.gradient_attacks import COSINE, OTHERS, GradientAttack
 from fedveil.attacks.membership.lira import log_cdf
-from fedveil.attacks.membership.row_gradients import COSINE, OTHERS, GradientAttack
-from fedveil.attacks.membership.turns import Turn, Turns
 from fedveil.attacks.statistics import Scores
-from fedveil.contract.task import Rows
+
+__all__ = [
+    "OWN_SPREAD",
+    "ROUNDS",
+    "FedMIAAttack",
+    "compare_sites",
+]
 
 ROUNDS, OWN_SPREAD = 4, 8  # most rounds that are used; others for a deviation of a row's own
 _LEAST_STD = 1e-3
 
 
-class FedMia(GradientAttack):
+class FedMIAAttack(GradientAttack):
     """The score "fedmia", over the last rounds of the site."""
 
     cost = 12
     gauge = COSINE
 
+    @property
     @override
-    def misfit(self, view: View, knowledge: Knowledge) -> str:
+    def name(self) -> str:
+        return "FedMia"
+
+    @override
+    def misfit(self, view: AdversaryView, knowledge: AdversaryKnowledge) -> str:
         if len(view.sites) < 2:
             return "it compares sites, and one alone took part in the run"
         return super().misfit(view, knowledge)
 
     @override
-    def at(self, turns: Turns, site: str) -> Sequence[int]:
+    def at(self, turns: ObservedClientUpdates, site: str) -> Sequence[int]:
         return range(len(turns.rounds(site)))[-ROUNDS:]
 
     @override
-    def beside(self, turns: Turns, site: str, index: int) -> Iterator[Turn]:
+    def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
         """And those of others in that round that sent the same tensors; none without one."""
         own, alone = turns.at(site, index), True
         for other in [other for other in turns.sites if other != site][:OTHERS]:
@@ -72,18 +83,10 @@ class FedMia(GradientAttack):
     @override
     def combined(self, values: Sequence[Sequence[Scores]], count: int) -> dict[str, Scores]:
         measured = [np.stack([of_turn[:, 0] for of_turn in of_round]) for of_round in values]
-        return {"fedmia": compared(measured) if measured else np.zeros(count)}
+        return {"fedmia": compare_sites(measured) if measured else np.zeros(count)}
 
 
-def fedmia_scores(view: View, site: str, knowledge: Knowledge, rows: Rows) -> Scores:
-    """(rows,) scores over the last rounds of the site.
-
-    The task must train by gradients of its own (`fedveil.training.computing.Trainable`).
-    """
-    return FedMia().scores(view, site, knowledge, rows)["fedmia"]
-
-
-def compared(measured: Sequence[Scores]) -> Scores:
+def compare_sites(measured: Sequence[Scores]) -> Scores:
     """(rows,) scores from the measurements of rounds, each (1 + others, rows), the site's own first.
 
     How it is done depends on the numbers of sites alone, so that a row's score does not depend on the others asked.

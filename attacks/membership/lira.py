@@ -26,7 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.contract.spec import Weights
+from fedveil.contract.param_spec import Weights
+
+__all__ = ["ShadowModelSet", "lira_scores", "log_cdf", "target_confidence", "train_shadows"]
 
 Numbers = NDArray[np.float64]
 POOLED_BELOW = 16
@@ -34,7 +36,7 @@ _LEAST_STD = 1e-3
 
 
 @dataclass(frozen=True)
-class Shadows:
+class ShadowModelSet:
     """Shadow models of a pool.
 
     Attributes:
@@ -46,14 +48,14 @@ class Shadows:
     weights: Sequence[Weights]
 
 
-def confidence(losses: Numbers) -> Numbers:
+def target_confidence(losses: Numbers) -> Numbers:
     """(rows,) phi of mean target losses in nats. It is finite for losses of 0."""
     return np.asarray(-losses - np.log(-np.expm1(-np.maximum(losses, 1e-12))))
 
 
 def train_shadows(
     train: Callable[[list[int], int], Weights], pool: int, count: int, rng: np.random.Generator
-) -> Shadows:
+) -> ShadowModelSet:
     """Trains shadows, each on half of the pool; each row is in exactly half of them.
 
     Args:
@@ -71,12 +73,12 @@ def train_shadows(
         half = rng.permutation(pool)[: pool // 2]
         members[first, half] = True
         members[first + 1] = ~members[first]
-    return Shadows(
+    return ShadowModelSet(
         members, [train([int(i) for i in np.flatnonzero(row)], number) for number, row in enumerate(members)]
     )
 
 
-def scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -> Numbers:
+def lira_scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -> Numbers:
     """(rows,) log likelihood ratio of each row.
 
     Args:

@@ -1,18 +1,51 @@
-"""The loss attack: a row is called a member where the model's loss on the row's own target is low.
+"""The loss attack, plain and calibrated: a row is called a member where the model's loss on its target is low.
 
 Yeom, Giacomelli, Fredrikson, Jha: Privacy Risk in Machine Learning. CSF 2018.
+
+Calibrated, a row is called a member where training has lowered its loss:
+
+Watson, Guo, Cormode, Sablayrolles: On the Importance of Difficulty Calibration in Membership Inference Attacks.
+ICLR 2022.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 from typing_extensions import override
 
-from fedveil.attacks.base import Answer, ModelAttack
+from fedveil.attacks.base import OTHER_ROWS, ModelAttack, ModelOutput
+
+__all__ = ["CalibratedLossAttack", "LossAttack"]
 
 
-class Loss(ModelAttack):
+class LossAttack(ModelAttack):
     """The score "loss": minus the loss of the row's own target."""
 
+    @property
     @override
-    def score(self, answer: Answer) -> dict[str, float]:
+    def name(self) -> str:
+        return "Loss"
+
+    @override
+    def score(self, answer: ModelOutput) -> dict[str, float]:
         return {"loss": -answer.loss}
+
+
+class CalibratedLossAttack(ModelAttack):
+    """The score "calibrated": base-model loss minus model loss, on the example's own target.
+
+    It has no control in round 0, because every score is 0 there.
+    """
+
+    must_lose: ClassVar[Sequence[str]] = (OTHER_ROWS,)
+
+    @property
+    @override
+    def name(self) -> str:
+        return "Calibrated"
+
+    @override
+    def score(self, answer: ModelOutput) -> dict[str, float]:
+        return {"calibrated": answer.base_loss - answer.loss}

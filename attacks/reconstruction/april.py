@@ -14,7 +14,7 @@ by LSMR (Fong, Saunders: SIAM J. Sci. Comput. 33(5), 2011).
 
 | case | result |
 |---|---|
-| block without layer norm and residual (`modified`), batch 1, D >= S + 1 and D >= C P^2 | exact |
+| block without layer norm and residual (`replace_first_block`), batch 1, D >= S + 1 and D >= C P^2 | exact |
 | the same, D < C P^2 | the patches of least norm: blurred |
 | the same, of a picture that was enlarged by a known map T | exact where the small one has fewer values than S D |
 | the standard pre-norm block | fails even undefended: z0 reaches the loss by the residual and W by the layer norm |
@@ -40,7 +40,9 @@ from scipy.sparse.linalg import LinearOperator, lsmr
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedveil.attacks.reconstruction.images import Image, untile
+from fedveil.attacks.reconstruction.image_metrics import Image, join_patches
+
+__all__ = ["PATCH_WEIGHT", "POSITION", "AprilBlock", "ImageUpsampling", "april_closed_form", "replace_first_block"]
 
 Named = Mapping[str, Tensor]
 
@@ -55,7 +57,7 @@ _QKV = [rf"layers?\.0\..*\b({new}|{old})\.weight" for new, old in _SPELLINGS]
 
 
 @dataclass(frozen=True)
-class Enlargement:
+class ImageUpsampling:
     """A linear map T from a small picture into the model's input, such as bilinear resizing.
 
     Attributes:
@@ -82,11 +84,11 @@ class Enlargement:
             rmatvec=lambda r: transposed(torch.from_numpy(r.ravel()))[0].numpy(),
             dtype=float,
         )
-        found = lsmr(operator, tokens.flatten().numpy(), atol=_EXACT, btol=_EXACT, maxiter=_MOST_STEPS)[0]
-        return self.apply(torch.from_numpy(found).reshape(1, *self.shape))[0]
+        solution = lsmr(operator, tokens.flatten().numpy(), atol=_EXACT, btol=_EXACT, maxiter=_MOST_STEPS)[0]
+        return self.apply(torch.from_numpy(solution).reshape(1, *self.shape))[0]
 
 
-class ModifiedBlock(nn.Module):
+class AprilBlock(nn.Module):
     """A block of attention, then MLP, without layer norm and residual; both are those of the block that it replaces."""
 
     attention: nn.Module
@@ -104,19 +106,19 @@ class ModifiedBlock(nn.Module):
         return output
 
 
-def modified(model: nn.Module) -> nn.Module:
-    """Replaces block 0 of a transformers ViT by a `ModifiedBlock`, in place, so that z0 feeds only the attention.
+def replace_first_block(model: nn.Module) -> nn.Module:
+    """Replaces block 0 of a transformers ViT by a `AprilBlock`, in place, so that z0 feeds only the attention.
 
     This is what public implementations of APRIL attack. It is not a ViT that anybody trains. Parameters keep their
     names and values; the block's two layer norms are gone.
     """
     layers: Any = next(m for n, m in model.named_modules() if n.endswith(("vit.layers", "encoder.layer")))
-    layers[0] = ModifiedBlock(layers[0])
+    layers[0] = AprilBlock(layers[0])
     return model
 
 
-def april(
-    gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0, enlargement: Enlargement | None = None
+def april_closed_form(
+    gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0, enlargement: ImageUpsampling | None = None
 ) -> Image:
     """The image whose gradients these are, clipped to [low, high]. Zeros of a mask are taken as data.
 
@@ -129,27 +131,27 @@ def april(
         ValueError: a gradient that is missing.
     """
     weights = dict(model.named_parameters())
-    a = double(named(gradients, POSITION)).flatten(0, -2)
-    w = torch.cat([double(named(weights, each)) for each in _QKV])
-    g = torch.cat([double(named(gradients, each)) for each in _QKV])
+    a = to_double(find_tensor(gradients, POSITION)).flatten(0, -2)
+    w = torch.cat([to_double(find_tensor(weights, each)) for each in _QKV])
+    g = torch.cat([to_double(find_tensor(gradients, each)) for each in _QKV])
     z0 = least_squares(a.T, w.T @ g)
-    z = (z0 - double(named(weights, POSITION)).flatten(0, -2))[1:]  # row 0 is the class token
-    kernel = double(named(weights, PATCH_WEIGHT))  # D x C x P x P
-    tokens = z - double(named(weights, _PATCH_BIAS))  # S x D
+    z = (z0 - to_double(find_tensor(weights, POSITION)).flatten(0, -2))[1:]  # row 0 is the class token
+    kernel = to_double(find_tensor(weights, PATCH_WEIGHT))  # D x C x P x P
+    tokens = z - to_double(find_tensor(weights, _PATCH_BIAS))  # S x D
     if enlargement:
         return enlargement.input_of(kernel, tokens).clamp(low, high)
-    return assemble(least_squares(kernel.flatten(1), tokens.T).T, model).clamp(low, high)
+    return assemble_patches(least_squares(kernel.flatten(1), tokens.T).T, model).clamp(low, high)
 
 
-def named(tensors: Named, pattern: str) -> Tensor:
+def find_tensor(tensors: Named, pattern: str) -> Tensor:
     """The one tensor whose name ends in the regular expression `pattern`. Raises ValueError for none or several.
 
     Never by index: the modified block has fewer tensors.
     """
-    found = [n for n in tensors if re.search(rf"(^|\.){pattern}$", n)]
-    if len(found) != 1:
-        raise ValueError(f"expected one tensor named {pattern}, found {found or 'none'} of {len(tensors)}")
-    return tensors[found[0]]
+    matches = [n for n in tensors if re.search(rf"(^|\.){pattern}$", n)]
+    if len(matches) != 1:
+        raise ValueError(f"expected one tensor named {pattern}, found {matches or 'none'} of {len(tensors)}")
+    return tensors[matches[0]]
 
 
 def least_squares(a: Tensor, b: Tensor) -> Tensor:
@@ -158,13 +160,13 @@ def least_squares(a: Tensor, b: Tensor) -> Tensor:
     return solution
 
 
-def double(tensor: Tensor) -> Tensor:
+def to_double(tensor: Tensor) -> Tensor:
     """The tensor on the host in double precision, where gelsd runs."""
     return tensor.detach().double().cpu()
 
 
-def assemble(patches: Tensor, model: nn.Module) -> Image:
+def assemble_patches(patches: Tensor, model: nn.Module) -> Image:
     """The image that flattened patches make, of the sizes in the model's configuration."""
     config: Any = model.config
     size, patch = (s if isinstance(s, int) else s[0] for s in (config.image_size, config.patch_size))
-    return untile(patches, config.num_channels, size, size, patch)
+    return join_patches(patches, config.num_channels, size, size, patch)

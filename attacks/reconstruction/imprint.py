@@ -33,9 +33,19 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from fedveil.contract.spec import Weights
-from fedveil.rows.batches import TokenRow
-from fedveil.training.adapted import AdaptedTask
+from fedveil.contract.param_spec import Weights
+from fedveil.data.batches import TokenExample
+from fedveil.training.adapter_task import AdaptedTask
+
+__all__ = [
+    "FAINT",
+    "Tokens",
+    "craft_broadcast",
+    "gate_direction",
+    "layer_inputs",
+    "recover_gradient",
+    "recover_prefixes",
+]
 
 Tokens = tuple[int, ...]
 
@@ -47,8 +57,10 @@ _MARGIN_STEPS = 100
 _MOST_PATHS = 1000
 
 
-def inputs(task: AdaptedTask, weights: Weights, layer: str, rows: Sequence[Sequence[int]]) -> Float64[Tensor, "n t d"]:
-    """What the layer gets at each position of rows of equal length. `layer` is a module with a pair, by its name."""
+def layer_inputs(
+    task: AdaptedTask, weights: Weights, layer: str, rows: Sequence[Sequence[int]]
+) -> Float64[Tensor, "n t d"]:
+    """Return a layer's inputs at each position of equally long examples; `layer` names a module with a LoRA pair."""
     task.put(weights)
     caught: list[Tensor] = []
     module = task.base.model.get_submodule(layer)
@@ -62,11 +74,11 @@ def inputs(task: AdaptedTask, weights: Weights, layer: str, rows: Sequence[Seque
     return caught[0].double().cpu()
 
 
-def gate(
-    task: AdaptedTask, weights: Weights, layer: str, positions: range, public: Sequence[TokenRow]
+def gate_direction(
+    task: AdaptedTask, weights: Weights, layer: str, positions: range, public: Sequence[TokenExample]
 ) -> Float64[Tensor, " d"]:
     """A direction: its product with an input is about 1 or more at `positions` of public rows, -1 or less elsewhere."""
-    states = [(inputs(task, weights, layer, [row.ids])[0], len(row.ids)) for row in public]
+    states = [(layer_inputs(task, weights, layer, [row.ids])[0], len(row.ids)) for row in public]
     x = torch.cat([each for each, _ in states])
     inside = torch.cat([torch.arange(n) for _, n in states])
     is_inside = (inside >= positions.start) & (inside < positions.stop)
@@ -84,7 +96,9 @@ def gate(
     return direction.detach()
 
 
-def crafted(task: AdaptedTask, weights: Weights, layer: str, gate: Tensor, slope: float, plain: bool = True) -> Weights:
+def craft_broadcast(
+    task: AdaptedTask, weights: Weights, layer: str, gate: Tensor, slope: float, plain: bool = True
+) -> Weights:
     """`weights` with an imprinting pair at `layer`; the other layers stay.
 
     Args:
@@ -114,7 +128,7 @@ def _quiet(task: AdaptedTask, layer: str, count: int) -> Tensor:
     return sizes.argsort()[:count].cpu()
 
 
-def learned(
+def recover_gradient(
     sent: Weights, answered: Weights, layer: str, rate: float, decay: float, adamw: bool = True
 ) -> Float64[Tensor, "read d"] | None:
     """The gradient of the reading rows of A, up to a factor; None where the upload has no A.
@@ -134,14 +148,14 @@ def learned(
     return _ADAM * step / (step.abs() - 1)  # a step goes down the gradient
 
 
-def beginnings(
+def recover_prefixes(
     task: AdaptedTask, weights: Weights, layer: str, found: Tensor | None, prefix: Tokens, length: int
 ) -> set[Tokens]:
     """The beginnings of `length` tokens whose inputs at each position behind the public `prefix` lie in the span.
 
     Args:
         weights: the broadcast's.
-        found: of `learned`.
+        found: of `recover_gradient`.
     """
     if found is None or not found.any() or not found.isfinite().all():
         return set()
@@ -153,7 +167,7 @@ def beginnings(
         grown: list[Tokens] = []
         for path in paths[:_MOST_PATHS]:
             candidates = [(*path, token) for token in range(vocabulary)]
-            x = inputs(task, weights, layer, candidates)[:, -1]
+            x = layer_inputs(task, weights, layer, candidates)[:, -1]
             outside = (x - x @ span.T @ span).norm(dim=1) / x.norm(dim=1)
             grown += [candidates[i] for i in (outside < _OUTSIDE).nonzero().flatten().tolist()]
         paths = grown

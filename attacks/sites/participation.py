@@ -1,24 +1,28 @@
-"""Participation: did the site that holds these rows take part in a round, of which the sum alone was seen?
+"""Participation: tests whether the site with given examples took part in a round, from the round's sum alone.
 
-Client-level inference: the secret is not a row, it is that an institution was among those that trained. An adversary
-who sees a run's models (another site, whoever gets the broadcasts, the server under secure aggregation) sees the sum of
-each round; who was in it the messages do not say. The attacker has rows of each candidate, which need not be those that
-it trained on, and rows of none, and knows base and method.
+This is client-level inference: the secret is not an example but that an institution took part in training.
+The adversary sees a run's models: another site, any recipient of the broadcasts, or the server under secure
+aggregation. It sees the sum of each round, but the messages do not reveal who contributed. The attacker has
+examples of each candidate, not necessarily those used in training, and examples of no candidate. It knows
+base and method.
 
-Of turn t, an upload or a sum with start S_t and end S_t + d_t, and of candidate k with rows X_k, rows of none X_0:
+Client update t (a "turn") is an upload or a sum with start S_t and end S_t + d_t. X_k are the examples of
+candidate k, and X_0 those of no candidate:
 
-    p_t(X) = mean_{x in X} g(x) / |g(x)|,  g(x) = dL(x)/dS at the start                       (1) as in `property`
+    p_t(X) = mean_{x in X} g(x) / |g(x)|,  g(x) = dL(x)/dS at the start                       (1)
+             as in `property_inference`
     l_tk   = -<p_t(X_k) - p_t(X_0), d_t> / |d_t|                                              (2)
     in a round: s_tk = l_tk - mean_k l_tk - mean_t l_tk + mean_tk l_tk                         (3)
     at all:     a_k  = mean over rounds of max_(t in the round) (l_tk - mean_k l_tk)           (4)
 
-(3) takes away what all candidates have in common at a turn, and what a candidate has in common with every turn: rows of
-a common kind lie along every move. (4) cannot take away the second, since a site may have taken part in all rounds.
+(3) removes what all candidates share in one turn, and what one candidate shares with every turn: examples
+of a common kind align with every update. (4) cannot remove the latter, since a site may have taken part in
+all rounds.
 
 | the attacker needs to see | in the tap of a run that is |
 |---|---|
 | an upload's start and end | in the clear: each upload is a sum of one site (the control that it must win) |
-| a round's sum | under secure aggregation: `unseen.SumView`, of methods whose broadcasts show their sums |
+| a round's sum | under secure aggregation: `secagg_views.SecureSumView`, of methods whose broadcasts show their sums |
 
 | case | result |
 |---|---|
@@ -29,8 +33,8 @@ a common kind lie along every move. (4) cannot take away the second, since a sit
 | a candidate that never took part | (3) is noise: the control that it must lose |
 | uploads that hold nothing of the rows | (3) and (4) are noise: the other control that it must lose |
 
-Noisy steps bound what a row shows, not what a site of many rows shows; noise for sites would be of the sum, by a clip
-of the whole upload.
+Noisy steps bound what an example reveals, not what a site of many examples reveals. Noise for sites would
+have to be added to the sum, with the whole upload clipped.
 """
 
 from __future__ import annotations
@@ -41,16 +45,18 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.membership.overlap import is_blind
-from fedveil.attacks.membership.turns import Turn, Turns
-from fedveil.attacks.sites.property import along, less, mean_pull
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.membership.a_factor_overlap import is_blind
+from fedveil.attacks.membership.client_updates import ObservedClientUpdate, ObservedClientUpdates
+from fedveil.attacks.sites.property_inference import mean_pull, score_along, subtract_named
 from fedveil.attacks.statistics import Scores
 from fedveil.contract.task import Rows
 
+__all__ = ["ParticipationScores", "participation_scores"]
+
 
 @dataclass(frozen=True)
-class Leanings:
+class ParticipationScores:
     """Eq. 2.
 
     Attributes:
@@ -79,23 +85,30 @@ class Leanings:
         return np.array([[name in sites for name in names] for _, sites in self.turns])
 
 
-def leanings(view: View, knowledge: Knowledge, candidates: Mapping[str, Rows], nobody: Rows) -> Leanings:
-    """Eq. 1 and 2 for every turn in the view. Messages that start and end alike, as those of a sum do, are one turn.
+def participation_scores(
+    view: AdversaryView, knowledge: AdversaryKnowledge, candidates: Mapping[str, Rows], nobody: Rows
+) -> ParticipationScores:
+    """Compute eq. 1 and 2 for every turn in the view; messages with equal start and end, as in a sum, are one turn.
 
-    The task must train by gradients of its own (`fedveil.training.computing.Trainable`). Held at a time: the mean
-    gradients of all candidates at one start.
+    The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`). Memory
+    holds the mean gradients of all candidates at one start at a time.
 
     Args:
-        view: the server's, of uploads or of sums.
-        candidates: rows of each, as the attacker holds them.
-        nobody: rows of no candidate.
+        view: the server's view, of uploads or sums.
+        candidates: each candidate's examples that the attacker has.
+        nobody: examples of no candidate.
 
     Raises:
-        ValueError: no candidate, a candidate without rows, no rows of nobody, or a view without a turn to read.
+        ValueError: no candidate, a candidate without examples, `nobody` is empty, or the view has no
+            readable turn.
     """
     if not candidates or not len(nobody) or not all(len(rows) for rows in candidates.values()):
         raise ValueError("candidates, nobody: expected rows of each, found none of one; name rows for every candidate")
-    turns, values, found = Turns(view, knowledge.initial), list[list[float]](), list[tuple[int, set[str]]]()
+    turns, values, turn_sites = (
+        ObservedClientUpdates(view, knowledge.initial),
+        list[list[float]](),
+        list[tuple[int, set[str]]](),
+    )
     places = sorted((round_, site, index) for site in turns.sites for index, round_ in enumerate(turns.rounds(site)))
     pulls: dict[tuple[bytes, frozenset[str]], list[dict[str, Tensor]]] = {}
     known: dict[tuple[int, bytes, bytes], int] = {}  # place in `found`
@@ -103,20 +116,22 @@ def leanings(view: View, knowledge: Knowledge, candidates: Mapping[str, Rows], n
         turn = turns.at(site, index)
         same = round_, turn.starts_at, turn.moves_by
         if same in known:
-            found[known[same]][1].add(site)
+            turn_sites[known[same]][1].add(site)
         elif not is_blind(turn):
             start = turn.starts_at, frozenset(turn.moved)
             if start not in pulls:
                 pulls = {start: _pulls(knowledge, turn, candidates, nobody)}
-            known[same] = len(found)
-            found.append((round_, {site}))
-            values.append([along(direction, turn) for direction in pulls[start]])
-    if not found:
+            known[same] = len(turn_sites)
+            turn_sites.append((round_, {site}))
+            values.append([score_along(direction, turn) for direction in pulls[start]])
+    if not turn_sites:
         raise ValueError("view: expected an upload or a sum that rows have a gradient in, found none; see the tap")
-    return Leanings([(r, frozenset(sites)) for r, sites in found], list(candidates), np.array(values))
+    return ParticipationScores([(r, frozenset(sites)) for r, sites in turn_sites], list(candidates), np.array(values))
 
 
-def _pulls(knowledge: Knowledge, turn: Turn, candidates: Mapping[str, Rows], nobody: Rows) -> list[dict[str, Tensor]]:
+def _pulls(
+    knowledge: AdversaryKnowledge, turn: ObservedClientUpdate, candidates: Mapping[str, Rows], nobody: Rows
+) -> list[dict[str, Tensor]]:
     """p_t(X_k) - p_t(X_0) of each candidate."""
     common = mean_pull(knowledge.task, turn, nobody)
-    return [less(mean_pull(knowledge.task, turn, rows), common) for rows in candidates.values()]
+    return [subtract_named(mean_pull(knowledge.task, turn, rows), common) for rows in candidates.values()]

@@ -13,10 +13,10 @@ import psutil
 _CLOCK_SECONDS = 2.0
 
 
-def started(pid: int) -> float:
-    """When a process began, in seconds. Raises psutil.NoSuchProcess.
+def process_start_time(pid: int) -> float:
+    """Return when a process began, in seconds. Raises psutil.NoSuchProcess.
 
-    On Linux since the machine began, which no step of its clock changes; elsewhere by that clock.
+    On Linux the time is since boot, so clock changes do not affect it; elsewhere it is the system clock's.
     """
     process = psutil.Process(pid)
     try:
@@ -27,19 +27,19 @@ def started(pid: int) -> float:
 
 
 @dataclass(frozen=True)
-class Owner:
+class OwnerProcess:
     """A process, identified by its id and start time, because the system gives an id again to later processes."""
 
     pid: int
     created: float
 
     @classmethod
-    def of(cls, pid: int) -> Owner:
+    def from_pid(cls, pid: int) -> OwnerProcess:
         """The process that has this id now. Raises psutil.NoSuchProcess."""
-        return cls(pid, started(pid))
+        return cls(pid, process_start_time(pid))
 
     @classmethod
-    def parse(cls, text: str) -> Owner:
+    def parse(cls, text: str) -> OwnerProcess:
         """The owner whose `str` is `text`."""
         pid, _, created = text.partition(":")
         return cls(int(pid), float(created))
@@ -47,29 +47,35 @@ class Owner:
     def __str__(self) -> str:
         return f"{self.pid}:{self.created}"
 
-    def is_(self, other: Owner) -> bool:
-        """Whether both are the same process. Start times may differ a little where they follow the system's clock."""
+    def is_(self, other: OwnerProcess) -> bool:
+        """Return whether both are the same process.
+
+        Start times may differ slightly if they follow the system clock.
+        """
         return self.pid == other.pid and abs(self.created - other.created) < _CLOCK_SECONDS
 
     def runs(self) -> bool:
-        """Whether this process still runs."""
+        """Return whether this process is still running."""
         try:
             process = psutil.Process(self.pid)
-            return self.is_(Owner(self.pid, started(self.pid))) and process.status() != psutil.STATUS_ZOMBIE
+            return (
+                self.is_(OwnerProcess(self.pid, process_start_time(self.pid)))
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
         except psutil.NoSuchProcess:
             return False
 
 
-def owner_of_this_process() -> Owner | None:
+def owner_of_this_process() -> OwnerProcess | None:
     """The SuperNode that started this client process, or the SuperExec if that runs apart from the SuperNode.
 
     None outside a deployment's client process, as in the simulation engine or in a test.
     """
     if Path(sys.argv[0]).name != "flwr-clientapp":
         return None
-    found = {}
+    owners = {}
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error):
             for word in process.cmdline()[:3]:
-                found[Path(word).name] = Owner(process.pid, started(process.pid))
-    return found.get("flower-supernode") or found.get("flower-superexec")
+                owners[Path(word).name] = OwnerProcess(process.pid, process_start_time(process.pid))
+    return owners.get("flower-supernode") or owners.get("flower-superexec")

@@ -1,4 +1,4 @@
-"""The gRPC service of a site's worker, on its Unix socket. link.py and `fedveil site status` call it.
+"""The gRPC service of a site's worker, on its Unix socket. connection.py and `fedveil site status` call it.
 
     /fedveil.Worker/Take     stream of bytes -> stream of bytes, each a JSON head and then the message in chunks
     /fedveil.Worker/Status   nothing -> JSON: what is in memory, and the progress of a turn
@@ -24,20 +24,19 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import psutil
 
-from fedveil.client_app.site.assignment import Assignment
-from fedveil.client_app.worker.cards import Folder
-from fedveil.client_app.worker.owner import Owner
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.worker.connection import CHUNK_BYTES, NAME
+from fedveil.client_app.worker.owner import OwnerProcess
+from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.errors import FedVeilError, OutOfMemoryError, RankError, WorkerError
-from fedveil.records import process
-from fedveil.wire.slices import drained, filled, sliced
+from fedveil.records import process_exit
+from fedveil.wire.chunking import drain_parts, fill_slices, slice_message
 
 if TYPE_CHECKING:
-    from fedveil.client_app.turn import Turns
+    from fedveil.client_app.client_session import ClientSession
     from fedveil.contract.codec import Buffer
-    from fedveil.contract.task import Step
+    from fedveil.contract.task import TrainingProgress
 
-NAME = "fedveil.Worker"
-CHUNK_BYTES = 1 << 20
 _REASON_CHARACTERS = 1000
 _CLIENT_GONE = "turn: expected the client process to wait for it, found it gone; nothing is kept"
 
@@ -45,7 +44,7 @@ log = logging.getLogger("fedveil.worker")
 
 
 @dataclass
-class Service:
+class WorkerService:
     """The calls of one worker.
 
     Attributes:
@@ -59,8 +58,8 @@ class Service:
         last_used: when the last turn ended, or the process began, by time.monotonic.
     """
 
-    folder: Folder
-    owner: Owner
+    folder: WorkerRegistry
+    owner: OwnerProcess
     memory_mb: int
     ending: threading.Event = field(default_factory=threading.Event)
     busy: threading.Lock = field(default_factory=threading.Lock)
@@ -69,7 +68,7 @@ class Service:
     _status: dict[str, Any] = field(default_factory=lambda: {"state": "spare"})
     _key: str = ""
     _imported: bool = False
-    _turns: Turns | None = None
+    _session: ClientSession | None = None
 
     def __post_init__(self) -> None:
         self.loaded.set()
@@ -91,7 +90,7 @@ class Service:
             try:
                 answer, parts = self._turn(requests, context)
                 yield json.dumps(answer).encode()
-                yield from sliced(drained(parts), CHUNK_BYTES)
+                yield from slice_message(drain_parts(parts), CHUNK_BYTES)
             except Exception as error:
                 log.exception("the turn failed")
                 if isinstance(error, RankError) or not isinstance(error, FedVeilError):
@@ -107,8 +106,8 @@ class Service:
     def _failed(self, error: Exception) -> tuple[str, str]:
         """Kind and text of an error for the client process; the site's record of turns gets them too."""
         kind, text = type(error).__name__, str(error)[:_REASON_CHARACTERS]
-        if process.is_out_of_memory(error):
-            kind, text = OutOfMemoryError.__name__, f"{text}; {process.LOWER_AT_SITE}"
+        if process_exit.is_out_of_memory(error):
+            kind, text = OutOfMemoryError.__name__, f"{text}; {process_exit.LOWER_AT_SITE}"
         if isinstance(error, grpc.RpcError):  # while the message was on its way; it has no text
             kind, text = WorkerError.__name__, _CLIENT_GONE
         turn = {} if self._status["state"] in ("idle", "spare") else self._status  # else it had not begun
@@ -120,22 +119,23 @@ class Service:
     def _turn(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> tuple[dict[str, Any], list[Buffer]]:
         started, head = time.monotonic(), json.loads(next(requests))
         self.loaded.wait()
-        from fedveil.client_app.turn import Turns
-        from fedveil.wire import parked
+        from fedveil.client_app.client_session import ClientSession
+        from fedveil.wire import mmap_tensors
 
         self._imported = True
         self._belong(head["key"])
-        assignment = Assignment.from_json(head["assignment"])
+        assignment = ClientAssignment.from_json(head["assignment"])
         what = assignment.described()
         self._status = {"state": "loading", **what}
-        self._turns = self._turns or Turns()
-        receive = lambda: filled(parked.room(self.folder.path, head["bytes"]), requests)  # noqa: E731
-        turn = self._turns.take(receive, assignment, self._watch(what, context))
+        self._session = self._session or ClientSession()
+        receive = lambda: fill_slices(mmap_tensors.allocate(self.folder.path, head["bytes"]), requests)  # noqa: E731
+        turn = self._session.run_round(receive, assignment, self._watch(what, context))
         self._require_memory()
         answer = {
             "bytes": sum(len(part) for part in turn.parts),
             "load_seconds": round(turn.load_seconds, 4),
             "seconds": round(time.monotonic() - started, 3),
+            "device": _device()["device"],
         }
         line = {"time": time.time(), "pid": os.getpid(), **what, **answer, "memory_mb": memory_mb()}
         with self.folder.turns.open("a") as file:
@@ -144,8 +144,8 @@ class Service:
         self._status = {**self._status, "state": "replying", "last": answer}
         return answer, turn.parts
 
-    def _watch(self, what: dict[str, Any], context: grpc.ServicerContext) -> Callable[[Step], None]:
-        def watch(step: Step) -> None:
+    def _watch(self, what: dict[str, Any], context: grpc.ServicerContext) -> Callable[[TrainingProgress], None]:
+        def watch(step: TrainingProgress) -> None:
             if not context.is_active():
                 raise WorkerError(_CLIENT_GONE)
             self._require_memory()
@@ -158,7 +158,7 @@ class Service:
         return watch
 
     def show(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """What is in memory, and the progress of a turn, for anyone who may open the socket."""
+        """Return what is in memory, and a client round's progress, to any process that may open the socket."""
         device = _device() if self._imported else {}
         return json.dumps({**self._status, "memory_mb": memory_mb(), **device}).encode()
 
@@ -175,9 +175,9 @@ class Service:
     def _become_spare(self) -> None:
         """After a run's last round, frees its model and rows; the libraries stay for the next run."""
         last = {"last": self._status["last"]} if "last" in self._status else {}
-        if self._turns:
-            self._turns.close()
-        self._turns, self._key, self._status = None, "", {"state": "spare", **last}
+        if self._session:
+            self._session.close()
+        self._session, self._key, self._status = None, "", {"state": "spare", **last}
         gc.collect()
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
@@ -194,22 +194,22 @@ class Service:
         self._key = key
 
     def _require_memory(self) -> None:
-        if self.memory_mb and (found := memory_mb()) > self.memory_mb:
+        if self.memory_mb and (used_mb := memory_mb()) > self.memory_mb:
             self.ending.set()
             raise OutOfMemoryError(
-                f"worker-memory-mb: expected at most {self.memory_mb} MB, found {found}; raise it in the node config"
+                f"worker-memory-mb: expected at most {self.memory_mb} MB, found {used_mb}; raise it in the node config"
             )
 
 
-def _caller(context: grpc.ServicerContext) -> Owner:
-    return Owner.parse(str(dict(context.invocation_metadata()).get("owner", "0:0")))
+def _caller(context: grpc.ServicerContext) -> OwnerProcess:
+    return OwnerProcess.parse(str(dict(context.invocation_metadata()).get("owner", "0:0")))
 
 
 def memory_mb() -> int:
     """Resident memory of this process, and of those that train with it."""
-    found = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     total = 0
-    for one in found:
+    for one in processes:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             total += one.memory_info().rss
     return int(total // 1_000_000)

@@ -1,1 +1,1 @@
-"""What is trained on a base model. Each adapter owns its shapes, its initial draw, its attachment and its checks."""
+"""Adapters: the trained parts of a base model. Each defines its shapes, initial draw, attachment and checks."""

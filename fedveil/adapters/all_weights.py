@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import written
-from fedveil.contract.adapter import Adapter, Attached, Mount
-from fedveil.contract.spec import Place, Spec, TensorSpec, Weights
-from fedveil.rng import Stream
+from fedveil.adapters import export
+from fedveil.contract.adapter import Adapter, AttachedModel, Mount
+from fedveil.contract.param_spec import ParamLocation, ParamSpec, Spec, Weights
+from fedveil.rng import RandomStream
+
+__all__ = ["AllWeightsAdapter"]
 
 
 @final
 @dataclass(frozen=True)
-class AllWeights(Adapter):
+class AllWeightsAdapter(Adapter):
     """Every parameter of the base model is trained and exchanged."""
 
     mount: ClassVar[Mount] = "layers"
@@ -33,14 +35,14 @@ class AllWeights(Adapter):
     @override
     def example_spec(self) -> Spec:
         return {
-            "wte.weight": TensorSpec((11, 4), place=Place("embedding", "wte", 1)),
-            "position_embeddings": TensorSpec((6, 4)),
-            "h.0.mlp.weight": TensorSpec((4, 4), place=Place("linear", "h.0.mlp", 1, closes=True)),
-            "h.0.mlp.bias": TensorSpec((4,), place=Place("linear", "h.0.mlp", 0, closes=True)),
+            "wte.weight": ParamSpec((11, 4), place=ParamLocation("embedding", "wte", 1)),
+            "position_embeddings": ParamSpec((6, 4)),
+            "h.0.mlp.weight": ParamSpec((4, 4), place=ParamLocation("linear", "h.0.mlp", 1, closes=True)),
+            "h.0.mlp.bias": ParamSpec((4,), place=ParamLocation("linear", "h.0.mlp", 0, closes=True)),
         }
 
     @override
-    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """The base's own weights: nothing is drawn."""
         return {name: base[name].clone() for name in shapes}
 
@@ -50,13 +52,13 @@ class AllWeights(Adapter):
         return dict(model.named_parameters())
 
     @override
-    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+    def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
         """transformers' own folder: the model as it is, and its tokenizer or processor."""
-        written.whole(folder, attached)
+        export.write_merged(folder, attached)
 
     @override
     @torch.no_grad()
-    def merge(self, plain: Attached, weights: Weights) -> None:
+    def merge(self, plain: AttachedModel, weights: Weights) -> None:
         """Puts them in the place of the base's."""
         for name, weight in weights.items():
             plain.model.get_parameter(plain.names[name]).copy_(weight)

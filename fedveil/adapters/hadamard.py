@@ -4,7 +4,7 @@
 
 PEFT's own adapter of this kind (LoHa) has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2,
 so unlike LoRA's it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and
-backpropagation keeps three of them a layer (train.checkpointing drops them between layers).
+backpropagation keeps three of them a layer (train.gradient-checkpointing drops them between layers).
 
 | layer | what is done |
 |---|---|
@@ -24,17 +24,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import pairs
-from fedveil.adapters.pairs import LoraFields, Pairs
-from fedveil.contract.spec import Spec, Weights
-from fedveil.rng import Stream
+from fedveil.adapters import low_rank_pairs
+from fedveil.adapters.low_rank_pairs import LoraFields, LowRankPairsAdapter
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.rng import RandomStream
+
+__all__ = ["HadamardLoraAdapter"]
 
 Form = Literal["plus-one", "product"]
 
 
 @final
 @dataclass(frozen=True)
-class HadamardLora(Pairs):
+class HadamardLoraAdapter(LowRankPairsAdapter):
     """Two low-rank pairs a layer, multiplied entry by entry (Hyeon-Woo et al. 2022): W = W_0 + scale * (B A) o M.
 
     | form | M | initial values |
@@ -47,7 +49,7 @@ class HadamardLora(Pairs):
     Attributes:
         rank: r, the inner width of each pair.
         alpha: the numerator of the scale; None means `rank`, which gives scale 1.
-        targets: as for `Lora`.
+        targets: as for `LoraAdapter`.
         form: what the private pair is made into.
     """
 
@@ -61,12 +63,12 @@ class HadamardLora(Pairs):
 
     @override
     def example_spec(self) -> Spec:
-        return pairs.example(self.rank, ("lora", "private"))
+        return low_rank_pairs.example_weights(self.rank, ("lora", "private"))
 
     @override
-    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """A and A_p uniform within 1/sqrt(d_in), B zero, B_p by the form. `shapes` may be the private pair alone."""
-        return pairs.drawn(shapes, rng, self.private_b_std)
+        return low_rank_pairs.draw_pairs(shapes, rng, self.private_b_std)
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
@@ -75,12 +77,12 @@ class HadamardLora(Pairs):
         Column i of B times column j of B_p, entry by entry, and row i of A times row j of A_p; for the "+ 1" also B and
         A. Private columns that are zero in every layer are left out: a neutral pair leaves the rank at r.
         """
-        layers = pairs.modules(weights)
+        layers = low_rank_pairs.target_modules(weights)
         used = [
             any(bool(weights[f"{m}.private_A"][j].any() and weights[f"{m}.private_B"][:, j].any()) for m in layers)
             for j in range(self.rank)
         ]
-        found: dict[str, Tensor] = {}
+        factors: dict[str, Tensor] = {}
         for m in layers:
             a, b, p, q = (weights[f"{m}.{name}"] for name in ("lora_A", "lora_B", "private_A", "private_B"))
             rows = [a] if self.form == "plus-one" or not any(used) else []
@@ -88,9 +90,9 @@ class HadamardLora(Pairs):
             for j in (j for j in range(self.rank) if used[j]):
                 rows.append(a * p[j])
                 columns.append(b * q[:, j, None])
-            found |= {f"{m}.lora_A": torch.cat(rows), f"{m}.lora_B": torch.cat(columns, 1)}
-        rank = len(next(iter(found[f"{m}.lora_A"] for m in layers)))
-        return LoraFields(rank, self.scale * rank), found
+            factors |= {f"{m}.lora_A": torch.cat(rows), f"{m}.lora_B": torch.cat(columns, 1)}
+        rank = len(next(iter(factors[f"{m}.lora_A"] for m in layers)))
+        return LoraFields(rank, self.scale * rank), factors
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
@@ -101,14 +103,14 @@ class HadamardLora(Pairs):
         Raises:
             ConfigError: `targets` matches no layer, or something that is no linear layer.
         """
-        chosen = pairs.chosen(model, self.targets)
+        chosen = low_rank_pairs.chosen_modules(model, self.targets)
         model.requires_grad_(False)
         for name, layer in chosen.items():
             model.set_submodule(name, HadamardLinear(layer, self))
         return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def change(
+def weight_change(
     a: Float[Tensor, "r d_in"],
     b: Float[Tensor, "d_out r"],
     private_a: Float[Tensor, "r d_in"],
@@ -124,37 +126,25 @@ def change(
 
 
 @final
-class HadamardLinear(nn.Module):
-    """A frozen linear layer and its two pairs, fp32 whatever the layer is.
+class HadamardLinear(low_rank_pairs.LowRankLinear):
+    """A frozen linear layer with its two low-rank pairs, which are fp32 for any dtype of the layer.
 
     Attributes:
         base_layer: the frozen layer.
-        lora_A, lora_B: the pair that is exchanged, r x d_in and d_out x r.
-        private_A, private_B: the pair that stays, of the same shapes.
+        lora_A, lora_B: the exchanged pair, r x d_in and d_out x r.
+        private_A, private_B: the pair that stays on the client, with the same shapes.
     """
 
-    def __init__(self, base_layer: nn.Module, adapter: HadamardLora) -> None:
-        super().__init__()
-        self.base_layer = base_layer
+    def __init__(self, base_layer: nn.Module, adapter: HadamardLoraAdapter) -> None:
+        super().__init__(base_layer, adapter)
         self._form = adapter.form
-        self._scale = adapter.scale
-        # Zeros: a task puts its weights in before anything is computed.
-        (d_in, d_out), r, device = pairs.widths(base_layer), adapter.rank, self.weight.device
-        self.lora_A = nn.Parameter(torch.zeros(r, d_in, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(d_out, r, device=device))
-        self.private_A = nn.Parameter(torch.zeros(r, d_in, device=device))
-        self.private_B = nn.Parameter(torch.zeros(d_out, r, device=device))
-
-    @property
-    def weight(self) -> Tensor:
-        """The frozen weight: some models look at its dtype."""
-        weight: Tensor = self.base_layer.weight  # type: ignore[assignment]
-        return weight
+        self.private_A = nn.Parameter(torch.zeros_like(self.lora_A))
+        self.private_B = nn.Parameter(torch.zeros_like(self.lora_B))
 
     @override
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
         """The frozen layer's output and the change's, in the dtype of the former."""
         out: Tensor = self.base_layer(x)
-        delta = change(self.lora_A, self.lora_B, self.private_A, self.private_B, self._form, self._scale)
+        delta = weight_change(self.lora_A, self.lora_B, self.private_A, self.private_B, self._form, self._scale)
         # Autocast, where it is on, brings both to its own dtype, as for any linear layer.
         return (out + nn.functional.linear(x.to(delta.dtype), delta)).to(out.dtype)

@@ -10,23 +10,25 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import pairs
-from fedveil.adapters.pairs import LoraFields, Pairs
-from fedveil.contract.spec import Spec, Weights
+from fedveil.adapters import low_rank_pairs
+from fedveil.adapters.low_rank_pairs import LoraFields, LowRankPairsAdapter
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
+from fedveil.rng import RandomStream
+
+__all__ = ["LoraAdapter"]
 
 
 @final
 @dataclass(frozen=True)
-class Lora(Pairs):
+class LoraAdapter(LowRankPairsAdapter):
     """Low-rank pairs: W = W_0 + scale * B A, with scale = alpha / rank (Hu et al. 2021).
 
     Attributes:
         rank: r, the inner width of each pair.
         alpha: the numerator of the scale; None means `rank`, so that W = W_0 + B A.
         targets: "all-linear" (every linear layer of the blocks, the output head left out), a regular expression over
-            module names, or in method.fields a list as PEFT takes it: ["q_proj", "v_proj"].
+            module names, or in method.params a list as PEFT takes it: ["q_proj", "v_proj"].
         rslora: scale = alpha / sqrt(rank) (Kalajdzievski 2023), which needs an alpha.
         dropout: part of a layer's inputs that its pair does not see in a training step, from 0 to below 1; in scoring
             it sees all.
@@ -60,12 +62,12 @@ class Lora(Pairs):
 
     @override
     def example_spec(self) -> Spec:
-        return pairs.example(self.rank, ("lora",))
+        return low_rank_pairs.example_weights(self.rank, ("lora",))
 
     @override
-    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """A uniform within 1/sqrt(d_in), B zero."""
-        return pairs.drawn(shapes, rng)
+        return low_rank_pairs.draw_pairs(shapes, rng)
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
@@ -74,7 +76,7 @@ class Lora(Pairs):
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
-        """Puts a pair beside each chosen layer: `<module>.lora_A` (r x d_in) and `<module>.lora_B` (d_out x r).
+        """Add a pair to each target layer: `<module>.lora_A` (r x d_in) and `<module>.lora_B` (d_out x r).
 
         Raises:
             ConfigError: `targets` matches no linear layer.
@@ -91,7 +93,7 @@ class Lora(Pairs):
             with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that nobody uses
                 model = inject_adapter_in_model(lora, model)
         except ValueError as error:
-            raise pairs.unfit(self.targets, str(error).partition("\n")[0]) from None
+            raise low_rank_pairs.explain_unfit(self.targets, str(error).partition("\n")[0]) from None
         trained = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

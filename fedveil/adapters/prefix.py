@@ -20,12 +20,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import written
+from fedveil.adapters import export
 from fedveil.config import TrainConfig
-from fedveil.contract.adapter import Adapter, Attached, Mount
-from fedveil.contract.spec import Spec, TensorSpec, Weights
+from fedveil.contract.adapter import Adapter, AttachedModel, Mount
+from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
+from fedveil.rng import RandomStream
+
+__all__ = ["PrefixAdapter"]
 
 NAME = "prefix"  # the tensor that every prefix has
 _STD = 0.02
@@ -33,14 +35,14 @@ _STD = 0.02
 
 @final
 @dataclass(frozen=True)
-class Prefix(Adapter):
-    """Keys and values before every layer of a causal language model (Li, Liang 2021), of the model or of a proxy of it.
+class PrefixAdapter(Adapter):
+    """Trained keys and values before every layer of a causal language model, or of a proxy of it (Li, Liang 2021).
 
     Attributes:
-        length: tokens' worth of keys and values.
-        cells: 0: the model's own layers, frozen; above: so many of its first layers, repeated to the model's depth.
-            Then all that the proxy consists of is trained and exchanged beside the prefix: cells, embeddings, norms,
-            head.
+        length: number of prefix tokens.
+        cells: 0 uses the model's own layers, frozen. A positive number builds a proxy from that many of its
+            first layers, repeated to the model's depth. All tensors of the proxy (cells, embeddings, norms,
+            head) are then trained and exchanged along with the prefix.
     """
 
     mount: ClassVar[Mount] = "cache"
@@ -72,20 +74,20 @@ class Prefix(Adapter):
                 'train.packing: expected false with an adapter of kind "prefix", which stands before one row, found '
                 "true; set false"
             )
-        if train.checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
+        if train.gradient_checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
             raise ConfigError(
-                'train.checkpointing, train.compile: expected false with an adapter of kind "prefix", found true; set '
-                "false"
+                'train.gradient-checkpointing, train.compile: expected false with an adapter of kind "prefix", found '
+                "true; set false"
             )
 
     @override
     def example_spec(self) -> Spec:
-        proxy = {"wte.weight": TensorSpec((11, 6)), "h.0.mlp.weight": TensorSpec((6, 6))} if self.cells else {}
-        return {NAME: TensorSpec((2, 2, 1, self.length, 6)), **proxy}
+        proxy = {"wte.weight": ParamSpec((11, 6)), "h.0.mlp.weight": ParamSpec((6, 6))} if self.cells else {}
+        return {NAME: ParamSpec((2, 2, 1, self.length, 6)), **proxy}
 
     @override
     @torch.no_grad()
-    def read(self, model: Any, rng: Stream) -> dict[str, Tensor]:
+    def read(self, model: Any, rng: RandomStream) -> dict[str, Tensor]:
         """The keys and values of `length` tokens of the vocabulary: a model does with them as it does with a text.
 
         Drawn from a normal distribution, they would set it back by a nat.
@@ -94,16 +96,16 @@ class Prefix(Adapter):
         drawn = [rng.choice(vocabulary, 1)[0] for _ in range(self.length)]
         ids = torch.tensor([drawn], device=next(model.parameters()).device)
         cache = model.forward(input_ids=ids, use_cache=True).past_key_values  # without the hook that puts a prefix in
-        found = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
-        return {NAME: torch.stack(found).float().cpu()}
+        layer_prefixes = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
+        return {NAME: torch.stack(layer_prefixes).float().cpu()}
 
     @override
-    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """All of them are those of `base`; without a model that was read, a prefix from N(0, 0.02^2)."""
-        found = dict(base)
-        if NAME not in found:
-            found[NAME] = _STD * torch.randn(shapes[NAME], generator=rng.torch_generator())
-        return {name: found[name].clone() for name in shapes}
+        tensors = dict(base)
+        if NAME not in tensors:
+            tensors[NAME] = _STD * torch.randn(shapes[NAME], generator=rng.torch_generator())
+        return {name: tensors[name].clone() for name in shapes}
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
@@ -116,15 +118,15 @@ class Prefix(Adapter):
             _share(model, self.cells)
         model.requires_grad_(self.cells > 0)
         where = next(model.parameters()).device
-        model.register_parameter(NAME, nn.Parameter(torch.zeros(shape(model, self.length), device=where)))
+        model.register_parameter(NAME, nn.Parameter(torch.zeros(prefix_shape(model, self.length), device=where)))
         model.register_forward_pre_hook(_before, with_kwargs=True)
         return {name: p for name, p in model.named_parameters() if p.requires_grad}  # a shared parameter comes once
 
     @override
-    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+    def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
         """PEFT's folder of prefix tuning. For a proxy, whose layers are shared, PEFT has no form: ours."""
         if self.cells:
-            written.own(folder, self, weights, attached.base)
+            export.write_native(folder, self, weights, attached.base)
             return
         from peft import PrefixTuningConfig
 
@@ -135,13 +137,13 @@ class Prefix(Adapter):
             num_attention_heads=heads,  # of keys and values
             token_dim=heads * width,
             num_transformer_submodules=1,
-            **written.about(attached),
+            **export.adapter_metadata(attached),
         ).save_pretrained(str(folder))
         rows = weights[NAME].permute(3, 0, 1, 2, 4).reshape(length, -1)  # a row a token: layer, key or value, head
-        written.tensors(folder / written.PEFT_WEIGHTS, {"prompt_embeddings": rows})
+        export.adapter_tensors(folder / export.PEFT_WEIGHTS, {"prompt_embeddings": rows})
 
 
-def shape(model: Any, length: int) -> tuple[int, ...]:
+def prefix_shape(model: Any, length: int) -> tuple[int, ...]:
     """(layers, 2, heads of keys and values, length, width of a head)."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -154,8 +156,10 @@ def _share(model: Any, cells: int) -> None:
     depth = model.config.get_text_config().num_hidden_layers
     layers = next((m for m in model.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
     if layers is None or cells > depth:
-        found = f"{depth} of them" if layers is not None else f"none in {type(model).__name__}"
-        raise ConfigError(f"adapter.cells: expected at most the model's layers, found {cells} and {found}; lower it")
+        depth_text = f"{depth} of them" if layers is not None else f"none in {type(model).__name__}"
+        raise ConfigError(
+            f"adapter.cells: expected at most the model's layers, found {cells} and {depth_text}; lower it"
+        )
     for at in range(cells, depth):
         cell = layers[at % cells]
         layers[at] = copy.deepcopy(cell, {id(t): t for t in (*cell.parameters(), *cell.buffers())})

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import written
-from fedveil.contract.adapter import Adapter, Attached, Mount
-from fedveil.contract.spec import Spec, TensorSpec, Weights
+from fedveil.adapters import export
+from fedveil.contract.adapter import Adapter, AttachedModel, Mount
+from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
+from fedveil.rng import RandomStream
+
+__all__ = ["PromptAdapter"]
 
 
 @final
 @dataclass(frozen=True)
-class Prompt(Adapter):
+class PromptAdapter(Adapter):
     """Context vectors before the class names of a frozen CLIP, in the space of its token embeddings (Zhou et al. 2022).
 
     b = length, d = the width of the token embeddings, k = rank. All tensors start from N(0, std^2).
@@ -86,10 +88,10 @@ class Prompt(Adapter):
 
     @override
     def example_spec(self) -> Spec:
-        return {name: TensorSpec(shape) for name, shape in self.shapes(width=12).items()}
+        return {name: ParamSpec(shape) for name, shape in self.shapes(width=12).items()}
 
     @override
-    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """All entries from N(0, std^2)."""
         generator = rng.torch_generator()
         drawn = {name: torch.randn(shapes[name], generator=generator) * self.std for name in sorted(shapes)}
@@ -97,10 +99,10 @@ class Prompt(Adapter):
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
-        """Freezes `model`. No layer of it carries the prompt: the parameters lie beside it, on its device.
+        """Freeze `model` and return the prompt's parameters, on the model's device but outside its layers.
 
         Raises:
-            ConfigError: a model that is no CLIP, or a context that leaves no room for a name in the text tower.
+            ConfigError: the model is no CLIP, or the context leaves no room for a class name in the text tower.
         """
         if not hasattr(model, "text_model"):
             raise ConfigError(
@@ -118,6 +120,6 @@ class Prompt(Adapter):
         return {name: nn.Parameter(torch.zeros(shape, device=model.device)) for name, shape in shapes.items()}
 
     @override
-    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+    def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
         """Our own form: no other program puts vectors before class names."""
-        written.own(folder, self, weights, attached.base)
+        export.write_native(folder, self, weights, attached.base)

@@ -1,14 +1,15 @@
-"""LoRA beside a change of the base: one low-rank pair a layer, and a residual that no training moves.
+"""LoRA with a change of the base: one low-rank pair a layer, and a residual that no training step changes.
 
     y = W_0 x + b + scale * (R x + B A x)
 
-R is d_out x d_in, zero at first, and as large as the layer's own weight, in fp32. So the base itself stays as it is on
-disk, also where it is quantised, and R is what the server says. It costs a product as large as the layer's own in each
-forward and backward pass, and no gradient, no state of the optimiser and no gradients of single rows.
+R is d_out x d_in, fp32, initially zero, and as large as the layer's own weight. The base itself stays as
+it is on disk, even where it is quantized, and the server determines R. R costs a product as large as the
+layer's own in each forward and backward pass. It needs no gradient, no optimizer state and no
+per-example gradients.
 
 | layer | what is done |
 |---|---|
-| nn.Linear, also one that bitsandbytes quantised | called as it is; only the change is added |
+| nn.Linear, also one that bitsandbytes quantized | called as it is; only the change is added |
 | transformers' Conv1D (GPT-2), whose weight is d_in x d_out | likewise; R and the pair are as for nn.Linear |
 | the output embedding | left out by "all-linear", as PEFT leaves it out |
 """
@@ -24,69 +25,71 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fedveil.adapters import pairs
-from fedveil.adapters.pairs import LoraFields, Pairs
-from fedveil.contract.spec import Spec, TensorSpec, Weights
-from fedveil.rng import Stream
+from fedveil.adapters import low_rank_pairs
+from fedveil.adapters.low_rank_pairs import LoraFields, LowRankPairsAdapter
+from fedveil.contract.param_spec import ParamSpec, Spec, Weights
+from fedveil.rng import RandomStream
+
+__all__ = ["ResidualLoraAdapter"]
 
 RESIDUAL = ".residual"
 _LOST = 1e-6  # of the norm of R, at most, where it is written as a pair
 T = TypeVar("T")
 
 
-def residuals(tensors: Mapping[str, T]) -> dict[str, T]:
+def residual_names(tensors: Mapping[str, T]) -> dict[str, T]:
     """The entries that are residuals."""
     return {name: value for name, value in tensors.items() if name.endswith(RESIDUAL)}
 
 
-def factors(tensors: Mapping[str, T]) -> dict[str, T]:
+def factor_names(tensors: Mapping[str, T]) -> dict[str, T]:
     """The entries that are not."""
     return {name: value for name, value in tensors.items() if not name.endswith(RESIDUAL)}
 
 
 @final
 @dataclass(frozen=True)
-class ResidualLora(Pairs):
-    """Low-rank pairs beside a residual that only the server changes: W = W_0 + scale * (R + B A).
+class ResidualLoraAdapter(LowRankPairsAdapter):
+    """Low-rank pairs plus a residual that only the server changes: W = W_0 + scale * (R + B A).
 
     Attributes:
-        rank: r, the inner width of each pair; R has any.
+        rank: r, the inner width of each pair; R may have any rank.
         alpha: the numerator of the scale; None means `rank`, which gives scale 1.
-        targets: as for `Lora`.
+        targets: as for `LoraAdapter`.
     """
 
     kind: Literal["residual-lora"] = "residual-lora"
 
     @override
     def example_spec(self) -> Spec:
-        found = dict(pairs.example(self.rank, ("lora",)))
-        for module in _modules(found):
-            shape = (found[f"{module}.lora_B"].shape[0], found[f"{module}.lora_A"].shape[1])
-            found[module + RESIDUAL] = TensorSpec(shape, fixed=True)
-        return found
+        spec = dict(low_rank_pairs.example_weights(self.rank, ("lora",)))
+        for module in _modules(spec):
+            shape = (spec[f"{module}.lora_B"].shape[0], spec[f"{module}.lora_A"].shape[1])
+            spec[module + RESIDUAL] = ParamSpec(shape, fixed=True)
+        return spec
 
     @override
-    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """A uniform within 1/sqrt(d_in), B and R zero."""
-        return pairs.drawn(shapes, rng)
+        return low_rank_pairs.draw_pairs(shapes, rng)
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """The same change as one pair a layer, of the rank of R + B A: up to the smaller of the layer's widths.
+        """Return the same change as one pair a layer, of the rank of R + B A: up to the layer's smaller width.
 
-        By singular values, of which the smallest are left out, to 1e-6 of the change's norm. Layers of lower rank are
-        filled up with zeros, for PEFT wants one rank.
+        The pair comes from a singular value decomposition without the smallest values, to 1e-6 of the change's
+        norm. Layers of lower rank are padded with zeros, because PEFT wants one rank.
         """
         changes = {m: weights[m + RESIDUAL] + _product(weights, m) for m in _modules(weights)}
-        if not any(bool(r.any()) for r in residuals(weights).values()):
-            return LoraFields(self.rank, self.scale * self.rank), factors(weights)
+        if not any(bool(r.any()) for r in residual_names(weights).values()):
+            return LoraFields(self.rank, self.scale * self.rank), factor_names(weights)
         split = {module: _split(change) for module, change in changes.items()}
         rank = max(len(a) for _, a in split.values())
-        found: dict[str, Tensor] = {}
+        factors: dict[str, Tensor] = {}
         for module, (b, a) in split.items():
-            found[f"{module}.lora_A"] = torch.cat([a, a.new_zeros(rank - len(a), a.shape[1])])
-            found[f"{module}.lora_B"] = torch.cat([b, b.new_zeros(len(b), rank - b.shape[1])], 1)
-        return LoraFields(rank, self.scale * rank), found
+            factors[f"{module}.lora_A"] = torch.cat([a, a.new_zeros(rank - len(a), a.shape[1])])
+            factors[f"{module}.lora_B"] = torch.cat([b, b.new_zeros(len(b), rank - b.shape[1])], 1)
+        return LoraFields(rank, self.scale * rank), factors
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
@@ -97,7 +100,7 @@ class ResidualLora(Pairs):
         Raises:
             ConfigError: `targets` matches no layer, or something that is no linear layer.
         """
-        chosen = pairs.chosen(model, self.targets)
+        chosen = low_rank_pairs.chosen_modules(model, self.targets)
         model.requires_grad_(False)
         for name, layer in chosen.items():
             model.set_submodule(name, ResidualLinear(layer, self))
@@ -121,30 +124,19 @@ def _split(change: Float[Tensor, "d_out d_in"]) -> tuple[Float[Tensor, "d_out k"
 
 
 @final
-class ResidualLinear(nn.Module):
-    """A frozen linear layer, its residual and its pair, fp32 whatever the layer is.
+class ResidualLinear(low_rank_pairs.LowRankLinear):
+    """A frozen linear layer with its residual and its pair, both fp32 for any dtype of the layer.
 
     Attributes:
         base_layer: the frozen layer.
         lora_A, lora_B: the pair, r x d_in and d_out x r.
-        residual: d_out x d_in; it asks for no gradient.
+        residual: d_out x d_in; it requires no gradient.
     """
 
-    def __init__(self, base_layer: nn.Module, adapter: ResidualLora) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self._scale = adapter.scale
-        # Zeros: a task puts its weights in before anything is computed.
-        (d_in, d_out), r, device = pairs.widths(base_layer), adapter.rank, self.weight.device
-        self.lora_A = nn.Parameter(torch.zeros(r, d_in, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(d_out, r, device=device))
-        self.residual = nn.Parameter(torch.zeros(d_out, d_in, device=device), requires_grad=False)
-
-    @property
-    def weight(self) -> Tensor:
-        """The frozen weight: some models look at its dtype."""
-        weight: Tensor = self.base_layer.weight  # type: ignore[assignment]
-        return weight
+    def __init__(self, base_layer: nn.Module, adapter: ResidualLoraAdapter) -> None:
+        super().__init__(base_layer, adapter)
+        shape = (len(self.lora_B), self.lora_A.shape[1])
+        self.residual = nn.Parameter(torch.zeros(shape, device=self.lora_A.device), requires_grad=False)
 
     @override
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:

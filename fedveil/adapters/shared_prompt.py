@@ -14,30 +14,30 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedveil.adapters.prompt import Prompt
-from fedveil.adapters.prompts import SHARED
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import RoundContext, State
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums
+from fedveil.adapters.prompt import PromptAdapter
+from fedveil.adapters.prompt_tensors import SHARED
+from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, Method, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
-from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, tensors_of
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, as_spec, cast_to, dense_fields, payload_tensors
 
 T = TypeVar("T")
 
 
-def shared(tensors: Mapping[str, T]) -> dict[str, T]:
+def shared_names(tensors: Mapping[str, T]) -> dict[str, T]:
     """The entry that is averaged."""
     return {SHARED: tensors[SHARED]}
 
 
-def own(tensors: Mapping[str, T]) -> dict[str, T]:
+def private_names(tensors: Mapping[str, T]) -> dict[str, T]:
     """The entries that stay at a site."""
     return {name: t for name, t in tensors.items() if name != SHARED}
 
 
-def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def private_state(adapter: PromptAdapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors, such that the model is that of the shared prompt.
 
     The own parts are zeros, or for the form "transport" equal to the shared prompt.
@@ -47,42 +47,70 @@ def alone(adapter: Prompt, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     prompt = tensors[SHARED]
     if adapter.form == "transport":
         return {SHARED: prompt, "prompt.local": prompt.clone()}
-    return {SHARED: prompt} | {name: torch.zeros_like(w) for name, w in own(tensors).items()}
+    return {SHARED: prompt} | {name: torch.zeros_like(w) for name, w in private_names(tensors).items()}
 
 
-def start(
-    adapter: Prompt, private: State | None, received: Mapping[str, Tensor], spec: Spec, stream: Stream
+def start_state(
+    adapter: PromptAdapter,
+    private: FederatedState | None,
+    received: Mapping[str, Tensor],
+    spec: Spec,
+    stream: RandomStream,
 ) -> dict[str, Tensor]:
-    """Where a site starts: with the shared prompt as received, and its own parts as kept or, the first time, drawn."""
+    """Return a site's start: the received shared prompt and its own parts, as kept or, the first time, drawn."""
     shapes = {name: tensor.shape for name, tensor in spec.items()}
-    kept = private.tensors if private is not None else own(adapter.draw(shapes, stream, {}))
-    return as_spec({**kept, **shared(received)}, spec)
+    own_tensors = private.tensors if private is not None else private_names(adapter.draw(shapes, stream, {}))
+    return as_spec({**own_tensors, **shared_names(received)}, spec)
 
 
-def broadcast(server: State, dtype: WireDtype) -> Payload:
-    """The shared prompt, the same for every client."""
-    return Payload(cast_to(shared(server.tensors), dtype))
+class SharedPromptMethod(Method):
+    """Base class with both halves of a method that shares one prompt and keeps the other parts at the site.
 
+    It is not a dataclass: each method declares its fields.
 
-def client(
-    adapter: Prompt, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext, dtype: WireDtype
-) -> tuple[State, Payload]:
-    """Local epochs on all parts; the shared prompt is sent, the others are kept."""
-    trained = trainer.train(start(adapter, private, tensors_of(down), trainer.spec, ctx.rng("init"))).weights
-    return State(own(trained)), Payload(cast_to(shared(trained), dtype))
+    Attributes:
+        adapter: the prompt, of a form that has private parts.
+        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+    """
 
+    adapter: PromptAdapter
+    wire_dtype: WireDtype
 
-def settled(adapter: Prompt, server: State, sums: Sums) -> State:
-    """The weighted mean of the shared prompts."""
-    return State(alone(adapter, {**server.tensors, **sums.means(shared(server.tensors))}))
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
+        """The shared prompt, drawn once for all clients."""
+        return FederatedState(private_state(self.adapter, weights))
 
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
+        """The shared prompt, the same for every client."""
+        return Payload(cast_to(shared_names(server.tensors), self.wire_dtype))
 
-def deployed(server: State, private: State | None) -> Mapping[str, Weights]:
-    """The shared prompt alone, and with a client's own parts where these are given."""
-    clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
-    return {"server": server.tensors, **clients}
+    def client(
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
+        """Local epochs on all parts; the shared prompt is sent, the others are kept."""
+        start = start_state(self.adapter, private, payload_tensors(down), trainer.spec, ctx.rng("init"))
+        trained = trainer.train(start).weights
+        return FederatedState(private_names(trained)), Payload(cast_to(shared_names(trained), self.wire_dtype))
 
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
+        """n_i times the shared prompt, and n_i."""
+        return weighted_contributions(payload_tensors(payload), num_examples)
 
-def layout(spec: Spec, dtype: WireDtype) -> Layout:
-    """The shared prompt, both ways."""
-    return Layout(dense_fields(shared(spec), "down", dtype) + dense_fields(shared(spec), "up", dtype))
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
+        """The weighted mean of the shared prompts."""
+        means = sums.means(shared_names(server.tensors))
+        return FederatedState(private_state(self.adapter, {**server.tensors, **means}))
+
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
+    ) -> Mapping[str, Weights]:
+        """The shared prompt alone, and with a client's own parts where these are given."""
+        clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
+        return {"server": server.tensors, **clients}
+
+    def layout(self, spec: Spec) -> MessageLayout:
+        """The shared prompt, both ways."""
+        shared = shared_names(spec)
+        return MessageLayout(
+            dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)
+        )

@@ -1,10 +1,12 @@
-"""The card as data: privacy.json beside a run's model. Everything that the pages say stands in it.
+"""The privacy card as data: privacy.json in a run's model folder, with everything that the card's pages say.
 
-Its fields are those that NIST SP 800-226 asks of a claim (unit, relation, parameters, trust, mechanism, hazards) and
-that the registry of deployments has in its schema (arXiv 2509.13509): who, for what, flavour, loss, model, accounting,
-implementation. What nobody has said is "", and the pages say "not stated".
+It has the fields that NIST SP 800-226 asks of a claim: unit, relation, parameters, trust, mechanism,
+hazards. It also has those of the deployment registry's schema (arXiv 2509.13509): who, for what, flavor,
+loss, model, accounting, implementation. A fact that has not been stated is "", and the pages say "not
+stated".
 
-A card may come from anywhere: it is bounded, and no key that this version does not know is let in.
+A card may come from an untrusted source: its size is bounded, and a key unknown to this version is
+refused.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedveil.errors import StateError
-from fedveil.foreign import shown
+from fedveil.sanitize import sanitize
 
 NAME, PAGE, README = "privacy.json", "PRIVACY.md", "README.md"
 MOST_BYTES = 8 << 20
@@ -28,29 +30,29 @@ Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Epsilon = Annotated[float, Field(ge=0)] | Literal["infinite", "not known"]
 
 
-def short(value: object) -> str:
+def short_digest(value: object) -> str:
     """Anybody's name, fit for a card: printable, on one line, cut."""
-    return shown(value, 250)[:300]
+    return sanitize(value, 250)[:300]
 
 
-def text(value: object) -> str:
+def card_text(value: object) -> str:
     """Anybody's sentence, fit for a card."""
-    return shown(value, 3500)[:4000]
+    return sanitize(value, 3500)[:4000]
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class Stated(_Part):
-    """What only people can say: the code cannot know it.
+class DeclaredFacts(_Part):
+    """The facts that only people can state, because the code cannot know them.
 
     Attributes:
         curator: who answers for the run.
-        use: what the model is for.
-        why_epsilon: why this epsilon, delta and unit.
-        license: of the model, as the Hugging Face Hub names it.
-        data_sets: each site's data set by the id that the site gave.
+        use: the purpose of the model.
+        why_epsilon: the reason for this epsilon, delta and unit.
+        license: the model's license, as the Hugging Face Hub names it.
+        data_sets: each site's data set, by the id that the site gave.
     """
 
     curator: Text = ""
@@ -61,15 +63,15 @@ class Stated(_Part):
 
 
 class RunFacts(_Part):
-    """Which run.
+    """The facts that identify a run.
 
     Attributes:
-        id: 8 hex digits that tell it from others of its name; "" where there are none.
-        fields: of the method.
+        id: 8 hex digits that distinguish runs of the same name; "" where there are none.
+        fields: the method's fields.
         base: the base model's name.
-        rounds: that are in the model.
-        scores: the last ones of the server's model.
-        versions: of packages by name, of the start.
+        rounds: number of rounds that are in the model.
+        scores: the last scores of the server's model.
+        versions: package versions by name, as of the start.
     """
 
     name: Short
@@ -87,7 +89,7 @@ class RunFacts(_Part):
     versions: dict[Short, Short]
 
 
-class Sent(_Part):
+class SentMessages(_Part):
     """All messages of one kind that the ledger lists by field.
 
     Attributes:
@@ -104,7 +106,7 @@ class Sent(_Part):
     fields: list[tuple[Short, Short, list[Count], Count]]
 
 
-class Traffic(_Part):
+class SiteTraffic(_Part):
     """All messages of one site that the server's record has, keys and shares of secure aggregation too."""
 
     site: Short
@@ -114,8 +116,8 @@ class Traffic(_Part):
     down_bytes: Count
 
 
-class Party(_Part):
-    """Who saw what, and was trusted with what."""
+class DisclosureParty(_Part):
+    """A party of a run: what it saw, and what it was trusted with."""
 
     who: Short
     saw: list[Text]
@@ -123,12 +125,12 @@ class Party(_Part):
 
 
 class SiteCost(_Part):
-    """What the run cost a site's rows at most, from what the site reported.
+    """An upper bound on what the run cost a site's examples, from what the site reported.
 
     Attributes:
         against_all: against the server and all other sites together, where the noise is in the sum.
-        mu: of Gaussian differential privacy; None where none is known.
-        mu_down_to: mu bounds every epsilon whose delta is at least this; 0 where it is exact.
+        mu: of Gaussian differential privacy; None where it is not known.
+        mu_down_to: mu bounds every epsilon whose delta is at least this; 0 where mu is exact.
         unknown: why there are no figures; "" where there are.
     """
 
@@ -143,17 +145,17 @@ class SiteCost(_Part):
     unknown: Text = ""
 
 
-class Guarantee(_Part):
-    """The formal guarantee, or that there is none.
+class PrivacyGuaranteeEntry(_Part):
+    """The formal guarantee of a run, or the statement that it has none.
 
     Attributes:
-        formal: whether a bound holds against somebody.
+        formal: True if a bound holds against some adversary.
         says: the guarantee in a sentence.
-        unit: what one neighbour may differ in.
-        relation: of neighbouring data sets; "" without a guarantee.
-        nominal: an epsilon that the method was given and does not keep.
+        unit: what may differ between neighboring data sets.
+        relation: the neighboring relation; "" without a guarantee.
+        nominal: an epsilon that the method was given but does not keep.
         allowed: the most that a site's ledger lets a record be charged.
-        epsilon: of the most charged site; what is exact is at most this.
+        epsilon: of the most charged site; the exact value is at most this.
         model: where the noise is added, in words.
     """
 
@@ -172,7 +174,7 @@ class Guarantee(_Part):
     assumptions: list[Text] = []
 
 
-class Score(_Part):
+class AttackScore(_Part):
     """One attack on one model; `auroc` and its 95 % interval."""
 
     model: Short
@@ -184,7 +186,7 @@ class Score(_Part):
     verdict: Literal["above", "below", "contains"]
 
 
-class Attack(_Part):
+class AttackEntry(_Part):
     """One attack with its controls.
 
     Attributes:
@@ -198,28 +200,28 @@ class Attack(_Part):
     name: Short
     usable: bool
     why: Text
-    run: list[Score]
-    to_win: list[Score]
-    to_lose: list[Score]
+    run: list[AttackScore]
+    to_win: list[AttackScore]
+    to_lose: list[AttackScore]
 
 
-class Audited(_Part):
-    """What attacks found. Without an audit `measured` is false and nothing is claimed."""
+class AuditSection(_Part):
+    """The results of the privacy attacks. Without an audit `measured` is false and the card claims nothing."""
 
     measured: bool = False
     audit: Digest = ""
-    attacks: list[Attack] = []
+    attacks: list[AttackEntry] = []
     notes: list[Text] = []
 
 
-class Base(_Part):
+class BaseModelFiles(_Part):
     """The base model's files, each by its SHA-256; {} where they are not on the machine that wrote the card."""
 
     revision: Short = ""
     files: dict[Short, Digest] = {}
 
 
-class Digests(_Part):
+class RunDigests(_Part):
     """SHA-256 of what the run was made from.
 
     Attributes:
@@ -227,12 +229,12 @@ class Digests(_Part):
         config: of the run config with the method's fields, as `config_digest` takes it.
     """
 
-    base: Base
+    base: BaseModelFiles
     app: Digest
     config: Digest
 
 
-class Anchors(_Part):
+class LogAnchors(_Part):
     """Ends of audit logs, "LINES:SHA-256", at the writing of the card.
 
     Attributes:
@@ -245,43 +247,43 @@ class Anchors(_Part):
     note: Text = ""
 
 
-class Card(_Part):
+class PrivacyCard(_Part):
     """The privacy card."""
 
     fedveil_card: Literal[1]
     run: RunFacts
-    stated: Stated
-    parties: list[Party]
-    sent: list[Sent]
-    traffic: list[Traffic] = []
-    guarantee: Guarantee
-    audited: Audited
+    stated: DeclaredFacts
+    parties: list[DisclosureParty]
+    sent: list[SentMessages]
+    traffic: list[SiteTraffic] = []
+    guarantee: PrivacyGuaranteeEntry
+    audited: AuditSection
     not_protected: list[Text]
-    digests: Digests
-    audit_log: Anchors
+    digests: RunDigests
+    audit_log: LogAnchors
 
     def to_bytes(self) -> bytes:
         """privacy.json; equal cards give equal bytes."""
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
-def parse(data: bytes, where: str) -> Card:
+def parse_card(data: bytes, where: str) -> PrivacyCard:
     """The card in the bytes of privacy.json. Raises StateError, which names `where`."""
     if len(data) > MOST_BYTES:
         raise StateError(f"{where}: expected at most {MOST_BYTES} bytes, found {len(data)}; take another card")
     try:
-        return Card.model_validate_json(data)
+        return PrivacyCard.model_validate_json(data)
     except (ValidationError, RecursionError) as error:
         raise StateError(
-            f"{where}: expected a privacy card of version 1, found {shown(error, 300)}; write it anew with the version "
-            "of fedveil that made it, or take another one"
+            f"{where}: expected a privacy card of version 1, found {sanitize(error, 300)}; write it anew with the "
+            "version of fedveil that made it, or take another one"
         ) from None
 
 
-def read(folder: Path) -> Card:
+def read_card(folder: Path) -> PrivacyCard:
     """The card in a folder. Raises StateError where there is none, or none that is one."""
     file = folder / NAME
     if file.is_symlink() or not file.is_file():
         raise StateError(f"{folder}: expected {NAME} of a card, found none; fedveil card make RUN writes it")
     with file.open("rb") as lines:
-        return parse(lines.read(MOST_BYTES + 1), str(file))
+        return parse_card(lines.read(MOST_BYTES + 1), str(file))

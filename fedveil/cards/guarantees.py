@@ -1,4 +1,4 @@
-"""What a run guarantees formally, or that it guarantees nothing; and what is not protected whatever it guarantees."""
+"""A run's formal guarantee, or the lack of one, and what stays unprotected in either case."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedveil.cards.card import Epsilon, Guarantee, SiteCost, short, text
+from fedveil.cards.card import Epsilon, PrivacyGuaranteeEntry, SiteCost, card_text, short_digest
 from fedveil.config import RunConfig
-from fedveil.contract.budget import Claim, stated
 from fedveil.contract.method import Method
-from fedveil.privacy import gaussian
-from fedveil.privacy.claims import claim_of
-from fedveil.privacy.dp_sgd import DpSgd
-from fedveil.privacy.from_reports import Cost, cost
-from fedveil.privacy.in_sum import InSum
+from fedveil.contract.privacy import PrivacyGuarantee, stated_guarantee
+from fedveil.federation.secagg.adversary_model import NOT_BOUND, single_site
+from fedveil.privacy import gdp
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.privacy.guarantee_source import guarantee_of, untimed
+from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
 
 NONE = "There is NO formal guarantee"
 UNIT = "one row of one site's data set, in this run alone"
@@ -32,27 +33,27 @@ _ACCOUNTANTS = {
 }
 
 
-def of(
+def formal_guarantees(
     method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]], sites: Sequence[str], whole: bool
-) -> Guarantee:
+) -> PrivacyGuaranteeEntry:
     """The guarantee.
 
     Args:
         attempts: the lines of metrics.jsonl that are attempts at a round.
         whole: with mu of subsampled steps, which takes seconds a site.
     """
-    claim = claim_of(method, config)
+    claim = guarantee_of(method, config)
     if claim is None:
         return _none("the run makes no claim of differential privacy, so epsilon is infinite.")
     if config.run.deterministic:
         return _none("its noise was seeded (run.deterministic = true), and who knows the seed takes it away.")
     budget, batch = claim.budget, config.train.batch_size
-    costs = {site: cost(claim, batch, attempts, site) for site in sites}
-    each = [_site(site, found, claim, whole) for site, found in costs.items()]
+    costs = {site: server_side_bound(claim, batch, attempts, site) for site in sites}
+    each = [_site(site, cost, claim, whole) for site, cost in costs.items()]
     worst = _worst(each, budget.epsilon)
-    kinds = {kind for found in costs.values() if isinstance(found, Cost) for kind, *_ in found.charges}
+    kinds = {kind for cost in costs.values() if isinstance(cost, ServerSideBound) for kind, *_ in cost.charges}
     used = "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds)
-    return Guarantee(
+    return PrivacyGuaranteeEntry(
         formal=isinstance(worst, float),
         says=_says(worst, claim),
         unit=UNIT,
@@ -69,16 +70,16 @@ def of(
     )
 
 
-def _none(why: str) -> Guarantee:
-    return Guarantee(formal=False, says=f"{NONE}: {why}", unit="none")
+def _none(why: str) -> PrivacyGuaranteeEntry:
+    return PrivacyGuaranteeEntry(formal=False, says=f"{NONE}: {why}", unit="none")
 
 
-def _site(site: str, found: Cost | str, claim: Claim, whole: bool) -> SiteCost:
-    name = short(site)
+def _site(site: str, found: ServerSideBound | str, claim: PrivacyGuarantee, whole: bool) -> SiteCost:
+    name = short_digest(site)
     if isinstance(found, str):
-        return SiteCost(site=name, unknown=text(found))
+        return SiteCost(site=name, unknown=card_text(found))
     quick = {step[0] for step in found.charges} <= {"gaussian"}
-    mu = gaussian.mu(found.charges, claim.budget.delta, claim.budget.neighbours) if whole or quick else None
+    mu = gdp.compute_mu(found.charges, claim.budget.delta, claim.budget.neighbours) if whole or quick else None
     return SiteCost(
         site=name,
         rows=found.rows,
@@ -92,7 +93,7 @@ def _site(site: str, found: Cost | str, claim: Claim, whole: bool) -> SiteCost:
 
 
 def _worst(sites: Sequence[SiteCost], allowed: float) -> Epsilon:
-    """Of the most charged site. Where a site's figure is not known here, its ledger lets no more than `allowed`."""
+    """Return the most charged site's epsilon; for a site of unknown epsilon its ledger's limit `allowed` counts."""
     values = [
         _number(allowed) if site.epsilon == "not known" and allowed < math.inf else site.epsilon for site in sites
     ]
@@ -102,7 +103,7 @@ def _worst(sites: Sequence[SiteCost], allowed: float) -> Epsilon:
     return max((value for value in values if isinstance(value, float)), default=_number(allowed))
 
 
-def _says(worst: Epsilon, claim: Claim) -> str:
+def _says(worst: Epsilon, claim: PrivacyGuarantee) -> str:
     budget = claim.budget
     if worst == "not known":
         return (
@@ -114,22 +115,27 @@ def _says(worst: Epsilon, claim: Claim) -> str:
     whom = "everyone but the site itself"
     if budget.server_trusted:
         whom += " and the server, which saw sums without noise: against the server epsilon is infinite"
-    if isinstance(claim, InSum):
-        whom += f", while {claim.honest} sites of every sum tell nobody their share of the noise"
-    return f"{stated(worst, budget.delta, budget.neighbours)} at most, for {UNIT}, against {whom}."
+    assumed = []
+    if isinstance(claim, DistributedDiscreteGaussian):
+        assumed.append(f"{claim.honest} sites of every sum tell nobody their share of the noise")
+        assumed.append("the server keeps to the protocol")
+    if untimed(claim):
+        assumed.append("the server does not time the site")
+    whom += f", while {' and '.join(assumed)}" if assumed else ""
+    return f"{stated_guarantee(worst, budget.delta, budget.neighbours)} at most, for {UNIT}, against {whom}."
 
 
-def _model(claim: Claim) -> str:
+def _model(claim: PrivacyGuarantee) -> str:
     if claim.budget.server_trusted:
         return "central: the sites send values before the noise, and trust the server to add it"
-    if isinstance(claim, InSum):
+    if isinstance(claim, DistributedDiscreteGaussian):
         return f"distributed: the {claim.words}"
-    return "at the site: each adds all of its noise before anything leaves it, and need not trust the server"
+    return "at the site: each adds all of its noise before anything leaves it, and need not trust the server to add it"
 
 
-def _mechanism(claim: Claim, config: RunConfig) -> str:
-    inner = claim.claim if isinstance(claim, InSum) else claim
-    if isinstance(inner, DpSgd):
+def _mechanism(claim: PrivacyGuarantee, config: RunConfig) -> str:
+    inner = claim.claim if isinstance(claim, DistributedDiscreteGaussian) else claim
+    if isinstance(inner, DpSgdConfig):
         return (
             f"DP-SGD: each row's gradient clipped to norm {inner.clip:g}, Gaussian noise of {inner.noise:g} times that "
             "on every step's sum, batches by Poisson sampling"
@@ -137,8 +143,8 @@ def _mechanism(claim: Claim, config: RunConfig) -> str:
     return f"Gaussian noise of the method {config.method.name} on sums of clipped rows; its page has the equations"
 
 
-def _assumptions(claim: Claim) -> list[str]:
-    said = [
+def _assumptions(claim: PrivacyGuarantee) -> list[str]:
+    sentences = [
         "A site's figure rests on the rows and steps that it reported; its own ledger is what holds it to a budget.",
         "This run alone: other runs on the same rows add up, and the site's ledger counts them.",
         "Noise and batches are drawn at random by the party that adds them, from its operating system.",
@@ -146,32 +152,44 @@ def _assumptions(claim: Claim) -> list[str]:
         "Settings chosen by looking at the rows, and runs thrown away for their scores, are not counted.",
     ]
     if claim.budget.neighbours.value == "add-or-remove-one":
-        said.append("The number of rows, which every upload in the clear carries, counts as public.")
-    if isinstance(claim, InSum):
-        said.append(f"{claim.honest} sites of every sum tell nobody their share of the noise.")
-    return said
+        sentences.append("The number of rows, which every upload in the clear carries, counts as public.")
+    if isinstance(claim, DistributedDiscreteGaussian):
+        sentences.append(f"{claim.honest} sites of every sum tell nobody their share of the noise.")
+        sentences.append(
+            "The server keeps to the protocol of secure aggregation: it neither deviates from it nor lies."
+        )
+    if timing := untimed(claim):
+        sentences.append(timing)
+    return sentences
 
 
 def not_protected(method: Method, config: RunConfig) -> list[str]:
-    """What a reader must not take for protected."""
-    claim = claim_of(method, config)
-    said = [
+    """Return sentences on what a reader must not assume to be protected."""
+    claim = guarantee_of(method, config)
+    sentences = [
         LYING,
+        NOT_BOUND,
         "Somebody with several rows, or with rows at several sites: the unit is a row, their bound several times that.",
         "What is true of a site's rows as a whole: how many there are, what they are about, how the model fits them.",
         "Who took part, when, and the sizes of messages.",
         "The machines: whoever is root there, the code that a site's policy lets in, time that a step takes.",
     ]
     if claim is None or config.run.deterministic:
-        said.insert(
+        sentences.insert(
             1,
             "Single rows, from the server or from whoever gets the model: withholding is no bound on what can be told.",
         )
     if not config.secure.enabled:
-        said.append("Single uploads from the server, with each site's number of examples and the losses it reported.")
-    if config.run.tap:
-        said.append("What the server kept of the messages (run.tap), which is as secret as they.")
-    return said
+        sentences.append(
+            "Single uploads from the server, with each site's number of examples and the losses it reported."
+        )
+    elif exception := single_site(method.has_partial_uploads):
+        sentences.append(exception)
+    if config.secure.enabled:
+        sentences.append("A site's upload, from a server that deviates from secure aggregation's protocol or lies.")
+    if config.run.capture_messages:
+        sentences.append("What the server kept of the messages (run.capture-messages), which is as secret as they.")
+    return sentences
 
 
 def _number(value: float) -> Epsilon:

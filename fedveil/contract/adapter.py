@@ -1,7 +1,8 @@
-"""What is trained on a base model: the interface of adapters. Each is one file of `fedveil/adapters/`.
+"""The interface of adapters: what is trained on a base model. Each adapter is one file of `fedveil/adapters/`.
 
-An adapter is a final frozen dataclass. Its fields are hyper-parameters, validated on creation. It holds no tensors: it
-says which ones there are, draws them, and attaches them to a model. The model is the task's; a method sees tensors.
+An adapter is a final frozen dataclass. Its fields are hyper-parameters, validated on creation. It holds
+no tensors: it names them, draws them, and attaches them to a model. The task owns the model; a method
+sees only tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from fedveil.config import TrainConfig
-from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
+from fedveil.rng import RandomStream
+
+__all__ = ["Adapter", "AttachedModel", "Mount"]
 
 # What an adapter needs of a model, and a task offers: layers, which every model has; the cache of a causal language
 # model, where keys and values stand before the tokens; the texts of a CLIP, where a context stands before class names.
@@ -25,14 +28,16 @@ Mount = Literal["layers", "cache", "texts"]
 
 
 @dataclass(frozen=True)
-class Attached:
-    """A whole model in which something is trained, for whoever writes it to files.
+class AttachedModel:
+    """A whole model with its trained part attached, for code that writes it to files.
 
     Attributes:
         model: a transformers model.
-        names: of every trained tensor, by the spec's name, its name in `model`; none where it lies beside the model.
-        base: what the files call the model that the run began with: `fedveil.models.named.published`.
-        processor: its tokenizer, or its processor of images; None where it came without one.
+        names: maps each trained tensor's spec name to its name in `model`; no entry for a tensor outside the
+            model.
+        base: how files name the model that the run began with:
+            `fedveil.models.published_name.published_name`.
+        processor: its tokenizer or image processor; None where the model came without one.
     """
 
     model: Any
@@ -42,10 +47,10 @@ class Attached:
 
 
 class Adapter(ABC):
-    """What is trained on a base model. Subclasses are final: `@final @dataclass(frozen=True)`.
+    """An adapter: what is trained on a base model. Subclasses are final: `@final @dataclass(frozen=True)`.
 
     Attributes:
-        kind: the name in method.fields: "lora".
+        kind: the adapter's name in method.params, such as "lora".
         mount: what it needs of the model.
     """
 
@@ -55,7 +60,7 @@ class Adapter(ABC):
 
     @property
     def trains_base(self) -> bool:
-        """Whether tensors of the base itself are trained, not only what is attached to it."""
+        """Return whether tensors of the base itself are trained, not only what is attached to it."""
         return False
 
     @property
@@ -65,7 +70,7 @@ class Adapter(ABC):
 
     @property
     def drops(self) -> bool:
-        """Whether something of it is dropped out in training steps, by torch's own draws."""
+        """Return whether the adapter uses dropout in training steps, drawn by torch itself."""
         return False
 
     def check(self, train: TrainConfig) -> None:  # noqa: B027  # most adapters go with every training
@@ -73,14 +78,14 @@ class Adapter(ABC):
 
     @abstractmethod
     def example_spec(self) -> Spec:
-        """What it trains in a small model: for wire tables, and for tests over every method."""
+        """Return the tensors trained in a small model, for wire tables and for tests over every method."""
 
-    def read(self, model: Any, rng: Stream) -> Weights:
+    def read(self, model: Any, rng: RandomStream) -> Weights:
         """Initial tensors that a model computes, which the adapter is attached to; they are in the `base` of `draw`."""
         return {}
 
     @abstractmethod
-    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: Stream, base: Weights) -> dict[str, Tensor]:
+    def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """Initial tensors on the CPU, fp32, under the names of `shapes` and in their order.
 
         They are drawn by sorted name, so that they do not depend on the order of `shapes`. What is the base's own comes
@@ -100,17 +105,17 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def save(self, folder: Path, attached: Attached, weights: Weights) -> None:
+    def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
         """Writes `weights`, which are in the attached model, to a folder in the form that other programs load.
 
-        See `fedveil.adapters.written`. The folder is there; files of these names in it are replaced.
+        See `fedveil.adapters.export`. The folder is there; files of these names in it are replaced.
         """
 
-    def merge(self, plain: Attached, weights: Weights) -> None:
+    def merge(self, plain: AttachedModel, weights: Weights) -> None:
         """Adds what `weights` change to the model's own weights, in place.
 
         Args:
-            plain: the base without this adapter, with all its weights as what is trained (`AllWeights`).
+            plain: the base without this adapter, with all its weights as what is trained (`AllWeightsAdapter`).
 
         Raises:
             ConfigError: it is no change of weights, or one of a weight that the model has twice.

@@ -11,19 +11,29 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+__all__ = [
+    "Buffer",
+    "Codec",
+    "DeviceDecodable",
+    "QuantizedTensor",
+    "Value",
+    "count_elements",
+    "raw_bytes",
+    "view_bytes",
+]
+
 Buffer = bytes | bytearray | memoryview | mmap.mmap
-Shape = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Coded:
+class QuantizedTensor:
     """Block-wise codes: `codes` are level indices (uint8, any shape); `scales`: one fp32 a block of the flat tensor."""
 
     codes: Tensor
     scales: Tensor
 
 
-Value = Tensor | Coded | bytes
+Value = Tensor | QuantizedTensor | bytes
 
 
 class Codec(Protocol):
@@ -47,7 +57,7 @@ class Codec(Protocol):
         ...
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """How many bytes a value of that shape has."""
+        """Return the encoded size in bytes of a value of this shape."""
         ...
 
     def shape(self, value: Value) -> tuple[int, ...]:
@@ -56,20 +66,20 @@ class Codec(Protocol):
 
 
 @runtime_checkable
-class DecodesOn(Protocol):
+class DeviceDecodable(Protocol):
     """A codec whose values are larger than their bytes: these can be copied to another device and decoded there."""
 
     def decode_on(self, data: memoryview, shape: tuple[int, ...], device: torch.device) -> Value:
-        """What `decode` gives, on `device`. Raises WireError."""
+        """Decode as `decode` does, but on `device`. Raises WireError."""
         ...
 
 
-def numel(shape: tuple[int, ...]) -> int:
-    """How many entries a tensor of that shape has."""
+def count_elements(shape: tuple[int, ...]) -> int:
+    """Return the number of entries of a tensor of this shape."""
     return math.prod(shape)
 
 
-def raw(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
     """The tensor's bytes; not copied if it is contiguous and on the CPU."""
     if tensor.numel() == 1:
         tensor = tensor.reshape(())  # torch calls one entry contiguous whatever its stride, yet cannot view it as bytes
@@ -77,8 +87,8 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
-def view(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The bytes as a tensor that shares their memory. Nobody may write to it."""
+def view_bytes(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor that shares memory with the bytes. Callers must not write to it."""
     if not len(data):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""What may be on the wire: fields, words, and payloads made of them."""
+"""The messages that may be on the wire: fields, scalar words, and payloads made of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Literal
 
 from fedveil.contract.codec import Codec, Value
 
+__all__ = ["Direction", "MessageLayout", "Payload", "ScalarField", "WireField"]
+
 Direction = Literal["down", "up"]
 
 
 @dataclass(frozen=True)
-class Field:
+class WireField:
     """One field on the wire.
 
     Attributes:
@@ -48,8 +50,8 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Word:
-    """One of a few public choices, which every payload of its direction carries beside the tensors."""
+class ScalarField:
+    """A value from a few public choices, carried with the tensors by every payload of its direction."""
 
     name: str
     direction: Direction
@@ -57,16 +59,16 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """Everything that may be on the wire, in both directions. Both ends refuse anything else.
 
     Attributes:
         fields: the tensors.
-        scalars: words that every payload of a direction carries beside its tensors.
+        scalars: words that every payload of a direction carries along with its tensors.
     """
 
-    fields: tuple[Field, ...]
-    scalars: tuple[Word, ...] = ()
+    fields: tuple[WireField, ...]
+    scalars: tuple[ScalarField, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -83,7 +85,7 @@ class Layout:
         named = {v for f in self.fields if f.direction == direction for v in f.variants}
         return tuple(sorted(named)) or ("",)
 
-    def fields_of(self, direction: Direction, variant: str) -> dict[str, Field]:
+    def fields_of(self, direction: Direction, variant: str) -> dict[str, WireField]:
         """The fields that a payload of this direction and variant carries: exactly these."""
         return {
             f.name: f for f in self.fields if f.direction == direction and (not f.variants or variant in f.variants)
@@ -92,11 +94,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Payload:
-    """What one side sends to the other.
+    """The content of one message from one side to the other.
 
     Attributes:
         fields: values by name, as the layout declares them.
-        variant: which of the layout's variants this is ("" if there is only one form).
+        variant: which of the layout's variants this is; "" if there is only one form.
         scalars: the layout's words of this direction.
     """
 

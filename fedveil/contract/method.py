@@ -5,8 +5,8 @@ and returns, and what the server adds up. It never sees Flower, a model or a fil
 
     down = method.broadcast(server, ctx)                          # server, one client; pure, may be replayed
     private, up = method.client(private, down, trainer, ctx)      # client; private never leaves the site
-    terms = method.terms(up, num_examples, spec, ctx)             # one upload's summands
-    server = method.settle(server, sums, ctx)                     # server; sums over the terms of all clients
+    terms = method.contributions(up, num_examples, spec, ctx)             # one upload's summands
+    server = method.server_update(server, sums, ctx)                     # server; sums over the terms of all clients
 
 Methods are final frozen dataclasses. Their fields are the hyper-parameters, validated on creation.
 """
@@ -21,23 +21,35 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
-from fedveil.contract import held_out
+from fedveil.contract import held_out_report
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.address import Address
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import Sums, Terms
+from fedveil.contract.contributions import AggregateSums, ClientContributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
+from fedveil.rng import RandomStream
+
+__all__ = [
+    "REPORT_FIELDS",
+    "AcceptedUpload",
+    "Distiller",
+    "FederatedState",
+    "Method",
+    "RoundContext",
+    "Sends",
+    "ServerTrained",
+    "hyperparameters_of",
+]
 
 Sends = Literal["weights", "gradients", "changes"]
 
 # What a client may report beside its payload. Both ends refuse anything else.
-REPORT_FIELDS = held_out.FIELDS | {"loss_received", "loss_trained", "steps", "tokens", "train_seconds"}
+REPORT_FIELDS = held_out_report.FIELDS | {"loss_received", "loss_trained", "steps", "tokens", "train_seconds"}
 
 
 @dataclass(frozen=True)
-class State:
+class FederatedState:
     """State of a server or a client: named tensors and JSON values, so one checkpoint format serves all methods."""
 
     tensors: Weights = field(default_factory=dict)
@@ -46,19 +58,21 @@ class State:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """Where and when a half of a method runs.
+    """The place and time at which one half of a method runs.
 
     Server and client hold different secrets, so neither can replay the other's draws.
 
     Attributes:
         round: 0-based.
-        client: the site's name; "" where the server settles a round.
-        is_new: the server has accepted no upload of this site yet, or the site's last turn failed.
+        client: the site's name; "" where the server completes a round.
+        is_new: the server has not accepted an upload of this site yet, or the site's last client round
+            failed.
         secret: this side's secret; never on the wire.
-        seeded: run.deterministic is set: noise repeats and protects nobody.
-        address: what the turn's messages belong to; for the envelope, not for methods.
-        noise_in_sum: noise on what is summed is added behind the method (secure.noise): it adds none there itself.
-        device: where a method with `on_device` codes, masks and packs; None: where the tensors lie.
+        seeded: run.deterministic is set: the noise repeats and protects no one.
+        address: the address of this client round's messages; for the envelope, not for methods.
+        noise_in_sum: True if noise is added to the sum outside the method (secure.noise), which then adds
+            none to it.
+        device: where a method with `on_device` quantizes, masks and packs; None means where the tensors are.
     """
 
     round: int
@@ -66,7 +80,7 @@ class RoundContext:
     is_new: bool
     secret: bytes = field(repr=False)
     seeded: bool = False
-    address: Address = Address()
+    address: MessageAddress = MessageAddress()
     noise_in_sum: bool = False
     device: torch.device | None = None
 
@@ -75,9 +89,9 @@ class RoundContext:
         """The name by which the server knows the client: the one that fields of a run name sites by."""
         return self.address.site or self.client
 
-    def rng(self, purpose: str) -> Stream:
+    def rng(self, purpose: str) -> RandomStream:
         """A new stream derived from (secret, round, client, purpose): the same call gives the same draws."""
-        return Stream.derive(self.secret, self.round, self.client, purpose)
+        return RandomStream.derive(self.secret, self.round, self.client, purpose)
 
     def noise(self, purpose: str) -> Callable[[int], bytes]:
         """The source of noise that protects people: the operating system; in a deterministic run, a stream."""
@@ -89,7 +103,7 @@ class RoundContext:
 
 
 @dataclass(frozen=True)
-class Upload:
+class AcceptedUpload:
     """An accepted reply.
 
     Attributes:
@@ -113,57 +127,71 @@ class Method(ABC):
     adapter: Adapter
 
     @property
-    def sends(self) -> Sends:
-        """What the terms hold, under the spec's names: trained weights, gradients, or changes of received weights."""
+    def upload_kind(self) -> Sends:
+        """Return what terms under the spec's names hold: trained weights, gradients, or weight changes."""
         return "weights"
 
     @property
-    def divisor(self) -> float:
-        """What terms of trained weights, or of their changes, may be divided by: 1 or more, and of no row's making."""
+    def aggregate_divisor(self) -> float:
+        """Return the divisor of terms of trained weights or their changes: at least 1, independent of examples."""
         return 1.0
 
     @property
-    def optimises(self) -> bool:
-        """Whether clients make the optimiser steps of `train.*`; where not, keys of such steps are refused."""
+    def uses_local_optimizer(self) -> bool:
+        """Return whether clients make the optimizer steps of `train.*`; if not, keys of such steps are refused."""
         return True
 
     @property
-    def asks_gradient(self) -> bool:
-        """Whether clients ask for a gradient of a batch as it is, which no accountant covers."""
-        return self.sends == "gradients"
+    def requests_raw_gradient(self) -> bool:
+        """Return whether clients ask for a batch's raw gradient, which no accountant covers."""
+        return self.upload_kind == "gradients"
 
     @property
-    def masked(self) -> bool:
-        """Whether terms may have masks: two uploads then hold different entries, and perhaps none in common."""
+    def has_masked_terms(self) -> bool:
+        """Return whether terms may have masks: two uploads then hold different entries, and perhaps none in common."""
         return False
 
     @property
-    def on_device(self) -> bool:
-        """Whether `broadcast` and `client` use `ctx.device`; only with one that does is a device named.
+    def has_partial_uploads(self) -> bool:
+        """True if the sites of a round may send different entries; an entry of their sum may then be of one site."""
+        return self.has_masked_terms
 
-        Received codes are then decoded there, a tensor at each access, and what is sent may lie there.
+    @property
+    def keeps_past(self) -> bool:
+        """True if a client starts a tensor that it was not sent from where it left it; an attack counts on it."""
+        return True
+
+    def starting_weights(self, received: Weights, spec: Spec) -> Weights:
+        """Return the broadcast tensors as a client starts from them; an attack reads a client's start so."""
+        return received
+
+    @property
+    def on_device(self) -> bool:
+        """Return whether `broadcast` and `client` use `ctx.device`; only then is a device given.
+
+        Received codes are then decoded on it, a tensor at each access, and the tensors to send may be on it.
         """
         return False
 
     @abstractmethod
-    def init(self, spec: Spec, weights: Weights, rng: Stream) -> State:
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """The server's state before round 0, from the adapter's initial weights."""
 
     @abstractmethod
-    def broadcast(self, server: State, ctx: RoundContext) -> Payload:
-        """What one client gets. Pure: the same arguments give the same payload, so the server may call it again."""
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
+        """Return one client's payload. Pure: the server may call it again with the same arguments and result."""
 
     @abstractmethod
     def client(
-        self, private: State | None, down: Payload, trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload]:
+        self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload]:
         """One participation. `private` is None at the first one; the returned state stays on the site."""
 
     @abstractmethod
-    def terms(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> Terms:
-        """What this upload adds to the sums. Pure, and equal on either side: of `ctx` it uses at most the round."""
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
+        """Return what this upload adds to the sums. Pure and equal on both sides: it reads only the round of `ctx`."""
 
-    def summed(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
+    def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
         """The sums of a round: by name, of the spec or of an upload's field, the shape of its terms' weights.
 
         () where an entry weighs as every other one: terms without masks. Else one that broadcasts to the tensor's, with
@@ -173,11 +201,11 @@ class Method(ABC):
         return {name: () for name in spec if name in sent}
 
     @abstractmethod
-    def settle(self, server: State, sums: Sums, ctx: RoundContext) -> State:
+    def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """The server's next state, from sums over at least one client. `ctx` is the server's and names no client."""
 
-    def deployed(
-        self, server: State, private: State | None = None, down: Payload | None = None
+    def models(
+        self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
         """The models that exist, by view: "server" always, "client" with `private`. These are scored and attacked.
 
@@ -186,7 +214,7 @@ class Method(ABC):
         return {"server": server.tensors}
 
     @abstractmethod
-    def layout(self, spec: Spec) -> Layout:
+    def layout(self, spec: Spec) -> MessageLayout:
         """Every field on the wire."""
 
     def check(self, payload: Payload, spec: Spec) -> None:  # noqa: B027  # most methods have nothing to add
@@ -203,12 +231,12 @@ class Method(ABC):
         """
 
 
-def fields_of(method: Method) -> dict[str, Any]:
-    """Every hyper-parameter of a method, as in method.fields."""
+def hyperparameters_of(method: Method) -> dict[str, Any]:
+    """Every hyper-parameter of a method, as in method.params."""
     return asdict(method)  # type: ignore[call-overload,no-any-return]
 
 
-class Distilling(Protocol):
+class Distiller(Protocol):
     """Work that the server does before round 0, on its own model and rows."""
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
@@ -227,9 +255,9 @@ class ServerTrained(Protocol):
 
     @property
     def needs_server_rows(self) -> bool:
-        """Whether `before_round_0` is called, which needs the server's own rows (task.server-data)."""
+        """Return whether the server calls `before_round_0`, which needs its own examples (task.server-data)."""
         ...
 
-    def before_round_0(self, weights: Weights, server: Distilling) -> Weights:
+    def before_round_0(self, weights: Weights, server: Distiller) -> Weights:
         """The weights for `init`, made from the adapter's initial weights."""
         ...

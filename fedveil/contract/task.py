@@ -13,20 +13,40 @@ from torch import Tensor
 
 from fedveil.config import TaskConfig
 from fedveil.contract.adapter import Mount
-from fedveil.contract.spec import Spec, Weights
+from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.rng import Stream
+from fedveil.rng import RandomStream
+
+__all__ = [
+    "CanGenerate",
+    "DatasetShard",
+    "Example",
+    "ExampleOrigin",
+    "ExamplePrediction",
+    "Examples",
+    "Metrics",
+    "PreparedData",
+    "Rows",
+    "Task",
+    "TaskInfo",
+    "TaskMetric",
+    "TrainingProgress",
+    "Watch",
+    "class_metrics",
+    "ignore_progress",
+    "loss_metric",
+]
 
 Rows = Sequence[Any]  # examples as the task's model takes them
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a row was read.
+class ExampleOrigin:
+    """The file position from which an example was read.
 
     Attributes:
-        file: its path, below the data folder as the task was given it.
-        row: its number in that file, from 1; 0 where the file is the row, as an image in a folder is.
+        file: its path, relative to the data folder given to the task.
+        row: its number in that file, from 1; 0 where the file is the example, such as an image in a folder.
     """
 
     file: str
@@ -38,27 +58,28 @@ class Origin:
 
 @dataclass(frozen=True)
 class Example:
-    """One row of a data set, as it was read. What is known of it beside its columns has fields of its own.
+    """One example of a data set, as read. Metadata that is in no column has fields of its own.
 
     Attributes:
-        values: its columns by name, all of them.
-        origin: its file and row, for messages and for the privacy ledger; None where it was not read from a file.
-        folder: where relative paths in its columns begin.
+        values: all of its columns, by name.
+        origin: its file and row, for messages and for the privacy ledger; None where it was not read from a
+            file.
+        folder: the base folder of relative paths in its columns.
         class_names: of all classes of its data set, by number; empty where the data set names none.
     """
 
     values: Mapping[str, Any]
-    origin: Origin | None = None
+    origin: ExampleOrigin | None = None
     folder: str = "."
     class_names: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
-        """How a message names it: by its origin, else by its columns."""
+        """Return how messages name the example: by its origin, else by its columns."""
         return str(self.origin) if self.origin else f"a row with {', '.join(self.values)}"
 
     @staticmethod
-    def of(rows: Iterable[Mapping[str, Any]]) -> list[Example]:
+    def from_columns(rows: Iterable[Mapping[str, Any]]) -> list[Example]:
         """Examples of rows that were not read from a file."""
         return [Example(row) for row in rows]
 
@@ -67,7 +88,7 @@ Examples = Sequence[Example]
 
 
 @dataclass(frozen=True)
-class Share:
+class DatasetShard:
     """One site's part of a data folder: partition `index` of `count`. The run config says how the rows are divided."""
 
     index: int
@@ -75,21 +96,21 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What a site trains on.
+class PreparedData:
+    """A site's training data.
 
     Attributes:
-        rows: as the task's model takes them.
-        origins: where each example behind them was read, in their order; for the privacy ledger, which asks only where
-            a claim is made.
+        rows: the examples, as the task's model takes them.
+        origins: where each example was read, in the same order; for the privacy ledger, which asks only
+            where a privacy guarantee applies.
     """
 
     rows: Rows
-    origins: Callable[[], Iterable[Origin | None]]
+    origins: Callable[[], Iterable[ExampleOrigin | None]]
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingProgress:
     """The progress of a local training.
 
     Attributes:
@@ -107,7 +128,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ExamplePrediction:
     """A model's output for one row, on the CPU, fp32.
 
     Attributes:
@@ -121,15 +142,15 @@ class Prediction:
     wanted: Tensor
 
 
-Watch = Callable[[Step], None]  # gets the progress; an exception that it raises ends the training
+Watch = Callable[[TrainingProgress], None]  # gets the progress; an exception that it raises ends the training
 
 
-def unwatched(step: Step) -> None:
-    """Ignores the step: for a training that nobody follows."""
+def ignore_progress(step: TrainingProgress) -> None:
+    """Ignore the step: the callback of a training without progress reports."""
 
 
 @dataclass(frozen=True)
-class Metric:
+class TaskMetric:
     """A score of a task's `evaluate`.
 
     Attributes:
@@ -141,32 +162,34 @@ class Metric:
     generated: bool = False
 
 
-Metrics = Mapping[str, Metric]
+Metrics = Mapping[str, TaskMetric]
 
 
-def of_loss(task: TaskConfig, higher: Sequence[str] = ()) -> Metrics:
-    """The loss, and scores of generated texts, of which higher is better."""
-    return {"loss": Metric("lower"), **{name: Metric("higher", generated=True) for name in higher}}
+def loss_metric(task: TaskConfig, higher: Sequence[str] = ()) -> Metrics:
+    """Return the metrics: the loss, and the scores of generated texts named in `higher`, where higher is better."""
+    return {"loss": TaskMetric("lower"), **{name: TaskMetric("higher", generated=True) for name in higher}}
 
 
-def of_classes(task: TaskConfig) -> Metrics:
+def class_metrics(task: TaskConfig) -> Metrics:
     """Those of a task that tells classes apart."""
-    return {"loss": Metric("lower"), "accuracy": Metric("higher")}
+    return {"loss": TaskMetric("lower"), "accuracy": TaskMetric("higher")}
 
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What a task says of itself before a model or a row is read. The module of each task has one, `INFO`.
+    """A task's description, available before a model or an example is read. Each task module has one, `INFO`.
 
     Attributes:
         mounts: what its models offer to adapters.
-        columns: the columns that it reads of every row, under that section of the run config.
-        tiny: where its own small model lies, for task.model = "tiny"; None where it makes one in code, or where the
-            folder is not installed.
-        train_keys: of the train section, the keys that only some tasks have and this one has: "loss-on", "packing".
-        chats: whether its rows may stand in the words of a chat template (task.chat-template).
-        divisible: whether more processes make its training faster, each with a part of a batch's rows.
-        metrics: every score of its `evaluate` by name, under that section of the run config; the loss always.
+        columns: the columns that it reads of every example, under that section of the run config.
+        tiny: where the task's own small model is, for task.model = "tiny"; None where code builds that
+            model, or where the folder is not installed.
+        train_keys: the keys of the train section that only some tasks have and this one has: "loss-mask",
+            "packing".
+        chats: whether its examples may be formatted by a chat template (task.chat-template).
+        divisible: whether more processes speed up its training, each with a part of a batch's examples.
+        metrics: every score of its `evaluate` by name, under that section of the run config; always includes
+            the loss.
     """
 
     mounts: tuple[Mount, ...]
@@ -175,7 +198,7 @@ class TaskInfo:
     train_keys: tuple[str, ...] = ()
     chats: bool = False
     divisible: bool = True
-    metrics: Callable[[TaskConfig], Metrics] = of_loss
+    metrics: Callable[[TaskConfig], Metrics] = loss_metric
 
 
 class Task(ABC):
@@ -196,11 +219,11 @@ class Task(ABC):
         return None
 
     @abstractmethod
-    def initial(self, rng: Stream) -> Weights:
+    def initial(self, rng: RandomStream) -> Weights:
         """Initial adapter weights, drawn from `rng` (LoRA: A random, B zero) or read from the base (all weights)."""
 
     @abstractmethod
-    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
+    def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
         """Rows of one split ("train", "test") of a data folder or file; `share` selects one site's part.
 
         Raises:
@@ -215,19 +238,21 @@ class Task(ABC):
             TaskError: a row cannot be read; the message names its column.
         """
 
-    def prepare(self, data: Path, split: str, share: Share | None = None, shelf: Path | None = None) -> Prepared:
+    def prepare(
+        self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
+    ) -> PreparedData:
         """The rows of `examples`, encoded. `shelf` is a private folder in which a task may keep them for another time.
 
         Raises TaskError as `examples` and `encode`, StateError where the folder cannot be written.
         """
-        found = self.examples(data, split, share)
-        return Prepared(self.encode(found), lambda: (example.origin for example in found))
+        examples = self.examples(data, split, share)
+        return PreparedData(self.encode(examples), lambda: (example.origin for example in examples))
 
     @abstractmethod
-    def trainer(self, rows: Rows, rng: Stream, watch: Watch = unwatched, round_: int = 0) -> Trainer:
+    def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> Trainer:
         """One client's training on prepared rows; `rng` orders the batches, `watch` gets the progress.
 
-        `round_` is the run's, 0-based, from which train.schedule and train.warmup follow.
+        `round_` is the run's, 0-based, from which train.lr-schedule and train.warmup-ratio follow.
 
         Raises:
             TaskError: there are no rows.
@@ -248,7 +273,7 @@ class Task(ABC):
         """Frees the weights that were put in last, as far as that is worth it; the next use puts in its own."""
 
     @abstractmethod
-    def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[Prediction]:
+    def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[ExamplePrediction]:
         """The output of the model with `weights` for each row, in order; `generate` adds the slice "generated".
 
         The iterator works batch by batch, so the logits of all rows are never in memory at once.
@@ -259,12 +284,12 @@ class Task(ABC):
 
 
 @runtime_checkable
-class Writes(Protocol):
-    """A task whose model writes texts, about what somebody asks and not about a data set's rows."""
+class CanGenerate(Protocol):
+    """A task whose model writes texts for a user's own prompts instead of a data set's examples."""
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """What the model with `weights` writes: one text a prompt, or one an image, as the task has it.
+        """Generate texts by the model with `weights`: one per prompt, or one per image, depending on the task.
 
-        `images` are files' names and bytes. Raises ConfigError for prompts or images that the task does not take.
+        `images` are file names and bytes. Raises ConfigError for prompts or images that the task does not take.
         """
         ...

@@ -1,7 +1,7 @@
 """The client's side of the contract: its rows and its model, as a method sees them.
 
-`Trainer` trains as the run config says. `RowGradients` gives the gradient of each row, so that a method or a privacy
-mechanism can make its own steps. A wrapper implements the one of the two interfaces that it changes.
+`Trainer` trains as the run config says. `PerExampleGradientSource` gives the gradient of each row, so that a method or
+a privacy mechanism can make its own steps. A wrapper implements the one of the two interfaces that it changes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,23 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from fedveil.contract.budget import Sampling
-from fedveil.contract.spec import Spec, Weights
-from fedveil.rng import Stream
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.privacy import Sampling
+from fedveil.rng import RandomStream
+
+__all__ = [
+    "BatchIndices",
+    "ExamplesUsed",
+    "Frozen",
+    "Penalty",
+    "PerExampleFeatureGradients",
+    "PerExampleGradientSource",
+    "PerExampleGradients",
+    "ScoresExamples",
+    "Trainer",
+    "TrainingResult",
+    "alternating_sets",
+]
 
 # A term that a method adds to the loss of every step: it maps the current trained tensors to a scalar with a gradient.
 Penalty = Callable[[Weights], Tensor]
@@ -24,26 +38,26 @@ Frozen = Weights | Sequence[Weights]
 
 
 @dataclass(frozen=True)
-class Looked:
+class ExamplesUsed:
     """The rows that a training made its steps from.
 
     Attributes:
         rows: different ones, as indices into the client's rows.
-        least: rows of the smallest step; 0 without a step.
+        min_batch: rows of the smallest step; 0 without a step.
     """
 
     rows: frozenset[int] = frozenset()
-    least: int = 0
+    min_batch: int = 0
 
     @classmethod
-    def of(cls, steps: Iterable[Sequence[int]]) -> Looked:
-        """Of the rows of each step."""
+    def from_steps(cls, steps: Iterable[Sequence[int]]) -> ExamplesUsed:
+        """Create it from the example indices of each step."""
         taken = list(steps)
         return cls(frozenset(row for step in taken for row in step), min(map(len, taken), default=0))
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """The result of local training: new weights (or a gradient) under the spec's names, and figures to report.
 
     `looked` stays at the site, whose policy may ask for a number of rows; a trainer that leaves it out has none.
@@ -51,18 +65,18 @@ class Trained:
 
     weights: Weights
     report: Mapping[str, float]
-    looked: Looked = Looked()
+    looked: ExamplesUsed = ExamplesUsed()
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchIndices:
     """Rows of one step, as indices into the client's rows; empty if Poisson sampling drew none."""
 
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class PerSample:
+class PerExampleGradients:
     """Gradient and loss of each row of a batch. They must not leave the site without clipping and noise.
 
     Attributes:
@@ -75,7 +89,7 @@ class PerSample:
 
 
 @dataclass(frozen=True)
-class FeatureGradients:
+class PerExampleFeatureGradients:
     """Gradients of each row in features that depend on the weights alone, such as the texts of all classes.
 
     Attributes:
@@ -88,7 +102,7 @@ class FeatureGradients:
     pull: Callable[[Tensor], Weights]
 
 
-def turns(frozen: Frozen | None) -> Sequence[Weights]:
+def alternating_sets(frozen: Frozen | None) -> Sequence[Weights]:
     """The sets that take turns, at least one. Raises ValueError for none at all."""
     sets = [frozen or {}] if frozen is None or isinstance(frozen, Mapping) else list(frozen)
     if not sets:
@@ -96,7 +110,7 @@ def turns(frozen: Frozen | None) -> Sequence[Weights]:
     return sets
 
 
-class RowGradients(Protocol):
+class PerExampleGradientSource(Protocol):
     """Gradients of single rows, for a caller that makes its own steps. Only the number of steps is reported."""
 
     @property
@@ -106,7 +120,7 @@ class RowGradients(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """train.batch-size, the configured rows of a step. Noisy sums are divided by it, whatever was drawn."""
+        """Return train.batch-size, the configured examples of a step. Noisy sums are divided by it, not by the draw."""
         ...
 
     @property
@@ -114,20 +128,20 @@ class RowGradients(Protocol):
         """Steps of a participation: train.epochs passes of whole batches, at most train.max-steps if that is set."""
         ...
 
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        """The rows of `steps` steps, drawn from `rng`; the same stream and arguments give the same rows.
+    def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
+        """Draw the examples of `steps` steps from `rng`; the same stream and arguments give the same examples.
 
-        "poisson": every row is in every batch with probability batch_size / num_examples, independently. "fixed":
-        batch_size distinct rows, each batch drawn anew. "disjoint": consecutive parts of a permutation, with a new
-        permutation after every num_examples // batch_size batches; rows that do not fill a batch are left out. The
-        first `skip` batches are drawn and dropped.
+        "poisson": every example is in every batch with probability batch_size / num_examples, independently.
+        "fixed": batch_size distinct examples, each batch drawn independently. "disjoint": consecutive parts of a
+        permutation, with a new permutation after every num_examples // batch_size batches; examples that do not
+        fill a batch are left out. The first `skip` batches are drawn and dropped.
 
         Raises:
-            ConfigError: a batch has more rows than the site.
+            ConfigError: a batch has more examples than the site.
         """
         ...
 
-    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+    def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
         """The gradient of every row's own loss at `weights` (every tensor of the spec), which are only read.
 
         Raises:
@@ -135,7 +149,7 @@ class RowGradients(Protocol):
         """
         ...
 
-    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+    def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
         """The same gradients in features that depend on `weights` alone; `pull` is one backward pass for all rows.
 
         Raises:
@@ -154,35 +168,36 @@ class Trainer(Protocol):
 
     @property
     def spec(self) -> Spec:
-        """What is trained: names, shapes and dtypes."""
+        """Return the trained tensors: names, shapes and dtypes."""
         ...
 
     @property
-    def rows(self) -> RowGradients:
+    def rows(self) -> PerExampleGradientSource:
         """The gradients of single rows, over the same data."""
         ...
 
-    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
-        """Trains from `weights` (every tensor of the spec) for the configured local epochs; `weights` are only read.
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        """Train from `weights` (every tensor of the spec) for the configured local epochs; `weights` are only read.
 
-        `frozen`: booleans that broadcast over tensors of the spec. Entries where they are True come back bit for bit;
-        neither a step nor weight decay moves them. Several such sets, at least one, take turns, one a step.
-        `penalty`: a term added to the mean loss of every step (once a step, whatever train.accumulate is). Reported
-        losses do not contain it.
+        `frozen`: booleans that broadcast over tensors of the spec. Entries where they are True come back bit for
+        bit; neither a step nor weight decay moves them. With several such sets (at least one), the steps use
+        them in turn, one set a step.
+        `penalty`: a term added to the mean loss of every step (once a step for any
+        train.gradient-accumulation-steps). Reported losses do not contain it.
         """
         ...
 
-    def gradient(self, weights: Weights) -> Trained:
-        """The gradient of the mean loss of one batch at `weights` (every tensor of the spec), under the spec's names.
+    def gradient(self, weights: Weights) -> TrainingResult:
+        """Return the gradient of one batch's mean loss at `weights` (every tensor of the spec), under the spec's names.
 
-        The client's stream draws its train.batch-size rows anew for every exchange. `weights` are only read. The
-        gradient lies where the trainer computes, wherever they lie.
+        The client's stream draws new train.batch-size examples for every exchange. `weights` are only read. The
+        gradient is on the trainer's device, wherever the weights are.
         """
         ...
 
 
 @runtime_checkable
-class ScoresRows(Protocol):
+class ScoresExamples(Protocol):
     """A trainer that can score rows which it does not train on."""
 
     def mean_loss(self, weights: Weights, rows: Sequence[Any]) -> float:

@@ -9,27 +9,31 @@ from functools import cached_property
 
 from typing_extensions import override
 
-from fedveil.algebra.sums import RunningSums
-from fedveil.contract.address import Address
-from fedveil.contract.budget import Sampling
 from fedveil.contract.codec import Buffer
-from fedveil.contract.layout import Direction, Field, Layout, Payload
-from fedveil.contract.method import Method, RoundContext, State, Upload
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.sums import AddedSums, Terms
-from fedveil.contract.trainer import Batch, Frozen, Penalty, RowGradients, Trained, Trainer
+from fedveil.contract.contributions import AddedAggregateSums, ClientContributions
+from fedveil.contract.layout import Direction, MessageLayout, Payload, WireField
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import AcceptedUpload, FederatedState, Method, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.privacy import Sampling
+from fedveil.contract.trainer import BatchIndices, Frozen, Penalty, PerExampleGradientSource, Trainer, TrainingResult
+from fedveil.contract.trainer_wrappers import TrainerWrapper, WrappedGradientSource
 from fedveil.errors import WireError
-from fedveil.privacy.wrapped import WrappedRows, WrappedTrainer
-from fedveil.rng import Stream
-from fedveil.wire.conformity import bounds
-from fedveil.wire.envelope import Message, Packed, Stamp, packed, unpack
+from fedveil.ops.running_sums import RunningSums
+from fedveil.rng import RandomStream
+from fedveil.wire.envelope import DecodedMessage, EnvelopeStamp, PackedMessage, pack_message_parts, unpack_message
+from fedveil.wire.validation import message_bounds
+
+__all__ = ["MessageExchange", "Participate"]
 
 # A client's turn: message, private state, trainer, context and the turn's name give the new state and the upload.
-Participate = Callable[[Buffer, State | None, Trainer, RoundContext, str], tuple[State | None, list[Buffer]]]
+Participate = Callable[
+    [Buffer, FederatedState | None, Trainer, RoundContext, str], tuple[FederatedState | None, list[Buffer]]
+]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class MessageExchange:
     """A method on a spec, which both ends must share.
 
     Attributes:
@@ -43,16 +47,16 @@ class Exchange:
     spec: Spec = field(repr=False)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> MessageLayout:
         """Every field on the wire."""
         return self.method.layout(self.spec)
 
     @cached_property
     def largest_upload(self) -> int:
-        """The most bytes that a client's message can have, whatever it holds."""
-        return bounds(self.layout, "up").message
+        """Return the maximum size in bytes of any client message."""
+        return message_bounds(self.layout, "up").message
 
-    def nbytes(self, field: Field) -> int:
+    def nbytes(self, field: WireField) -> int:
         """Bytes of a field; where a length is the sender's, those of the largest value."""
         return field.codec.nbytes(field.largest)
 
@@ -65,20 +69,22 @@ class Exchange:
         """Those of the largest variant."""
         return max(self.sizes(direction).values())
 
-    def broadcast(self, server: State, ctx: RoundContext) -> bytes:
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> bytes:
         """The message to one client."""
         return b"".join(self.packed(server, ctx).parts)
 
-    def packed(self, server: State, ctx: RoundContext) -> Packed:
+    def packed(self, server: FederatedState, ctx: RoundContext) -> PackedMessage:
         """The same message in parts, with what it discloses."""
         payload = self.method.broadcast(server, ctx)
-        return packed(
-            self.layout, Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast), payload
+        return pack_message_parts(
+            self.layout,
+            EnvelopeStamp.from_exchange(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast),
+            payload,
         )
 
     def participate(
-        self, data: Buffer, private: State | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
-    ) -> tuple[State | None, list[Buffer]]:
+        self, data: Buffer, private: FederatedState | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
+    ) -> tuple[FederatedState | None, list[Buffer]]:
         """The client's whole turn: decode, train, encode.
 
         Returns the new private state and the reply, in parts. If the caller keeps no reference to `data`, its memory
@@ -91,20 +97,21 @@ class Exchange:
         received = [self.opened(data, ctx)]
         del data
         private, payload, report = self.trained(private, received, trainer, ctx)
-        stamp = Stamp.of(self.method, self.name, ctx.round, "up", ctx.address)
+        stamp = EnvelopeStamp.from_exchange(self.method, self.name, ctx.round, "up", ctx.address)
         turn = turn if private is not None else ""
-        return private, packed(self.layout, stamp, payload, trainer.num_examples, report, turn).parts
+        return private, pack_message_parts(self.layout, stamp, payload, trainer.num_examples, report, turn).parts
 
     def opened(self, data: Buffer, ctx: RoundContext) -> Payload:
-        """What a broadcast holds; with a device in the context, codes are decoded there. Raises WireError as
-        `participate`.
+        """Decode a broadcast; if the context has a device, codes are decoded there.
+
+        Raises WireError as `participate` does.
         """
-        stamp = Stamp.of(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
-        return _finite(unpack(data, self.layout, stamp, ctx.device))
+        stamp = EnvelopeStamp.from_exchange(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
+        return _finite(unpack_message(data, self.layout, stamp, ctx.device))
 
     def trained(
-        self, private: State | None, received: list[Payload], trainer: Trainer, ctx: RoundContext
-    ) -> tuple[State | None, Payload, Mapping[str, float]]:
+        self, private: FederatedState | None, received: list[Payload], trainer: Trainer, ctx: RoundContext
+    ) -> tuple[FederatedState | None, Payload, Mapping[str, float]]:
         """The method's own half: the new private state, what is to be sent, and the report.
 
         `received` has one payload, which is taken out of it, so that its memory can be freed while the client trains.
@@ -113,27 +120,31 @@ class Exchange:
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
         return private, payload, reporting.report
 
-    def receive(self, data: Buffer, round_: int, address: Address = Address(), site: str = "") -> Message:
+    def receive(
+        self, data: Buffer, round_: int, address: MessageAddress = MessageAddress(), site: str = ""
+    ) -> DecodedMessage:
         """A client's message, decoded; the intake gate has not checked it yet. `site`: whose it is, where the address
         does not say. Raises WireError.
         """
-        message = unpack(data, self.layout, Stamp.of(self.method, self.name, round_, "up", address))
+        message = unpack_message(
+            data, self.layout, EnvelopeStamp.from_exchange(self.method, self.name, round_, "up", address)
+        )
         self.method.check(message.payload, self.spec)
         if site := site or address.site:
             self.method.check_site(message.payload, self.spec, site)
         return message
 
-    def terms(self, upload: Upload) -> Terms:
-        """What an upload adds to the sums."""
-        return self.method.terms(upload.payload, upload.num_examples, self.spec, upload.ctx)
+    def contributions(self, upload: AcceptedUpload) -> ClientContributions:
+        """Return what an upload adds to the sums."""
+        return self.method.contributions(upload.payload, upload.num_examples, self.spec, upload.ctx)
 
     def aggregate(
         self,
-        server: State,
-        uploads: Iterable[Upload],
-        new_sums: Callable[[], AddedSums] = RunningSums,
+        server: FederatedState,
+        uploads: Iterable[AcceptedUpload],
+        new_sums: Callable[[], AddedAggregateSums] = RunningSums,
         least: int = 1,
-    ) -> State:
+    ) -> FederatedState:
         """The next state: adds up the terms of all uploads, one in memory at a time, and settles the sums.
 
         With fewer than `least` uploads the state is the same object.
@@ -142,15 +153,15 @@ class Exchange:
         for upload in uploads:
             count += 1
             ctx = upload.ctx
-            terms = self.terms(upload)
+            terms = self.contributions(upload)
             sums.add(ctx.client, upload.num_examples, terms)
             del upload, terms
         if ctx is None or count < least:
             return server
-        return self.method.settle(server, sums, replace(ctx, client="", is_new=False))
+        return self.method.server_update(server, sums, replace(ctx, client="", is_new=False))
 
 
-def _finite(message: Message) -> Payload:
+def _finite(message: DecodedMessage) -> Payload:
     """The payload of a broadcast. Also what no trainer ever sees is finite, such as the centre of a penalty."""
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
@@ -158,7 +169,7 @@ def _finite(message: Message) -> Payload:
     return message.payload
 
 
-class _Reporting(WrappedTrainer):
+class _Reporting(TrainerWrapper):
     """A trainer that keeps the report of the last training; of steps on single rows, it counts all."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -167,31 +178,31 @@ class _Reporting(WrappedTrainer):
 
     @property
     @override
-    def rows(self) -> RowGradients:
+    def rows(self) -> PerExampleGradientSource:
         return _Counting(self._trainer.rows, self)
 
     @override
-    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
         trained = super().train(weights, frozen, penalty)
         self.report = trained.report
         return trained
 
     @override
-    def gradient(self, weights: Weights) -> Trained:
-        found = super().gradient(weights)
-        self.report = found.report
-        return found
+    def gradient(self, weights: Weights) -> TrainingResult:
+        result = super().gradient(weights)
+        self.report = result.report
+        return result
 
 
-class _Counting(WrappedRows):
+class _Counting(WrappedGradientSource):
     """Row gradients that report how many batches were drawn."""
 
-    def __init__(self, rows: RowGradients, to: _Reporting) -> None:
+    def __init__(self, rows: PerExampleGradientSource, to: _Reporting) -> None:
         super().__init__(rows)
         self._to = to
 
     @override
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+    def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
         drawn = super().batches(sampling, steps, rng, skip)
         self._to.report = {"steps": self._to.report.get("steps", 0.0) + len(drawn)}
         return drawn

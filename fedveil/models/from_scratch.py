@@ -10,14 +10,14 @@ import torch
 
 from fedveil import rng
 from fedveil.config import RunConfig
-from fedveil.contract.spec import Weights
+from fedveil.contract.param_spec import Weights
 from fedveil.errors import TaskError
-from fedveil.models.library import quiet
+from fedveil.models.library_logging import quiet_libraries
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
-def config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[str, int]) -> Any:
+def model_config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[str, int]) -> Any:
     """The config of a model without weights: "tiny", of the sizes `tiny_vit`, or a folder's. None for one with weights.
 
     Raises:
@@ -25,7 +25,7 @@ def config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[s
     """
     from transformers import AutoConfig, ViTConfig
 
-    classes = config.task.classes
+    classes = config.task.num_classes
     if where == "tiny":
         return ViTConfig(**tiny_vit, num_labels=classes)
     if not is_local or any(True for pattern in WEIGHTS for _ in Path(where).glob(pattern)):
@@ -38,7 +38,7 @@ def config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[s
     return AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False, num_labels=classes)
 
 
-def drawn(bare: Any, stream: rng.Stream) -> Any:
+def draw_model(bare: Any, stream: rng.RandomStream) -> Any:
     """A model of that config, fp32, its weights drawn from `stream`."""
     from transformers import AutoModelForImageClassification
 
@@ -47,7 +47,7 @@ def drawn(bare: Any, stream: rng.Stream) -> Any:
         return AutoModelForImageClassification.from_config(bare, dtype=torch.float32)
 
 
-def draw(bare: Any, stream: rng.Stream) -> Weights:
+def draw_tensors(bare: Any, stream: rng.RandomStream) -> Weights:
     """Its tensors by name."""
-    with quiet():
-        return {name: parameter.detach() for name, parameter in drawn(bare, stream).named_parameters()}
+    with quiet_libraries():
+        return {name: parameter.detach() for name, parameter in draw_model(bare, stream).named_parameters()}

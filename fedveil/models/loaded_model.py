@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.contract.spec import Place, Weights
+from fedveil.contract.param_spec import ParamLocation, Weights
 from fedveil.errors import TaskError
-from fedveil.rng import Stream
+from fedveil.rng import RandomStream
 
 _ALIGNED = 64  # bytes, as torch allocates: kernels may sum in another order elsewhere
 
@@ -21,16 +21,18 @@ class LoadedModel:
     """A base model with its adapter.
 
     Attributes:
-        model: in eval mode (4-bit layers apart, which drop nothing), so nothing is dropped out; only `trained` asks
-            for gradients.
-        tokenizer: has an end token. None for a classifier of images.
+        model: in eval mode, so that nothing is dropped out (except 4-bit layers, which have no dropout);
+            only `trained` requires gradients.
+        tokenizer: has an end token. None for an image classifier.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
         context: longest sequence of tokens; None where the model sets no limit.
-        processor: of a model that sees: images (and text) to its inputs. None where a model comes without one.
-        image_token: of a model that sees: the token id that stands for a part of an image.
-        places: of a language model whose own tensors are trained: where they stand in it.
-        draw: of a model that came without weights: all its parameters drawn from a stream.
-        lent: names of trained parameters that are somebody else's tensors for the moment, and may not be written to.
+        processor: of a vision model: turns images (and text) into its inputs. None where a model comes
+            without one.
+        image_token: of a vision model: the token id that stands for a part of an image.
+        places: of a language model whose own tensors are trained: where they are in it.
+        draw: of a model that came without weights: draws all its parameters from a stream.
+        lent: names of trained parameters that are temporarily the caller's tensors and must not be written
+            to.
     """
 
     model: Any
@@ -39,8 +41,8 @@ class LoadedModel:
     context: int | None
     processor: Any = None
     image_token: int | None = None
-    draw: Callable[[Stream], Weights] | None = None
-    places: Mapping[str, Place] = field(default_factory=dict)
+    draw: Callable[[RandomStream], Weights] | None = None
+    places: Mapping[str, ParamLocation] = field(default_factory=dict)
     lent: set[str] = field(default_factory=set)
 
     def put(self, weights: Weights) -> None:
@@ -68,19 +70,19 @@ class LoadedModel:
         What does not lie on the device, in fp32 and aligned, is copied. Raises TaskError as `put` does.
         """
         self._check_names(weights)
-        found = {name: self._fitting(weights, name).detach() for name in self.trained}
+        tensors = {name: self._fitting(weights, name).detach() for name in self.trained}
         self.drop()
         for name, parameter in self.trained.items():
-            parameter.data = found[name] if _is_like(found[name], parameter) else _copied(found[name], parameter)
+            parameter.data = tensors[name] if _is_like(tensors[name], parameter) else _copied(tensors[name], parameter)
         self.lent.update(self.trained)
 
     def take(self) -> dict[str, Tensor]:
         """The trained parameters' tensors, which now belong to the caller: the model has none until the next are put
         in.
         """
-        found = {name: parameter.detach() for name, parameter in self.trained.items()}
+        tensors = {name: parameter.detach() for name, parameter in self.trained.items()}
         self.drop()
-        return found
+        return tensors
 
     def drop(self) -> None:
         """Frees the trained parameters: until others are put in, every entry is NaN, in one entry's memory."""
@@ -111,7 +113,7 @@ class LoadedModel:
 
 
 def _is_absent(parameter: Tensor) -> bool:
-    """Whether `drop` freed it."""
+    """Return whether `drop` freed the parameter."""
     return parameter.numel() * parameter.itemsize > parameter.untyped_storage().nbytes()
 
 
@@ -120,6 +122,6 @@ def _copied(weight: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _is_like(weight: Tensor, parameter: Tensor) -> bool:
-    """Whether a model computes with it, bit for bit, as with a copy of it."""
+    """Return whether a model computes the same with this tensor, bit for bit, as with a copy of it."""
     same = weight.device == parameter.device and weight.dtype == parameter.dtype
     return same and weight.is_contiguous() and weight.data_ptr() % _ALIGNED == 0

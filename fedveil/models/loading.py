@@ -15,21 +15,23 @@ from fedveil import rng
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import from_scratch, tiny
-from fedveil.models import places as layers
-from fedveil.models.library import first_line, quiet
+from fedveil.models import bundled, from_scratch
+from fedveil.models import param_locations as layers
+from fedveil.models.library_logging import first_line, quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
+
+__all__ = ["find_model", "load_causal", "load_classifier", "load_model", "load_seeing", "pick_device"]
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
 PREPROCESSOR = "preprocessor_config.json"
 _CONFIG_BYTES = 1 << 20
 
 
-def find(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
-    """Where `task.model` lies: (folder or hub id, whether it is a folder). The hub is not asked here.
+def find_model(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
+    """Return where `task.model` is, a folder or a Hub id, and whether it is a folder. This does not ask the Hub.
 
-    "tiny" is `tiny_folder`, the task's own. Without one "tiny" stays as it is: the task makes that model in code, or
-    refuses it.
+    "tiny" is `tiny_folder`, the task's own. Without that folder "tiny" stays as it is: the task builds that
+    model in code, or refuses it.
 
     Raises:
         TaskError: a path has no folder with a model.
@@ -50,13 +52,13 @@ def find(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
 
 
 def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None) -> None:
-    """Whether a row of task.max-tokens, and a written text, fit a local base, as its config.json says. Loads nothing.
+    """Check that a local base has room for task.max-tokens and a generated text, by its config.json. Loads nothing.
 
     Raises:
-        ConfigError: it does not.
-        TaskError: as `find`.
+        ConfigError: the base has too little room.
+        TaskError: as `find_model`.
     """
-    where, is_folder = find(config.task.model, tiny_folder)
+    where, is_folder = find_model(config.task.model, tiny_folder)
     if not is_folder or where == "tiny":
         return
     try:
@@ -93,15 +95,15 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         TaskError: the base or its tokenizer cannot be loaded whole.
         ConfigError: the adapter fits no layer of it, or it is not made for task.max-tokens.
     """
-    with quiet():
+    with quiet_libraries():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         kind = "a causal language model with its tokenizer"
-        where = find(config.task.model, tiny_folder)
-        model, tokenizer = loaded(config, adapter, device, where, AutoModelForCausalLM, AutoTokenizer, kind)
+        where = find_model(config.task.model, tiny_folder)
+        model, tokenizer = load_model(config, adapter, device, where, AutoModelForCausalLM, AutoTokenizer, kind)
         trained = adapter.attach(model)
     base = LoadedModel(_ready(model, config, device), tokenizer, trained, _context(model, config, adapter))
-    return replace(base, places=layers.places(model, trained))
+    return replace(base, places=layers.param_locations(model, trained))
 
 
 def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
@@ -114,12 +116,12 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         ConfigError: as `load_causal`.
     """
     name = config.task.model
-    with quiet():
+    with quiet_libraries():
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         kind = "an image-text-to-text model with its processor"
-        where = find(name, tiny_folder)
-        model, processor = loaded(config, adapter, device, where, AutoModelForImageTextToText, AutoProcessor, kind)
+        where = find_model(name, tiny_folder)
+        model, processor = load_model(config, adapter, device, where, AutoModelForImageTextToText, AutoProcessor, kind)
         if not hasattr(processor, "image_processor"):
             raise TaskError(f'task.model: expected a processor of images and text, found none in "{name}"; {NEXT}')
         if not getattr(processor, "chat_template", None):
@@ -138,7 +140,7 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
     context = _context(model, config, adapter)
     base = LoadedModel(_ready(model, config, device), processor.tokenizer, trained, context, processor)
     image_token = getattr(model.config, "image_token_id", None)
-    return replace(base, image_token=image_token, places=layers.places(language, trained))
+    return replace(base, image_token=image_token, places=layers.param_locations(language, trained))
 
 
 def load_classifier(
@@ -147,7 +149,7 @@ def load_classifier(
     """The image classification model of `config.task.model` with `adapter` attached, on `device`.
 
     "tiny", a ViT of the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start
-    from scratch with task.classes classes: under an adapter the frozen weights are drawn from a public stream of
+    from scratch with task.num-classes classes: under an adapter the frozen weights are drawn from a public stream of
     run.seed, so that every site has the same.
 
     Raises:
@@ -155,12 +157,12 @@ def load_classifier(
         ConfigError: the adapter fits no layer of it, or a quantised base without weights.
     """
     name, draw = config.task.model, None
-    with quiet():
+    with quiet_libraries():
         from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-        where, is_local = find(name, None)
+        where, is_local = find_model(name, None)
         try:
-            bare = from_scratch.config_of(where, is_local, config, tiny_vit)
+            bare = from_scratch.model_config_of(where, is_local, config, tiny_vit)
             processor = None
             if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
                 processor = AutoImageProcessor.from_pretrained(where, **_plain(is_local))
@@ -170,10 +172,10 @@ def load_classifier(
                 )
                 _check_whole(name, info)
             else:
-                model = from_scratch.drawn(bare, rng.initial(config.run.seed, "base model"))
+                model = from_scratch.draw_model(bare, rng.initial_stream(config.run.seed, "base model"))
         except (TaskError, ConfigError):
             raise
-        except Exception as error:  # as in `loaded`
+        except Exception as error:  # as in `load_model`
             raise TaskError(
                 f'task.model: expected an image classification model, found that "{name}" does not load '
                 f"({first_line(error)}); {NEXT}"
@@ -190,17 +192,17 @@ def load_classifier(
                     f'{type(model).__name__} in "{name}"; take one with weights, or a ViT'
                 )
             model = model.to(_precision(config, adapter, device)["dtype"])
-            draw = partial(from_scratch.draw, bare)
+            draw = partial(from_scratch.draw_tensors, bare)
         trained = adapter.attach(model)
     return LoadedModel(_ready(model, config, device), None, trained, None, processor, draw=draw)
 
 
 def _plain(is_local: bool) -> dict[str, bool]:
-    """How every model and processor is loaded: no code of its folder runs, whatever its config asks for."""
+    """Return the arguments for loading any model or processor: no code of its folder runs, even if its config asks."""
     return {"local_files_only": is_local, "trust_remote_code": False}
 
 
-def loaded(
+def load_model(
     config: RunConfig,
     adapter: Adapter,
     device: torch.device,
@@ -209,7 +211,7 @@ def loaded(
     processor_of: Any,
     kind: str,
 ) -> tuple[Any, Any]:
-    """Model and processor (or tokenizer) from where `find` found them, by transformers' own classes.
+    """Model and processor (or tokenizer) from where `find_model` found them, by transformers' own classes.
 
     Raises:
         TaskError: they cannot be loaded whole; `kind` says in the message what was expected.
@@ -218,7 +220,7 @@ def loaded(
     if where == "tiny":
         raise TaskError(
             f'task.model: expected the folder of the tiny base of "{config.task.name}", found none; '
-            f"{tiny.HOW_TO_GET_IT}"
+            f"{bundled.HOW_TO_GET_IT}"
         )
     try:
         processor = processor_of.from_pretrained(where, **_plain(is_local))
@@ -258,7 +260,7 @@ def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
 
 
 def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
-    """On its device, dropping nothing, with no sampling defaults of its own."""
+    """Move a model to its device, in eval mode and without sampling defaults of its own."""
     if model.can_generate():
         model.generation_config = type(model.generation_config)()
     model = (model.to(device) if config.train.quantized_base == "none" else model).eval()

@@ -9,8 +9,9 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
 | with Poisson subsampling | privacy loss distributions | an upper bound, tight to about 1 % |
 | with sampling without replacement | Renyi, with every z halved: its bound assumes that the sum moves by C | an upper
   bound |
-| integer noise in a sum ("summed"; discrete.py) | Renyi, for a discrete Gaussian has a Gaussian's Renyi divergence, but
-  not its loss distribution; at orders where Poisson subsampling has it too (see `_renyi`) | an upper bound |
+| integer noise in a sum ("summed"; discrete_gaussian.py) | Renyi, for a discrete Gaussian has a Gaussian's Renyi
+  divergence, but not its loss distribution; at orders where Poisson subsampling has it too (see `_renyi`) | an upper
+  bound |
 | Poisson and one of the last two | no accountant takes both: epsilon of each group at delta / 2, added up | an upper
   bound, by basic composition; Gaussian steps count with the Poisson ones |
 | sampling without replacement, under add-or-remove-one | none: all batches change with the number of rows | infinite |
@@ -18,8 +19,9 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
 | "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
 
 A charge of integer noise is two: "summed", with the noise that the honest sites of a sum have together, and "own
-share", with that of the site alone. `epsilon` counts the first: it holds as long as no more sites than the run says
-work together with the server. `against_all` is the same history against the server and all other sites together.
+share", with that of the site alone. `compute_epsilon` counts the first: it holds as long as no more sites than the run
+says work together with the server. `epsilon_against_all` is the same history against the server and all other sites
+together.
 
 dp-accounting brings scipy's statistics (1.5 s of a core, 70 MB): it is imported where an epsilon is computed, since
 every server and worker of a run without a claim imports this module.
@@ -35,23 +37,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.contract.budget import (
+from fedveil.contract.privacy import (
     OWN_SHARE,
     SUMMED,
-    Neighbours,
-    Plan,
+    Adjacency,
     Sampling,
+    SamplingPlan,
     Spent,
     Step,
     check_delta,
     check_epsilon,
     check_sampling,
-    stated,
+    stated_guarantee,
 )
 from fedveil.errors import ConfigError
 
 if TYPE_CHECKING:
     import dp_accounting
+
+__all__ = [
+    "accountant_relation",
+    "compute_epsilon",
+    "dp_event",
+    "epsilon_against_all",
+    "epsilon_in_sum",
+    "max_charged",
+    "mean_loss",
+    "noise_multiplier_for",
+    "round_epsilon",
+]
 
 _LARGEST_MULTIPLIER = 1e6
 _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
@@ -60,14 +74,16 @@ _COARSER = tuple(_INTERVAL * 4**power for power in (5, 4, 3, 2, 1))
 _LEFT = 0.1  # at least, of what the last refinement took off: fourfold intervals leave a fifteenth once their error is
 # quadratic
 _HALF_ORDERS = [order / 2 for order in (*range(3, 128), 128, 160, 192, 256, 384, 512, 1024)]
-_TABLE_DISTANCE = 2.0**-163  # of a round's noise: discrete.distance of 2^30 draws at each of 2^13 sites
+_TABLE_DISTANCE = (
+    2.0**-163
+)  # of a round's noise: discrete_gaussian.total_variation_bound of 2^30 draws at each of 2^13 sites
 _TABLE_SHARE = 2.0**-20  # of delta that it may take
 
 
-def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool) -> Spent:
-    """What the most looked-at record of the site is charged over the plan.
+def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, across_rounds: bool) -> Spent:
+    """Return the charge over the plan for the site's most often sampled record.
 
-    A record is in at most one of the disjoint batches of an epoch. An epoch begins with every participation; with
+    A record is in at most one of the disjoint batches of an epoch. Every participation begins an epoch; with
     `across_rounds`, consecutive rounds instead take consecutive steps of one epoch.
     """
     check_sampling(sampling, plan.neighbours)
@@ -81,16 +97,16 @@ def spent(multiplier: float, sampling: Sampling, plan: Plan, across_rounds: bool
     return {(sampling, plan.examples, plan.batch, multiplier): plan.rounds * plan.steps}
 
 
-def relation(neighbours: Neighbours) -> dp_accounting.NeighboringRelation:
+def accountant_relation(neighbours: Adjacency) -> dp_accounting.NeighboringRelation:
     """dp-accounting's name of the relation."""
     from dp_accounting import NeighboringRelation
 
-    if neighbours is Neighbours.REPLACE_ONE:
+    if neighbours is Adjacency.REPLACE_ONE:
         return NeighboringRelation.REPLACE_ONE
     return NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
-def event(charges: Spent) -> Any:
+def dp_event(charges: Spent) -> Any:
     """The charges as one dp-accounting event."""
     import dp_accounting
 
@@ -113,7 +129,7 @@ def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
     raise ConfigError(f'sampling: expected "poisson", "fixed" or "gaussian", found "{kind}"')
 
 
-def epsilon(charges: Spent, delta: float, neighbours: Neighbours) -> float:
+def compute_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
     """The smallest epsilon known for these charges; infinite where none is known."""
     check_delta(delta)
     return _epsilon(_sorted(charges), delta, neighbours, _INTERVAL)
@@ -123,32 +139,32 @@ def _sorted(charges: Spent) -> tuple[tuple[Step, int], ...]:
     return tuple(sorted((step, count) for step, count in charges.items() if count))
 
 
-def printed(charges: Spent, delta: float, neighbours: Neighbours) -> float:
-    """An epsilon that holds for these charges and has the digits of `epsilon` in `stated`; often much sooner there."""
+def round_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
+    """Return an epsilon that holds, with the digits of `compute_epsilon` in `stated_guarantee`; often much sooner."""
     check_delta(delta)
     for low, high in _narrowing(charges, delta, neighbours):
-        if stated(low, delta, neighbours) == stated(high, delta, neighbours):
+        if stated_guarantee(low, delta, neighbours) == stated_guarantee(high, delta, neighbours):
             break
     return high
 
 
-def _narrowing(charges: Spent, delta: float, neighbours: Neighbours) -> Iterator[tuple[float, float]]:
-    """Bounds of `epsilon`, ever closer and dearer; the last two are it.
+def _narrowing(charges: Spent, delta: float, neighbours: Adjacency) -> Iterator[tuple[float, float]]:
+    """Bounds of `compute_epsilon`, ever closer and dearer; the last two are it.
 
     The upper ones hold: losses on a coarser grid dominate those on a finer one that has all its points. The lower ones
     suppose that refinements do not take off a growing share of what is left: their error goes with the root of the
     interval, then with the interval, then with its square. Tests compare both with the finest grid.
     """
-    steps, found = _sorted(charges), list[float]()
+    steps, upper_bounds = _sorted(charges), list[float]()
     for interval in _COARSER if any(step[0] == "poisson" for step, _ in steps) else ():
-        found.append(_epsilon(steps, delta, neighbours, interval))
-        yield _at_least(found[-3:]), found[-1]
+        upper_bounds.append(_epsilon(steps, delta, neighbours, interval))
+        yield _at_least(upper_bounds[-3:]), upper_bounds[-1]
     exact = _epsilon(steps, delta, neighbours, _INTERVAL)
     yield exact, exact
 
 
 def _at_least(found: list[float]) -> float:
-    """What further refinements will leave of the last of three epsilons, by their ratio; 0 where nothing is known."""
+    """Estimate a lower bound on the last of three epsilons under further refinement, by their ratio; 0 if unknown."""
     if len(found) < 3 or not all(map(math.isfinite, found)):
         return 0.0
     before, last = found[0] - found[1], found[1] - found[2]
@@ -177,20 +193,20 @@ def mean_loss(charges: Spent) -> float:
     return total
 
 
-def in_sum(charges: Spent, own: Spent) -> Spent:
+def epsilon_in_sum(charges: Spent, own: Spent) -> Spent:
     """Charges of the same looks by the noise of a sum, and by a site's own share of it, as both kinds."""
     kinds = ((SUMMED, charges), (OWN_SHARE, own))
     return {(kind, *step[1:]): count for kind, spent_ in kinds for step, count in spent_.items()}
 
 
-def against_all(charges: Spent) -> Spent:
+def epsilon_against_all(charges: Spent) -> Spent:
     """The same charges, where of the noise in sums the site's own share alone counts."""
     own = {(SUMMED if kind == OWN_SHARE else kind, *rest): n for (kind, *rest), n in charges.items() if kind != SUMMED}
     return own  # type: ignore[return-value]  # mypy forgets what `rest` holds
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours, interval: float) -> float:
+def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adjacency, interval: float) -> float:
     charges = tuple((step, count) for step, count in charges if step[0] != OWN_SHARE)
     kinds = {step[0] for step, _ in charges}
     if any(step[3] == 0 for step, _ in charges):
@@ -202,12 +218,12 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ne
     from dp_accounting.pld import PLDAccountant
 
     if kinds == {"gaussian"}:
-        moved = 2 if neighbours is Neighbours.REPLACE_ONE else 1
+        moved = 2 if neighbours is Adjacency.REPLACE_ONE else 1
         together = sum(count / step[3] ** 2 for step, count in charges) ** -0.5
         return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
     if not kinds & {"fixed", SUMMED}:
-        return _composed(PLDAccountant(relation(neighbours), interval), charges, delta)
-    if "fixed" in kinds and neighbours is Neighbours.ADD_OR_REMOVE_ONE:
+        return _composed(PLDAccountant(accountant_relation(neighbours), interval), charges, delta)
+    if "fixed" in kinds and neighbours is Adjacency.ADD_OR_REMOVE_ONE:
         return math.inf
     if "poisson" in kinds:
         groups = [tuple(c for c in charges if (c[0][0] in ("fixed", SUMMED)) is renyi) for renyi in (True, False)]
@@ -215,7 +231,7 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ne
     return _renyi(charges, delta, neighbours)
 
 
-def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neighbours) -> float:
+def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adjacency) -> float:
     """Epsilon of Gaussian, fixed and summed steps.
 
     For integers x and a shift by a vector D of integers, E (q(x) / p(x))^k = exp((k^2 - k) |D|^2 / (2 sigma^2)) for
@@ -227,11 +243,11 @@ def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neig
     """
     from dp_accounting.rdp import RdpAccountant, compute_epsilon
 
-    replaced = neighbours is Neighbours.REPLACE_ONE
+    replaced = neighbours is Adjacency.REPLACE_ONE
     drawn = [(step, count) for step, count in charges if step[0] == SUMMED and step[1]]
     whole = [(step, count) for step, count in charges if (step, count) not in drawn]
     orders = [order for order in _HALF_ORDERS if replaced or order == int(order)] if drawn else None
-    rest = RdpAccountant(orders, relation(neighbours))
+    rest = RdpAccountant(orders, accountant_relation(neighbours))
     for (kind, examples, batch, z), count in whole:
         shifted = ("gaussian" if kind == SUMMED else kind, examples, batch, z / 2 if replaced else z)
         rest.compose(_one(*shifted), count)
@@ -242,28 +258,30 @@ def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Neig
     elif drawn:
         total = total + _drawn(drawn, used)
     summed = sum(count for step, count in charges if step[0] == SUMMED)
-    found = float(compute_epsilon(used, total, delta * (1 - _TABLE_SHARE if summed else 1))[0])
+    epsilon = float(compute_epsilon(used, total, delta * (1 - _TABLE_SHARE if summed else 1))[0])
     # Draws within a distance d of exact ones cost (1 + e^epsilon) d of delta.
-    taken = math.log(summed * _TABLE_DISTANCE) + found + 1 if summed else -math.inf
-    return found if taken <= math.log(delta * _TABLE_SHARE) else math.inf
+    taken = math.log(summed * _TABLE_DISTANCE) + epsilon + 1 if summed else -math.inf
+    return epsilon if taken <= math.log(delta * _TABLE_SHARE) else math.inf
 
 
 def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> NDArray[np.float64]:
     """Divergences of Poisson-subsampled steps when a row is added or removed."""
     from dp_accounting.rdp import RdpAccountant
 
-    accountant = RdpAccountant(orders.tolist(), relation(Neighbours.ADD_OR_REMOVE_ONE))
+    accountant = RdpAccountant(orders.tolist(), accountant_relation(Adjacency.ADD_OR_REMOVE_ONE))
     for (_, examples, batch, z), count in charges:
         accountant.compose(_one("poisson", examples, batch, z), count)
     return np.asarray(accountant.rdp)
 
 
 def _composed(accountant: dp_accounting.PrivacyAccountant, charges: Iterable[tuple[Step, int]], delta: float) -> float:
-    accountant.compose(event(dict(charges)))
+    accountant.compose(dp_event(dict(charges)))
     return float(accountant.get_epsilon(delta))
 
 
-def multiplier_for(charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Neighbours) -> float:
+def noise_multiplier_for(
+    charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Adjacency
+) -> float:
     """The smallest z, to 0.1 %, whose charges cost at most `wished`. Raises ConfigError if none up to 1e6 does."""
     check_epsilon(wished)
     check_delta(delta)

@@ -1,18 +1,21 @@
 """Clipping limits how far one record can move a sum.
 
-Formal guarantees, for `clipped_sum` and `clipped_outer_sum` with a finite bound C, over all the tensors given together:
-1. One record's part has a norm of at most C, whatever its gradient. So adding or removing a record moves the sum by at
-   most C, and replacing one by at most 2 C (up to fp32 rounding of the sum).
-2. The parts are summed, not averaged over the rows that were drawn: the caller divides by a number that is not secret.
+Formal guarantees, for `clipped_sum` and `clipped_outer_sum` with a finite bound C, over all the tensors
+given together:
+1. One record's part has a norm of at most C for any gradient. So adding or removing a record moves the
+   sum by at most C, and replacing one by at most 2 C (up to fp32 rounding of the sum).
+2. The parts are summed, not averaged over the examples drawn: the caller divides by a number that is not
+   secret.
 
-`clipped_mean` does what the published code of DP-FPL does. It guarantees neither: one record can move the mean by 2 C.
+`clipped_mean` does what the published code of DP-FPL does. It guarantees neither: one record can move
+the mean by 2 C.
 
 | case | `clipped_sum` |
 |---|---|
 | norm at most C | the gradient is not changed |
 | norm 0 | zeros; nothing is divided by 0 |
 | a NaN or an infinity anywhere in a record's gradients | that record's part is zero, in all tensors |
-| no rows (an empty Poisson batch) | zeros of the tensors' shapes |
+| no examples (an empty Poisson batch) | zeros of the tensors' shapes |
 | C not finite, or not above 0 | ValueError |
 """
 
@@ -27,19 +30,19 @@ from torch import Tensor
 PerRow = Mapping[str, Tensor]  # each (rows, *shape)
 
 
-def norms(gradients: PerRow) -> Tensor:
+def per_example_norms(gradients: PerRow) -> Tensor:
     """(rows,) fp64: the norm over all tensors of each row. In fp64 the squares of fp32 numbers do not overflow."""
     each = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()]
-    found: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
-    return found
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
+    return norms
 
 
 def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
     """Sum over the rows of g_i min(1, bound / |g_i|), with |g_i| over all tensors. Each sum has its tensor's shape."""
     _check(bound)
-    found = norms(gradients)
-    finite = torch.isfinite(found)
-    factors = torch.where(finite, bound / found.clamp(min=bound), 0.0)
+    norms = per_example_norms(gradients)
+    finite = torch.isfinite(norms)
+    factors = torch.where(finite, bound / norms.clamp(min=bound), 0.0)
     sums = {}
     for name, gradient in gradients.items():
         rows = gradient.flatten(1)
@@ -52,9 +55,9 @@ def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
 def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
     """(n, m): `clipped_sum` of the outer products left_i right_i^T, without making any of them: |l r^T| = |l| |r|."""
     _check(bound)
-    found = norms({"": left}) * norms({"": right})
-    finite = torch.isfinite(found)
-    factors = torch.where(finite, bound / found.clamp(min=bound), 0.0)
+    norms = per_example_norms({"": left}) * per_example_norms({"": right})
+    finite = torch.isfinite(norms)
+    factors = torch.where(finite, bound / norms.clamp(min=bound), 0.0)
     rows = [torch.where(finite[:, None], side, 0.0).double() for side in (left, right)]
     return ((rows[0] * factors[:, None]).T @ rows[1]).to(left.dtype)
 

@@ -1,16 +1,20 @@
-"""DP-SGD (Abadi et al. 2016) instead of a client's plain training, under any method that trains.
+"""DP-SGD (Abadi et al. 2016) in place of a client's plain training, under any method that trains.
 
     w <- w - eta (sum_i clip_C(g_i) + N(0, (z C)^2)) / B,   rows by Poisson sampling, `frozen` entries unchanged
 
-The section `dp.*` of the run config turns it on: dp.clip = C, dp.noise = z, dp.learning-rate = eta, dp.epsilon.
+The section `dp.*` of the run config turns it on: dp.clip-norm = C, dp.noise-multiplier = z,
+dp.learning-rate = eta, dp.epsilon.
 
-Formal guarantees, for each row of the site, against everyone but that site:
-1. A training is `steps` Poisson-subsampled Gaussian releases of multiplier z. `privacy_spent` reports these to the
-   accountant, and the site's ledger is charged before the rows are looked at. What a method makes of the trained
-   weights is post-processing, because the method has no other access to the rows.
-2. Sums are divided by the configured batch size, and no loss is reported. Every upload carries the number of rows:
-   under add-or-remove-one it counts as public, under replace-one it does not change.
-3. With an epsilon, the site refuses a turn that would take a record above it, before the rows are looked at.
+Formal guarantees, for each example of the site, against everyone but that site, with a server that does
+not time the site:
+1. A training is `steps` Poisson-subsampled Gaussian releases of multiplier z. `privacy_spent` reports
+   these to the accountant, and the site's ledger is charged before the examples are used. What a method
+   makes of the trained weights is post-processing, because the method has no other access to the
+   examples.
+2. Sums are divided by the configured batch size, and no loss is reported. Every upload carries the
+   number of examples: under add-or-remove-one it counts as public, under replace-one it does not change.
+3. With an epsilon, the site refuses a client round that would charge a record more, before the examples
+   are used.
 
 | case | result |
 |---|---|
@@ -18,13 +22,16 @@ Formal guarantees, for each row of the site, against everyone but that site:
 | a batch that Poisson sampling left empty | a step of noise alone |
 | a frozen entry | stays, bit for bit, in the steps in which it is frozen; its part of a gradient does not count for
   clipping |
-| a penalty of the method | its gradient is added to every step after the noise, for it depends on no row |
-| a batch larger than the site's rows | ConfigError, before its rows are looked at |
-| a method that trains twice in a turn | charged twice |
+| a penalty of the method | its gradient is added to every step after the noise, for it depends on no example |
+| a batch larger than the site's examples | ConfigError, before its examples are used |
+| a method that trains twice in a client round | charged twice |
 | a method that adds noise itself, or one that sends gradients | ConfigError before any site is asked |
-| train.accumulate above 1; a task without row gradients | ConfigError before any site is asked |
-| secure.noise = "sum" | one step without noise; the sites' shares are added to the integers (in_sum.py) |
-| run.deterministic with an epsilon | ConfigError: seeded noise protects nobody |
+| train.gradient-accumulation-steps above 1; a task without per-example gradients | ConfigError before any site is
+  asked |
+| secure.noise = "sum" | one step without noise; the sites' shares are added to the integers (distributed_dgauss.py) |
+| run.deterministic with an epsilon | ConfigError: seeded noise protects no one |
+
+The examples of a site's client round are drawn in the way that the accountant assumes.
 """
 
 from __future__ import annotations
@@ -37,29 +44,41 @@ import torch
 from typing_extensions import override
 
 from fedveil.config import DpConfig
-from fedveil.contract.budget import (
-    Budget,
-    Claim,
-    Neighbours,
-    Plan,
+from fedveil.contract.method import RoundContext
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.privacy import (
+    Adjacency,
+    PrivacyBudget,
+    PrivacyGuarantee,
     Sampling,
+    SamplingPlan,
     Spent,
-    Summable,
+    SummableNoise,
+    check_batch,
     check_claim,
     check_number,
 )
-from fedveil.contract.method import RoundContext
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Penalty, PerSample, RowGradients, Trained, turns
+from fedveil.contract.trainer import (
+    BatchIndices,
+    Frozen,
+    Penalty,
+    PerExampleFeatureGradients,
+    PerExampleGradients,
+    PerExampleGradientSource,
+    TrainingResult,
+    alternating_sets,
+)
+from fedveil.contract.trainer_wrappers import PerExampleTrainerWrapper
 from fedveil.errors import ConfigError
-from fedveil.privacy import accounting, clipping, noise
-from fedveil.privacy.wrapped import TrainerOfRows
-from fedveil.rng import Stream
+from fedveil.privacy import accounting, clipping, gaussian_noise
+from fedveil.rng import RandomStream
+
+__all__ = ["DpSgdConfig", "NoisyTrainer"]
 
 
 @final
 @dataclass(frozen=True)
-class DpSgd(Claim):
+class DpSgdConfig(PrivacyGuarantee):
     """The parameters of the noisy steps.
 
     Attributes:
@@ -74,52 +93,57 @@ class DpSgd(Claim):
     learning_rate: float
     epsilon: float | None = None
     delta: float = 1e-5
-    neighbours: Neighbours = Neighbours.REPLACE_ONE
+    neighbours: Adjacency = Adjacency.REPLACE_ONE
 
     def __post_init__(self) -> None:
-        check_number("dp.clip", self.clip)
-        check_number("dp.noise", self.noise, zero=True)
+        check_number("dp.clip-norm", self.clip)
+        check_number("dp.noise-multiplier", self.noise, zero=True)
         check_number("dp.learning-rate", self.learning_rate)
         check_claim(self.epsilon, self.delta, "poisson", self.neighbours)
         if self.epsilon is not None and self.noise == 0:
             raise ConfigError(
-                "dp.noise: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` computes it"
+                "dp.noise-multiplier: expected more than 0 with an epsilon, found 0; `fedveil privacy plan` computes it"
             )
 
     @classmethod
-    def of(cls, config: DpConfig) -> DpSgd | None:
-        """What the section asks for; None if all its keys have their defaults. Raises ConfigError."""
+    def from_config(cls, config: DpConfig) -> DpSgdConfig | None:
+        """Create the settings of the section; None if all its keys have their defaults. Raises ConfigError."""
         if config == DpConfig():
             return None
-        if config.clip == 0:
-            raise ConfigError("dp.clip: expected a number above 0 with other keys of [dp] set, found 0; set it")
+        if config.clip_norm == 0:
+            raise ConfigError("dp.clip-norm: expected a number above 0 with other keys of [dp] set, found 0; set it")
         epsilon = config.epsilon or None
         return cls(
-            config.clip, config.noise, config.learning_rate, epsilon, config.delta, Neighbours(config.neighbours)
+            config.clip_norm,
+            config.noise_multiplier,
+            config.learning_rate,
+            epsilon,
+            config.delta,
+            Adjacency(config.adjacency),
         )
 
     @property
     @override
-    def budget(self) -> Budget:
-        return Budget(math.inf if self.epsilon is None else self.epsilon, self.delta, self.neighbours)
+    def budget(self) -> PrivacyBudget:
+        return PrivacyBudget(math.inf if self.epsilon is None else self.epsilon, self.delta, self.neighbours)
 
     @override
-    def privacy_spent(self, plan: Plan) -> Spent:
+    def privacy_spent(self, plan: SamplingPlan) -> Spent:
         """Poisson-subsampled Gaussian releases."""
-        return accounting.spent(self.noise, "poisson", plan, across_rounds=False)
+        return accounting.max_charged(self.noise, "poisson", plan, across_rounds=False)
 
-    def summable(self, batch: int, most_steps: int) -> Summable:
+    def summable(self, batch: int, most_steps: int) -> SummableNoise:
         """An upload is w - eta sum / B, and one row's part of the sum has a norm of at most C."""
         if most_steps != 1:
             raise ConfigError(
                 f'train.max-steps: expected 1 with secure.noise = "sum", found {most_steps}: a second step would look '
                 'at the rows from a point that has no noise in it; set it to 1, or secure.noise to "site"'
             )
-        return Summable(self.noise, self.learning_rate * self.clip / batch)
+        return SummableNoise(self.noise, self.learning_rate * self.clip / batch)
 
 
 @final
-class NoisyTrainer(TrainerOfRows):
+class NoisyTrainer(PerExampleTrainerWrapper):
     """Trains by noisy steps on single rows. A method gets no other access to the rows.
 
     Args:
@@ -133,7 +157,7 @@ class NoisyTrainer(TrainerOfRows):
             the site otherwise.
     """
 
-    def __init__(self, spec: Spec, rows: RowGradients, how: DpSgd, ctx: RoundContext) -> None:
+    def __init__(self, spec: Spec, rows: PerExampleGradientSource, how: DpSgdConfig, ctx: RoundContext) -> None:
         super().__init__(spec, rows)
         self._how, self._ctx = how, ctx
         self._steps = 0
@@ -142,13 +166,13 @@ class NoisyTrainer(TrainerOfRows):
 
     @property
     @override
-    def rows(self) -> RowGradients:
+    def rows(self) -> PerExampleGradientSource:
         return _NoRows(self._rows.num_examples)
 
     @override
-    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
         """`steps` noisy steps from `weights`, which are only read. Reports the number of steps in this turn so far."""
-        sets, how, rows = turns(frozen), self._how, self._rows
+        sets, how, rows = alternating_sets(frozen), self._how, self._rows
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
             raise ConfigError(
@@ -157,23 +181,25 @@ class NoisyTrainer(TrainerOfRows):
             )
         std = 0.0 if in_sum else how.clip * how.noise
         now = {n: w.clone() for n, w in weights.items()}
-        drawn = rows.batches("poisson", rows.steps, Stream(self._ctx.noise("rows")(32)))
+        drawn = rows.batches("poisson", rows.steps, RandomStream(self._ctx.noise("rows")(32)))
         for step, batch in enumerate(drawn):
-            held, found = sets[step % len(sets)], rows.per_sample(now, batch).gradients
-            free = {n: g.masked_fill(held[n], 0.0) if n in held else g for n, g in found.items()}
+            frozen_masks, gradients = sets[step % len(sets)], rows.per_sample(now, batch).gradients
+            free = {n: g.masked_fill(frozen_masks[n], 0.0) if n in frozen_masks else g for n, g in gradients.items()}
             pull = _gradient(penalty, now) if penalty else {}
             for name, total in clipping.clipped_sum(free, how.clip).items():
-                noisy = noise.added(total, std, self._ctx.noise(f"noise {name} {step}"))
+                noisy = gaussian_noise.add_noise(total, std, self._ctx.noise(f"noise {name} {step}"))
                 change = (how.learning_rate / rows.batch_size) * noisy.to(now[name])
                 change = change + how.learning_rate * pull[name] if name in pull else change
-                now[name] = now[name] - (change.masked_fill(held[name], 0.0) if name in held else change)
+                now[name] = now[name] - (
+                    change.masked_fill(frozen_masks[name], 0.0) if name in frozen_masks else change
+                )
         self._steps += len(drawn)
         if in_sum:
             self.started, self.without_noise = weights, now
-        return Trained(now, {"steps": float(self._steps)})
+        return TrainingResult(now, {"steps": float(self._steps)})
 
     @override
-    def gradient(self, weights: Weights) -> Trained:
+    def gradient(self, weights: Weights) -> TrainingResult:
         """Raises ConfigError: no accountant covers a plain gradient."""
         raise ConfigError("gradient: expected a method that trains under noisy steps, found one that sends a gradient")
 
@@ -181,12 +207,12 @@ class NoisyTrainer(TrainerOfRows):
 def _gradient(penalty: Penalty, weights: Weights) -> Weights:
     """The penalty's gradient at these weights."""
     leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
-    found = torch.autograd.grad(penalty(leaves), list(leaves.values()), allow_unused=True)
-    return {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+    gradients = torch.autograd.grad(penalty(leaves), list(leaves.values()), allow_unused=True)
+    return {n: g for n, g in zip(leaves, gradients, strict=True) if g is not None}
 
 
 @final
-class _NoRows(RowGradients):
+class _NoRows(PerExampleGradientSource):
     """The rows as a method sees them under noisy steps: it gets their number and nothing else."""
 
     def __init__(self, num_examples: int) -> None:
@@ -208,17 +234,34 @@ class _NoRows(RowGradients):
         return self._num_examples
 
     @override
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
+    def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
         raise _own_steps()
 
     @override
-    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+    def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
         raise _own_steps()
 
     @override
-    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+    def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
         raise _own_steps()
 
 
 def _own_steps() -> ConfigError:
     return ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")
+
+
+def draw_batches(
+    rows: PerExampleGradientSource, sampling: Sampling, ctx: RoundContext, one: bool
+) -> list[BatchIndices]:
+    """Draw a client round's batches: `rows.steps`, or `one`. Raises ConfigError for a batch larger than the site.
+
+    A repeated client round draws new examples, because the accountant's amplification assumes independent
+    draws. With `one` and "disjoint", consecutive rounds take consecutive batches of one epoch, which has one
+    order for all of them.
+    """
+    if not one or sampling != "disjoint":
+        return rows.batches(sampling, 1 if one else rows.steps, RandomStream(ctx.noise("rows")(32)))
+    check_batch(rows.batch_size, rows.num_examples)
+    epoch, place = divmod(ctx.round, rows.num_examples // rows.batch_size)
+    order = RandomStream.derive(ctx.secret, epoch, ctx.client, "order of an epoch")
+    return rows.batches("disjoint", 1, order, place)

@@ -1,14 +1,14 @@
-"""The privacy ledger: what each record of a site has been charged, over all runs, on the site's own disk.
+"""The privacy ledger: the charges of each record of a site, over all runs, on the site's own disk.
 
     <state-dir>/.ledger/<site>.json     {"checksum": of all that follows, "fedveil-ledger": 3,
                                          "carried": [[step, count], ...],
                                          "spent": [[[[step, count], ...], [record, ...]], ...]}
     <state-dir>/.ledger/<site>.key      the key of the records' names, and its checksum
 
-It keeps mechanisms and counts, not epsilons, so that charges of different runs compose, and a record takes the same 36
-bytes however often it is charged. It is written whole: a charge names every row that could have been looked at, so the
-lines of a journal would be as long as the file. A charge is on disk before the data is looked at: a turn that dies
-afterwards stays charged, and its repetition is charged again.
+It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A record takes
+the same 36 bytes however often it is charged. The file is written whole: a charge names every example
+that could have been used, so a journal's lines would be as long as the file. A charge is on disk before
+the data is used. A client round that dies afterwards stays charged, and its retry is charged again.
 
 | case | what happens |
 |---|---|
@@ -16,16 +16,16 @@ afterwards stays charged, and its repetition is charged again.
 | a record that other runs have charged already | their charges count |
 | two rows with equal content | two records |
 | a ledger of 0.1, whose records were named by their content | every record begins with the most that any of them was
-  charged of each mechanism ("carried"), for nobody knows which row was which |
+  charged of each mechanism ("carried"), because it is not known which row was which |
 | ledger or key is damaged, or of a later version | StateError: nothing is charged until the site has restored it |
 | a ledger or key without a checksum, as 0.1 wrote it | read, and written with one at the next charge |
 | two processes of one site | one waits for the other: the file is locked while it changes |
-| the site has a key file | ledger and key are sealed (fedveil.sealed) |
+| the site has a key file | ledger and key are encrypted (fedveil.encrypted_files) |
 
-A record is a row of a data set as the site names it (client_app/site/data_sets.py), under a keyed hash of that name.
-The key never leaves the site, and without it the ledger does not tell which files the site has. Deleting the ledger or
-moving a row to another place of its file resets that record: the ledger protects a site against its runs, not against
-itself.
+A record is a row of a data set as the site names it (client_app/state/data_sets.py), under a keyed hash
+of that name. The key never leaves the site; without it the ledger does not reveal which files the site
+has. Deleting the ledger, or moving a row to another place of its file, resets that record. The ledger
+protects a site against its runs, not against itself.
 """
 
 from __future__ import annotations
@@ -43,12 +43,18 @@ from operator import or_
 from pathlib import Path
 from typing import Any, final
 
-from fedveil import places
-from fedveil.contract.budget import OWN_SHARE, SUMMED, Budget, Spent, Step, stated
+from fedveil import paths
+from fedveil.contract.privacy import OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.encrypted_files import FileSeal
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
-from fedveil.records.files import stamped, stamped_bytes, unstamped, unstamped_bytes, write_atomic
-from fedveil.sealed import Seal
+from fedveil.records.atomic_files import (
+    checksummed_bytes,
+    read_checksummed,
+    verify_checksummed,
+    write_atomic,
+    write_checksummed,
+)
 
 Record = tuple[str, str, int]  # data set, file in it, row of the file
 
@@ -59,10 +65,10 @@ _KEY_BYTES = 32
 
 
 @final
-class Ledger:
+class PrivacyLedger:
     """One site's ledger. Every call reads the file, so that processes and runs can share it."""
 
-    def __init__(self, path: Path, seal: Seal = Seal()) -> None:
+    def __init__(self, path: Path, seal: FileSeal = FileSeal()) -> None:
         self._path, self._seal = path, seal
 
     def names(self, records: Iterable[Record]) -> list[str]:
@@ -71,7 +77,7 @@ class Ledger:
         texts = (json.dumps(record).encode() for record in records)
         return [hashlib.blake2b(text, key=key, digest_size=16).hexdigest() for text in texts]
 
-    def charge(self, records: Sequence[str], charges: Spent, *budgets: Budget) -> None:
+    def charge(self, records: Sequence[str], charges: Spent, *budgets: PrivacyBudget) -> None:
         """Charges all of the records or none; a record that is named twice is charged twice.
 
         A budget of infinite epsilon is no limit, and takes no time.
@@ -98,35 +104,38 @@ class Ledger:
             self._write(spent | new, carried)
 
     def histories(self) -> list[tuple[Spent, int]]:
-        """What records have been charged, each different history with the number of records that have it; 0 for the one
-        that others begin with, where there is one.
+        """Return each distinct charge history with the number of records that have it.
+
+        The number is 0 for the history that all other records begin with, where there is one.
 
         Raises:
             StateError: the file cannot be read.
         """
         spent, carried = self._read()
-        found = Counter(frozenset(history.items()) for history in spent.values())
+        history_counts = Counter(frozenset(history.items()) for history in spent.values())
         if carried:
-            found.setdefault(frozenset(carried.items()), 0)
-        return [(dict(history), count) for history, count in found.items()]
+            history_counts.setdefault(frozenset(carried.items()), 0)
+        return [(dict(history), count) for history, count in history_counts.items()]
 
-    def epsilon(self, record: str, budget: Budget) -> float:
+    def epsilon(self, record: str, budget: PrivacyBudget) -> float:
         """The epsilon that a record has been charged, at the budget's delta and relation."""
         spent, carried = self._read()
-        return accounting.epsilon(spent.get(record, carried), budget.delta, budget.neighbours)
+        return accounting.compute_epsilon(spent.get(record, carried), budget.delta, budget.neighbours)
 
-    def _require(self, history: Spent, charges: Spent, budget: Budget) -> None:
+    def _require(self, history: Spent, charges: Spent, budget: PrivacyBudget) -> None:
         if budget.epsilon == math.inf:  # no limit; what was spent is computed when it is asked for
             return
-        after = accounting.epsilon(history, budget.delta, budget.neighbours)
+        after = accounting.compute_epsilon(history, budget.delta, budget.neighbours)
         if after <= budget.epsilon:
             return
         before = {step: count - charges.get(step, 0) for step, count in history.items()}
-        so_far = accounting.epsilon(before, budget.delta, budget.neighbours) if min(before.values()) >= 0 else after
+        so_far = (
+            accounting.compute_epsilon(before, budget.delta, budget.neighbours) if min(before.values()) >= 0 else after
+        )
         raise BudgetError(
-            f"epsilon: expected at most {stated(budget.epsilon, budget.delta, budget.neighbours)} for every record, "
-            f"found {so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree on a "
-            "larger epsilon, or on more noise from the start"
+            f"epsilon: expected at most {stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)} for every "
+            f"record, found {so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree "
+            "on a larger epsilon, or on more noise from the start"
         )
 
     @property
@@ -149,12 +158,12 @@ class Ledger:
                     raise StateError(
                         f"{path}: expected the key of {self._path.name}, found none; restore it from a backup"
                     )
-                write_atomic(path, self._seal.closed([stamped_bytes(os.urandom(_KEY_BYTES))], self.roles[path]))
+                write_atomic(path, self._seal.closed([checksummed_bytes(os.urandom(_KEY_BYTES))], self.roles[path]))
             data = self._seal.read(path, self.roles[path])
             if len(data) == _KEY_BYTES:
-                write_atomic(path, self._seal.closed([data := stamped_bytes(data)], self.roles[path]))
+                write_atomic(path, self._seal.closed([data := checksummed_bytes(data)], self.roles[path]))
         try:
-            return unstamped_bytes(data)
+            return verify_checksummed(data)
         except ValueError as error:
             raise StateError(
                 f"{path}: expected the key of the ledger's records, found {len(data)} bytes: {error}; restore "
@@ -163,13 +172,13 @@ class Ledger:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        places.private_folder(self._path.parent)
+        paths.private_folder(self._path.parent)
         with self._path.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _read(self) -> tuple[dict[str, Counter[Step]], Counter[Step]]:
-        """What every charged record was charged, and what every other one begins with."""
+        """Return the charges of every charged record, and the charges that every other record begins with."""
         if not self._path.exists():
             return {}, Counter()
         try:
@@ -178,12 +187,12 @@ class Ledger:
             if version not in (*_WITHOUT_CHECKSUM, _VERSION):
                 raise ValueError(f"version {version}")
             has_none = version in _WITHOUT_CHECKSUM and b"checksum" not in data
-            content = json.loads(data) if has_none else unstamped(data)
+            content = json.loads(data) if has_none else read_checksummed(data)
             groups = [(_history(spent), names) for spent, names in content["spent"]]
             if version == _BY_CONTENT:
                 return {}, reduce(or_, (spent for spent, _ in groups), Counter())
             carried = _history(content["carried"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateError(
                 f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read "
                 f"({error}); restore it from a backup: without it nobody knows what was spent"
@@ -197,7 +206,7 @@ class Ledger:
         by_history = [[list(history), names] for history, names in groups.items()]
         content = {"fedveil-ledger": _VERSION, "carried": sorted(carried.items()), "spent": by_history}
         try:
-            write_atomic(self._path, self._seal.closed([stamped(content)], self.roles[self._path]))
+            write_atomic(self._path, self._seal.closed([write_checksummed(content)], self.roles[self._path]))
         except OSError as error:
             raise StateError(
                 f"{self._path}: expected to write the privacy ledger, found {error}; free space"

@@ -6,12 +6,12 @@
     previous = hash of the line before; 64 zeros in the first
     n        = number of the line, from 0
 
-A line must be what this module would write, byte for byte, so even an added space is found. What the other side sends
-is cut before it becomes part of a line, so that nobody makes the log slow to continue: a text after 1,000 characters, a
-list after 4,096 entries.
+A line must be what this module would write, byte for byte, so even an added space is found. What the
+other side sends is cut before it becomes part of a line, so that a sender cannot make the log slow to
+continue: a text after 1,000 characters, a list after 4,096 entries.
 
-Formal guarantees, for a log whose head (number of lines, last hash) somebody else holds, and SHA-256 without
-collisions:
+Formal guarantees, for a log whose head (number of lines, last hash) another party holds, and SHA-256
+without collisions:
 - every change to the lines up to that head is found, no matter who made it.
 
 | what was done to the file | found without an anchor | found with an anchor |
@@ -21,8 +21,8 @@ collisions:
 | a line changed and every later hash recomputed | no | yes, up to the anchor |
 | the last line torn by a power cut | yes | yes |
 
-An anchor is the text "LINES:HASH" of `head`. Server and site exchange their anchors with every message, so each log
-holds anchors of the other.
+An anchor is the text "LINES:HASH" of `log_head`. Server and site exchange their anchors with every
+message, so each log holds anchors of the other.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedveil import places
+from fedveil import paths
 from fedveil.errors import StateError
+
+__all__ = ["NAME", "LogHead", "last_entry", "log_head", "read_log", "verify_log"]
 
 NAME = "audit-log.jsonl"
 _GENESIS = "0" * 64
@@ -51,7 +53,7 @@ _LONGEST_LINE = 8 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class Head:
+class LogHead:
     """The end of a log: its number of lines, and the hash of the last one."""
 
     lines: int = 0
@@ -61,7 +63,7 @@ class Head:
         return f"{self.lines}:{self.hash}"
 
     @classmethod
-    def parse(cls, text: str) -> Head:
+    def parse(cls, text: str) -> LogHead:
         """The head whose `str` is `text`. Raises StateError."""
         if not re.fullmatch(r"(0|[1-9]\d{0,17}):[0-9a-f]{64}", text):
             raise StateError(f'anchor: expected "LINES:HASH" with 64 hex digits, found {text[:90]!r}; copy it whole')
@@ -69,7 +71,7 @@ class Head:
         return cls(int(lines), digest)
 
 
-def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
+def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
     """Adds one line, which is on the disk when this returns. Several processes may append. Returns the new head.
 
     Texts and lists in `about` are cut; where they were, the line says how long they had been.
@@ -81,7 +83,7 @@ def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
     if _OWN & set(about):
         raise StateError(f"audit log: expected names other than {sorted(_OWN)}, found {sorted(_OWN & set(about))}")
     try:
-        places.private_folder(file.parent)
+        paths.private_folder(file.parent)
         about = {_cut(key): _cut(value) for key, value in about.items()}
         with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as log:
             fcntl.flock(log, fcntl.LOCK_EX)
@@ -99,15 +101,15 @@ def append(file: Path, event: str, about: Mapping[str, Any]) -> Head:
             os.fsync(log.fileno())
     except OSError as error:
         raise StateError(f"{file}: expected to write the audit log, found {error}; fix that first") from error
-    return Head(before.lines + 1, str(record["hash"]))
+    return LogHead(before.lines + 1, str(record["hash"]))
 
 
-def head(file: Path) -> Head:
+def log_head(file: Path) -> LogHead:
     """The log's head, from its last line alone; the head of an empty log if there is no file. Raises StateError."""
-    return _head(last(file))
+    return _head(last_entry(file))
 
 
-def last(file: Path) -> dict[str, Any]:
+def last_entry(file: Path) -> dict[str, Any]:
     """The log's last line; {} if there is none. Raises StateError where it is wrong."""
     if not file.exists():
         return {}
@@ -115,32 +117,32 @@ def last(file: Path) -> dict[str, Any]:
         return _last(file, log, log.seek(0, os.SEEK_END))
 
 
-def verify(file: Path, anchors: Iterable[Head] = ()) -> Head:
+def verify_log(file: Path, anchors: Iterable[LogHead] = ()) -> LogHead:
     """Reads the whole log; returns its head.
 
     Raises:
         StateError: a line is wrong, or the log does not reach an anchor; the message names the first such line.
     """
-    held = {anchor.lines: anchor for anchor in anchors}
-    found = Head()
-    _require(held, file, found)
-    for _, found in _chained(file):
-        _require(held, file, found)
-    beyond = [anchor for anchor in held.values() if anchor.lines > found.lines]
+    anchor_by_line = {anchor.lines: anchor for anchor in anchors}
+    head = LogHead()
+    _require(anchor_by_line, file, head)
+    for _, head in _chained(file):
+        _require(anchor_by_line, file, head)
+    beyond = [anchor for anchor in anchor_by_line.values() if anchor.lines > head.lines]
     if beyond:
         raise StateError(
-            f"{file}: expected at least {max(a.lines for a in beyond)} lines, as an anchor says, found {found.lines}; "
+            f"{file}: expected at least {max(a.lines for a in beyond)} lines, as an anchor says, found {head.lines}; "
             "the end was cut off"
         )
-    return found
+    return head
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """Every line of the log. Raises StateError for a wrong line, as `verify` does."""
+def read_log(file: Path) -> list[dict[str, Any]]:
+    """Every line of the log. Raises StateError for a wrong line, as `verify_log` does."""
     return [record for record, _ in _chained(file)]
 
 
-def _require(held: Mapping[int, Head], file: Path, found: Head) -> None:
+def _require(held: Mapping[int, LogHead], file: Path, found: LogHead) -> None:
     anchor = held.get(found.lines, found)
     if anchor != found:
         raise StateError(
@@ -149,13 +151,13 @@ def _require(held: Mapping[int, Head], file: Path, found: Head) -> None:
         )
 
 
-def _chained(file: Path) -> Iterator[tuple[dict[str, Any], Head]]:
+def _chained(file: Path) -> Iterator[tuple[dict[str, Any], LogHead]]:
     """Every line, checked, with the head after it."""
     try:
         log = file.open("rb")
     except OSError as error:
         raise StateError(f"{file}: expected an audit log, found none ({error.strerror}); name the file") from None
-    before = Head()
+    before = LogHead()
     with log:
         for number, line in enumerate(log):
             record = _record(line, f"{file}, line {number + 1}")
@@ -165,7 +167,7 @@ def _chained(file: Path) -> Iterator[tuple[dict[str, Any], Head]]:
                         f"{file}, line {number + 1}: {key}: expected {expected!r}, found {record[key]!r}; "
                         "a line before it is missing, moved or changed"
                     )
-            before = Head(number + 1, record["hash"])
+            before = LogHead(number + 1, record["hash"])
             yield record, before
 
 
@@ -184,8 +186,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     return dict(record)
 
 
-def _head(record: Mapping[str, Any]) -> Head:
-    return Head(record["n"] + 1, record["hash"]) if record else Head()
+def _head(record: Mapping[str, Any]) -> LogHead:
+    return LogHead(record["n"] + 1, record["hash"]) if record else LogHead()
 
 
 def _last(file: Path, log: Any, end: int) -> dict[str, Any]:
@@ -205,8 +207,8 @@ def _cut(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _LONGEST_TEXT:
         return f"{value[:_LONGEST_TEXT]}... ({len(value)} characters)"
     if isinstance(value, list | tuple):
-        kept = [_cut(entry) for entry in value[:_LONGEST_LIST]]
-        return kept if len(value) <= _LONGEST_LIST else [*kept, f"... ({len(value)} entries)"]
+        entries = [_cut(entry) for entry in value[:_LONGEST_LIST]]
+        return entries if len(value) <= _LONGEST_LIST else [*entries, f"... ({len(value)} entries)"]
     if isinstance(value, Mapping):
         return {_cut(key): _cut(entry) for key, entry in list(value.items())[:_LONGEST_LIST]}
     return value

@@ -8,28 +8,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedveil.discovery import Room
+from fedveil.plugins import PluginPackage
 
 if TYPE_CHECKING:  # they import torch, which whoever asks for names alone does not need
     from fedveil.config import RunConfig
     from fedveil.contract.adapter import Adapter
     from fedveil.contract.task import Task, TaskInfo
 
-_ROOM = Room("fedveil.tasks", "fedveil.tasks", "task.name", "-", ("INFO", "create"))
+__all__ = ["list_tasks", "load_task", "task_info"]
+
+_PLUGINS = PluginPackage("fedveil.tasks", "fedveil.tasks", "task.name", "-", ("INFO", "create"))
 
 
-def names() -> list[str]:
+def list_tasks() -> list[str]:
     """Names of all tasks, with hyphens ("text-generation"): the files of this folder, and those of other packages."""
-    return _ROOM.names()
+    return _PLUGINS.list_names()
 
 
-def info(name: str) -> TaskInfo:
-    """What the task of that name says of itself. Raises ConfigError for an unknown name."""
-    found: TaskInfo = _ROOM.module(name).INFO
-    return found
+def task_info(name: str) -> TaskInfo:
+    """Return the description of the task of that name. Raises ConfigError for an unknown name."""
+    info: TaskInfo = _PLUGINS.load_module(name).INFO
+    return info
 
 
-def load(config: RunConfig, adapter: Adapter, device: str = "auto") -> Task:
+def load_task(config: RunConfig, adapter: Adapter, device: str = "auto") -> Task:
     """The task that `config.task.name` names. Raises ConfigError for an unknown name, TaskError for a missing base."""
-    task: Task = _ROOM.module(config.task.name).create(config, adapter, device)
+    task: Task = _PLUGINS.load_module(config.task.name).create(config, adapter, device)
     return task

@@ -2,8 +2,8 @@
 
     logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          the scale is the model's
 
-Adapter: `Prompt`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture of the
-data that presets use. The loss is the mean cross entropy over images; a prompt with a contrast adds its term.
+Adapter: `PromptAdapter`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture
+of the data that presets use. The loss is the mean cross entropy over images; a prompt with a contrast adds its term.
 
 An image goes through the frozen tower once, without augmentation; its features are kept on the site, in memory, by the
 digest of its file. They are what a row is.
@@ -23,7 +23,7 @@ A site without a class numbers the rest otherwise by the last line: give task.cl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -34,25 +34,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from fedveil.adapters import prompts
-from fedveil.adapters.prompt import Prompt
+from fedveil.adapters import prompt_tensors
+from fedveil.adapters.prompt import PromptAdapter
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo, of_classes
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
+from fedveil.data import images
+from fedveil.data.batches import LabelledBatch
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import clip_towers, loading, tiny
-from fedveil.models.clip_towers import EncodedImage
+from fedveil.models import bundled, clip, loading
+from fedveil.models.clip import EncodedImage
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import decoding
-from fedveil.rows.batches import LabelledBatch
-from fedveil.training.adapted import AdaptedTask, check
+from fedveil.training.adapter_task import AdaptedTask, check_task_config
+
+__all__ = ["ClipPrompt"]
 
 INFO = TaskInfo(
     mounts=("texts",),
     columns=lambda task: (task.image_column, task.target_column),
-    tiny=lambda: tiny.folder("clip-prompt"),
-    metrics=of_classes,
+    tiny=lambda: bundled.bundled_folder("clip-prompt"),
+    metrics=class_metrics,
     divisible=False,  # the texts of all classes cost most, and every process would make all of them
 )
 _AT_ONCE = 64  # images that the tower sees together
@@ -61,24 +63,26 @@ ZERO_SHOT = "a photo of a"
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
-    check(config, adapter, INFO)
+    check_task_config(config, adapter, INFO)
     for key, value, wanted in (
         ("train.quantized-base", config.train.quantized_base, "none"),
         ("train.compile", config.train.compile, False),
-        ("train.checkpointing", config.train.checkpointing, False),
+        ("train.gradient-checkpointing", config.train.gradient_checkpointing, False),
     ):
         if value != wanted:
             raise ConfigError(f'{key}: expected {wanted} with the task "clip-prompt", found {value}; leave it out')
-    return ClipPrompt(config, cast(Prompt, adapter), loading.pick_device(device))  # no other adapter goes before texts
+    return ClipPrompt(
+        config, cast(PromptAdapter, adapter), loading.pick_device(device)
+    )  # no other adapter goes before texts
 
 
 @final
 class ClipPrompt(AdaptedTask):
     """A frozen CLIP and a prompt."""
 
-    adapter: Prompt
+    adapter: PromptAdapter
 
-    def __init__(self, config: RunConfig, adapter: Prompt, device: torch.device) -> None:
+    def __init__(self, config: RunConfig, adapter: PromptAdapter, device: torch.device) -> None:
         super().__init__(config, adapter, device)
         self._given = tuple(name for name in map(str.strip, config.task.class_names.split(",")) if name)
         self._names: tuple[str, ...] = self._given
@@ -86,11 +90,11 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def _load(self) -> LoadedModel:
-        return clip_towers.load(self.config, self.adapter, self.device, INFO.tiny())
+        return clip.load_clip(self.config, self.adapter, self.device, INFO.tiny())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all classes, by number. Raises TaskError before rows are encoded, unless task.class-names is set."""
+        """Return all class names, by number. Raises TaskError before encoding, unless task.class-names is set."""
         if not self._names:
             raise TaskError(
                 "task.class-names: expected the names of all classes, split by commas, found none there or in the "
@@ -99,14 +103,14 @@ class ClipPrompt(AdaptedTask):
         return self._names
 
     @cached_property
-    def _texts(self) -> clip_towers.Texts:
-        return clip_towers.Texts(self.base, [name.replace("_", " ") for name in self.names], self.adapter.length)
+    def _texts(self) -> clip.ClassTexts:
+        return clip.ClassTexts(self.base, [name.replace("_", " ") for name in self.names], self.adapter.length)
 
     @cached_property
     def _placeholder(self) -> Float[Tensor, "classes D"]:
         """The texts with the placeholder as context."""
         with torch.no_grad():
-            words = " ".join([clip_towers.PLACEHOLDER] * self.adapter.length)
+            words = " ".join([clip.PLACEHOLDER] * self.adapter.length)
             return self._texts.features(self._texts.written(words)[None])[0]
 
     @cached_property
@@ -115,9 +119,12 @@ class ClipPrompt(AdaptedTask):
         return float(self.base.model.logit_scale.exp())
 
     @override
-    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """As `Table.examples`. An image folder has the class both as task.target-column and as task.label-column."""
-        table = decoding.table(data, split, self.config.task)
+    def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
+        """Read the examples as `DatasetTable.examples` does.
+
+        An image folder has the class both as task.target-column and as task.label-column.
+        """
+        table = images.image_table(data, split, self.config.task)
         return replace(table, class_names=self._given or table.class_names).examples(split, share, self.config)
 
     @override
@@ -129,23 +136,23 @@ class ClipPrompt(AdaptedTask):
                 those of the rows before.
         """
         labels = [self._label(example) for example in examples]
-        found: list[bytes] = []
+        digests: list[bytes] = []
         waiting: dict[bytes, Any] = {}
         for example in examples:
-            image = decoding.encoded(example, self.config.task.image_column)
-            found.append(hashlib.sha256(image).digest())
-            if found[-1] not in self._points and found[-1] not in waiting:
-                waiting[found[-1]] = decoding.decoded(image, example.where)
+            image = images.image_bytes(example, self.config.task.image_column)
+            digests.append(hashlib.sha256(image).digest())
+            if digests[-1] not in self._points and digests[-1] not in waiting:
+                waiting[digests[-1]] = images.decode_image(image, example.where)
             if len(waiting) == _AT_ONCE:
                 self._look(waiting)
         self._look(waiting)
-        return [EncodedImage(self._points[digest], label) for digest, label in zip(found, labels, strict=True)]
+        return [EncodedImage(self._points[digest], label) for digest, label in zip(digests, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:
         """Takes the images through the tower, and forgets them."""
         if waiting:
             with self._computing():
-                points = clip_towers.images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
+                points = clip.encode_images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
             self._points |= dict(zip(waiting, points.unbind(), strict=True))
             waiting.clear()
 
@@ -178,13 +185,16 @@ class ClipPrompt(AdaptedTask):
         return LabelledBatch(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
 
     def texts(self, weights: Weights) -> Float[Tensor, "prompts classes D"]:
-        """The texts that `weights` make, see `prompts.contexts`; differentiable."""
+        """The texts that `weights` make, see `prompt_tensors.context_vectors`; differentiable."""
         with self._computing():
-            return self._texts.features(prompts.contexts(self.adapter, weights))
+            return self._texts.features(prompt_tensors.context_vectors(self.adapter, weights))
 
     def logits(self, texts: Tensor, points: Tensor) -> Float[Tensor, "rows classes"]:
-        """Of images by their points, (rows, points, D), under the texts, (prompts, classes, D); differentiable."""
-        return self._scale * prompts.similarities(self.adapter, points, texts)
+        """Return the logits of images under texts; differentiable.
+
+        Images are given by their points, (rows, points, D), texts as (prompts, classes, D).
+        """
+        return self._scale * prompt_tensors.class_similarities(self.adapter, points, texts)
 
     def loss_at(self, weights: Weights, batch: LabelledBatch) -> Tensor:
         """Summed loss of a batch on the device, as a pure function of the weights: what torch.func differentiates.
@@ -194,7 +204,7 @@ class ClipPrompt(AdaptedTask):
         texts = self.texts(weights)
         loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.inputs), batch.labels, reduction="sum")
         if self.adapter.contrast:
-            term = prompts.contrast(self._placeholder, texts[1], texts[0], self.adapter.temperature)
+            term = prompt_tensors.contrastive_loss(self._placeholder, texts[1], texts[0], self.adapter.temperature)
             loss = loss + self.adapter.contrast * batch.terms * term
         return loss
 
@@ -225,8 +235,10 @@ class ClipPrompt(AdaptedTask):
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
         """scale (softmax_i - onehot_i), and the image's feature: their product is row i's gradient in the texts."""
         points, labels = samples
-        said = self.logits(features[None], points).softmax(-1)
-        return self._scale * (said - torch.nn.functional.one_hot(labels, said.shape[-1])), points[:, 0]
+        probabilities = self.logits(features[None], points).softmax(-1)
+        return self._scale * (probabilities - torch.nn.functional.one_hot(labels, probabilities.shape[-1])), points[
+            :, 0
+        ]
 
     @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
@@ -241,37 +253,24 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" (cross entropy alone) and "accuracy" over evaluate.max-examples examples, evenly spaced.
+        """ "loss" (cross entropy alone) and "accuracy" over evaluate.eval-examples examples, evenly spaced.
 
         Raises:
             TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
-        count = min(len(examples), self.config.evaluate.max_examples)
+        count = min(len(examples), self.config.evaluate.eval_examples)
         seen = self.encode([examples[i * len(examples) // count] for i in range(count)])
         logits, labels = self._all(weights, seen)
         loss = float(torch.nn.functional.cross_entropy(logits, labels))
         return {"loss": loss, "accuracy": float((logits.argmax(-1) == labels).float().mean())}
 
-    def accuracies(self, weights: Weights, rows: Sequence[EncodedImage], local: Collection[int]) -> dict[str, float]:
-        """ "accuracy_local" over the rows of a site's own classes, "accuracy_neighbour" over all others.
-
-        All classes compete. A part without rows is left out.
-        """
-        return _by_side(*self._all(weights, rows), local)
-
     @torch.no_grad()
     def zero_shot_logits(self, rows: Sequence[EncodedImage], words: str = ZERO_SHOT) -> Float[Tensor, "rows classes"]:
-        """What the model says as it is, with `words` as context; on the CPU."""
+        """Return the logits of the unchanged model with `words` as context; on the CPU."""
         texts = self._texts.features(self._texts.written(words)[None])[0].cpu()
         return self._scale * torch.stack([row.points[0] for row in rows]) @ texts.T
-
-    def zero_shot(
-        self, rows: Sequence[EncodedImage], local: Collection[int], words: str = ZERO_SHOT
-    ) -> dict[str, float]:
-        """The accuracies of the model as it is, with `words` as context: the control that nothing was learned for."""
-        return _by_side(self.zero_shot_logits(rows, words), torch.tensor([row.label for row in rows]), local)
 
     @torch.no_grad()
     def _all(
@@ -285,16 +284,11 @@ class ClipPrompt(AdaptedTask):
         return torch.cat(logits), torch.tensor([row.label for row in rows])
 
     @override
-    def predict(self, weights: Weights, rows: Sequence[EncodedImage], generate: bool = False) -> Iterator[Prediction]:
+    def predict(
+        self, weights: Weights, rows: Sequence[EncodedImage], generate: bool = False
+    ) -> Iterator[ExamplePrediction]:
         """The slice "target" alone, of one position: nothing is generated."""
         if rows:
             logits, labels = self._all(weights, rows)
             for i in range(len(rows)):
-                yield Prediction({"target": logits[i : i + 1]}, labels[i : i + 1])
-
-
-def _by_side(logits: Tensor, labels: Tensor, local: Collection[int]) -> dict[str, float]:
-    right = logits.argmax(-1) == labels
-    mine = torch.isin(labels, torch.tensor(sorted(local), dtype=labels.dtype))
-    sides = {"accuracy_local": right[mine], "accuracy_neighbour": right[~mine]}
-    return {name: float(side.float().mean()) for name, side in sides.items() if len(side)}
+                yield ExamplePrediction({"target": logits[i : i + 1]}, labels[i : i + 1])

@@ -4,8 +4,8 @@
 |---|---|---|---|
 | a folder or hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as
   below |
-| a folder with config.json, without weights | a draw | task.classes | as the one above |
-| "tiny" | a draw | task.classes | 32 x 32, in values from -1 to 1 |
+| a folder with config.json, without weights | a draw | task.num-classes | as the one above |
+| "tiny" | a draw | task.num-classes | 32 x 32, in values from -1 to 1 |
 
 All weights are drawn from the public stream that `initial` gets, so sites of one run start alike. Under an adapter the
 frozen weights come from a public stream of run.seed.
@@ -35,27 +35,29 @@ from typing_extensions import override
 
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Prediction, Share, Task, TaskInfo, of_classes
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
+from fedveil.data import images
+from fedveil.data.batches import LabelledBatch
 from fedveil.errors import TaskError
-from fedveil.models import library, loading
+from fedveil.models import library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import decoding
-from fedveil.rows.batches import LabelledBatch
-from fedveil.training.adapted import AdaptedTask, check
+from fedveil.training.adapter_task import AdaptedTask, check_task_config
+
+__all__ = ["ImageClassification", "ImageExample"]
 
 INFO = TaskInfo(
     mounts=("layers",),
     columns=lambda task: (task.image_column, task.target_column),
     tiny=lambda: None,
-    metrics=of_classes,
+    metrics=class_metrics,
 )
 TINY_VIT = {  # the tiny base, made in code
     "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 384,
 }  # fmt: skip
 MEAN = STD = 0.5
-_KEPT_BYTES = decoding.KEPT_BYTES
+_KEPT_BYTES = images.KEPT_BYTES
 _MODES = {1: "L", 3: "RGB"}  # PIL's name for images of that many channels
 
 Pixels = Float[Tensor, "channels height width"]
@@ -63,12 +65,12 @@ Pixels = Float[Tensor, "channels height width"]
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
-    check(config, adapter, INFO)
+    check_task_config(config, adapter, INFO)
     return ImageClassification(config, adapter, loading.pick_device(device))
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageExample:
     """One image, as the model takes it, and its class. `kept` gives its pixels where they need no decoding."""
 
     pixels: Callable[[], Pixels]
@@ -82,7 +84,7 @@ class Picture:
 
 
 @final
-class Pictures(Sequence[Picture]):
+class ImageExamples(Sequence[ImageExample]):
     """The images of examples, read and decoded one by one when their pixels are asked for.
 
     Decoded ones are kept as long as there is room. A slice is a list.
@@ -96,30 +98,30 @@ class Pictures(Sequence[Picture]):
     def __init__(self, examples: Examples, labels: Sequence[int], decoded: Callable[[Example], Pixels]) -> None:
         self._examples, self._decoded = examples, decoded
         self._labels = np.array(labels, np.int64)
-        self._room, self._kept = decoding.Room(_KEPT_BYTES), dict[int, Pixels]()
+        self._room, self._kept = images.DecodeMemoryLimit(_KEPT_BYTES), dict[int, Pixels]()
 
     @override
     def __len__(self) -> int:
         return len(self._labels)
 
     @overload
-    def __getitem__(self, index: int) -> Picture: ...
+    def __getitem__(self, index: int) -> ImageExample: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Picture]: ...
+    def __getitem__(self, index: slice) -> list[ImageExample]: ...
     @override
-    def __getitem__(self, index: int | slice) -> Picture | list[Picture]:
+    def __getitem__(self, index: int | slice) -> ImageExample | list[ImageExample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]
-        return Picture(lambda: self._pixels(at), int(self._labels[at]), lambda: self._kept.get(at))
+        return ImageExample(lambda: self._pixels(at), int(self._labels[at]), lambda: self._kept.get(at))
 
     def _pixels(self, at: int) -> Pixels:
-        if (kept := self._kept.get(at)) is not None:
-            return kept
-        found = self._decoded(self._examples[at])
-        if self._room.holds(found.nbytes):
-            self._kept[at] = found
-        return found
+        if (cached_pixels := self._kept.get(at)) is not None:
+            return cached_pixels
+        pixels = self._decoded(self._examples[at])
+        if self._room.holds(pixels.nbytes):
+            self._kept[at] = pixels
+        return pixels
 
 
 @final
@@ -132,16 +134,19 @@ class ImageClassification(AdaptedTask):
 
     @property
     def classes(self) -> int:
-        """How many the model tells apart."""
+        """Return the number of classes of the model."""
         return int(self.base.model.config.num_labels)
 
     @override
-    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        """As `Table.examples`. An image folder has the class both as task.target-column and as task.label-column."""
-        return decoding.table(data, split, self.config.task).examples(split, share, self.config)
+    def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
+        """Read the examples as `DatasetTable.examples` does.
+
+        An image folder has the class both as task.target-column and as task.label-column.
+        """
+        return images.image_table(data, split, self.config.task).examples(split, share, self.config)
 
     @override
-    def encode(self, examples: Examples) -> Pictures:
+    def encode(self, examples: Examples) -> ImageExamples:
         """A row for each image, which is decoded when a batch has it.
 
         Raises TaskError, by file and row, for what is no image or has no class; for an image that is broken behind its
@@ -151,22 +156,24 @@ class ImageClassification(AdaptedTask):
         labels = []
         for example in examples:
             labels.append(self._label(example))
-            decoding.require_image(decoding.encoded(example, self.config.task.image_column), example.where)
-        return Pictures(examples, labels, self._decoded)
+            images.require_image(images.image_bytes(example, self.config.task.image_column), example.where)
+        return ImageExamples(examples, labels, self._decoded)
 
     @override
-    def collate(self, rows: Sequence[Picture]) -> LabelledBatch:
+    def collate(self, rows: Sequence[ImageExample]) -> LabelledBatch:
         """One batch, on the CPU."""
-        kept = [row.kept() for row in rows]  # a thread for one of these costs more than it has to do
-        undone = iter(decoding.together([row.pixels for row, k in zip(rows, kept, strict=True) if k is None]))
-        pixels = [next(undone) if k is None else k for k in kept]
+        cached_pixels = [row.kept() for row in rows]  # a thread for one of these costs more than it has to do
+        undone = iter(
+            images.decode_parallel([row.pixels for row, k in zip(rows, cached_pixels, strict=True) if k is None])
+        )
+        pixels = [next(undone) if k is None else k for k in cached_pixels]
         return LabelledBatch(torch.stack(pixels), torch.tensor([row.label for row in rows]))
 
     def _logits(self, batch: LabelledBatch) -> Float[Tensor, "rows classes"]:
         return self._forward({"pixel_values": batch.inputs}).float()
 
-    def samples(self, rows: Sequence[Picture]) -> tuple[Tensor, Tensor]:
-        """Pixels and classes; see per_sample.SampleLoss."""
+    def samples(self, rows: Sequence[ImageExample]) -> tuple[Tensor, Tensor]:
+        """Pixels and classes; see per_example.PerExampleLoss."""
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
 
@@ -186,13 +193,13 @@ class ImageClassification(AdaptedTask):
         return torch.nn.functional.cross_entropy(self._logits(batch), batch.labels, reduction="sum")
 
     @override
-    def mean_loss(self, encoded: Sequence[Picture]) -> float:
+    def mean_loss(self, encoded: Sequence[ImageExample]) -> float:
         """Mean loss an image with the weights put in last."""
         return self._scores(encoded)["loss"]
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" and "accuracy" over evaluate.max-examples examples, evenly spaced, as a folder is sorted by class.
+        """ "loss" and "accuracy" over evaluate.eval-examples examples, evenly spaced, as a folder is sorted by class.
 
         Raises:
             TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
@@ -200,11 +207,11 @@ class ImageClassification(AdaptedTask):
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         self.show(weights)
-        count = min(len(examples), self.config.evaluate.max_examples)
+        count = min(len(examples), self.config.evaluate.eval_examples)
         return self._scores(self.encode([examples[i * len(examples) // count] for i in range(count)]))
 
     @torch.no_grad()
-    def _scores(self, encoded: Sequence[Picture]) -> dict[str, float]:
+    def _scores(self, encoded: Sequence[ImageExample]) -> dict[str, float]:
         loss = right = 0.0
         for part in self._parts(len(encoded)):
             batch = self.collate([encoded[i] for i in part]).to(self.device)
@@ -215,17 +222,19 @@ class ImageClassification(AdaptedTask):
 
     @override
     @torch.no_grad()
-    def predict(self, weights: Weights, rows: Sequence[Picture], generate: bool = False) -> Iterator[Prediction]:
+    def predict(
+        self, weights: Weights, rows: Sequence[ImageExample], generate: bool = False
+    ) -> Iterator[ExamplePrediction]:
         """The slice "target" alone, of one position: a classifier generates nothing."""
         self.show(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]
             logits = self._logits(self.collate(chosen).to(self.device)).cpu()
             for i, row in enumerate(chosen):
-                yield Prediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
+                yield ExamplePrediction({"target": logits[i : i + 1]}, torch.tensor([row.label]))
 
     def _decoded(self, example: Example) -> Pixels:
-        return self._pixels(decoding.encoded(example, self.config.task.image_column), example.where)
+        return self._pixels(images.image_bytes(example, self.config.task.image_column), example.where)
 
     def _label(self, example: Example) -> int:
         """The class of an example."""
@@ -244,11 +253,11 @@ class ImageClassification(AdaptedTask):
     def _pixels(self, image: bytes, where: str) -> Pixels:
         """An image as the model takes it."""
         config, processor = self.base.model.config, self.base.processor
-        picture = decoding.decoded(image, where, self._mode)
+        picture = images.decode_image(image, where, self._mode)
         if processor is not None:
-            with library.quiet():
-                found: Tensor = processor(images=[picture], return_tensors="pt")["pixel_values"][0]
-            return found.float()
+            with library_logging.quiet_libraries():
+                pixels: Tensor = processor(images=[picture], return_tensors="pt")["pixel_values"][0]
+            return pixels.float()
         values = torch.from_numpy(np.array(picture, dtype=np.float32)).reshape(*picture.size[::-1], -1).permute(2, 0, 1)
         size = getattr(config, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else size
@@ -278,6 +287,6 @@ def _numbers(names: tuple[str, ...], own: tuple[str, ...], folder: str) -> Mappi
     if len(names) != len(own):
         raise TaskError(
             f'task.data: expected {len(own)} class names in "{folder}", as many as the model tells apart, found '
-            f"{len(names)} ({', '.join(names[:8])}); set task.classes, add an empty class folder, or give integers"
+            f"{len(names)} ({', '.join(names[:8])}); set task.num-classes, add an empty class folder, or give integers"
         )
     return {name: i for i, name in enumerate(names)}

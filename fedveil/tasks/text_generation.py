@@ -2,7 +2,7 @@
 
 A row is `source + "\\n" + target + end`, or both in the words of the base's chat template (task.chat-template), at most
 task.max-tokens tokens: the source loses its end first, then the target, and the log says how many did. What it shares
-with other tasks is in `causal`.
+with other tasks is in `causal_lm`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import final
 
@@ -21,29 +21,41 @@ from typing_extensions import override
 
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Origin, Prepared, Share, Task, TaskInfo, of_loss
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import (
+    DatasetShard,
+    Example,
+    ExampleOrigin,
+    Examples,
+    PreparedData,
+    Task,
+    TaskInfo,
+    loss_metric,
+)
+from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, tokenized_dataset
+from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.tokenization import CachedTokenizer
+from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import loading, tiny
+from fedveil.models import bundled, loading
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import batches, framing, packing, reading, shelves, token_rows
-from fedveil.rows.batches import TokenBatch, TokenRow
-from fedveil.rows.token_rows import TokenRows
-from fedveil.rows.tokens import Tokens
-from fedveil.training import adapted, causal, text_metrics
+from fedveil.training import adapter_task, causal_lm, text_metrics
+
+__all__ = ["TextGeneration"]
 
 INFO = TaskInfo(
     mounts=("layers", "cache"),
     columns=lambda task: (task.source_column, task.target_column),
-    tiny=lambda: tiny.folder("text-generation"),
-    train_keys=("loss-on", "packing"),
-    metrics=lambda task: of_loss(task, text_metrics.SCORES),
+    tiny=lambda: bundled.bundled_folder("text-generation"),
+    train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
+    metrics=lambda task: loss_metric(task, text_metrics.SCORES),
     chats=True,
 )
 _TEXT_TYPES = (str, int, float, bool)
 _AT_ONCE = 1000  # rows that are tokenised together
+_CUDA_MULTIPLE = 8  # of a batch's length: a GPU plans its kernels anew for each length that it has not met
 
-log = logging.getLogger("fedveil.rows")
+log = logging.getLogger("fedveil.data")
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
@@ -54,69 +66,77 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
             the rest, rows longer than a local base's context, or a device that is not there.
         TaskError: no base model at that path.
     """
-    adapted.check(config, adapter, INFO)
+    adapter_task.check_task_config(config, adapter, INFO)
     loading.check_context(config, adapter, INFO.tiny())
     return TextGeneration(config, adapter, loading.pick_device(device))
 
 
 @final
-class TextGeneration(causal.CausalTask):
+class TextGeneration(causal_lm.CausalTask):
     """A language model that continues a source."""
 
     @override
     def _load(self) -> LoadedModel:
-        found = loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
+        loaded_model = loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
         if self.config.train.packing:
-            packing.check(found.model.config.model_type, self.config.task.model)
-        return found
+            packing.check_packing(loaded_model.model.config.model_type, self.config.task.model)
+        return loaded_model
 
     @override
-    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        return reading.table(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
+    def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
+        return tables.read_split(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
 
     @override
-    def encode(self, examples: Examples) -> TokenRows:
+    def encode(self, examples: Examples) -> TokenizedDataset:
         """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
-        return self._told(TokenRows(token_rows.joined(self._parts_of(examples))))
+        return self._told(TokenizedDataset(tokenized_dataset.join_parts(self._parts_of(examples))))
 
     @override
-    def prepare(self, data: Path, split: str, share: Share | None = None, shelf: Path | None = None) -> Prepared:
-        """As `encode`; where it has a shelf, the rows are mapped from there, and prepared only where they are not."""
-        file, print_ = reading.split_file(data, split), self._tokens.fingerprint if shelf else ""
-        content = reading.digest(file) if print_ else ""
+    def prepare(
+        self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
+    ) -> PreparedData:
+        """Prepare as `encode` does; with a `shelf`, map the examples from it, or prepare them if it lacks them."""
+        file, print_ = tables.split_file(data, split), self._tokens.fingerprint if shelf else ""
+        content = tables.digest_file(file) if print_ else ""
 
-        def parts() -> Iterator[token_rows.Part]:
-            table = reading.table(data, split, INFO.columns(self.config.task), shelf)
+        def parts() -> Iterator[tokenized_dataset.Part]:
+            table = tables.read_split(data, split, INFO.columns(self.config.task), shelf)
             yield from self._parts_of(table.examples(split, share, self.config))
-            if content and reading.digest(file) != content:
+            if content and tables.digest_file(file) != content:
                 raise TaskError(f'task.data: expected "{file}" to stay while it is read, found a change; start again')
 
         if shelf is None or not content:
-            rows = TokenRows(token_rows.joined(parts()))
+            rows = TokenizedDataset(tokenized_dataset.join_parts(parts()))
         else:
             frame = dataclasses.asdict(self._frame)
-            key = {"rows": content, "tokenizer": [print_, frame], **shelves.key(self.config, split, share)}
-            kept = shelves.Shelf(shelf, token_rows.KINDS)
-            rows = TokenRows(kept.find(key) or kept.put(key, parts()))
-        return Prepared(self._told(rows), lambda: (Origin(str(file), int(number)) for number in rows.numbers))
+            key = {"rows": content, "tokenizer": [print_, frame], **dataset_cache.cache_key(self.config, split, share)}
+            cache = dataset_cache.DatasetCache(shelf, tokenized_dataset.KINDS)
+            rows = TokenizedDataset(cache.find(key) or cache.put(key, parts()))
+        return PreparedData(
+            self._told(rows), lambda: (ExampleOrigin(str(file), int(number)) for number in rows.numbers)
+        )
 
-    def _parts_of(self, examples: Examples) -> Iterator[token_rows.Part]:
+    def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
         """The rows of some examples at a time; the next ones are tokenised meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[list[int]], list[list[int]]]:
             texts = [self._texts(example) for example in part]
-            return part, self._tokens.of([source for source, _ in texts]), self._tokens.of([to for _, to in texts])
+            return (
+                part,
+                self._tokens.tokenize([source for source, _ in texts]),
+                self._tokens.tokenize([to for _, to in texts]),
+            )
 
         self._tokens  # noqa: B018  # the base is loaded here, not in a thread
         every = iter(examples)
         batched = iter(lambda: list(itertools.islice(every, _AT_ONCE)), [])
-        for part, sources, targets in batches.ahead(batched, tokenised):
+        for part, sources, targets in batches.prefetch(batched, tokenised):
             rows = [self._row(source, target) for source, target in zip(sources, targets, strict=True)]
-            yield token_rows.part_of(rows, [example.origin.row if example.origin else 0 for example in part])
+            yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" over the rows of the first evaluate.max-examples distinct sources; with `generate` also
+        """ "loss" over the rows of the first evaluate.eval-examples distinct sources; with `generate` also
         bleu, rouge_l, nist, meteor and cider (see text_metrics) of one text for each of those sources.
 
         Raises:
@@ -133,18 +153,20 @@ class TextGeneration(causal.CausalTask):
         )
         scores = {"loss": self.mean_loss(encoded)}
         if generate:
-            scores |= text_metrics.score(self._generate(list(references)), list(references.values()))
+            scores |= text_metrics.score_texts(self._generate(list(references)), list(references.values()))
         return scores
 
     @override
-    def training_batch(self, rows: Sequence[TokenRow]) -> TokenBatch:
+    def training_batch(self, rows: Sequence[TokenExample]) -> TokenBatch:
         task, train, end = self.config.task, self.config.train, self.base.tokenizer.eos_token_id
+        multiple = train.pad_to_multiple_of or (_CUDA_MULTIPLE if self.device.type == "cuda" else 1)
+        width = partial(batches.round_up, multiple=multiple, limit=task.max_tokens)
         if train.packing:
-            return packing.collate(rows, end, task.max_tokens, train.loss_on == "all")
-        return batches.collate(rows, end, train.loss_on == "all")
+            return packing.collate_packed(rows, end, task.max_tokens, train.loss_mask == "all", width)
+        return batches.collate_batch(rows, end, train.loss_mask == "all", width)
 
-    def samples(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, the tokens that each position predicts, and 1 where the loss counts it; see `SampleLoss`."""
+    def samples(self, rows: Sequence[TokenExample]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, the tokens that each position predicts, and 1 where the loss counts it; see `PerExampleLoss`."""
         batch = self.training_batch(rows)
         wanted, counted = torch.zeros_like(batch.ids).flatten(), torch.zeros(batch.ids.numel())
         wanted[batch.positions], counted[batch.positions] = batch.wanted, 1.0
@@ -161,7 +183,7 @@ class TextGeneration(causal.CausalTask):
         return (losses * counted).sum() / counted.sum()
 
     def generate(self, weights: Weights, sources: Sequence[str]) -> list[str]:
-        """The text that the model with `weights` writes for each source: greedy, or evaluate.beams beams."""
+        """The text that the model with `weights` writes for each source: greedy, or evaluate.num-beams beams."""
         self.show(weights)
         return self._generate(sources)
 
@@ -175,17 +197,17 @@ class TextGeneration(causal.CausalTask):
         return self.generate(weights, prompts)
 
     def _generate(self, sources: Sequence[str]) -> list[str]:
-        prompts = [self._prompt(ids, self._prompt_limit) for ids in self._tokens.of(sources)]
-        return self._texts_of([TokenRow(ids, len(ids)) for ids in prompts])
+        prompts = [self._prompt(ids, self._prompt_limit) for ids in self._tokens.tokenize(sources)]
+        return self._texts_of([TokenExample(ids, len(ids)) for ids in prompts])
 
     def _references(self, examples: Examples) -> dict[str, list[str]]:
-        """Targets by source, sources in order of appearance, at most evaluate.max-examples of them."""
+        """Targets by source, sources in order of appearance, at most evaluate.eval-examples of them."""
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         grouped: dict[str, list[str]] = {}
         for example in examples:
             source, target = self._texts(example)
-            if source in grouped or len(grouped) < self.config.evaluate.max_examples:
+            if source in grouped or len(grouped) < self.config.evaluate.eval_examples:
                 grouped.setdefault(source, []).append(target)
         return grouped
 
@@ -200,8 +222,8 @@ class TextGeneration(causal.CausalTask):
                 )
         return str(example.values[task.source_column]), str(example.values[task.target_column])
 
-    def _told(self, rows: TokenRows) -> TokenRows:
-        """The rows, of which the log says how many are too long."""
+    def _told(self, rows: TokenizedDataset) -> TokenizedDataset:
+        """Log how many of the examples are too long, and return them."""
         sources, targets = int((rows.cuts > 0).sum()), int((rows.cuts > 1).sum())
         if sources:
             now, most = self.config.task.max_tokens, self.base.context
@@ -215,32 +237,32 @@ class TextGeneration(causal.CausalTask):
         return rows
 
     @cached_property
-    def _frame(self) -> framing.Frame:
+    def _frame(self) -> prompt_template.PromptFrame:
         tokenizer, task = self.base.tokenizer, self.config.task
         if not task.chat_template:
-            return framing.plain(tokenizer)
-        found = framing.of_template(tokenizer, task.model)
-        if (needed := found.length + len(found.end) + 2) > task.max_tokens:
+            return prompt_template.plain_frame(tokenizer)
+        frame = prompt_template.template_frame(tokenizer, task.model)
+        if (needed := frame.length + len(frame.end) + 2) > task.max_tokens:
             raise ConfigError(
                 f"task.max-tokens: expected at least {needed}, of which the base's chat template has {needed - 2} for "
                 f"itself, found {task.max_tokens}; raise it"
             )
-        return found
+        return frame
 
     @cached_property
-    def _tokens(self) -> Tokens:
-        return Tokens(self.base.tokenizer)
+    def _tokens(self) -> CachedTokenizer:
+        return CachedTokenizer(self.base.tokenizer)
 
     def _prompt(self, ids: list[int], limit: int) -> list[int]:
         """A source's tokens and what stands around it, at most `limit`: the source loses its end."""
         frame = self._frame
         return [*frame.before, *ids[: max(0, limit - frame.length)], *frame.between][-max(1, limit) :]
 
-    def _row(self, source: list[int], target: list[int]) -> TokenRow:
+    def _row(self, source: list[int], target: list[int]) -> TokenExample:
         """The row of a source's and a target's tokens."""
         frame, room = self._frame, self.config.task.max_tokens
         whole = [*target, *frame.end]
         answer = whole[: room - frame.length]
         prompt = self._prompt(source, room - len(answer))
         cut = 2 if len(answer) < len(whole) else int(len(prompt) < frame.length + len(source))
-        return TokenRow(prompt + answer, len(prompt), cut=cut)
+        return TokenExample(prompt + answer, len(prompt), cut=cut)

@@ -1,17 +1,18 @@
-"""Vision and language: a model that sees learns to caption images, or to answer questions with given choices.
+"""Vision and language: a vision-language model learns to caption images or to answer multiple-choice questions.
 
-| form | when | prompt (behind the image) | target |
+| form | when | prompt (after the image) | target |
 |---|---|---|---|
 | caption | task.choices-column is empty | `CAPTION_PROMPT` | task.target-column: a text, or a list of them |
-| choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT` |
-  task.target-column: index of the right choice |
+| choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT`
+  | task.target-column: index of the right choice |
 
-The prompts go through the processor's own chat template, image first. They are those with which LLaVA-style models are
-commonly tuned and scored. A question may have a hint (task.hint-column): "Context: ..." in front of it, which loses its
-end where the row is too long for task.max-tokens. Trained is an adapter of the language model; vision tower and
-connector are frozen. Several captions of an image are as many training rows, and one image to score.
+The prompts go through the processor's own chat template, image first. They are the prompts with which
+LLaVA-style models are commonly tuned and scored. A question may have a hint (task.hint-column):
+"Context: ..." before it. The hint loses its end where the example is too long for task.max-tokens. An
+adapter of the language model is trained; vision tower and connector are frozen. Several captions of an
+image are as many training examples, and one image to score.
 
-Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths beside the data file.
+Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths relative to the data file.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ from typing_extensions import override
 
 from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.spec import Weights
-from fedveil.contract.task import Example, Examples, Metrics, Share, Task, TaskInfo, of_loss
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import DatasetShard, Example, Examples, Metrics, Task, TaskInfo, loss_metric
+from fedveil.data import images as decoding
+from fedveil.data import tables
+from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library, loading, tiny
+from fedveil.models import bundled, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rows import decoding, reading
-from fedveil.rows.batches import TokenBatch, TokenRow
-from fedveil.training import adapted, causal, text_metrics
+from fedveil.training import adapter_task, causal_lm, text_metrics
+
+__all__ = ["LETTERS", "ImageTextExample", "VisionLanguage"]
 
 CAPTION_PROMPT = "Describe this image concisely."
 CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
 LETTERS = string.ascii_uppercase
-log = logging.getLogger("fedveil.rows")
+log = logging.getLogger("fedveil.data")
 _KEPT_BYTES = decoding.KEPT_BYTES
 _OF_TOKENS = {"input_ids", "attention_mask"}
 
@@ -54,10 +58,12 @@ def _columns(task: TaskConfig) -> tuple[str, ...]:
 
 
 def _metrics(task: TaskConfig) -> Metrics:
-    return of_loss(task, ("exact_match", *(() if task.choices_column else text_metrics.CAPTIONS)))
+    return loss_metric(task, ("exact_match", *(() if task.choices_column else text_metrics.CAPTIONS)))
 
 
-INFO = TaskInfo(mounts=("layers",), columns=_columns, tiny=lambda: tiny.folder("vision-language"), metrics=_metrics)
+INFO = TaskInfo(
+    mounts=("layers",), columns=_columns, tiny=lambda: bundled.bundled_folder("vision-language"), metrics=_metrics
+)
 
 Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
 
@@ -73,7 +79,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
             "task.hint-column: expected none for captions, since a hint stands before a question, found "
             f'"{config.task.hint_column}"; leave it out, or set task.choices-column'
         )
-    adapted.check(config, adapter, INFO)
+    adapter_task.check_task_config(config, adapter, INFO)
     loading.check_context(config, adapter, INFO.tiny())
     return VisionLanguage(config, adapter, loading.pick_device(device))
 
@@ -85,7 +91,7 @@ def prompt_of_choices(question: str, choices: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class ImageRow(TokenRow):
+class ImageTextExample(TokenExample):
     """A row with an image: `ids` hold one image token for each of its parts, `inputs` gives what stands behind them."""
 
     inputs: Callable[[], Inputs]
@@ -103,12 +109,12 @@ class _Asked:
 
     @property
     def text(self) -> str:
-        """What stands behind the image."""
+        """Return the text that follows the image."""
         return f"Context: {self.hint}\n{self.prompt}" if self.hint else self.prompt
 
 
 @final
-class VisionLanguage(causal.CausalTask):
+class VisionLanguage(causal_lm.CausalTask):
     """A model that captions images or chooses answers about them."""
 
     @override
@@ -116,18 +122,18 @@ class VisionLanguage(causal.CausalTask):
         return loading.load_seeing(self.config, self.adapter, self.device, INFO.tiny())
 
     @override
-    def examples(self, data: Path, split: str, share: Share | None = None) -> Examples:
-        return reading.table(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
+    def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
+        return tables.read_split(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
 
     @override
-    def encode(self, examples: Examples) -> list[ImageRow]:
+    def encode(self, examples: Examples) -> list[ImageTextExample]:
         """A row for each target of each image, tokenised, the image as the model takes it.
 
         Raises:
             TaskError: an image that does not decode, or a row without target, by file and row.
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
-        room = decoding.Room(_KEPT_BYTES)
+        room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
         asked = (self._asked(example, _reading(examples, i)) for i, example in enumerate(examples))
         rows = [row for each in asked for row in self._rows(each, room)]
         if cut := sum(row.cut > 0 for row in rows):
@@ -137,17 +143,17 @@ class VisionLanguage(causal.CausalTask):
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" over all targets of the first evaluate.max-examples images; with `generate` also exact_match, and for
-        captions bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
+        """ "loss" over all targets of the first evaluate.eval-examples images; with `generate` also exact_match, and
+        for captions bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
 
         Raises:
             TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
-        chosen = [self._asked(example) for example in examples[: self.config.evaluate.max_examples]]
+        chosen = [self._asked(example) for example in examples[: self.config.evaluate.eval_examples]]
         self.show(weights)
-        room = decoding.Room(_KEPT_BYTES)
+        room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
         rows = [self._rows(asked, room) for asked in chosen]
         scores = {"loss": self.mean_loss([row for of_image in rows for row in of_image])}
         if generate:
@@ -155,17 +161,17 @@ class VisionLanguage(causal.CausalTask):
             targets = [asked.targets for asked in chosen]
             scores["exact_match"] = text_metrics.exact_match(written, targets)
             if not self.config.task.choices_column:
-                scores |= text_metrics.captions(written, targets)
+                scores |= text_metrics.score_captions(written, targets)
         return scores
 
     def generate(self, weights: Weights, examples: Examples) -> list[str]:
-        """The text that the model with `weights` writes about each image: greedy, or evaluate.beams beams."""
+        """The text that the model with `weights` writes about each image: greedy, or evaluate.num-beams beams."""
         self.show(weights)
-        room = decoding.Room(_KEPT_BYTES)
+        room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
         return self._texts_of([self._rows(self._asked(example), room)[0] for example in examples])
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """What the model writes about each image; a prompt, of which there is at most one, replaces that for captions.
+        """Generate a text about each image; at most one prompt may replace the caption prompt.
 
         Raises:
             ConfigError: no image, several prompts, or none where the run learned to answer questions.
@@ -178,16 +184,16 @@ class VisionLanguage(causal.CausalTask):
                 "the files of images"
             )
         self.show(weights)
-        prompt, room = (prompts[0] if prompts else CAPTION_PROMPT), decoding.Room(_KEPT_BYTES)
+        prompt, room = (prompts[0] if prompts else CAPTION_PROMPT), decoding.DecodeMemoryLimit(_KEPT_BYTES)
         asked = [_Asked(partial(bytes, data), prompt, [""], name) for name, data in images]
         return self._texts_of([self._rows(each, room)[0] for each in asked])
 
     @override
-    def collate(self, rows: Sequence[TokenRow]) -> TokenBatch:
+    def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
         """One batch, on the CPU, with what the model takes of its images."""
         batch = super().collate(rows)
         # Not in threads: a tokenizer, which the processor calls, is for one at a time.
-        inputs = [row.inputs() for row in rows if isinstance(row, ImageRow)]
+        inputs = [row.inputs() for row in rows if isinstance(row, ImageTextExample)]
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
     def _asked(self, example: Example, again: Callable[[], Example] | None = None) -> _Asked:
@@ -196,7 +202,7 @@ class VisionLanguage(causal.CausalTask):
         read = again or (lambda: example)
 
         def image() -> bytes:
-            return decoding.encoded(read(), task.image_column)
+            return decoding.image_bytes(read(), task.image_column)
 
         if not task.choices_column:
             return _Asked(image, CAPTION_PROMPT, _captions(example, task.target_column), where)
@@ -215,7 +221,7 @@ class VisionLanguage(causal.CausalTask):
         prompt = prompt_of_choices(question, [str(c) for c in choices])
         return _Asked(image, prompt, [LETTERS[answer]], where, _hint(example, task.hint_column))
 
-    def _rows(self, asked: _Asked, room: decoding.Room) -> list[ImageRow]:
+    def _rows(self, asked: _Asked, room: decoding.DecodeMemoryLimit) -> list[ImageTextExample]:
         tokenizer, longest, whole = self.base.tokenizer, self.config.task.max_tokens, asked.hint
         prompt, inputs = self._seen(asked)
         while asked.hint and (over := len(prompt) + 2 - longest) > 0:
@@ -230,7 +236,8 @@ class VisionLanguage(causal.CausalTask):
         answers = [tokenizer.encode(target, add_special_tokens=False) for target in asked.targets]
         end, cut, taken = tokenizer.eos_token_id, int(asked.hint != whole), self._kept(asked, inputs, room)
         return [
-            ImageRow([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), taken, cut=cut) for ids in answers
+            ImageTextExample([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), taken, cut=cut)
+            for ids in answers
         ]
 
     def _processed(self, asked: _Asked) -> dict[str, Tensor]:
@@ -238,15 +245,15 @@ class VisionLanguage(causal.CausalTask):
         text = self.base.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        image = decoding.decoded(asked.image(), asked.where)
-        with library.quiet():
+        image = decoding.decode_image(asked.image(), asked.where)
+        with library_logging.quiet_libraries():
             return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
     def _seen(self, asked: _Asked) -> tuple[list[int], dict[str, Tensor]]:
         """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
-        found = self._processed(asked)
-        ids: list[int] = found.pop("input_ids")[0].tolist()
-        inputs = {name: value for name, value in found.items() if name not in _OF_TOKENS}
+        encoding = self._processed(asked)
+        ids: list[int] = encoding.pop("input_ids")[0].tolist()
+        inputs = {name: value for name, value in encoding.items() if name not in _OF_TOKENS}
         if more := [name for name, value in inputs.items() if name.endswith("token_type_ids")]:
             raise TaskError(
                 f"task.model: expected a model that takes tokens and images (LLaVA-style), found that "
@@ -254,7 +261,7 @@ class VisionLanguage(causal.CausalTask):
             )
         return ids, inputs
 
-    def _kept(self, asked: _Asked, inputs: dict[str, Tensor], room: decoding.Room) -> Callable[[], Inputs]:
+    def _kept(self, asked: _Asked, inputs: dict[str, Tensor], room: decoding.DecodeMemoryLimit) -> Callable[[], Inputs]:
         """Gives `inputs`, which are kept where there is room, and else made again."""
         if room.holds(sum(value.nbytes for value in inputs.values())):
             return lambda: inputs
@@ -281,10 +288,10 @@ def _captions(example: Example, column: str) -> list[str]:
     """The captions of an image, at least one, none empty."""
     value = example.values.get(column)
     texts = value if isinstance(value, list) else [value]
-    found = [text for text in texts if isinstance(text, str) and text.strip()]
-    if not found or len(found) < len(texts):
+    captions = [text for text in texts if isinstance(text, str) and text.strip()]
+    if not captions or len(captions) < len(texts):
         raise TaskError(
             f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in '
             f"{example.where}; correct or drop the row"
         )
-    return found
+    return captions

@@ -1,1 +1,1 @@
-"""What a task does with its model: local training, gradients of single rows, scores."""
+"""A task's work with its model: local training, per-example gradients, scores."""

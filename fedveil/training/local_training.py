@@ -1,4 +1,4 @@
-"""Local training: AdamW over a site's rows, the same for every task that is `Trainable`."""
+"""Local training: AdamW over a site's rows, the same for every task that is a `TrainableTask`."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.task import Rows, Watch, unwatched
-from fedveil.contract.trainer import Frozen, Looked, Penalty, Trained, turns
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.task import Rows, Watch, ignore_progress
+from fedveil.contract.trainer import ExamplesUsed, Frozen, Penalty, TrainingResult, alternating_sets
+from fedveil.data import batches
+from fedveil.data.batches import ExampleBatch
 from fedveil.errors import TaskError
-from fedveil.rng import Stream
-from fedveil.rows import batches
-from fedveil.rows.batches import AnyBatch
-from fedveil.training import optimisers
-from fedveil.training.computing import Alone, Computing, Trainable
-from fedveil.training.per_sample import LocalRows
-from fedveil.training.progress import Progress
-from fedveil.training.schedule import Schedule
-from fedveil.training.threads import threads
+from fedveil.rng import RandomStream
+from fedveil.training import optimizers
+from fedveil.training.gradient_backend import GradientBackend, LocalBackend, TrainableTask
+from fedveil.training.loss_log import LossLog
+from fedveil.training.lr_schedule import LearningRateSchedule
+from fedveil.training.per_example import LocalGradientSource
+from fedveil.training.threads import limit_threads
 
 
 @final
 class LocalTraining:
-    """One client's training: AdamW anew at each call, every row once an epoch, rates by the run's `round_`.
+    """One client's training: a new AdamW at each call, each example once an epoch, learning rates by `round_`.
 
-    A step takes train.accumulate batches of train.batch-size rows. Its loss is the mean over the target tokens of all
-    its batches, so that its gradient is that of one batch of all its rows; train.max-gradient-norm bounds this gradient
-    with the method's penalty in it. `watch` is called about twice a second, and once after the last step. `by` computes
-    the gradients; None: this process alone.
+    A step takes train.gradient-accumulation-steps batches of train.batch-size examples. Its loss is the mean
+    over the target tokens of all its batches, so its gradient equals that of one batch of all its examples.
+    train.max-grad-norm bounds this gradient, with the method's penalty in it. `watch` is called about twice
+    a second, and once after the last step. `by` computes the gradients; None: this process alone.
     """
 
     def __init__(
         self,
-        task: Trainable,
+        task: TrainableTask,
         rows: Rows,
-        rng: Stream,
-        watch: Watch = unwatched,
+        rng: RandomStream,
+        watch: Watch = ignore_progress,
         round_: int = 0,
-        by: Computing | None = None,
+        by: GradientBackend | None = None,
     ) -> None:
         if not rows:
             raise TaskError("task.data: expected at least one row to train on, found none; add rows")
         self._task = task
-        self._by = by or Alone(task)
+        self._by = by or LocalBackend(task)
         self._rows = rows
         self._rng = rng
         self._dropout = rng.split("dropout")
@@ -67,30 +67,31 @@ class LocalTraining:
         return self._task.spec
 
     @property
-    def rows(self) -> LocalRows:
+    def rows(self) -> LocalGradientSource:
         """The same rows, for steps that tell them apart."""
-        return LocalRows(self._task, self._rows, self._by.gradients)
+        return LocalGradientSource(self._task, self._rows, self._by.gradients)
 
-    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
         """Trains from `weights`, which stay as they are. What no step moves, and what is `frozen`, comes back exact.
 
-        The report has loss_received (of `weights`, on the site's first train.score-rows rows; left out at 0),
-        loss_trained (mean over the steps; without one, loss_received, or left out), steps, tokens (all that the steps
-        read, padding apart) and train_seconds.
+        The report has loss_received (of `weights`, on the site's first train.received-loss-examples rows; left out at
+        0), loss_trained (mean over the steps; without one, loss_received, or left out), steps, tokens (all that the
+        steps read, padding apart) and train_seconds.
 
         Raises:
             TaskError: weights that are not the spec's, a loss that is no longer finite, or such weights in the result;
                 the step is named with its rows, by number alone.
-            ConfigError: train.checkpointing or train.compile, where they cannot be had, or a schedule past its end.
+            ConfigError: train.gradient-checkpointing or train.compile, where they cannot be had, or a schedule past its
+                end.
         """
         started = time.perf_counter()
         task = self._task
         task.put(weights)
-        with threads(task.config):
-            scored = self._rows[: task.config.train.score_rows]
+        with limit_threads(task.config):
+            scored = self._rows[: task.config.train.received_loss_examples]
             received = [self._by.mean_loss(scored)] if scored else []
             with self._by.training(self._dropout):
-                losses, tokens = self._steps(turns(frozen), penalty)
+                losses, tokens = self._steps(alternating_sets(frozen), penalty)
         if losses:
             after = task.taken(weights)
         else:
@@ -99,7 +100,7 @@ class LocalTraining:
         report |= {"loss_received": received[0]} if received else {}
         report |= {"loss_trained": sum(of) / len(of)} if (of := losses or received) else {}
         report["train_seconds"] = time.perf_counter() - started
-        return Trained(after, report, Looked.of(self._taken))
+        return TrainingResult(after, report, ExamplesUsed.from_steps(self._taken))
 
     def mean_loss(self, weights: Weights, rows: Rows) -> float:
         """Mean loss of rows that need not be this client's own, at `weights`, which stay as they are.
@@ -108,62 +109,62 @@ class LocalTraining:
             TaskError: weights that are not the spec's.
         """
         self._task.put(weights)
-        with threads(self._task.config):
+        with limit_threads(self._task.config):
             return self._by.mean_loss(rows)
 
-    def gradient(self, weights: Weights) -> Trained:
+    def gradient(self, weights: Weights) -> TrainingResult:
         """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser takes part.
 
-        The batch is the first of the epoch that `train` would run now. It has train.batch-size rows; train.accumulate,
-        train.epochs and train.max-steps play no part. A tensor that the loss does not reach has a gradient of zeros.
-        All lie on the parameters' device.
+        The batch is the first of the epoch that `train` would run now. It has train.batch-size rows;
+        train.gradient-accumulation-steps, train.epochs and train.max-steps play no part. A tensor that the loss does
+        not reach has a gradient of zeros. All lie on the parameters' device.
         The report has loss_received (of this batch), steps (1), tokens and train_seconds.
 
         Raises:
             TaskError: weights that are not the spec's, or a loss that is not finite.
-            ConfigError: train.checkpointing or train.compile, where they cannot be had.
+            ConfigError: train.gradient-checkpointing or train.compile, where they cannot be had.
         """
         started = time.perf_counter()
         task, train = self._task, self._task.config.train
         task.put(weights)
         parameters = list(task.trained.values())
-        order = batches.order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
+        order = batches.epoch_order(self._rows, train.batch_size, self._rng.torch_generator(), train.bucketing)
         rows = [self._rows[i] for i in order[: train.batch_size]]
-        progress = Progress(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
-        with threads(task.config), self._by.training(self._dropout):
+        progress = LossLog(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
+        with limit_threads(task.config), self._by.training(self._dropout):
             _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
-            ((batch,),) = batches.load([rows], self._collated, parameters[0].device)
+            ((batch,),) = batches.load_batches([rows], self._collated, parameters[0].device)
             progress.add(self._by.backward([batch]), batch.tokens)
             progress.read()
-        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in task.trained.items()}
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in task.trained.items()}
         _forget(parameters)
         report = {"loss_received": progress.losses[0], "steps": 1.0, "tokens": float(batch.tokens)}
         report["train_seconds"] = time.perf_counter() - started
-        return Trained(found, report, Looked.of([order[: train.batch_size]]))
+        return TrainingResult(gradients, report, ExamplesUsed.from_steps([order[: train.batch_size]]))
 
     def _steps(self, frozen: Sequence[Weights], penalty: Penalty | None) -> tuple[list[float], int]:
         """The loss of each step, and the tokens that all of them read."""
         train, task = self._task.config.train, self._task
         sets = [_Held(task.trained, each) for each in frozen]
         parameters = list(task.trained.values())
-        optimiser = optimisers.create(parameters, train)
+        optimiser = optimizers.create(parameters, train)
         optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
-        schedule, planned = Schedule.of(task.config), self._planned
-        progress = Progress(planned, train.learning_rate, self._watch, lambda step: self._taken[step])
-        with contextlib.closing(batches.load(self._batches(), self._collated, parameters[0].device)) as steps:
+        schedule, planned = LearningRateSchedule.from_config(task.config), self._planned
+        progress = LossLog(planned, train.learning_rate, self._watch, lambda step: self._taken[step])
+        with contextlib.closing(batches.load_batches(self._batches(), self._collated, parameters[0].device)) as steps:
             for number, step in enumerate(steps):
                 if schedule:
-                    optimisers.set_rate(optimiser, schedule.rate(self._round, number, planned))
+                    optimizers.set_rate(optimiser, schedule.rate(self._round, number, planned))
                 loss = self._by.backward(step)
                 if penalty:
                     penalty(self._task.trained).backward()  # type: ignore[no-untyped-call]
-                held = sets[number % len(sets)]
-                held.begin(moved=len(sets) > 1)
-                if train.max_gradient_norm:
-                    held.quieten()
-                    torch.nn.utils.clip_grad_norm_(parameters, train.max_gradient_norm)
+                frozen_mask = sets[number % len(sets)]
+                frozen_mask.begin(moved=len(sets) > 1)
+                if train.max_grad_norm:
+                    frozen_mask.quieten()
+                    torch.nn.utils.clip_grad_norm_(parameters, train.max_grad_norm)
                 optimiser.step()
-                held.restore()
+                frozen_mask.restore()
                 optimiser.zero_grad()
                 progress.add(loss, sum(batch.tokens for batch in step))
         progress.read()
@@ -171,7 +172,7 @@ class LocalTraining:
             raise progress.diverged("weight, found another in the result")
         return progress.losses, progress.tokens
 
-    def _collated(self, rows: Rows) -> list[AnyBatch]:
+    def _collated(self, rows: Rows) -> list[ExampleBatch]:
         """The batches of one step."""
         size = self._task.config.train.batch_size
         return [self._by.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
@@ -180,18 +181,18 @@ class LocalTraining:
     def _planned(self) -> int:
         """Steps of one participation."""
         train = self._task.config.train
-        steps = train.epochs * math.ceil(len(self._rows) / (train.batch_size * train.accumulate))
+        steps = train.epochs * math.ceil(len(self._rows) / (train.batch_size * train.gradient_accumulation_steps))
         return min(steps, train.max_steps) if train.max_steps else steps
 
     def _batches(self) -> Iterator[Rows]:
         """Rows of each step of every epoch, each epoch in an order of its own; at most train.max-steps where set."""
         train = self._task.config.train
         generator = self._rng.torch_generator()
-        size = train.batch_size * train.accumulate
+        size = train.batch_size * train.gradient_accumulation_steps
         left = self._planned
         self._taken = []
         for _ in range(train.epochs):
-            order = batches.order(self._rows, train.batch_size, generator, train.bucketing)
+            order = batches.epoch_order(self._rows, train.batch_size, generator, train.bucketing)
             for i in range(0, len(order), size):
                 if left == 0:
                     return
@@ -235,12 +236,12 @@ class _Held:
 
     @torch.no_grad()
     def restore(self) -> None:
-        for (parameter, mask), kept in zip(self._masked, self._kept, strict=True):
-            parameter.masked_scatter_(mask, kept)
+        for (parameter, mask), values in zip(self._masked, self._kept, strict=True):
+            parameter.masked_scatter_(mask, values)
 
 
 def _are_finite(parameters: list[Tensor]) -> bool:
-    """Of all entries. Waits for the device once."""
+    """Return whether all entries are finite. Waits for the device once."""
     largest = [torch.linalg.vector_norm(p.detach(), math.inf) for p in parameters if p.numel()]  # NaN comes through
     return bool(torch.stack(largest).isfinite().all())
 

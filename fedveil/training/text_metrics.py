@@ -1,7 +1,7 @@
 """Scores of generated text against several references a source.
 
-`score` gives bleu, rouge_l, nist, meteor and cider, `captions` bleu_1 to bleu_4, rouge_l, cider and cider_r, each in
-the scale of its usual tool:
+`score_texts` gives bleu, rouge_l, nist, meteor and cider, `score_captions` bleu_1 to bleu_4, rouge_l, cider and
+cider_r, each in the scale of its usual tool:
 
 | score | scale | made by |
 |---|---|---|
@@ -12,7 +12,7 @@ the scale of its usual tool:
 | cider | 0 to 10 | CIDEr-D as in coco-caption: 10 x the mean; typically 1 to 3 on E2E |
 | cider_r | 0 to 10 | CIDEr-R: penalties for repeated words and for relative, not absolute, length |
 
-nist, meteor, cider and cider_r see the words of `words`.
+nist, meteor, cider and cider_r see the words of `tokenize_words`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from statistics import geometric_mean
+
+__all__ = ["MAX_N", "cider_d", "cider_r", "exact_match", "score_captions", "score_texts", "tokenize_words"]
 
 Gram = tuple[str, ...]
 
@@ -34,7 +36,7 @@ OF_REPETITION, OF_LENGTH = 0.8, 0.2  # what CIDEr-R raises its two penalties to
 _WORD = re.compile(r"[^\W_]+(?:[-.,:/][^\W_]+)*|'[^\W\d_]+|[^\w\s]|_")
 
 
-def words(text: str) -> list[str]:
+def tokenize_words(text: str) -> list[str]:
     """Lower-case words and punctuation marks, in the manner of the Penn Treebank.
 
     Hyphens, points, commas and slashes inside a word or number stay ("family-friendly", "3.5"); a clitic is a word of
@@ -43,15 +45,15 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def score(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+def score_texts(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
     """All scores of `candidates`, one a source, against `references`, at least one a source.
 
     Raises:
         ValueError: no candidate, or the lengths differ, or a source without reference.
     """
     _check(candidates, references)
-    candidate_words = [words(c) for c in candidates]
-    reference_words = [[words(r) for r in refs] for refs in references]
+    candidate_words = [tokenize_words(c) for c in candidates]
+    reference_words = [[tokenize_words(r) for r in refs] for refs in references]
     return {
         "bleu": _bleu(candidates, references),
         "rouge_l": _rouge_l(candidates, references),
@@ -61,10 +63,10 @@ def score(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dic
     }
 
 
-def captions(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The scores that image captions are given: bleu_1 to bleu_4, rouge_l, cider, cider_r. Raises as `score`."""
+def score_captions(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The scores that image captions are given: bleu_1 to bleu_4, rouge_l, cider, cider_r. Raises as `score_texts`."""
     _check(candidates, references)
-    of_words = [words(c) for c in candidates], [[words(r) for r in refs] for refs in references]
+    of_words = [tokenize_words(c) for c in candidates], [[tokenize_words(r) for r in refs] for refs in references]
     bleu = {f"bleu_{n}": _bleu(candidates, references, n) for n in range(1, MAX_N + 1)}
     cider, robust = cider_d(*of_words), cider_r(*of_words)
     return bleu | {
@@ -144,8 +146,8 @@ def _robust(candidate: Sequence[str], reference: Sequence[str]) -> float:
     if not reference:
         return 0.0
     of_length = math.exp(-(((len(candidate) - len(reference)) / len(reference)) ** 2))
-    said, wanted = (Counter(re.findall(r"\w+", " ".join(tokens))) for tokens in (candidate, reference))
-    of_repetition = [1 / (1 + abs(count - wanted.get(word, 1))) for word, count in said.items()]
+    candidate_counts, wanted = (Counter(re.findall(r"\w+", " ".join(tokens))) for tokens in (candidate, reference))
+    of_repetition = [1 / (1 + abs(count - wanted.get(word, 1))) for word, count in candidate_counts.items()]
     return float(geometric_mean(of_repetition or [1.0]) ** OF_REPETITION * of_length**OF_LENGTH)
 
 

@@ -1,4 +1,4 @@
-"""How many threads compute."""
+"""The number of threads that compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedveil.config import RunConfig
 
 
 @contextlib.contextmanager
-def threads(config: RunConfig) -> Iterator[None]:
+def limit_threads(config: RunConfig) -> Iterator[None]:
     """One thread inside under run.deterministic: how a sum is split over threads shows in its last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if config.run.deterministic else before)

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.contract.codec import Buffer, Value, numel, raw
+from fedveil.contract.codec import Buffer, Value, count_elements, raw_bytes
 from fedveil.errors import WireError
 
 
 @dataclass(frozen=True)
-class Bits:
+class BitCodec:
     """Booleans, eight in a byte."""
 
     @property
@@ -37,12 +37,12 @@ class Bits:
         """The packed bits."""
         entries = _checked(value)
         if entries.device.type != "cpu":
-            return [raw(_pack_there(entries.reshape(-1)))]
-        return [np.packbits(np.frombuffer(raw(entries), dtype=bool), bitorder="little").data]
+            return [raw_bytes(_pack_there(entries.reshape(-1)))]
+        return [np.packbits(np.frombuffer(raw_bytes(entries), dtype=bool), bitorder="little").data]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
         """A new boolean tensor."""
-        count = numel(shape)
+        count = count_elements(shape)
         if len(data) != (expected := self.nbytes(shape)):
             raise WireError(f"expected {expected} bytes for {count} bits of shape {shape}, found {len(data)}")
         if count % 8 and (padding := data[-1] >> count % 8):
@@ -52,7 +52,7 @@ class Bits:
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """An eighth of the entries, rounded up."""
-        return -(-numel(shape) // 8)
+        return -(-count_elements(shape) // 8)
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The tensor's shape."""

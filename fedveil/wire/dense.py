@@ -22,14 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.contract.codec import Buffer, Value, numel, raw, view
+from fedveil.contract.codec import Buffer, Value, count_elements, raw_bytes, view_bytes
 from fedveil.errors import ConfigError, WireError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseCodec:
     """Entries of one floating-point dtype, not copied if that is possible."""
 
     dtype: torch.dtype = torch.float32
@@ -45,17 +45,17 @@ class Dense:
 
     def encode(self, value: Value) -> list[Buffer]:
         """A view of the value."""
-        return [raw(self._checked(value))]
+        return [raw_bytes(self._checked(value))]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
         """A view of `data`."""
         if len(data) != (expected := self.nbytes(shape)):
             raise WireError(f"expected {expected} bytes for {self.name} of shape {shape}, found {len(data)}")
-        return view(data, self.dtype, shape)
+        return view_bytes(data, self.dtype, shape)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Entries times the dtype's size."""
-        return numel(shape) * self.dtype.itemsize
+        return count_elements(shape) * self.dtype.itemsize
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The tensor's shape."""

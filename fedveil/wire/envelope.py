@@ -29,42 +29,57 @@ from typing import Any
 import torch
 import xxhash
 
-from fedveil.contract import held_out
-from fedveil.contract.address import Address
+from fedveil.contract import held_out_report
 from fedveil.contract.codec import Buffer, Value
-from fedveil.contract.layout import Direction, Layout, Payload
+from fedveil.contract.layout import Direction, MessageLayout, Payload
+from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import Method
-from fedveil.contract.spec import Made
+from fedveil.contract.param_spec import LazyMapping
 from fedveil.errors import WireError
-from fedveil.wire import conformity
 from fedveil.wire import header as header_
-from fedveil.wire.fields import Job
-from fedveil.wire.parked import ParkedFields
+from fedveil.wire import validation
+from fedveil.wire.field_reader import FieldReadJob
+from fedveil.wire.mmap_tensors import MmapTensors
+
+__all__ = [
+    "DecodedMessage",
+    "EnvelopeStamp",
+    "PackedMessage",
+    "describe_message",
+    "pack_message",
+    "pack_message_parts",
+    "unpack_message",
+]
 
 _PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """What both ends must agree on before the receiver reads a field."""
+class EnvelopeStamp:
+    """The values on which both ends must agree before the receiver reads a field."""
 
     method: str
     version: int
     round: int
     direction: Direction
-    address: Address | None = Address()
+    address: MessageAddress | None = MessageAddress()
 
     @classmethod
-    def of(
-        cls, method: Method, name: str, round_: int, direction: Direction, address: Address | None = Address()
-    ) -> Stamp:
+    def from_exchange(
+        cls,
+        method: Method,
+        name: str,
+        round_: int,
+        direction: Direction,
+        address: MessageAddress | None = MessageAddress(),
+    ) -> EnvelopeStamp:
         """The stamp of a method's message. Without an address, that of a message which is only read from a tap."""
         return cls(name, method.version, round_, direction, address)
 
 
 @dataclass(frozen=True)
-class Message:
+class DecodedMessage:
     """A decoded message.
 
     Attributes:
@@ -73,7 +88,7 @@ class Message:
         report: figures that the client reports; names and values are checked.
         turn: the site's name for this participation; "" if it keeps no private state, and on the way down.
         field_bytes: raw bytes by field name.
-        disclosed: what the message discloses, in the form of `describe`.
+        disclosed: what the message discloses, in the form of `describe_message`.
         norms: Euclidean norm of each floating-point field, computed along with its checksum. It is not finite if a
             value is not finite or the squares overflow.
     """
@@ -92,49 +107,49 @@ class Message:
         return sum(self.field_bytes.values())
 
 
-def pack(
-    layout: Layout,
-    stamp: Stamp,
+def pack_message(
+    layout: MessageLayout,
+    stamp: EnvelopeStamp,
     payload: Payload,
     num_examples: int | None = None,
     report: Mapping[str, float] | None = None,
     turn: str = "",
 ) -> bytes:
     """The message as bytes. Raises WireError for a payload that the layout does not declare."""
-    return b"".join(packed(layout, stamp, payload, num_examples, report, turn).parts)
+    return b"".join(pack_message_parts(layout, stamp, payload, num_examples, report, turn).parts)
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMessage:
     """A message to be sent.
 
     Attributes:
         parts: to be joined. Dense fields are views of the payload's tensors, not copies.
-        disclosed: what the message discloses, in the form of `describe`.
+        disclosed: what the message discloses, in the form of `describe_message`.
     """
 
     parts: list[Buffer]
     disclosed: Mapping[str, Any]
 
 
-def packed(
-    layout: Layout,
-    stamp: Stamp,
+def pack_message_parts(
+    layout: MessageLayout,
+    stamp: EnvelopeStamp,
     payload: Payload,
     num_examples: int | None = None,
     report: Mapping[str, float] | None = None,
     turn: str = "",
-) -> Packed:
-    """The same message as from `pack`, in parts."""
+) -> PackedMessage:
+    """The same message as from `pack_message`, in parts."""
     declared = layout.fields_of(stamp.direction, payload.variant)
-    conformity.check_names(layout, stamp.direction, payload.variant, payload.fields)
-    conformity.check_scalars(layout, stamp.direction, payload.scalars)
-    conformity.check_report(report or {})
+    validation.check_names(layout, stamp.direction, payload.variant, payload.fields)
+    validation.check_scalars(layout, stamp.direction, payload.scalars)
+    validation.check_report(report or {})
     entries: list[list[Any]] = []
     parts: list[Buffer] = []
     for name, value in sorted(payload.fields.items()):
         codec, shape = declared[name].codec, declared[name].codec.shape(value)
-        conformity.check_shape(declared[name], shape)
+        validation.check_shape(declared[name], shape)
         encoded = codec.encode(value)
         size, checksum = sum(len(p) for p in encoded), xxhash.xxh3_64()
         for part in encoded:
@@ -144,37 +159,42 @@ def packed(
     words = {"turn": turn, "num_examples": num_examples, "report": dict(report or {})}
     header = _header(layout, stamp, payload, entries, words)
     prefix = header_.MAGIC + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1]
-    prefix += (stamp.address or Address()).digest
+    prefix += (stamp.address or MessageAddress()).digest
     parts = [prefix, header, bytes(-(header_.PREFIX + len(header)) % 8), *parts]
-    return Packed(parts, _disclosed(payload.variant, entries, payload.scalars, report or {}, sum(map(len, parts))))
+    return PackedMessage(
+        parts, _disclosed(payload.variant, entries, payload.scalars, report or {}, sum(map(len, parts)))
+    )
 
 
 def _header(
-    layout: Layout, stamp: Stamp, payload: Payload, entries: list[list[Any]], words: Mapping[str, Any]
+    layout: MessageLayout, stamp: EnvelopeStamp, payload: Payload, entries: list[list[Any]], words: Mapping[str, Any]
 ) -> bytes:
     content = {
         "method": stamp.method, "version": stamp.version, "round": stamp.round, "direction": stamp.direction,
         "variant": payload.variant, "layout": layout.digest, "fields": entries, "scalars": dict(payload.scalars),
         **words,
     }  # fmt: skip
-    return zlib.compress(header_.written(content), 6)
+    return zlib.compress(header_.write_header(content), 6)
 
 
-def unpack(data: Buffer, layout: Layout, stamp: Stamp, device: torch.device | None = None) -> Message:
-    """The message in `data`, which must have this stamp and layout.
+def unpack_message(
+    data: Buffer, layout: MessageLayout, stamp: EnvelopeStamp, device: torch.device | None = None
+) -> DecodedMessage:
+    """Decode the message in `data`, which must have this stamp and layout.
 
-    No field is copied: dense fields are views of `data`, which must not change. Of a message in a file (`parked`), each
-    access to a field lets go of what was read of the others. With a `device`, fields of codecs that can are decoded
-    there, and anew at every access; such an access raises WireError for what only decoding shows.
+    No field is copied: dense fields are views of `data`, which must not change. For a message in a file
+    (`mmap_tensors`), each access to a field releases the pages read for the others. With a `device`, fields
+    of device-decodable codecs are decoded there, again at every access. Such an access raises WireError for
+    faults that only decoding shows.
 
     Raises:
         WireError: names the field, what was expected and what was found.
     """
     whole = memoryview(data).cast("B")
-    bounds = conformity.bounds(layout, stamp.direction)
+    bounds = validation.message_bounds(layout, stamp.direction)
     if len(whole) > bounds.message:
         raise WireError(f"message: expected at most {bounds.message} bytes for its layout, found {len(whole)}")
-    header, offset = header_.read(whole, bounds.header)
+    header, offset = header_.read_header(whole, bounds.header)
     for key in ("method", "version", "round", "direction"):
         _expect(key, getattr(stamp, key), header.get(key))
     if stamp.address is not None and whole[16 : header_.PREFIX] != stamp.address.digest:
@@ -182,35 +202,36 @@ def unpack(data: Buffer, layout: Layout, stamp: Stamp, device: torch.device | No
     if header.get("layout") != (expected := layout.digest):
         _explain_layout(layout, stamp.direction, header)
         raise WireError(
-            f"layout: expected digest {expected}, found {header_.shown(header['layout'])}; run one version on both ends"
+            f"layout: expected digest {expected}, found {header_.short_value(header['layout'])}; run one version "
+            "on both ends"
         )
     if stamp.direction == "down":
         _expect("turn", "", header["turn"])
     variant = header.get("variant")
     if variant not in layout.variants(stamp.direction):
         raise WireError(f"variant: expected one of {layout.variants(stamp.direction)}, found {variant!r}")
-    conformity.check_names(layout, stamp.direction, variant, [entry[0] for entry in header["fields"]])
-    conformity.check_scalars(layout, stamp.direction, header["scalars"])
-    conformity.check_report(header["report"])
+    validation.check_names(layout, stamp.direction, variant, [entry[0] for entry in header["fields"]])
+    validation.check_scalars(layout, stamp.direction, header["scalars"])
+    validation.check_report(header["report"])
     _check_length(header["fields"], offset, len(whole))
     declared = layout.fields_of(stamp.direction, variant)
     _expect("fields", sorted(declared), [entry[0] for entry in header["fields"]])
     jobs, sizes = [], {}
     for entry in header["fields"]:
         name, size = entry[0], entry[3]
-        jobs.append(Job(whole[offset : offset + size], declared[name], entry, device))
+        jobs.append(FieldReadJob(whole[offset : offset + size], declared[name], entry, device))
         sizes[name] = size
         end = offset + size + -size % 8
         header_.check_padding(name, whole[offset + size : end])
         offset = end
-    read = list(_POOL.map(Job.read, jobs)) if offset > _PARALLEL_BYTES else [job.read() for job in jobs]
-    found = {job.name: give for job, (give, _) in zip(jobs, read, strict=True)}
+    read = list(_POOL.map(FieldReadJob.read, jobs)) if offset > _PARALLEL_BYTES else [job.read() for job in jobs]
+    readers = {job.name: give for job, (give, _) in zip(jobs, read, strict=True)}
     norms = {job.name: norm for job, (_, norm) in zip(jobs, read, strict=True) if norm is not None}
-    made = Made(declared, lambda name: found[name]())  # in the layout's order
+    made = LazyMapping(declared, lambda name: readers[name]())  # in the layout's order
     fields: Mapping[str, Value] = dict(made) if device is None else made
-    payload = Payload(ParkedFields(fields, data) if isinstance(data, mmap.mmap) else fields, variant, header["scalars"])
+    payload = Payload(MmapTensors(fields, data) if isinstance(data, mmap.mmap) else fields, variant, header["scalars"])
     disclosed = _disclosed(variant, header["fields"], header["scalars"], header["report"], len(whole))
-    return Message(payload, header["num_examples"], header["report"], header["turn"], sizes, norms, disclosed)
+    return DecodedMessage(payload, header["num_examples"], header["report"], header["turn"], sizes, norms, disclosed)
 
 
 def _check_length(entries: list[list[Any]], offset: int, found: int) -> None:
@@ -224,26 +245,27 @@ def _expect(key: str, expected: object, found: object) -> None:
         raise WireError(f"{key}: expected {expected!r}, found {found!r}")
 
 
-def _explain_layout(layout: Layout, direction: Direction, header: Mapping[str, Any]) -> None:
+def _explain_layout(layout: MessageLayout, direction: Direction, header: Mapping[str, Any]) -> None:
     """Raises WireError naming the first field that differs, if the difference is in the fields that were sent."""
     variant = header["variant"]
     if variant in layout.variants(direction):
-        conformity.check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
+        validation.check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
         for name, declared in layout.fields_of(direction, variant).items():
-            for found, codec_name, shape, _, _ in header["fields"]:
-                if found == name:
+            for field_name, codec_name, shape, _, _ in header["fields"]:
+                if field_name == name:
                     _expect(f"{name}: codec", declared.codec.name, codec_name)
-                    conformity.check_shape(declared, tuple(shape))
+                    validation.check_shape(declared, tuple(shape))
 
 
-def describe(data: Buffer) -> dict[str, Any]:
-    """What a message discloses, from its header alone, for the run folder's record of it.
+def describe_message(data: Buffer) -> dict[str, Any]:
+    """Return what a message discloses, from its header alone, for the run folder's record of it.
 
-    Returns the keys bytes (of the whole message), payload_bytes, variant, scalars, fields as [name, codec, shape,
-    bytes], and figures: of those on held-out rows, which not every run has, the bytes by name.
+    The keys are bytes (of the whole message), payload_bytes, variant, scalars, fields as [name, codec,
+    shape, bytes], and figures: the bytes by name of the figures on held-out examples, which not every run
+    has.
     """
     whole = memoryview(data).cast("B")
-    header, _ = header_.read(whole)
+    header, _ = header_.read_header(whole)
     return _disclosed(header["variant"], header["fields"], header["scalars"], header["report"], len(whole))
 
 
@@ -260,5 +282,5 @@ def _disclosed(
         "payload_bytes": sum(entry[3] for entry in entries),
         "fields": [list(entry[:4]) for entry in entries],
         "scalars": dict(scalars),
-        "figures": {name: len(json.dumps(value)) for name, value in held_out.figures(report).items()},
+        "figures": {name: len(json.dumps(value)) for name, value in held_out_report.held_out_metrics(report).items()},
     }

@@ -36,7 +36,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def read(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], int]:
+def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], int]:
     """The header at the beginning of a message, and the offset of the first field.
 
     Raises:
@@ -59,14 +59,14 @@ def read(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], in
     except (zlib.error, ValueError, RecursionError) as error:
         raise WireError(f"header: expected zlib of at most {most} bytes of JSON, found none ({error})") from None
     _check_content(content)
-    if not inflate.eof or inflate.unused_data or text != written(content):
+    if not inflate.eof or inflate.unused_data or text != write_header(content):
         raise WireError("header: expected one zlib stream of JSON as the sender writes it, found another form of it")
     start = PREFIX + length + -(PREFIX + length) % 8
     check_padding("header", whole[PREFIX + length : start])
     return content, start
 
 
-def written(content: Mapping[str, Any]) -> bytes:
+def write_header(content: Mapping[str, Any]) -> bytes:
     """The one JSON text of a header: keys in the order of `_TYPES`, those of words and report sorted, no spaces."""
     ordered = {key: content[key] for key in _TYPES}
     ordered |= {key: dict(sorted(content[key].items())) for key in ("scalars", "report")}
@@ -79,12 +79,12 @@ def check_padding(name: str, padding: memoryview) -> None:
         raise WireError(f"{name}: expected zero bytes of padding after it, found {bytes(padding[:8]).hex()}")
 
 
-def printable(text: str) -> str:
+def printable_name(text: str) -> str:
     """A foreign name as text: no escape codes, no marks that turn the line around, at most 80 characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 
-def shown(value: Any) -> str:
+def short_value(value: Any) -> str:
     """A foreign value for an error: short, and without walking into lists and objects."""
     return type(value).__name__ if isinstance(value, list | dict) else repr(value)[:80]
 
@@ -97,39 +97,39 @@ def _bounded(digits: str) -> int:
 
 def _check_content(content: Any) -> None:
     """Raises WireError unless the header has all keys, and the right type under each."""
-    found = list(content) if isinstance(content, dict) else [type(content).__name__]
+    keys = list(content) if isinstance(content, dict) else [type(content).__name__]
     if not isinstance(content, dict) or set(content) != set(_TYPES):
-        raise WireError(f"header: expected an object of {sorted(_TYPES)}, found {found[:20]}")
+        raise WireError(f"header: expected an object of {sorted(_TYPES)}, found {keys[:20]}")
     for key, types in _TYPES.items():
         if type(content[key]) not in types:
             expected = " or ".join(t.__name__ for t in types)
-            raise WireError(f"header.{key}: expected {expected}, found {shown(content[key])}")
+            raise WireError(f"header.{key}: expected {expected}, found {short_value(content[key])}")
     if not TURN.fullmatch(content["turn"]):
-        raise WireError(f"header.turn: expected 16 hex digits or nothing, found {shown(content['turn'])}")
+        raise WireError(f"header.turn: expected 16 hex digits or nothing, found {short_value(content['turn'])}")
     for entry in content["fields"]:
         match entry:
             case [str(), str(), list(shape), size, str()] if all(type(n) is int and n >= 0 for n in [*shape, size]):
                 continue
-        raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {shown(entry)}")
+        raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {short_value(entry)}")
 
 
-def digest(data: Buffer) -> str:
+def message_digest(data: Buffer) -> str:
     """SHA-256 of what a message says, 64 hex digits: without its address, and however its header was compressed.
 
     Raises WireError where the header cannot be read.
     """
     whole = memoryview(data).cast("B")
-    content, start = read(whole)
-    said = hashlib.sha256(written(content))
-    said.update(whole[start:])
-    return said.hexdigest()
+    content, start = read_header(whole)
+    hasher = hashlib.sha256(write_header(content))
+    hasher.update(whole[start:])
+    return hasher.hexdigest()
 
 
-def of_slices(slices: Iterable[bytes]) -> dict[str, Any]:
+def header_of_slices(slices: Iterable[bytes]) -> dict[str, Any]:
     """The header of a message in slices; reads only as many slices as it needs. Raises WireError."""
     whole = bytearray()
     for part in slices:
         whole += part
         if len(whole) >= PREFIX and len(whole) >= PREFIX + int.from_bytes(whole[4:8], "little"):
             break
-    return read(memoryview(whole))[0]
+    return read_header(memoryview(whole))[0]

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.contract.codec import Buffer, Value, numel, raw, view
+from fedveil.contract.codec import Buffer, Value, count_elements, raw_bytes, view_bytes
 from fedveil.errors import ConfigError, WireError
 
 _DTYPES = {32: torch.int32, 64: torch.int64}
 
 
 @dataclass(frozen=True)
-class Integers:
+class IntegerCodec:
     """Entries modulo 2^bits."""
 
     bits: int = 32
@@ -41,17 +41,17 @@ class Integers:
 
     def encode(self, value: Value) -> list[Buffer]:
         """A view of the value."""
-        return [raw(self._checked(value))]
+        return [raw_bytes(self._checked(value))]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
         """A view of `data`."""
         if len(data) != (expected := self.nbytes(shape)):
             raise WireError(f"expected {expected} bytes for {self.name} of shape {shape}, found {len(data)}")
-        return view(data, _DTYPES[self.bits], shape)
+        return view_bytes(data, _DTYPES[self.bits], shape)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Entries times their bytes."""
-        return numel(shape) * self.bits // 8
+        return count_elements(shape) * self.bits // 8
 
     def shape(self, value: Value) -> tuple[int, ...]:
         """The tensor's shape."""
@@ -59,6 +59,6 @@ class Integers:
 
     def _checked(self, value: Value) -> Tensor:
         if not isinstance(value, Tensor) or value.dtype != _DTYPES[self.bits]:
-            found = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise WireError(f"expected a tensor of {_DTYPES[self.bits]}, found {found}")
+            actual_type = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise WireError(f"expected a tensor of {_DTYPES[self.bits]}, found {actual_type}")
         return value

@@ -8,9 +8,11 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from fedveil.contract.layout import Direction, Field, Payload
-from fedveil.contract.spec import MadeWeights, Spec, Weights
-from fedveil.wire.dense import Dense
+from fedveil.contract.layout import Direction, Payload, WireField
+from fedveil.contract.param_spec import MadeWeights, Spec, Weights
+from fedveil.wire.dense import DenseCodec
+
+__all__ = ["WireDtype", "as_spec", "cast_to", "dense_fields", "lazy_spec", "payload_tensors"]
 
 WireDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -22,10 +24,10 @@ def dense_fields(
     variants: tuple[str, ...] = (),
     when: str = "always",
     prefix: str = "",
-) -> tuple[Field, ...]:
+) -> tuple[WireField, ...]:
     """One dense field for each tensor of `spec`."""
-    codec = Dense(getattr(torch, dtype))
-    return tuple(Field(prefix + n, direction, codec, t.shape, "weight", variants, when) for n, t in spec.items())
+    codec = DenseCodec(getattr(torch, dtype))
+    return tuple(WireField(prefix + n, direction, codec, t.shape, "weight", variants, when) for n, t in spec.items())
 
 
 def cast_to(weights: Mapping[str, Tensor], dtype: WireDtype) -> dict[str, Tensor]:
@@ -33,7 +35,7 @@ def cast_to(weights: Mapping[str, Tensor], dtype: WireDtype) -> dict[str, Tensor
     return {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
 
 
-def tensors_of(payload: Payload) -> Weights:
+def payload_tensors(payload: Payload) -> Weights:
     """The fields of a payload that holds dense tensors only."""
     return cast(Weights, payload.fields)
 

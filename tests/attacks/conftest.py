@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.attacks.base import View
+from fedveil.attacks.base import AdversaryView
 from fedveil.config import parse
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.strategies import create
-from fedveil.wire.tap import Tap
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.strategies import create_method
+from fedveil.wire.capture import MessageCapture
 
-Federate = Callable[..., tuple[Federation, View]]
+Federate = Callable[..., tuple[InProcessFederation, AdversaryView]]
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,13 @@ def federate(tmp_path) -> Federate:
     def make(
         name: str, spec, weights, trainer_for, fields: str = "", sites: Sequence[str] = "abcd", rounds: int = 6,
         fraction: float = 1.0, seed: int = 3, config: Mapping[str, object] = MappingProxyType({}),
-    ) -> tuple[Federation, View]:  # fmt: skip
+    ) -> tuple[InProcessFederation, AdversaryView]:  # fmt: skip
         flat = {"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": fraction}
         flat |= config
-        exchange = Exchange(create(name, fields), name, spec)
-        state = exchange.method.init(spec, weights, rng.initial(seed, "method init"))
-        tap = Tap(tmp_path / f"{name}{fields}{seed}{len(config)}".replace(" ", "").replace("=", "-"))
-        federation = Federation(exchange, parse(flat), trainer_for, list(sites), state, tap=tap)
-        return federation, View.server(tap, exchange)
+        exchange = MessageExchange(create_method(name, fields), name, spec)
+        state = exchange.method.init(spec, weights, rng.initial_stream(seed, "method init"))
+        tap = MessageCapture(tmp_path / f"{name}{fields}{seed}{len(config)}".replace(" ", "").replace("=", "-"))
+        federation = InProcessFederation(exchange, parse(flat), trainer_for, list(sites), state, tap=tap)
+        return federation, AdversaryView.server(tap, exchange)
 
     return make

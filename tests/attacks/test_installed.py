@@ -36,16 +36,16 @@ def other_package(tmp_path, monkeypatch):
 
 
 def names() -> list[str]:
-    return [type(attack).__name__ for attack in base.installed()]
+    return [attack.name for attack in base.list_attacks()]
 
 
 def test_the_attacks_of_the_files_are_found():
-    assert names() == ["Alignment", "Calibrated", "FedMia", "Loss", "Projection", "MaxRenyi"]
+    assert names() == ["Alignment", "FedMia", "Loss", "Calibrated", "MaxRenyi", "Projection"]
 
 
 def test_an_attack_of_another_package_is_found(other_package):
     other_package("Surprise")
-    assert names() == ["Alignment", "Calibrated", "FedMia", "Loss", "Projection", "MaxRenyi", "Surprise"]
+    assert names() == ["Alignment", "FedMia", "Loss", "Calibrated", "MaxRenyi", "Projection", "Surprise"]
 
 
 @pytest.mark.parametrize("offered", ["nothing", "ModelAttack"])
@@ -54,10 +54,10 @@ def test_what_is_no_attack_is_refused_by_name(other_package, offered):
     with pytest.raises(
         ConfigError, match=r"entry point surprise of fedveil\.attacks: expected a ModelAttack or an Upload"
     ):
-        base.installed()
+        base.list_attacks()
 
 
-@pytest.mark.parametrize("attack", base.installed(), ids=lambda attack: type(attack).__name__)
+@pytest.mark.parametrize("attack", base.list_attacks(), ids=lambda attack: type(attack).__name__)
 def test_an_attack_has_both_controls_and_a_test_of_its_own(attack):
     """A control to win and one to lose. Its tests lie where its file lies."""
     assert attack.must_win == base.OVERFITTED

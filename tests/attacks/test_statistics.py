@@ -13,19 +13,18 @@ from scipy import stats
 
 from fedveil.attacks import statistics
 from fedveil.attacks.statistics import (
-    auroc,
-    aurocs,
-    bootstrap,
+    area_under_roc,
+    areas_under_roc,
+    bootstrap_interval,
     clopper_pearson,
     epsilon_lower_bound,
-    hanley_mcneil,
-    holm,
-    paired_difference,
+    holm_correction,
     rank_test,
     tpr_at_fpr,
     tprs_at_fpr,
     two_sided,
 )
+from tests.attacks.standard_error import hanley_mcneil
 
 FEW = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=15)  # few values, so that ties are common
 
@@ -36,17 +35,17 @@ def scores(*values: float) -> np.ndarray:
 
 def test_auroc_by_hand():
     """Pairs (3, 1) (3, 2) (2, 1) won, (2, 2) a tie: 3.5 of 4. The wrong way round: 0.5 of 4, and not flipped."""
-    assert auroc(scores(3, 2), scores(1, 2)) == 3.5 / 4
-    assert auroc(scores(1, 2), scores(3, 2)) == 0.5 / 4
-    assert auroc(scores(7), scores(7)) == 0.5
-    assert auroc(scores(math.inf, 0), scores(-math.inf, 0)) == 3.5 / 4
+    assert area_under_roc(scores(3, 2), scores(1, 2)) == 3.5 / 4
+    assert area_under_roc(scores(1, 2), scores(3, 2)) == 0.5 / 4
+    assert area_under_roc(scores(7), scores(7)) == 0.5
+    assert area_under_roc(scores(math.inf, 0), scores(-math.inf, 0)) == 3.5 / 4
 
 
 @given(FEW, FEW)
 @settings(deadline=None)
 def test_auroc_equals_its_naive_twin(members, others):
     pairs = [1.0 if m > o else 0.5 if m == o else 0.0 for m in members for o in others]
-    assert auroc(scores(*members), scores(*others)) == pytest.approx(np.mean(pairs), abs=1e-12)
+    assert area_under_roc(scores(*members), scores(*others)) == pytest.approx(np.mean(pairs), abs=1e-12)
 
 
 @given(FEW, FEW, st.floats(0, 1))
@@ -55,8 +54,8 @@ def test_tpr_equals_its_naive_twin(members, others, fpr):
     """The best of all thresholds among the non-members' scores, and "nobody above", that keep the false positives."""
     allowed = math.floor(fpr * len(others) + 1e-9)
     best = max(np.mean([m > t for m in members]) for t in [*others, -math.inf] if sum(o > t for o in others) <= allowed)
-    found = tpr_at_fpr(scores(*members), scores(*others), fpr)
-    assert found == pytest.approx(best, abs=1e-12)
+    tpr = tpr_at_fpr(scores(*members), scores(*others), fpr)
+    assert tpr == pytest.approx(best, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -80,44 +79,29 @@ def test_no_rate(fpr):
         tpr_at_fpr(scores(1), scores(1), fpr)
 
 
-@pytest.mark.parametrize("statistic", [auroc, lambda m, n: tpr_at_fpr(m, n, 0.1)])
+@pytest.mark.parametrize("statistic", [area_under_roc, lambda m, n: tpr_at_fpr(m, n, 0.1)])
 @pytest.mark.parametrize("members,others", [([], [1.0]), ([1.0], []), ([math.nan], [1.0]), ([1.0], [math.nan])])
 def test_empty_sides_and_nan_are_refused(statistic, members, others):
     with pytest.raises(ValueError, match="expected scores"):
         statistic(scores(*members), scores(*others))
 
 
-def test_hanley_mcneil_at_300_against_300():
-    """0.021 to 0.024 for areas of 0.5 to 0.7. At 0.5 the exact null value is close by."""
-    assert 0.0205 < hanley_mcneil(0.7, 300, 300) < 0.0215
-    assert 0.0230 < hanley_mcneil(0.5, 300, 300) < 0.0240
-    assert hanley_mcneil(0.5, 300, 300) == pytest.approx(math.sqrt(601 / (12 * 300 * 300)), rel=0.01)
-    assert hanley_mcneil(1.0, 10, 10) == 0
-
-
-def test_hanley_mcneil_equals_the_spread_of_samples():
-    """Exponential scores, for which Q1 and Q2 are exact; 3,000 samples: the spread is within 5 % (about 4 sigma)."""
-    rng = np.random.default_rng(20)
-    areas = [auroc(rng.exponential(2.0, 60), rng.exponential(1.0, 40)) for _ in range(3000)]
-    assert np.std(areas) == pytest.approx(hanley_mcneil(2 / 3, 60, 40), rel=0.05)
-
-
 def test_bootstrap_interval_has_its_level():
     """Null data: 200 intervals of 95 % hold 0.5 in 190 +- 3.1 cases; 4.5 sigma below would be 176."""
     rng = np.random.default_rng(31415)
-    held = 0
+    num_covering = 0
     for _ in range(200):
-        found = bootstrap(aurocs, rng.normal(size=60), rng.normal(size=80), rng, 200)
-        held += found.low <= 0.5 <= found.high
-    assert 176 <= held < 200
+        interval = bootstrap_interval(areas_under_roc, rng.normal(size=60), rng.normal(size=80), rng, 200)
+        num_covering += interval.low <= 0.5 <= interval.high
+    assert 176 <= num_covering < 200
 
 
 def test_bootstrap_is_repeatable_and_brackets_its_value():
     rng = np.random.default_rng(1)
     members, others = rng.normal(0.5, 1, 150), rng.normal(0, 1, 100)
-    one, two = (bootstrap(aurocs, members, others, np.random.default_rng(7)) for _ in range(2))
+    one, two = (bootstrap_interval(areas_under_roc, members, others, np.random.default_rng(7)) for _ in range(2))
     assert one == two
-    assert one.low < one.value == auroc(members, others) < one.high
+    assert one.low < one.value == area_under_roc(members, others) < one.high
     assert (one.high - one.low) / (2 * 1.96) == pytest.approx(hanley_mcneil(one.value, 150, 100), rel=0.15)
 
 
@@ -128,7 +112,7 @@ def test_statistics_of_draws_are_those_of_each_draw(ties):
     if ties:
         members, others = members.round(), others.round()
     pairs = list(zip(members, others, strict=True))
-    assert aurocs(members, others).tolist() == [auroc(m, o) for m, o in pairs]
+    assert areas_under_roc(members, others).tolist() == [area_under_roc(m, o) for m, o in pairs]
     for fpr in (0.0, 0.001, 0.1, 1.0):
         assert tprs_at_fpr(members, others, fpr).tolist() == [tpr_at_fpr(m, o, fpr) for m, o in pairs]
 
@@ -137,37 +121,18 @@ def test_the_interval_does_not_depend_on_how_many_resamples_are_held_at_a_time(m
     """And it is that of resamples one by one, in the order of the draws."""
     rng = np.random.default_rng(3)
     members, others = rng.normal(0.5, 1, 40), rng.normal(0, 1, 30)
-    whole = bootstrap(aurocs, members, others, np.random.default_rng(5), 100)
+    whole = bootstrap_interval(areas_under_roc, members, others, np.random.default_rng(5), 100)
     monkeypatch.setattr(statistics, "_MOST_DRAWN", 7 * 70)
-    assert bootstrap(aurocs, members, others, np.random.default_rng(5), 100) == whole
+    assert bootstrap_interval(areas_under_roc, members, others, np.random.default_rng(5), 100) == whole
     again = np.random.default_rng(5)
-    drawn = [auroc(again.choice(members, 40), again.choice(others, 30)) for _ in range(100)]
+    drawn = [area_under_roc(again.choice(members, 40), again.choice(others, 30)) for _ in range(100)]
     assert (whole.low, whole.high) == tuple(np.quantile(drawn, (0.025, 0.975)))
 
 
 def test_bootstrap_resamples_each_side_from_itself():
     """One member above, one non-member below: every resample says 1; a mixed one would not."""
-    found = bootstrap(aurocs, scores(2, 2), scores(1, 1, 1), np.random.default_rng(0), 50)
-    assert (found.value, found.low, found.high) == (1, 1, 1)
-
-
-def test_paired_difference_is_narrower_than_an_unpaired_one():
-    """Two attacks whose scores nearly agree: the pair's interval is far below what two separate ones would leave."""
-    rng = np.random.default_rng(5)
-    mine = rng.normal(0.6, 1, 200), rng.normal(0, 1, 200)
-    other = tuple(side + rng.normal(0, 0.02, 200) for side in mine)
-    paired = paired_difference(mine, other, rng)
-    alone = bootstrap(aurocs, *mine, rng)
-    assert paired.value == pytest.approx(auroc(*mine) - auroc(*other))
-    assert paired.low <= paired.value <= paired.high
-    assert paired.high - paired.low < (alone.high - alone.low) / 5
-    same = paired_difference(mine, mine, rng)
-    assert (same.value, same.low, same.high) == (0, 0, 0)
-
-
-def test_paired_difference_of_other_rows_is_refused():
-    with pytest.raises(ValueError, match=r"same rows, found \[2, 1\] and \[1, 1\]"):
-        paired_difference((scores(1, 2), scores(1)), (scores(1), scores(1)), np.random.default_rng(0))
+    interval = bootstrap_interval(areas_under_roc, scores(2, 2), scores(1, 1, 1), np.random.default_rng(0), 50)
+    assert (interval.value, interval.low, interval.high) == (1, 1, 1)
 
 
 def test_two_thousand_rows_and_a_thousand_resamples_take_seconds_not_minutes():
@@ -175,7 +140,7 @@ def test_two_thousand_rows_and_a_thousand_resamples_take_seconds_not_minutes():
     rng = np.random.default_rng(0)
     members, others = rng.normal(1, 1, 2000), rng.normal(0, 1, 2000)
     started = time.process_time()
-    bootstrap(aurocs, members, others, rng)
+    bootstrap_interval(areas_under_roc, members, others, rng)
     epsilon_lower_bound(members, others, 1e-5, rng)
     assert time.process_time() - started < 10
 
@@ -212,9 +177,9 @@ def test_the_rank_test_keeps_its_level_where_labels_score_apart_and_lie_unequall
 
 
 def test_holm_by_hand():
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm_correction([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm_correction([0.5, 0.9]) == [1.0, 1.0]
+    assert holm_correction([]) == []
 
 
 def test_clopper_pearson_published_values():

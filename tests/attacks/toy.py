@@ -12,12 +12,12 @@ from torch import nn
 from fedveil import rng
 from fedveil.config import parse
 from fedveil.contract.method import Method, RoundContext
-from fedveil.contract.spec import TensorSpec, Weights
-from fedveil.contract.task import Prediction
-from fedveil.contract.trainer import Trained, Trainer
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.wire.tap import Tap
+from fedveil.contract.param_spec import ParamSpec, Weights
+from fedveil.contract.task import ExamplePrediction
+from fedveil.contract.trainer import Trainer, TrainingResult
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.wire.capture import MessageCapture
 
 WIDTH, CLASSES, RANK = 24, 4, 3
 Point = tuple[torch.Tensor, int]
@@ -57,7 +57,7 @@ class Linear:
 
     @property
     def spec(self):
-        return {name: TensorSpec(tuple(w.shape)) for name, w in self._initial.items()}
+        return {name: ParamSpec(tuple(w.shape)) for name, w in self._initial.items()}
 
     def initial(self) -> Weights:
         return {name: w.clone() for name, w in self._initial.items()}
@@ -77,7 +77,7 @@ class Linear:
     def predict(self, weights: Weights, rows: Sequence[Point], generate: bool = False):
         weight = self.base + weights["m.lora_B"] @ weights["m.lora_A"]
         for x, y in rows:
-            yield Prediction({"target": (weight @ x)[None]}, torch.tensor([y]))
+            yield ExamplePrediction({"target": (weight @ x)[None]}, torch.tensor([y]))
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Descent:
     def spec(self):
         return self.task.spec
 
-    def train(self, weights: Weights, frozen=None, penalty=None) -> Trained:
+    def train(self, weights: Weights, frozen=None, penalty=None) -> TrainingResult:
         self.started_from.append({name: w.clone() for name, w in weights.items()})
         self.task.put(weights)
         optimiser = torch.optim.SGD(self.task.trained.values(), lr=self.rate)
@@ -108,13 +108,15 @@ class Descent:
             loss.backward()
             optimiser.step()
         after = {name: p.detach().clone() for name, p in self.task.trained.items()}
-        return Trained(after, {"loss_trained": float(loss.detach()) if self.steps else 0.0})
+        return TrainingResult(after, {"loss_trained": float(loss.detach()) if self.steps else 0.0})
 
-    def gradient(self, weights: Weights) -> Trained:
+    def gradient(self, weights: Weights) -> TrainingResult:
         self.task.put(weights)
         loss = self.task.loss_sum(self.task.collate(self.rows)) / len(self.rows)
-        found = torch.autograd.grad(loss, list(self.task.trained.values()))
-        return Trained(dict(zip(self.task.trained, found, strict=True)), {"loss_received": float(loss.detach())})
+        gradients = torch.autograd.grad(loss, list(self.task.trained.values()))
+        return TrainingResult(
+            dict(zip(self.task.trained, gradients, strict=True)), {"loss_received": float(loss.detach())}
+        )
 
 
 def federation(
@@ -127,16 +129,16 @@ def federation(
     fraction: float = 1.0,
     seed: int = 3,
     wrap: Callable[[str, RoundContext, Trainer], Trainer] = lambda site, ctx, local: local,
-) -> Federation:
+) -> InProcessFederation:
     """A federation over `locals_` with a tap in `folder`; not run yet."""
     spec = next(iter(locals_.values())).spec
     config = parse({"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": fraction})
-    state = method.init(spec, weights, rng.initial(0, "method init"))
-    return Federation(
-        Exchange(method, name, spec),
+    state = method.init(spec, weights, rng.initial_stream(0, "method init"))
+    return InProcessFederation(
+        MessageExchange(method, name, spec),
         config,
         lambda site, ctx: wrap(site, ctx, locals_[site]),
         list(locals_),
         state,
-        tap=Tap(folder),
+        tap=MessageCapture(folder),
     )

@@ -9,24 +9,28 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.contract.address import Address
+from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext
-from fedveil.contract.spec import TensorSpec
+from fedveil.contract.param_spec import ParamSpec
 from fedveil.errors import WireError
 from fedveil.wire.header import PREFIX
 from tests.attacks_on_us.test_one_site_ends_the_run import attacked, bytes_of, sent  # noqa: F401  # a fixture
 from tests.conftest import ToyTrainer
 from tools.forge import header_of, with_compressed, with_header, with_text
 
-STREAM = rng.initial(1, "method init")
-SPEC = {"w": TensorSpec((3, 5)), "b": TensorSpec((7,))}
-HOME = Address("study-1a2b3c4d", 1, "east")
+STREAM = rng.initial_stream(1, "method init")
+SPEC = {"w": ParamSpec((3, 5)), "b": ParamSpec((7,))}
+HOME = MessageAddress("study-1a2b3c4d", 1, "east")
 CTX = RoundContext(4, "east", True, bytes(32), address=HOME)
 
 
 @pytest.mark.parametrize(
     "address",
-    [Address("study-5e6f7a8b", 1, "east"), Address("study-1a2b3c4d", 0, "east"), Address(HOME.run, 1, "north")],
+    [
+        MessageAddress("study-5e6f7a8b", 1, "east"),
+        MessageAddress("study-1a2b3c4d", 0, "east"),
+        MessageAddress(HOME.run, 1, "north"),
+    ],
 )
 def test_a_message_of_another_run_attempt_or_site_is_refused_on_both_ends(address, exchange, upload, random_weights):
     assert exchange.receive(upload, 4, HOME).num_examples == 3
@@ -50,7 +54,7 @@ def test_a_site_cannot_send_another_site_s_upload_as_its_own(attacked):  # noqa:
 
     (record,) = attacked(replayed, ("east", "north"))
     assert record.accepted == ["east", "south"]
-    assert record.failed["north"].startswith("refused: address: expected Address(run='run-")
+    assert record.failed["north"].startswith("refused: address: expected MessageAddress(run='run-")
 
 
 @pytest.mark.long

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil import places
+from fedveil import paths
 from fedveil.attacks.reconstruction import imprint
 from fedveil.errors import PolicyError
-from tests.client_app.site.one_site import Server
+from tests.client_app.one_site import Server
 
 LAYER = "transformer.h.0.mlp.c_fc"
-LORA = {"method.fields": 'adapter = {kind = "lora", rank = 16}'}
+LORA = {"method.params": 'adapter = {kind = "lora", rank = 16}'}
 
 
 def hostile(server: Server) -> dict:
-    public = server.task.encode(server.task.examples(places.folder("data") / "e2e", "test"))[:60]
-    gate = imprint.gate(server.task, server.initial, LAYER, range(2, 5), public)
-    return dict(imprint.crafted(server.task, server.initial, LAYER, gate, 20.0))
+    public = server.task.encode(server.task.examples(paths.find_folder("data") / "e2e", "test"))[:60]
+    gate = imprint.gate_direction(server.task, server.initial, LAYER, range(2, 5), public)
+    return dict(imprint.craft_broadcast(server.task, server.initial, LAYER, gate, 20.0))
 
 
 def test_a_site_with_a_bound_of_one_refuses_it_before_it_looks_at_a_row(tmp_path):

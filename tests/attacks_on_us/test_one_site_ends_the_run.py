@@ -13,11 +13,12 @@ from fedveil import rng
 from fedveil.client_app.app import app
 from fedveil.config import CohortConfig
 from fedveil.errors import QuorumError
-from fedveil.server_app.record import RoundRecord, RunFolder
-from fedveil.server_app.settings import RunSettings
-from fedveil.server_app.strategy import MethodStrategy
+from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.round_record import RoundRecord
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg
-from fedveil.wire import slices
+from fedveil.wire import chunking
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tools.forge import header_of, with_header, with_text
 
@@ -32,11 +33,11 @@ def attacked(tmp_path, monkeypatch):
     def run(tamper, hostile=("east",), sites=SITES, repeats=2) -> list[RoundRecord]:
         config = {"run.deterministic": True, "run.seed": 9}
         grid = LocalGrid(app, sites, tmp_path / "state", config, tamper=dict.fromkeys(hostile, tamper))
-        cohort = CohortConfig(min_sites=2, deadline_seconds=1.0, wait_seconds=1.0, repeats=repeats)
+        cohort = CohortConfig(min_sites=2, deadline_seconds=1.0, wait_seconds=1.0, max_retries=repeats)
         settings = RunSettings(cohort, seed=9, deterministic=True)
         strategy = MethodStrategy(FedAvg(), settings, folder=RunFolder(tmp_path / "run"))
         with contextlib.suppress(QuorumError):
-            strategy.start(grid, ArrayRecord(dict(task.initial(rng.initial(9, "weights")))), num_rounds=1)
+            strategy.start(grid, ArrayRecord(dict(task.initial(rng.initial_stream(9, "weights")))), num_rounds=1)
         return strategy.history
 
     return run
@@ -44,8 +45,8 @@ def attacked(tmp_path, monkeypatch):
 
 def sent(message: Message, data: bytes, **records) -> Message:
     """A reply of these bytes."""
-    parts = enumerate(slices.sliced([data]))
-    arrays = {slices.name(i): Array("uint8", (len(part),), slices.STYPE, part) for i, part in parts}
+    parts = enumerate(chunking.slice_message([data]))
+    arrays = {chunking.slice_key(i): Array("uint8", (len(part),), chunking.STYPE, part) for i, part in parts}
     return Message(RecordDict({"fedveil": ArrayRecord(arrays), **records}), reply_to=message)
 
 

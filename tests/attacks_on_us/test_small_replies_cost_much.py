@@ -13,44 +13,45 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, Rec
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedveil import rng, strategies
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import RoundContext, State
-from fedveil.contract.spec import TensorSpec
-from fedveil.federation.exchange import Exchange
-from fedveil.server_app.attempt import Attempt
-from fedveil.server_app.intake import Limits
-from fedveil.server_app.record import RoundRecord
-from fedveil.wire import slices
-from fedveil.wire.envelope import Stamp, pack
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.federation.exchange import MessageExchange
+from fedveil.server_app.message_recorder import RunMessageRecorder
+from fedveil.server_app.round_attempt import RoundAttempt
+from fedveil.server_app.run_settings import RunSettings
+from fedveil.wire import chunking
+from fedveil.wire.envelope import EnvelopeStamp, pack_message
 from tests.conftest import ToyTrainer
 from tools.forge import with_compressed
 
-STREAM = rng.initial(1, "method init")
-SPEC = {"h.0.lora_A": TensorSpec((2, 5)), "h.0.lora_B": TensorSpec((7, 2))}
+STREAM = rng.initial_stream(1, "method init")
+SPEC = {"h.0.lora_A": ParamSpec((2, 5)), "h.0.lora_B": ParamSpec((7, 2))}
 CTX = RoundContext(0, "east", True, bytes(32))
 
 
-def judged(exchange: Exchange, records: dict[str, object]) -> tuple[str, int, float]:
+def judged(exchange: MessageExchange, records: dict[str, object]) -> tuple[str, int, float]:
     """The reason of the refusal, the bytes that judging took at its peak, and its seconds."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    record = RoundRecord(0, 0, ["east"])
-    attempt = Attempt(exchange, State(), record, Limits(), "run", None, None)
+    recorder = RunMessageRecorder(None, None, ["east"])
+    attempt = RoundAttempt(exchange, FederatedState(), RunSettings(), MessageAddress("run"), 0, [CTX], recorder)
     question = Message(RecordDict(), 1, MessageType.TRAIN)
     question.metadata.__dict__["_message_id"] = "m1"
     reply = Message(RecordDict(records), reply_to=question)
     started = time.process_time()
     tracemalloc.start()
     try:
-        assert attempt.judged(reply, CTX) is None
+        assert attempt.judge_reply(reply, CTX) is None
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    return record.failed["east"], peak, time.process_time() - started
+    return attempt.tally.failed["east"], peak, time.process_time() - started
 
 
-def in_slices(data: bytes, size: int = slices.SLICE_BYTES) -> dict[str, object]:
-    parts = enumerate(slices.sliced([data], size))
-    arrays = {slices.name(i): Array("uint8", (len(part),), slices.STYPE, part) for i, part in parts}
+def in_slices(data: bytes, size: int = chunking.SLICE_BYTES) -> dict[str, object]:
+    parts = enumerate(chunking.slice_message([data], size))
+    arrays = {chunking.slice_key(i): Array("uint8", (len(part),), chunking.STYPE, part) for i, part in parts}
     return {"fedveil": ArrayRecord(arrays)}
 
 
@@ -99,21 +100,21 @@ def test_what_comes_beside_the_upload_is_refused(exchange, upload):
 
 def test_a_length_that_only_the_sender_knows_has_a_bound(random_weights):
     """random_binary sends as many values as survive: at most every entry of the tensor."""
-    exchange = Exchange(strategies.create("random_binary"), "random_binary", SPEC)
+    exchange = MessageExchange(strategies.create_method("random_binary"), "random_binary", SPEC)
     server = exchange.method.init(SPEC, random_weights(SPEC, 1), STREAM)
     _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(SPEC), CTX)
     payload = exchange.receive(b"".join(parts), 0).payload
     longer = Payload({**payload.fields, "h.0.lora_A": torch.zeros(11)}, payload.variant, payload.scalars)
-    own = Layout(tuple(replace(f, most=tuple(2 * n for n in f.most)) for f in exchange.layout.fields))
-    forged = pack(own, Stamp.of(exchange.method, "random_binary", 0, "up"), longer, 3)
+    own = MessageLayout(tuple(replace(f, most=tuple(2 * n for n in f.most)) for f in exchange.layout.fields))
+    forged = pack_message(own, EnvelopeStamp.from_exchange(exchange.method, "random_binary", 0, "up"), longer, 3)
     reason, _, _ = judged(exchange, in_slices(forged))
     assert reason == "refused: h.0.lora_A: expected shape (None,) of at most (10,), found (11,)"
 
 
-@pytest.mark.parametrize("name", strategies.names())
+@pytest.mark.parametrize("name", strategies.list_methods())
 def test_a_sound_upload_is_within_the_bound_of_its_layout(name, random_weights):
-    method = strategies.create(name)
-    exchange = Exchange(method, name, dict(method.adapter.example_spec()))
+    method = strategies.create_method(name)
+    exchange = MessageExchange(method, name, dict(method.adapter.example_spec()))
     server = method.init(exchange.spec, random_weights(exchange.spec, 1), STREAM)
     _, parts = exchange.participate(exchange.broadcast(server, CTX), None, ToyTrainer(exchange.spec), CTX)
     size = sum(map(len, parts))

@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 from fedveil import rng, strategies
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
 from fedveil.errors import StateError, WireError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.records.state import digest
-from fedveil.wire.envelope import Stamp, describe, pack, unpack
-from fedveil.wire.tap import Tap
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.records.tensor_state import state_digest
+from fedveil.wire.capture import MessageCapture
+from fedveil.wire.envelope import EnvelopeStamp, describe_message, pack_message, unpack_message
 from tests.conftest import ToyTrainer, aggregated
 
-METHODS = strategies.names()
+METHODS = strategies.list_methods()
 SECRET = bytes(range(32))
 
 
-def spec_for(method) -> dict[str, TensorSpec]:
+def spec_for(method) -> dict[str, ParamSpec]:
     """What the method's adapter would train, tiny."""
     return dict(method.adapter.example_spec())
 
@@ -42,24 +42,31 @@ def weights_for(spec, seed: int = 271828):
 
 
 @pytest.fixture(params=METHODS)
-def exchange(request) -> Exchange:
-    method = strategies.create(request.param)
-    return Exchange(method, request.param, spec_for(method))
+def exchange(request) -> MessageExchange:
+    method = strategies.create_method(request.param)
+    return MessageExchange(method, request.param, spec_for(method))
 
 
-def start(exchange: Exchange) -> State:
-    return exchange.method.init(exchange.spec, weights_for(exchange.spec), rng.initial(0, "method init"))
+def start(exchange: MessageExchange) -> FederatedState:
+    return exchange.method.init(exchange.spec, weights_for(exchange.spec), rng.initial_stream(0, "method init"))
 
 
 def federation(
-    exchange: Exchange, sites=("a", "b", "c"), seed: int = 5, step: float = 0.5, rounds: int = 4
-) -> Federation:
+    exchange: MessageExchange, sites=("a", "b", "c"), seed: int = 5, step: float = 0.5, rounds: int = 4
+) -> InProcessFederation:
     config = parse({"run.deterministic": True, "run.seed": seed, "run.rounds": rounds, "cohort.fraction": 0.67})
     trainer_for = lambda site, ctx: ToyTrainer(exchange.spec, 3 + len(site), step * (1 + ord(site[0]) % 3))  # noqa: E731
-    return Federation(exchange, config, trainer_for, list(sites), start(exchange))
+    return InProcessFederation(exchange, config, trainer_for, list(sites), start(exchange))
 
 
-def one_turn(exchange: Exchange, server: State, site: str = "a", round_: int = 0, private=None, is_new: bool = True):
+def one_turn(
+    exchange: MessageExchange,
+    server: FederatedState,
+    site: str = "a",
+    round_: int = 0,
+    private=None,
+    is_new: bool = True,
+):
     down = exchange.broadcast(server, RoundContext(round_, site, is_new, SECRET))
     ctx = RoundContext(round_, site, is_new, SECRET[::-1])
     private, up = exchange.participate(down, private, ToyTrainer(exchange.spec), ctx)
@@ -70,17 +77,17 @@ def equal(a, b) -> bool:
     return set(a) == set(b) and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def as_upload(exchange: Exchange, up: bytes, ctx: RoundContext) -> Upload:
+def as_upload(exchange: MessageExchange, up: bytes, ctx: RoundContext) -> AcceptedUpload:
     message = exchange.receive(up, ctx.round)
-    return Upload(message.payload, message.num_examples, ctx, message.report)
+    return AcceptedUpload(message.payload, message.num_examples, ctx, message.report)
 
 
 class Watched:
     """One deterministic run: all messages, all private states, and which side asked its context for draws."""
 
-    def __init__(self, exchange: Exchange, seed: int, folder: Path, monkeypatch) -> None:
+    def __init__(self, exchange: MessageExchange, seed: int, folder: Path, monkeypatch) -> None:
         run = federation(exchange, seed=seed)
-        run.tap = Tap(folder)
+        run.tap = MessageCapture(folder)
         sides = {run._server_secret: "server"}
         self.drew: set[str] = set()
         real = RoundContext.rng
@@ -98,8 +105,8 @@ class Watched:
         self.client += [save(state) for _, state in sorted(run.private.items()) if state]
 
 
-def save(state: State) -> bytes:
-    return digest(state.tensors).encode() + json.dumps(state.scalars, sort_keys=True).encode()
+def save(state: FederatedState) -> bytes:
+    return state_digest(state.tensors).encode() + json.dumps(state.scalars, sort_keys=True).encode()
 
 
 def test_a_seed_decides_every_draw_and_another_one_decides_otherwise(exchange, tmp_path, monkeypatch):
@@ -144,25 +151,25 @@ def test_draws_of_sites_and_rounds_are_their_own(exchange, tmp_path, monkeypatch
     watched = Watched(exchange, 5, tmp_path, monkeypatch)
     server = start(exchange)
     down = exchange.broadcast(server, RoundContext(0, "a", True, SECRET))
-    kept = set()
+    distinct_uploads = set()
     for secret in (bytes([i]) * 32 for i in range(12)):
         ctx = RoundContext(0, "a", True, secret, seeded=True)
         private, parts = exchange.participate(down, None, ToyTrainer(exchange.spec), ctx)
-        kept.add(b"".join(parts) + (save(private) if private else b""))
-    assert (len(kept) > 1) == ("client" in watched.drew)
+        distinct_uploads.add(b"".join(parts) + (save(private) if private else b""))
+    assert (len(distinct_uploads) > 1) == ("client" in watched.drew)
 
 
 def test_every_kind_of_upload_that_the_layout_declares_is_sent_by_somebody(exchange):
     """With the default fields, over two rounds of 24 sites: a draw that always falls on one side is none."""
-    found, server = set(), start(exchange)
+    variants, server = set(), start(exchange)
     for secret in (bytes([i + 1]) * 32 for i in range(24)):
         private = None
         for round_ in (0, 1):
             down = exchange.broadcast(server, RoundContext(round_, "a", round_ == 0, SECRET))
             ctx = RoundContext(round_, "a", round_ == 0, secret)
             private, parts = exchange.participate(down, private, ToyTrainer(exchange.spec), ctx)
-            found.add(exchange.receive(b"".join(parts), round_).payload.variant)
-    assert found == set(exchange.layout.variants("up"))
+            variants.add(exchange.receive(b"".join(parts), round_).payload.variant)
+    assert variants == set(exchange.layout.variants("up"))
 
 
 def test_terms_are_the_same_on_either_side_and_belong_to_the_servers_tensors(exchange):
@@ -171,7 +178,7 @@ def test_terms_are_the_same_on_either_side_and_belong_to_the_servers_tensors(exc
     _, _, up = one_turn(exchange, server)
     message = exchange.receive(up, 0)
     ours, theirs = (
-        exchange.method.terms(message.payload, 7, exchange.spec, RoundContext(0, "a", True, secret))
+        exchange.method.contributions(message.payload, 7, exchange.spec, RoundContext(0, "a", True, secret))
         for secret in (SECRET, SECRET[::-1])
     )
     assert ours.clear == theirs.clear
@@ -192,15 +199,31 @@ def test_terms_have_masks_in_exactly_the_methods_that_say_so(exchange):
     server = start(exchange)
     _, _, up = one_turn(exchange, server)
     upload = as_upload(exchange, up, RoundContext(0, "a", True, SECRET))
-    assert any(term.mask is not None for term in exchange.terms(upload).tensors) == exchange.method.masked
+    assert (
+        any(term.mask is not None for term in exchange.contributions(upload).tensors)
+        == exchange.method.has_masked_terms
+    )
+
+
+def test_uploads_whose_entries_differ_between_sites_are_said_to_be_partial(exchange):
+    """The claim of secure aggregation goes by it: an entry that one site alone sends is that site's."""
+    server = start(exchange)
+    for round_ in range(4):
+        sent = set()
+        for site in "abcdef":
+            _, _, up = one_turn(exchange, server, site, round_)
+            terms = exchange.contributions(as_upload(exchange, up, RoundContext(round_, site, True, SECRET))).tensors
+            masks = ((term.name, None if term.mask is None else term.mask.numpy().tobytes()) for term in terms)
+            sent.add(frozenset(masks))
+        assert len(sent) == 1 or exchange.method.has_partial_uploads
 
 
 def test_messages_decode_to_what_was_encoded_and_sizes_are_the_bytes(exchange):
     server = start(exchange)
     payload = exchange.method.broadcast(server, RoundContext(0, "a", True, SECRET))
-    stamp = Stamp.of(exchange.method, exchange.name, 0, "down")
-    data = pack(exchange.layout, stamp, payload)
-    message = unpack(data, exchange.layout, stamp)
+    stamp = EnvelopeStamp.from_exchange(exchange.method, exchange.name, 0, "down")
+    data = pack_message(exchange.layout, stamp, payload)
+    message = unpack_message(data, exchange.layout, stamp)
     assert message.payload.variant == payload.variant
     fields = exchange.layout.fields_of("down", payload.variant)
     assert set(message.payload.fields) == set(fields) == set(payload.fields)
@@ -209,28 +232,28 @@ def test_messages_decode_to_what_was_encoded_and_sizes_are_the_bytes(exchange):
             field.codec.encode(payload.fields[name])
         )
         assert message.field_bytes[name] == field.codec.nbytes(field.codec.shape(payload.fields[name]))
-    assert describe(data)["payload_bytes"] == message.payload_bytes < len(data)
+    assert describe_message(data)["payload_bytes"] == message.payload_bytes < len(data)
 
 
 def test_envelope_costs_less_than_two_kilobytes(exchange):
     down, _, up = one_turn(exchange, start(exchange))
     for data in (down, up):
-        assert len(data) - describe(data)["payload_bytes"] < 2000
+        assert len(data) - describe_message(data)["payload_bytes"] < 2000
 
 
 def test_no_half_changes_its_inputs(exchange):
     server = start(exchange)
     before = copy.deepcopy(server)
     _, private, up = one_turn(exchange, server)
-    kept, sent = copy.deepcopy(private), bytes(up)
+    private_copy, sent = copy.deepcopy(private), bytes(up)
     ctx = RoundContext(0, "a", True, SECRET)
     new = exchange.aggregate(server, iter([as_upload(exchange, up, ctx), as_upload(exchange, up, ctx)]))
     one_turn(exchange, new, round_=1, private=private, is_new=False)
     assert equal(server.tensors, before.tensors)
     assert server.scalars == before.scalars
     assert bytes(up) == sent
-    if kept is not None:
-        assert equal(kept.tensors, private.tensors)
+    if private_copy is not None:
+        assert equal(private_copy.tensors, private.tensors)
 
 
 def test_broadcast_can_be_replayed(exchange):
@@ -243,7 +266,7 @@ def test_states_keep_names_shapes_and_dtypes_over_rounds(exchange):
     before = {n: (t.shape, t.dtype) for n, t in run.server.tensors.items()}
     after = run.run()
     assert {n: (t.shape, t.dtype) for n, t in after.tensors.items()} == before
-    for view in run.deployed("a").values():
+    for view in run.models("a").values():
         shapes = {n: tuple(t.shape) for n, t in view.items()}
         assert shapes == {n: t.shape for n, t in exchange.spec.items()}, (
             "what else is kept: Method.deployed leaves it out"
@@ -277,19 +300,19 @@ def test_aggregate_holds_one_upload_at_a_time(exchange):
 @given(counts=st.lists(st.integers(1, 10**6), min_size=1, max_size=6))
 @pytest.mark.parametrize("name", METHODS)
 def test_mean_of_equal_uploads_is_the_upload(name, counts):
-    method = strategies.create(name)
-    exchange = Exchange(method, name, spec_for(method))
+    method = strategies.create_method(name)
+    exchange = MessageExchange(method, name, spec_for(method))
     server = start(exchange)
     _, _, up = one_turn(exchange, server)
     message = exchange.receive(up, 0)
 
     def uploads(numbers):
         for i, n in enumerate(numbers):
-            yield Upload(message.payload, n, RoundContext(0, f"s{i}", True, SECRET), {})
+            yield AcceptedUpload(message.payload, n, RoundContext(0, f"s{i}", True, SECRET), {})
 
     once = aggregated(method, server, uploads([1]))
     many = aggregated(method, server, uploads(counts))
-    assert equal(method.deployed(once)["server"], method.deployed(many)["server"])
+    assert equal(method.models(once)["server"], method.models(many)["server"])
 
 
 def test_newcomer_in_a_later_round_takes_part(exchange):
@@ -302,7 +325,7 @@ def test_newcomer_in_a_later_round_takes_part(exchange):
 
 def test_zero_training_from_zero_state_stays_finite(exchange):
     zeros = {n: torch.zeros(t.shape) for n, t in exchange.spec.items()}
-    server = exchange.method.init(exchange.spec, zeros, rng.initial(0, "method init"))
+    server = exchange.method.init(exchange.spec, zeros, rng.initial_stream(0, "method init"))
     _, _, up = one_turn(exchange, server)
     after = exchange.aggregate(server, iter([as_upload(exchange, up, RoundContext(0, "a", True, SECRET))]))
     assert all(torch.isfinite(t).all() for t in after.tensors.values())
@@ -322,15 +345,15 @@ def test_what_is_private_stays(exchange):
 def test_the_tap_holds_exactly_what_crossed_the_wire(exchange, tmp_path):
     """An attack reads the tap and the public layout, nothing else; what it finds there is every byte that was sent."""
     run = federation(exchange)
-    run.tap = Tap(tmp_path)
+    run.tap = MessageCapture(tmp_path)
     run.run()
-    seen = list(Tap(tmp_path).messages())
+    seen = list(MessageCapture(tmp_path).messages())
     for direction, total in (("up", run.upload_bytes), ("down", run.download_bytes)):
         assert sum(len(run.tap.read(m)) for m in seen if m.direction == direction) == total
     for message in seen:
-        stamp = Stamp.of(exchange.method, exchange.name, message.round, message.direction)
-        found = unpack(run.tap.read(message), exchange.layout, stamp).payload
-        assert set(found.fields) == set(exchange.layout.fields_of(message.direction, found.variant))
+        stamp = EnvelopeStamp.from_exchange(exchange.method, exchange.name, message.round, message.direction)
+        payload = unpack_message(run.tap.read(message), exchange.layout, stamp).payload
+        assert set(payload.fields) == set(exchange.layout.fields_of(message.direction, payload.variant))
 
 
 def test_undeclared_field_cannot_be_packed(exchange):
@@ -338,13 +361,13 @@ def test_undeclared_field_cannot_be_packed(exchange):
     payload = exchange.method.broadcast(server, RoundContext(0, "a", True, SECRET))
     smuggled = Payload({**payload.fields, "patients": torch.zeros(3)}, payload.variant, payload.scalars)
     with pytest.raises(WireError, match="patients: expected no such field"):
-        pack(exchange.layout, Stamp.of(exchange.method, exchange.name, 0, "down"), smuggled)
+        pack_message(exchange.layout, EnvelopeStamp.from_exchange(exchange.method, exchange.name, 0, "down"), smuggled)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_method_file_is_pure(name):
     """No Flower, no I/O, no logging, no global randomness in a method file; a final frozen dataclass with a header."""
-    tree = ast.parse(Path(inspect.getfile(strategies.load(name))).read_text())
+    tree = ast.parse(Path(inspect.getfile(strategies.load_method(name))).read_text())
     imported = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     imported |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     allowed = {"__future__", "collections", "dataclasses", "math", "typing", "typing_extensions", "torch", "jaxtyping"}
@@ -355,6 +378,6 @@ def test_method_file_is_pure(name):
     header = ast.get_docstring(tree) or ""
     for part in ("The client learns", "The server learns", "Formal guarantees", "Differences from the paper"):
         assert part in header, f"{name}: the header lacks {part!r}"
-    method = strategies.load(name)
+    method = strategies.load_method(name)
     assert method.__final__
     assert method.__dataclass_params__.frozen

@@ -9,12 +9,12 @@ import torch
 
 from fedveil import strategies
 from fedveil.config import SecureConfig
-from fedveil.contract.method import RoundContext, State
+from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.errors import ConfigError, QuorumError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.summed.local import LocalSums, settings_of
-from fedveil.federation.summed.ring import Ring
-from fedveil.federation.summed.uploads import Summed
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
+from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from tests.conftest import ToyTrainer
 from tests.contract.test_contract import METHODS, SECRET, as_upload, spec_for, start
 
@@ -61,25 +61,28 @@ VARIANTS = {
 }
 
 
-def exchange_of(name: str, fields) -> Exchange:
+def exchange_of(name: str, fields) -> MessageExchange:
     method = strategies.create_from_json(name, json.dumps(fields))
-    return Exchange(method, name, spec_for(method))
+    return MessageExchange(method, name, spec_for(method))
 
 
 class Both:
     """A run whose rounds are summed twice, in the clear and unseen; it goes on from what was summed unseen."""
 
-    def __init__(self, exchange: Exchange, ring_bits: int = 32) -> None:
+    def __init__(self, exchange: MessageExchange, ring_bits: int = 32) -> None:
         # Noise of standard deviation 10; products of factors.
         bound = {"dp_fpl": 256.0, "fedex_lora": 4096.0, "flora": 4096.0}.get(exchange.name, 16.0)
-        config = SecureConfig(enabled=True, max_examples=MOST_EXAMPLES, bound=bound, ring_bits=ring_bits)
+        config = SecureConfig(enabled=True, max_weight=MOST_EXAMPLES, clip_bound=bound, ring_bits=ring_bits)
         self.exchange, self.server, self.bits = exchange, start(exchange), ring_bits
-        self.local = LocalSums("run-31415", settings_of(config), SITES)
-        self.private: dict[str, State | None] = {}
+        self.local = InProcessSecureSums("run-31415", secagg_config_of(config), SITES)
+        self.private: dict[str, FederatedState | None] = {}
 
     def attempt(self, round_: int, silent: str, seeded: bool = True):
         """One attempt's uploads, of both kinds: the attempt, what is summed, uploads in the clear, words in clear."""
-        attempt, summed = self.local.begin(round_, 0, SITES), Summed.of(self.exchange, round_, self.bits)
+        attempt, summed = (
+            self.local.begin(round_, 0, SITES),
+            MaskedUploadCodec.from_exchange(self.exchange, round_, self.bits),
+        )
         uploads, clear = [], {}
         for i, site in enumerate(SITES):
             if site in silent:
@@ -98,18 +101,20 @@ class Both:
             clear[site] = dict(message.payload.scalars)
         return attempt, summed, uploads, clear
 
-    def round(self, round_: int, silent: str, deaf: str) -> tuple[State, State, float]:
+    def round(self, round_: int, silent: str, deaf: str) -> tuple[FederatedState, FederatedState, float]:
         """The server's next state either way, and by how much rounding may part them."""
         attempt, summed, uploads, clear = self.attempt(round_, silent)
         sums = self.local.sums(attempt, summed, clear, deaf)
         sums.check(1e6)
         wanted = self.exchange.aggregate(self.server, uploads)
-        found = self.exchange.method.settle(self.server, sums, RoundContext(round_, "", False, SECRET, True))
-        self.server = found
-        return found, wanted, len(SITES) / (2 * Ring.of(attempt.plan).scale)
+        secure_state = self.exchange.method.server_update(
+            self.server, sums, RoundContext(round_, "", False, SECRET, True)
+        )
+        self.server = secure_state
+        return secure_state, wanted, len(SITES) / (2 * FixedPointRing.from_plan(attempt.plan).scale)
 
 
-def agree(found: State, wanted: State, error: float) -> None:
+def agree(found: FederatedState, wanted: FederatedState, error: float) -> None:
     """Of sums whose weights are at least 1; what a method makes of a mean moves by at most a few times as much."""
     assert found.scalars == wanted.scalars
     assert found.tensors.keys() == wanted.tensors.keys()
@@ -137,9 +142,9 @@ def test_the_sum_unseen_is_the_sum_in_the_clear(name, fields):
 @pytest.mark.parametrize("name", ["fedavg", "fedqsn", "random_binary"])
 def test_in_64_bits_the_sum_is_the_clear_one_to_fp32(name):
     both = Both(exchange_of(name, {}), ring_bits=64)
-    found, wanted, error = both.round(0, "", "")
+    secure_state, wanted, error = both.round(0, "", "")
     assert error < 1e-14
-    agree(found, wanted, 2**-26)
+    agree(secure_state, wanted, 2**-26)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -159,7 +164,7 @@ def test_an_upload_says_nothing_beside_its_sum(name):
     """Neither examples nor report nor variant; and whatever the draw, as many bytes of payload."""
     exchange = exchange_of(name, {})
     both, sizes = Both(exchange), set()
-    attempt, summed = both.local.begin(0, 0, SITES), Summed.of(exchange, 0, 32)
+    attempt, summed = both.local.begin(0, 0, SITES), MaskedUploadCodec.from_exchange(exchange, 0, 32)
     for i, site in enumerate(SITES):
         down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True))
         ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True)

@@ -9,13 +9,13 @@ from typing import Any
 
 from fedveil import rng, strategies, tasks
 from fedveil.config import parse
-from fedveil.console.flower.local_federation import Ended, LocalFederation
-from fedveil.contract.task import Share
-from fedveil.federation import inprocess
-from fedveil.federation.exchange import Exchange
-from fedveil.records import disclosure
-from fedveil.records.state import digest
-from fedveil.server_app.app import initial
+from fedveil.console.flower.local_deployment import LocalDeployment, RunOutcome
+from fedveil.contract.task import DatasetShard
+from fedveil.federation import in_process as inprocess
+from fedveil.federation.exchange import MessageExchange
+from fedveil.records import disclosure_ledger
+from fedveil.records.tensor_state import state_digest
+from fedveil.server_app.run_plan import RunPlan
 from tests.conftest import ROOT
 
 
@@ -24,35 +24,35 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def over_grpc(federation: LocalFederation, at: Path, overrides: Mapping[str, Any], timeout: float = 240) -> Ended:
+def over_grpc(federation: LocalDeployment, at: Path, overrides: Mapping[str, Any], timeout: float = 240) -> RunOutcome:
     """The run in the folder `at`/<method>."""
     here = {"run.dir": str(at), "run.name": overrides["method.name"]}
     return federation.wait(federation.run(ROOT, {**overrides, **here}), timeout=timeout)
 
 
-def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.Federation:
+def in_process(flat: Mapping[str, Any], data: Path, sites: int) -> inprocess.InProcessFederation:
     """The same run in this process, ended."""
     config = parse(dict(flat))
-    method = strategies.create(config.method.name, config.method.fields)
-    task = tasks.load(config, method.adapter, "cpu")
-    rows = {f"site-{i}": task.encode(task.examples(data, "train", Share(i, sites))) for i in range(sites)}
-    weights = initial(method, task, config)
-    run = inprocess.Federation(
-        Exchange(method, config.method.name, task.spec),
+    method = strategies.create_method(config.method.name, config.method.params)
+    task = tasks.load_task(config, method.adapter, "cpu")
+    rows = {f"site-{i}": task.encode(task.examples(data, "train", DatasetShard(i, sites))) for i in range(sites)}
+    weights = RunPlan.from_config(config, "in process").initial_weights()
+    run = inprocess.InProcessFederation(
+        MessageExchange(method, config.method.name, task.spec),
         config,
         lambda site, ctx: task.trainer(rows[site], ctx.rng("batches")),
         sorted(rows),
-        method.init(task.spec, weights, rng.initial(config.run.seed, "method init")),
-        max_share=config.cohort.max_share,
+        method.init(task.spec, weights, rng.initial_stream(config.run.seed, "method init")),
+        max_share=config.cohort.max_weight_fraction,
     )
     run.run()
     return run
 
 
-def check_same(at: Path, reference: inprocess.Federation, rounds: int) -> None:
+def check_same(at: Path, reference: inprocess.InProcessFederation, rounds: int) -> None:
     """Weights bit for bit, no site failed, bytes of either direction."""
-    metrics, ledger = lines(at / "metrics.jsonl"), disclosure.messages(at / "disclosure.jsonl")
-    assert metrics[-1]["weights"] == digest(reference.deployed()["server"])
+    metrics, ledger = lines(at / "metrics.jsonl"), disclosure_ledger.read_messages(at / "disclosure.jsonl")
+    assert metrics[-1]["weights"] == state_digest(reference.models()["server"])
     assert [m["failed"] for m in metrics[1:]] == [{}] * rounds
     uploads = sum(m.get("upload_bytes", 0) for m in metrics)
     assert abs(uploads - reference.upload_bytes) <= 32 * len(ledger)  # the seconds that a site reports vary in length

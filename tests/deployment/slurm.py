@@ -71,13 +71,13 @@ def options(script: str, given: list[str]) -> dict[str, str]:
             words += shlex.split(line.removeprefix("#SBATCH "))
         elif line.strip() and not line.startswith("#"):
             break
-    found = {}
+    option_values = {}
     for word in [*words, *given]:
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not equals or name not in _KNOWN:
             raise SystemExit(f"sbatch: unrecognized option '{word}'")
-        found[name] = value
-    return found
+        option_values[name] = value
+    return option_values
 
 
 def of_options(asked: dict[str, str], job: int) -> dict[str, str]:
@@ -181,14 +181,14 @@ def _gone(batch: subprocess.Popen[bytes], seconds: float) -> bool:
 
 def _of_job(job: int) -> list[psutil.Process]:
     """Every process that has the job's number in its environment: Slurm knows them by their cgroup."""
-    own, found = os.getpid(), []
+    own, processes = os.getpid(), []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             env = process.environ()
             ours = env.get("SLURM_JOB_ID") == str(job) and env.get(_FOLDER) == os.environ[_FOLDER]
             if ours and process.pid != own and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def _of_steps(folder: Path) -> list[psutil.Process]:

@@ -80,10 +80,10 @@ def test_the_image_is_small_and_holds_no_secret_and_no_installer(trial):
     assert size < 1.5e9
     config = json.loads(docker("image", "inspect", "-f", "{{json .Config}}", IMAGE).stdout)
     assert config["User"] == "10001:10001"
-    found = trial.python(
+    stdout = trial.python(
         "north-clientapp", "import importlib.util, shutil\nprint(shutil.which('uv'), importlib.util.find_spec('pip'))"
     )
-    assert found.split() == ["None", "None"]
+    assert stdout.split() == ["None", "None"]
 
 
 def test_one_command_runs_the_demo_job_and_its_exit_code_is_true(trial):
@@ -93,14 +93,14 @@ def test_one_command_runs_the_demo_job_and_its_exit_code_is_true(trial):
     assert "round 2/2 " in done.stdout
     assert "\ncompleted\n" in done.stdout
     wrong = ("run", "--rm", "-T", "operator", "fedveil", "submit", "--federation=/federation/trial")
-    wrong += ("--set=method.fields=rho = 1.5",)
-    said = "rho: expected a probability from 0 to 1, found 1.5"
+    wrong += ("--set=method.params=rho = 1.5",)
+    message = "rho: expected a probability from 0 to 1, found 1.5"
     refused = trial(*wrong, check=False, timeout=300)
     assert refused.returncode == 2
-    assert f"{said}; nothing was sent" in refused.stderr
+    assert f"{message}; nothing was sent" in refused.stderr
     failed = trial(*wrong, "--extras-at-server", check=False, timeout=300)
     assert failed.returncode == 1
-    assert said in failed.stdout
+    assert message in failed.stdout
     for site in SITES:
         log = trial("exec", "-T", f"{site}-clientapp", "fedveil", "log", "verify", "/state/audit-log.jsonl").stdout
         assert "4 lines" in log  # admitted and sent, twice
@@ -108,7 +108,7 @@ def test_one_command_runs_the_demo_job_and_its_exit_code_is_true(trial):
 
 def test_sites_whose_keys_are_in_the_roster_give_a_sum_and_know_whom_it_holds_against(trial):
     keys = {"method.name": "fedavg", "run.rounds": 1, "cohort.sites": 3, "train.batch-size": 8, "train.max-steps": 1}
-    keys |= {"task.evaluation": "/data", "evaluate.max-examples": 4, "run.name": "unseen"}
+    keys |= {"task.evaluation": "/data", "evaluate.eval-examples": 4, "run.name": "unseen"}
     keys |= {"secure.enabled": "true", "secure.roster": "/roster/roster.json"}
     named = ("run", "--rm", "-T", "operator", "fedveil", "submit", "--federation=/federation/trial")
     done = trial(*named, *(f"--set={key}={value}" for key, value in keys.items()), timeout=600)
@@ -116,9 +116,9 @@ def test_sites_whose_keys_are_in_the_roster_give_a_sum_and_know_whom_it_holds_ag
     assert "\ncompleted\n" in done.stdout
     for site in SITES:
         status = ("fedveil", "site", "status", "--state-dir", "/state", "--policy", "/secret/site-policy.toml")
-        said = trial("exec", "-T", f"{site}-clientapp", *status, check=False).stdout
-        assert "secure aggregation: 3 holders, 3 open a secret" in said
-        assert "without a roster in every site policy" in said
+        stdout = trial("exec", "-T", f"{site}-clientapp", *status, check=False).stdout
+        assert "secure aggregation: 3 holders, 3 open a secret" in stdout
+        assert "without a roster in every site policy" in stdout
 
 
 def test_from_a_site_nothing_of_the_server_answers_but_the_fleet_port(trial):

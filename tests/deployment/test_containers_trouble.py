@@ -15,7 +15,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 
-from fedveil.client_app.site import permits
+from fedveil.client_app.policy import run_config_rules
 from fedveil.config import parse
 from fedveil.console.commands.federation import app
 from fedveil.console.flower.machine import free_ports
@@ -34,7 +34,7 @@ SETTINGS = {
     "train.max-steps": 2,
     "train.batch-size": 4,
     "evaluate.every": 10,
-    "evaluate.max-examples": 2,
+    "evaluate.eval-examples": 2,
     "evaluate.generate": "never",
     "cohort.sites": 6,
     "cohort.min-sites": 3,  # two alone do not end it: it waits for the one that was cut off
@@ -98,18 +98,22 @@ class Hosts:
         )
 
     def permit(self, site: str, methods: str = '["fedrand"]', digest: str = "") -> None:
-        digest = digest or app.digest(ROOT)
+        digest = digest or app.bundle_digest(ROOT)
         text = (self.kit(site) / "site-policy.toml").read_text()
         text = text.replace("methods = []", f"methods = {methods}").replace("tasks = []", 'tasks = ["text-generation"]')
         text = text.replace("models = []", 'models = ["tiny"]').replace(
             "app-digests = []", f'app-digests = ["{digest}"]'
         )
         text = text.replace("min-examples = 100", "min-examples = 2").replace("min-batch = 4", "min-batch = 1")
-        (self.kit(site) / "site-policy.toml").write_text(f"{text}\n{permits.needed(parse(SETTINGS))}\n")
+        (self.kit(site) / "site-policy.toml").write_text(
+            f"{text}\n{run_config_rules.permits_for_run(parse(SETTINGS))}\n"
+        )
 
     def online(self, *sites: str) -> bool:
-        shown = self.operator("fedveil", "status", str(self.made / "none"), "--federation", str(self.made), check=False)
-        return all(re.search(rf"^{site} +registered +online", shown, re.MULTILINE) for site in sites)
+        output = self.operator(
+            "fedveil", "status", str(self.made / "none"), "--federation", str(self.made), check=False
+        )
+        return all(re.search(rf"^{site} +registered +online", output, re.MULTILINE) for site in sites)
 
     def down(self) -> None:
         for compose in [*self.sites.values(), self.server]:
@@ -179,7 +183,7 @@ def test_a_run_ends_as_the_quorum_allows_and_says_why_for_each(hosts):
     policy = hosts.kit("forbids") / "site-policy.toml"
     policy.write_text(policy.read_text().replace('methods = ["fedrand"]', 'methods = ["fedavg"]'))
     policy = hosts.kit("other-app") / "site-policy.toml"
-    policy.write_text(policy.read_text().replace(app.digest(ROOT), "0" * 64))
+    policy.write_text(policy.read_text().replace(app.bundle_digest(ROOT), "0" * 64))
     hosts.sites["wrong-key"]("run", "--rm", "-T", "init", "--renew")  # and nobody was told
     (hosts.kit("expired") / "ca.crt").write_bytes(expired_ca(hosts))
     for site in SITES[:6]:
@@ -196,8 +200,8 @@ def test_a_run_ends_as_the_quorum_allows_and_says_why_for_each(hosts):
     sent = "for l in open('/runs/trouble/disclosure.jsonl'): print(__import__('json').loads(l).get('site'))"
 
     def asked() -> bool:
-        found = hosts.server("exec", "-T", "serverapp", "python", "-c", sent, check=False)
-        return {"killed", "cut"} <= set(found.stdout.split())
+        result = hosts.server("exec", "-T", "serverapp", "python", "-c", sent, check=False)
+        return {"killed", "cut"} <= set(result.stdout.split())
 
     def noted(site: str, event: str) -> bool:
         log = hosts.sites[site]("exec", "-T", "clientapp", "cat", "/state/audit-log.jsonl", check=False).stdout

@@ -8,9 +8,9 @@ import tomllib
 
 import pytest
 
-from fedveil.console.flower.bundle import digest, own_app
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
-from fedveil.console.flower.processes import environment
+from fedveil.console.flower.app_bundle import bundle_digest, own_app
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
+from fedveil.console.flower.processes import flower_environment
 from fedveil.records import audit_log
 from tests.conftest import ROOT
 from tests.deployment.loopback import lines
@@ -32,10 +32,13 @@ def shown() -> tuple[str, list[str]]:
 @pytest.mark.timeout(500)
 def test_flower_s_own_command_line_runs_an_app_on_a_federation(tmp_path):
     config, (home, nodes, run, listed, log, _, watch) = shown()
-    told = tomllib.loads(config)["superlink"]
-    assert (told["default"], sorted(told["fedveil"])) == ("fedveil", ["address", "root-certificates"])
+    superlink_config = tomllib.loads(config)["superlink"]
+    assert (superlink_config["default"], sorted(superlink_config["fedveil"])) == (
+        "fedveil",
+        ["address", "root-certificates"],
+    )
     app = own_app(tmp_path / "app")
-    with LocalFederation([LocalSite(n, ROOT / "data" / "e2e") for n in ("north", "south")], tmp_path / "f") as running:
+    with LocalDeployment([LocalSite(n, ROOT / "data" / "e2e") for n in ("north", "south")], tmp_path / "f") as running:
         made = tomllib.loads((running.folder / "flower" / "config.toml").read_text())
         assert made == {
             "superlink": {
@@ -49,7 +52,7 @@ def test_flower_s_own_command_line_runs_an_app_on_a_federation(tmp_path):
 
         (app / "pilot" / "server").mkdir(parents=True)
         (app / "pilot" / "server" / "flower").symlink_to(running.folder / "flower")
-        env = environment(tmp_path / "no-home")
+        env = flower_environment(tmp_path / "no-home")
         env = {key: value for key, value in env.items() if key != "FLWR_HOME"} | {"PYTHONPATH": str(ROOT)}
 
         def typed(command: str) -> str:
@@ -62,13 +65,13 @@ def test_flower_s_own_command_line_runs_an_app_on_a_federation(tmp_path):
 
         assert typed(nodes).count("online") == 2
         here = f'{QUICK} run.dir="{tmp_path / "runs"}" run.rounds=1'
-        said = typed(run.replace("run.rounds=20", here))
-        (number,) = re.findall(r"run (\d{6,})", said)
+        stdout = typed(run.replace("run.rounds=20", here))
+        (number,) = re.findall(r"run (\d{6,})", stdout)
         assert "completed" in typed(watch.replace(NUMBER, number))
         assert number in typed(f"{listed} --format json")
         assert "round 1 done: accepted ['north', 'south']" in typed(log.replace(NUMBER, number))
-        asked = audit_log.read(running.folder / "control-log.jsonl")
+        asked = audit_log.read_log(running.folder / "control-log.jsonl")
     (row,) = [row for row in lines(tmp_path / "runs" / "second" / "metrics.jsonl") if row["round"] == 0]
     assert row["accepted"] == ["north", "south"]
     (started,) = [line for line in asked if line["event"] == "asked" and line["call"] == "start-run"]
-    assert started["app"] == digest(None)
+    assert started["app"] == bundle_digest(None)

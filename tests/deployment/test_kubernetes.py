@@ -12,8 +12,8 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.superexec.executor import factory, kubernetes_executor
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 
-from fedveil.console.provisioning import compose
-from fedveil.console.provisioning.federation import FederationFile
+from fedveil.console.provisioning import compose_files
+from fedveil.console.provisioning.federation_folder import FederationFile
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docker" / "k8s"
@@ -29,12 +29,12 @@ SUPERNODE = {
 
 
 def one(documents: list[dict[str, Any]], kind: str, name: str, namespace: str | None = None) -> dict[str, Any]:
-    (found,) = (
+    (document,) = (
         d
         for d in documents
         if (d["kind"], d["metadata"]["name"]) == (kind, name) and namespace in (None, d["metadata"].get("namespace"))
     )
-    return found
+    return document
 
 
 def address() -> str:
@@ -72,9 +72,9 @@ def test_every_pod_is_locked_down():
 
 def test_the_programs_are_those_of_the_compose_files():
     federation = FederationFile(name="p", server=["fl.example.org"], sites=["north", "south", "west"])
-    services = yaml.safe_load(compose.server(federation, "/f"))["services"]
-    services |= yaml.safe_load(compose.site(federation, "north"))["services"]
-    found = {c["name"]: c["command"] for spec in [*pods(SERVER), *pods(SITE)] for c in spec["containers"]}
+    services = yaml.safe_load(compose_files.server_compose(federation, "/f"))["services"]
+    services |= yaml.safe_load(compose_files.site_compose(federation, "north"))["services"]
+    commands = {c["name"]: c["command"] for spec in [*pods(SERVER), *pods(SITE)] for c in spec["containers"]}
 
     def flags(command: list[str]) -> set[str]:
         joined = re.sub(r"(--(?:superlink|runtime-api-address)) ", r"\1=", " ".join(command))
@@ -82,9 +82,9 @@ def test_the_programs_are_those_of_the_compose_files():
         return {word.replace("${FEDVEIL_CONTROL_HOST:-127.0.0.1}", "127.0.0.1") for word in words}
 
     for name in ("superlink", "serverapp", "supernode"):
-        assert flags(found[name]) == flags(services[name]["command"])
+        assert flags(commands[name]) == flags(services[name]["command"])
     more = {"--executor=kubernetes", "--executor-config"}
-    assert flags(found["superexec"]) == flags(services["clientapp"]["command"]) | more
+    assert flags(commands["superexec"]) == flags(services["clientapp"]["command"]) | more
 
 
 def test_the_message_pod_passes_the_guard_and_sees_no_key():

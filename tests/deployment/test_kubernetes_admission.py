@@ -56,8 +56,8 @@ def of_spec(**fields: Any) -> Callable[[dict[str, Any]], Any]:
 
 def mount(name: str, **fields: Any) -> Callable[[dict[str, Any]], Any]:
     def change(pod: dict[str, Any]) -> None:
-        (found,) = (m for m in pod["spec"]["containers"][0]["volumeMounts"] if m["name"] == name)
-        found.update(fields)
+        (volume_mount,) = (m for m in pod["spec"]["containers"][0]["volumeMounts"] if m["name"] == name)
+        volume_mount.update(fields)
 
     return change
 
@@ -75,9 +75,9 @@ def secret_as_the_token(pod: dict[str, Any]) -> None:
 
 def policy_from_the_state(pod: dict[str, Any]) -> None:
     """A claim that earlier code could write, in the policy's place."""
-    (found,) = (v for v in pod["spec"]["volumes"] if v["name"] == "policy")
-    del found["configMap"]
-    found["persistentVolumeClaim"] = {"claimName": "state"}
+    (policy_volume,) = (v for v in pod["spec"]["volumes"] if v["name"] == "policy")
+    del policy_volume["configMap"]
+    policy_volume["persistentVolumeClaim"] = {"claimName": "state"}
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

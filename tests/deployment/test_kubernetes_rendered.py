@@ -180,7 +180,7 @@ def test_a_setting_reaches_every_place_that_it_names(site, changed):
     assert executor["resources"] == {"requests": asked, "limits": {**asked, "nvidia.com/gpu": SETTINGS["gpus"]}}
     (policy,) = named(changed, "ValidatingAdmissionPolicy").values()
     assert f'image == "{SETTINGS["image"]}"' in policy["spec"]["validations"][1]["expression"]
-    kept = copy.deepcopy(site)
-    old = next(d for d in kept if d["metadata"]["name"] == "settings")["data"]
+    documents = copy.deepcopy(site)
+    old = next(d for d in documents if d["metadata"]["name"] == "settings")["data"]
     for name in ("superlink", "supernode-address", "image", "superexec-image", "memory"):
         assert old[name] not in yaml.safe_dump_all(changed), name

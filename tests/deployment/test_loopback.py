@@ -18,10 +18,10 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.guard import flower
 from fedveil.guard.flower import fleet_http
-from fedveil.records import disclosure
+from fedveil.records import disclosure_ledger
 from tests.conftest import ROOT
 from tests.deployment.loopback import check_same, in_process, over_grpc
 
@@ -33,7 +33,7 @@ CONFIG = {
     "task.evaluation": str(DATA),
     "train.max-steps": 3,
     "train.batch-size": 4,
-    "evaluate.max-examples": 4,
+    "evaluate.eval-examples": 4,
     "evaluate.generate": "never",
     "cohort.fraction": 0.6,
     "cohort.sites": SITES,
@@ -48,7 +48,7 @@ ELSEWHERE = (
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
     sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", SITES))) for i in range(SITES)]
-    with LocalFederation(sites, tmp_path_factory.mktemp("federation")) as running:
+    with LocalDeployment(sites, tmp_path_factory.mktemp("federation")) as running:
         yield running
     assert running.processes.alive() == []
 
@@ -61,7 +61,7 @@ def test_over_the_wire_and_in_process_end_bit_identical(method, worker, rounds, 
     ended = over_grpc(federation, tmp_path, overrides)
     assert ended.completed, ended.reason
     check_same(tmp_path / method, in_process(overrides, DATA, SITES), rounds)
-    for line in disclosure.messages(tmp_path / method / "disclosure.jsonl"):
+    for line in disclosure_ledger.read_messages(tmp_path / method / "disclosure.jsonl"):
         if method == "fedrand" and line["direction"] == "up":
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
 
@@ -69,15 +69,15 @@ def test_over_the_wire_and_in_process_end_bit_identical(method, worker, rounds, 
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_bad_field_fails_the_run_in_one_line_before_any_site_is_asked(federation, tmp_path):
-    overrides = CONFIG | {"method.fields": "rho = 1.5", "run.dir": str(tmp_path), "run.name": "bad"}
+    overrides = CONFIG | {"method.params": "rho = 1.5", "run.dir": str(tmp_path), "run.name": "bad"}
     ended = federation.wait(federation.run(ROOT, overrides), timeout=100)
     assert not ended.completed
     status = json.loads((tmp_path / "bad" / "status.json").read_text())
-    assert status["reason"] == "method.fields: rho: expected a probability from 0 to 1, found 1.5"
+    assert status["reason"] == "method.params: rho: expected a probability from 0 to 1, found 1.5"
     assert not (tmp_path / "bad" / "disclosure.jsonl").exists()
 
 
-def signed(federation: LocalFederation, name: str) -> dict[str, str]:
+def signed(federation: LocalDeployment, name: str) -> dict[str, str]:
     """The headers of a site's request, as its SuperNode makes them."""
     key = serialization.load_ssh_private_key(federation._key(name).read_bytes(), None)
     stamp = now().isoformat()
@@ -90,7 +90,9 @@ def signed(federation: LocalFederation, name: str) -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(flower.here().speaks != "HTTP", reason="Flower 1.39's fleet port has no paths: it speaks gRPC")
+@pytest.mark.skipif(
+    flower.installed_release().speaks != "HTTP", reason="Flower 1.39's fleet port has no paths: it speaks gRPC"
+)
 @pytest.mark.timeout(120)
 def test_whoever_reaches_the_port_of_sites_reaches_nothing_else(federation):
     """With a registered key, as the operator of a site that was broken into has it; then with none."""
@@ -121,7 +123,7 @@ def test_whoever_reaches_the_port_of_sites_reaches_nothing_else(federation):
         )
 
 
-def login(federation: LocalFederation) -> str:
+def login(federation: LocalDeployment) -> str:
     """The operator's token, as `flwr` has it."""
-    kept = json.loads((federation.folder / "flower" / "credentials.yaml").read_text())
-    return next(b64decode(value).decode() for name, value in kept.items() if name.endswith("oidc-access-token"))
+    credentials = json.loads((federation.folder / "flower" / "credentials.yaml").read_text())
+    return next(b64decode(value).decode() for name, value in credentials.items() if name.endswith("oidc-access-token"))

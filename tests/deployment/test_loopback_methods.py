@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
-from fedveil.contract.budget import Neighbours
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
+from fedveil.contract.privacy import Adjacency
 from fedveil.privacy import accounting
-from fedveil.records import disclosure
+from fedveil.records import disclosure_ledger
 from tests.conftest import ROOT
 from tests.deployment.loopback import check_same, in_process, lines, over_grpc
 
@@ -26,7 +26,7 @@ CONFIG = {
     "run.rounds": 2,
     "train.max-steps": 2,
     "train.batch-size": 4,
-    "evaluate.max-examples": 4,
+    "evaluate.eval-examples": 4,
     "evaluate.generate": "never",
     "cohort.sites": SITES,
 }
@@ -49,10 +49,10 @@ def pictures(tmp_path_factory) -> Path:
     return at
 
 
-def federation_of(data: Path, at: Path) -> LocalFederation:
+def federation_of(data: Path, at: Path) -> LocalDeployment:
     """Every site has a share of the same data."""
     shares = [(("partition-id", i), ("num-partitions", SITES)) for i in range(SITES)]
-    return LocalFederation([LocalSite(f"site-{i}", data, share) for i, share in enumerate(shares)], at)
+    return LocalDeployment([LocalSite(f"site-{i}", data, share) for i, share in enumerate(shares)], at)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def seeing(pictures, tmp_path_factory):
     ],
 )
 def test_text(method, fields, text, tmp_path):
-    flat = CONFIG | {"method.name": method, "method.fields": fields, "task.evaluation": str(TEXT)}
+    flat = CONFIG | {"method.name": method, "method.params": fields, "task.evaluation": str(TEXT)}
     flat |= {"task.server-data": str(TEXT)} if method == "fedsp" else {}
     ended = over_grpc(text, tmp_path, flat)
     assert ended.completed, ended.reason
@@ -118,9 +118,9 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
         "method.name": "fedrand",
         "task.evaluation": str(TEXT),
         "run.deterministic": False,
-        "cohort.repeats": 0,
+        "cohort.max-retries": 0,
     }
-    counted = {"dp.clip": 1.0, "dp.noise": 2.0, "dp.learning-rate": 0.1}
+    counted = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.learning-rate": 0.1}
     ended = over_grpc(text, tmp_path / "first", flat | counted)
     assert ended.completed, ended.reason
     reports = lines(tmp_path / "first" / "fedrand" / "metrics.jsonl")[-1]["reports"]
@@ -131,11 +131,11 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
         charged = [(tuple(step), n, len(records)) for history, records in read(path) for step, n in history]
         assert {step for step, _, _ in charged} == {("poisson", rows, 4, 2.0)}
         assert sum(n * count for _, n, count in charged) == 4 * rows
-    for line in disclosure.messages(tmp_path / "first" / "fedrand" / "disclosure.jsonl"):
+    for line in disclosure_ledger.read_messages(tmp_path / "first" / "fedrand" / "disclosure.jsonl"):
         if line["direction"] == "up":
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
     before = [path.read_bytes() for path in ledgers]
-    allowed = accounting.epsilon({("poisson", rows, 4, 2.0): 4}, 1e-5, Neighbours.REPLACE_ONE) * 1.001
+    allowed = accounting.compute_epsilon({("poisson", rows, 4, 2.0): 4}, 1e-5, Adjacency.REPLACE_ONE) * 1.001
     again = over_grpc(text, tmp_path / "again", flat | counted | {"dp.epsilon": allowed})
     assert not again.completed
     assert "spent" in again.reason
@@ -149,7 +149,7 @@ def read(path: Path) -> list:
 
 def prompts(pictures: Path, method: str, fields: str = "") -> dict:
     return CONFIG | {
-        "method.name": method, "method.fields": fields, "task.name": "clip-prompt", "task.target-column": "label",
+        "method.name": method, "method.params": fields, "task.name": "clip-prompt", "task.target-column": "label",
         "task.class-names": ",".join(sorted(CLASSES)), "task.evaluation": str(pictures), "task.partition": "iid",
     }  # fmt: skip
 
@@ -164,7 +164,7 @@ def test_prompts(method, seeing, pictures, tmp_path):
 
 @pytest.mark.parametrize("method", ["random_binary", "fixed_position"])
 def test_masked_gradients(method, seeing, pictures, tmp_path):
-    flat = prompts(pictures, method) | {"task.name": "image-classification", "task.classes": len(CLASSES)}
+    flat = prompts(pictures, method) | {"task.name": "image-classification", "task.num-classes": len(CLASSES)}
     ended = over_grpc(seeing, tmp_path, flat)
     assert ended.completed, ended.reason
     check_same(tmp_path / method, in_process(flat, pictures, SITES), rounds=2)
@@ -173,12 +173,12 @@ def test_masked_gradients(method, seeing, pictures, tmp_path):
 def test_dp_fpl_spends_its_budget_once_at_every_site_and_ends_where_it_is_spent(seeing, pictures, tmp_path):
     """Two rounds of two Poisson batches of 4 of 24 rows: u, v and p_G share z = 4 sqrt(1/2)."""
     spent = {("poisson", 24, 4, 8**0.5): 4}
-    allowed = accounting.epsilon(spent, 1e-5, Neighbours.REPLACE_ONE) * 1.001
+    allowed = accounting.compute_epsilon(spent, 1e-5, Adjacency.REPLACE_ONE) * 1.001
     fields = f'exchange = "epoch"\nclipped = "texts"\nepsilon = {allowed}\nnoise_local = 4.0\nnoise_global = 4.0'
-    flat = prompts(pictures, "dp_fpl", fields) | {"run.deterministic": False, "cohort.repeats": 0}
+    flat = prompts(pictures, "dp_fpl", fields) | {"run.deterministic": False, "cohort.max-retries": 0}
     ended = over_grpc(seeing, tmp_path / "first", flat)
     assert ended.completed, ended.reason
-    for line in disclosure.messages(tmp_path / "first" / "dp_fpl" / "disclosure.jsonl"):
+    for line in disclosure_ledger.read_messages(tmp_path / "first" / "dp_fpl" / "disclosure.jsonl"):
         assert [name for name, *_ in line["fields"]] == ["prompt"]
         assert line["payload_bytes"] == 4 * 16 * 96
     ledgers = sorted(seeing.folder.rglob(".ledger/*.json"))

@@ -9,12 +9,12 @@ import signal
 import psutil
 import pytest
 
-from fedveil.client_app.worker.cards import Folder
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.client_app.worker.registry import WorkerRegistry
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.console.main import main
-from fedveil.console.report import run_page
-from fedveil.console.runs import folder
-from fedveil.console.runs.workers import workers
+from fedveil.console.runs import run_reader
+from fedveil.console.runs.workers import list_workers
+from fedveil.console.web.report import run_page
 from tests.conftest import ROOT
 from tests.deployment.engine import until
 from tests.memory_group import join, memory_group
@@ -41,7 +41,7 @@ def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
         "cohort.min-sites": 1,
         "cohort.deadline-seconds": 90.0,
     }
-    with LocalFederation(sites, tmp_path / "federation") as federation:
+    with LocalDeployment(sites, tmp_path / "federation") as federation:
         run = federation.run(ROOT, overrides)
         ledger = tmp_path / "run" / "disclosure.jsonl"
         until(lambda: ledger.exists() and '"site": "killed"' in ledger.read_text(), 120, "its message is out", 0.1)
@@ -56,15 +56,15 @@ def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
     assert "no-such-folder" not in json.dumps(first)
     assert "no-such-folder" in log
     page = tmp_path / "report.html"
-    run_page.write(page, [folder.load(tmp_path / "run")])
+    run_page.write_run_page(page, [run_reader.load_run(tmp_path / "run")])
     assert "killed" in page.read_text()
     assert first["failed"]["killed"].split(" (")[0].split("&")[0][:20] in page.read_text()
 
 
 def client_of(superexec: int) -> list[psutil.Process]:
     """The client process that a site's SuperExec has started."""
-    found = psutil.Process(superexec).children(recursive=True)
-    return [one for one in found if "flwr-clientapp" in " ".join(one.cmdline()[:3])]
+    children = psutil.Process(superexec).children(recursive=True)
+    return [one for one in children if "flwr-clientapp" in " ".join(one.cmdline()[:3])]
 
 
 @pytest.mark.slow
@@ -81,12 +81,12 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
         "train.max-steps": 3,
         "cohort.sites": 3,
         "cohort.min-sites": 2,
-        "cohort.repeats": 0,
+        "cohort.max-retries": 0,
         "cohort.deadline-seconds": 200.0,
     }
-    with memory_group(250) as group, LocalFederation(sites, tmp_path / "federation") as federation:
+    with memory_group(250) as group, LocalDeployment(sites, tmp_path / "federation") as federation:
         at = tmp_path / "federation" / "sites"
-        shorts = Folder(at / "short", "short")
+        shorts = WorkerRegistry(at / "short", "short")
         with shorts.locked():
             for spare in shorts.living():
                 shorts.kill(spare)  # so that every worker of it is started by its client process
@@ -94,7 +94,7 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
         superexec = federation.processes.pid("cut superexec")
         run = federation.run(ROOT, overrides)
         busy = ("loading", "training")
-        until(lambda: any(w.says["state"] in busy for w in workers(at / "cut")), 120, "a turn at the site", 0.05)
+        until(lambda: any(w.says["state"] in busy for w in list_workers(at / "cut")), 120, "a turn at the site", 0.05)
         for client in client_of(superexec):
             os.kill(client.pid, signal.SIGKILL)
         ended = federation.wait(run, timeout=400)
@@ -103,14 +103,14 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
     cut = (
         "cut: its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log"
     )
-    for told in (short, cut, "or lower train.batch-size"):
-        assert told in ended.reason
+    for reason in (short, cut, "or lower train.batch-size"):
+        assert reason in ended.reason
     assert "killed by the kernel for want of memory: " in log
     assert main(["watch", str(tmp_path / "run")]) == 1
-    shown = capsys.readouterr().out
-    assert shown.count(short) == 2  # with its round, and at the end
-    assert shown.count(cut) == 2
-    run_page.write(tmp_path / "report.html", [folder.load(tmp_path / "run")])
+    stdout = capsys.readouterr().out
+    assert stdout.count(short) == 2  # with its round, and at the end
+    assert stdout.count(cut) == 2
+    run_page.write_run_page(tmp_path / "report.html", [run_reader.load_run(tmp_path / "run")])
     page = (tmp_path / "report.html").read_text().replace("&#x27;", "'")
     assert "WorkerError: the site's worker ended: out of memory" in page
     assert "its client process (flwr-clientapp) ended without a word" in page
@@ -119,6 +119,6 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
         ("cut", "expected the client process to wait for it, found it gone"),
     ):
         assert main(["site", "status", "--state-dir", str(at / site)]) == 1
-        shown = capsys.readouterr().out
-        assert f"{site}: the last turn, round 1 of run-" in shown
-        assert words in shown
+        stdout = capsys.readouterr().out
+        assert f"{site}: the last turn, round 1 of run-" in stdout
+        assert words in stdout

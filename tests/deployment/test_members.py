@@ -8,13 +8,13 @@ import shutil
 
 import pytest
 
-from fedveil.console.flower.command_line import Flower
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.flower.flwr_cli import FlowerCli
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.console.flower.machine import free_ports
 from fedveil.console.flower.processes import LaunchError
-from fedveil.console.flower.programs import supernode
+from fedveil.console.flower.programs import supernode_command
 from fedveil.console.main import main
-from fedveil.records.files import write_atomic
+from fedveil.records.atomic_files import write_atomic
 from tests.conftest import ROOT, extract
 from tests.deployment.engine import until
 
@@ -30,15 +30,15 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
     assert main(["site", "init", "--kit", str(kit)]) == 0
     fingerprint = re.findall(r"SHA256:\S+", capsys.readouterr().out)[-1]
     request = str(kit / "keys" / "request.json")
-    with LocalFederation([LocalSite("north", ROOT / "data" / "e2e")], tmp_path / "federation") as federation:
+    with LocalDeployment([LocalSite("north", ROOT / "data" / "e2e")], tmp_path / "federation") as federation:
         for name in ("config.toml", "credentials.yaml"):
             shutil.copy(federation.folder / "flower" / name, home)  # the same server, by another road
-        flower = Flower(home)
+        flower = FlowerCli(home)
 
         def started(name: str) -> None:
             (port,) = free_ports(1)
             (tmp_path / "node.toml").write_text('site = "guest"\n')
-            command = supernode(
+            command = supernode_command(
                 f"127.0.0.1:{federation._fleet_port}", federation.folder / "ca.crt", kit / "keys" / "node.key", port,
                 tmp_path / "node.toml", kit / "keys" / "superexec-secret",
             )  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_site_joins_with_its_own_key_and_is_shut_out_when_revoked(tmp_path, ca
         assert main(["members", "register", str(pilot), request, "--fingerprint", fingerprint]) == 2
         assert main(["members", "sync", str(pilot)]) == 0
 
-        bad = {"method.fields": "rho = 1.5", "run.dir": str(tmp_path / "runs"), "run.name": "bad"}
+        bad = {"method.params": "rho = 1.5", "run.dir": str(tmp_path / "runs"), "run.name": "bad"}
         run = str(federation.run(ROOT, bad))
         assert main(["watch", run, "--flower-home", str(home), "--timeout", "90"]) == 1
         assert main(["watch", str(tmp_path / "runs" / "bad"), "--federation", str(pilot)]) == 1

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from tests.conftest import ROOT
 
 NOBODY = 65534
@@ -77,8 +77,8 @@ def test_another_user_takes_no_task_reads_no_broadcast_and_reaches_no_control_po
     """Without the secret it took every task; without the check of users it read broadcasts by the tokens in `ps`."""
     site = LocalSite("north", ROOT / "data" / "e2e")
     config = {"method.name": "fedavg", "run.rounds": 2, "run.dir": str(tmp_path), "run.name": "run"}
-    config |= {"cohort.min-sites": 1, "cohort.sites": 1, "train.max-steps": 1, "task.max-examples": 20}
-    with LocalFederation([site], tmp_path / "work") as federation:
+    config |= {"cohort.min-sites": 1, "cohort.sites": 1, "train.max-steps": 1, "task.examples-per-site": 20}
+    with LocalDeployment([site], tmp_path / "work") as federation:
         ports = [[federation._control_port, True], [federation._site_ports["north"], False]]
         attack = subprocess.Popen(
             [sys.executable, "-c", ATTACK, json.dumps(ports), str(tmp_path / "work" / "ca.crt")],
@@ -90,9 +90,14 @@ def test_another_user_takes_no_task_reads_no_broadcast_and_reaches_no_control_po
             out, err = attack.communicate(timeout=30)
         finally:
             attack.kill()
-        found = json.loads(out) if out else pytest.fail(err[-2000:])
-        assert ended.completed, (ended, found)
-        assert found["refused"] > 20
-        assert found["tokens"] >= 1, "the attack saw no task go by"
-        assert (found["taken"], found["answered"], found["read"], found["control"]) == (0, 0, 0, [403]), found
+        attack_report = json.loads(out) if out else pytest.fail(err[-2000:])
+        assert ended.completed, (ended, attack_report)
+        assert attack_report["refused"] > 20
+        assert attack_report["tokens"] >= 1, "the attack saw no task go by"
+        assert (attack_report["taken"], attack_report["answered"], attack_report["read"], attack_report["control"]) == (
+            0,
+            0,
+            0,
+            [403],
+        ), attack_report
         assert (tmp_path / "work" / "keys" / "north.superexec").stat().st_mode & 0o777 == 0o600

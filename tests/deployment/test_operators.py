@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from fedveil.console.flower.command_line import Flower
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.flower.flwr_cli import FlowerCli
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.console.flower.processes import LaunchError
 from fedveil.console.main import main
 from fedveil.records import audit_log
@@ -21,15 +21,15 @@ from tests.deployment.engine import until
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
     sites = [LocalSite(name, ROOT / "data" / "e2e") for name in ("north", "south")]
-    with LocalFederation(sites, tmp_path_factory.mktemp("federation")) as running:
+    with LocalDeployment(sites, tmp_path_factory.mktemp("federation")) as running:
         yield running
 
 
 def _log(federation) -> list[dict]:
-    return audit_log.read(federation.folder / "control-log.jsonl")
+    return audit_log.read_log(federation.folder / "control-log.jsonl")
 
 
-def _login(federation, tmp_path, name: str, role: str) -> Flower:
+def _login(federation, tmp_path, name: str, role: str) -> FlowerCli:
     folder = str(federation.folder)
     token = tmp_path / f"{name}.token"
     assert main(["operators", "add", folder, name, "--role", role, "--out", str(token)]) == 0
@@ -37,14 +37,14 @@ def _login(federation, tmp_path, name: str, role: str) -> Flower:
     address, ca = f"127.0.0.1:{federation._control_port}", str(federation.folder / "ca.crt")
     given = ["--token", str(token), "--ca", ca, "--address", address]
     assert main(["operators", "login", str(tmp_path / name), *given]) == 0
-    return Flower(tmp_path / name / "server" / "flower")
+    return FlowerCli(tmp_path / name / "server" / "flower")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_operator_may_what_its_role_says_and_each_attempt_is_logged(federation, tmp_path):
     """`flwr` alone does it: no part of ours is at the operator's end but a file with the token."""
-    bad = {"method.fields": "rho = 1.5", "run.dir": str(tmp_path / "runs"), "run.name": "bad"}
+    bad = {"method.params": "rho = 1.5", "run.dir": str(tmp_path / "runs"), "run.name": "bad"}
     anna, ben = _login(federation, tmp_path, "anna", "read"), _login(federation, tmp_path, "ben", "submit")
     assert sorted(anna.nodes().values()) == ["online", "online"]
     with pytest.raises(LaunchError, match="role read of operator anna may not: start-run"):
@@ -63,13 +63,13 @@ def test_an_operator_may_what_its_role_says_and_each_attempt_is_logged(federatio
     (tmp_path / "nobody").mkdir()
     shutil.copy(tmp_path / "anna" / "server" / "flower" / "config.toml", tmp_path / "nobody")
     with pytest.raises(LaunchError, match="an operator's token is needed"):
-        Flower(tmp_path / "nobody").nodes()
-    told = [
+        FlowerCli(tmp_path / "nobody").nodes()
+    decisions = [
         (line["operator"], line["call"], line["decision"])
         for line in _log(federation)
         if line["event"] == "asked" and line["operator"] != "owner" and line["call"] != "list-nodes"
     ]
-    assert told == [
+    assert decisions == [
         ("anna", "start-run", "refused"),
         ("ben", "start-run", "permitted"),
         ("anna", "stop-run", "refused"),
@@ -79,7 +79,7 @@ def test_an_operator_may_what_its_role_says_and_each_attempt_is_logged(federatio
     ]
     assert [line["run"] for line in _log(federation) if line["event"] == "submitted"] == [run]
     assert [line["call"] for line in _log(federation) if line.get("operator") == ""] == ["list-nodes"]
-    audit_log.verify(federation.folder / "control-log.jsonl")
+    audit_log.verify_log(federation.folder / "control-log.jsonl")
 
 
 @pytest.mark.slow
@@ -104,6 +104,6 @@ def test_a_key_past_its_last_day_is_shut_out_in_mid_connection_and_nothing_is_ru
     federation.start_site("north")  # the same key again
     until(lambda: processes.ended("north") is not None, 60, "north is not activated again", 0.1)
     assert not federation.processes.log("north").read_bytes()[federation._log_starts["north"] :].count(b"SuperNode ID:")
-    said = f"fedveil: the last day of this key was {ends:%Y-%m-%d}; a new key comes with fedveil site init --renew"
-    assert said in processes.log("north").read_text()
+    message = f"fedveil: the last day of this key was {ends:%Y-%m-%d}; a new key comes with fedveil site init --renew"
+    assert message in processes.log("north").read_text()
     assert processes.ended("south") is None

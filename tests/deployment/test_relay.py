@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.client_app.site import permits
+from fedveil.client_app.policy import run_config_rules
 from fedveil.config import parse
 from fedveil.console.commands.federation import app as console_app
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
-from fedveil.console.flower.machine import toml
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
+from fedveil.console.flower.machine import format_toml
 from fedveil.console.main import main
-from fedveil.guard.relay import keys
-from fedveil.records import audit_log, disclosure
+from fedveil.records import audit_log, disclosure_ledger
+from fedveil.relay import keys
 from tests.conftest import ROOT
 from tests.deployment.engine import until
 from tests.deployment.loopback import check_same, in_process, lines, over_grpc
@@ -30,7 +30,7 @@ SITES, ROUNDS = 2, 2
 FAR = "site-1"
 CONFIG = {
     "run.deterministic": True, "run.seed": 4, "run.rounds": ROUNDS, "method.name": "fedrand",
-    "task.evaluation": str(DATA), "train.max-steps": 2, "train.batch-size": 4, "evaluate.max-examples": 4,
+    "task.evaluation": str(DATA), "train.max-steps": 2, "train.batch-size": 4, "evaluate.eval-examples": 4,
     "evaluate.generate": "never", "cohort.sites": SITES, "cohort.deadline-seconds": 86_400.0,
 }  # fmt: skip
 
@@ -46,7 +46,7 @@ def carried(source: Path, target: Path, stop: threading.Event) -> None:
                 (target / f".{file.name}.tmp").replace(target / file.name)
 
 
-class Relayed(LocalFederation):
+class Relayed(LocalDeployment):
     """Its site FAR has no connection: one command at the server, one at the site, and files between them."""
 
     policy = ""
@@ -56,7 +56,7 @@ class Relayed(LocalFederation):
             super().start_site(name)
             return
         ends = {end: self.kit(end) for end in ("server", "site")}
-        public = {end: keys.make(kit / "keys") for end, kit in ends.items()}
+        public = {end: keys.make_keys(kit / "keys") for end, kit in ends.items()}
         for end, other in (("server", "site"), ("site", "server")):
             (ends[end] / "keys" / "peer.pub").write_text(f"{public[other]}\n")
         env = {**self._env(), "OMP_NUM_THREADS": str(self.client_threads), "PYTHONPATH": os.pathsep.join(sys.path[:1])}
@@ -81,9 +81,9 @@ class Relayed(LocalFederation):
             for part in ("keys", "orders", "replies"):
                 (kit / part).mkdir(mode=0o700, parents=True)
             about = {"federation": "pilot", "site": FAR, "superlink": f"127.0.0.1:{self._fleet_port}"}
-            (kit / "site.toml").write_text(toml(about))
+            (kit / "site.toml").write_text(format_toml(about))
             node = {"data": str(DATA), "data-set": FAR, "state-dir": "state", "partition-id": 1, "num-partitions": 2}
-            (kit / "node-config.toml").write_text(toml({**node, "policy": self.policy}))
+            (kit / "node-config.toml").write_text(format_toml({**node, "policy": self.policy}))
         if end == "server":
             shutil.copy(self.folder / "ca.crt", kit)
             shutil.copy(self._key(FAR), kit / "keys" / "node.key")
@@ -108,13 +108,12 @@ class Relayed(LocalFederation):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_rounds_by_files_are_those_of_the_wire_bit_for_bit(tmp_path, capsys):
-    needed = permits.needed(parse({**CONFIG, "run.dir": str(tmp_path), "run.name": "fedrand"}))
+    needed = run_config_rules.permits_for_run(parse({**CONFIG, "run.dir": str(tmp_path), "run.name": "fedrand"}))
     needed = needed.replace('"run.name" = "fedrand"', '"run.name" = ["fedrand", "by-hand"]')
     needed = needed.replace(f'"run.rounds" = {ROUNDS}', f'"run.rounds" = [1, {ROUNDS}]')
     policy = tmp_path / "policy.toml"
-    policy.write_text(
-        f'app-digests = ["{console_app.digest(ROOT)}"]\nmethods = ["fedrand"]\ntasks = ["text-generation"]\n{needed}'
-    )
+    digest = console_app.bundle_digest(ROOT)
+    policy.write_text(f'app-digests = ["{digest}"]\nmethods = ["fedrand"]\ntasks = ["text-generation"]\n{needed}')
     share = (("num-partitions", SITES), ("policy", str(policy)))
     sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), *share)) for i in range(SITES)]
     federation = Relayed(sites, tmp_path / "federation")
@@ -153,7 +152,7 @@ def by_hand(federation: Relayed, at: Path, config: dict) -> None:
 def check_records(federation: Relayed, at: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Gate, audit log and disclosure of the far site are those of the near one."""
     far, near = federation.kit("site") / "state", federation.folder / "sites" / "site-0"
-    logs = {name: audit_log.read(state / audit_log.NAME) for name, state in (("far", far), ("near", near))}
+    logs = {name: audit_log.read_log(state / audit_log.NAME) for name, state in (("far", far), ("near", near))}
     assert [line["event"] for line in logs["far"]] == ["admitted", "sent"] * (ROUNDS + 1)
     for one, other in zip(logs["far"], logs["near"], strict=True):
         assert set(one) == set(other)
@@ -162,9 +161,9 @@ def check_records(federation: Relayed, at: Path, capsys: pytest.CaptureFixture[s
     server = at / audit_log.NAME
     assert main(["log", "verify", str(far / audit_log.NAME), "--other", str(server), "--site", FAR]) == 0
     capsys.readouterr()
-    said = disclosure.messages(at / "fedrand" / "disclosure.jsonl")
-    assert [(m["site"], m["direction"]) for m in said].count((FAR, "up")) == ROUNDS
-    events = [line["event"] for line in audit_log.read(far / "relay-log.jsonl")]
+    messages = disclosure_ledger.read_messages(at / "fedrand" / "disclosure.jsonl")
+    assert [(m["site"], m["direction"]) for m in messages].count((FAR, "up")) == ROUNDS
+    events = [line["event"] for line in audit_log.read_log(far / "relay-log.jsonl")]
     once_more = ["refused", "taken", "answered"]
     assert events == [*["taken", "answered"] * ROUNDS, *once_more]  # though each order came many times
     assert lines(at / "fedrand" / "metrics.jsonl")[-1]["accepted"] == ["site-0", FAR]

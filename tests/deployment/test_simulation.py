@@ -26,7 +26,7 @@ def test_the_app_runs_on_the_simulation_engine_on_as_many_nodes_as_asked_for(tmp
         "run.name": "simulated",
         "train.max-steps": 2,
         "evaluate.generate": "never",
-        "evaluate.max-examples": 4,
+        "evaluate.eval-examples": 4,
         "cohort.sites": NODES,
     }
     with LocalSimulation() as simulation:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 
-from fedveil.client_app.site import permits
+from fedveil.client_app.policy import run_config_rules
 from fedveil.config import parse
 from fedveil.console.commands.federation import app as console_app
-from fedveil.console.flower.local_federation import LocalFederation, LocalSite
+from fedveil.console.flower.app_bundle import own_app
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.console.main import main
 from fedveil.records import audit_log
 from tests.conftest import ROOT
@@ -23,7 +23,7 @@ CONFIG = {
     "train.batch-size": 2,
     "cohort.sites": 3,
     "cohort.min-sites": 1,
-    "cohort.repeats": 0,
+    "cohort.max-retries": 0,
     "cohort.deadline-seconds": 120.0,
 }
 
@@ -31,7 +31,7 @@ CONFIG = {
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, capsys):
-    digest = console_app.digest(ROOT)
+    digest = console_app.bundle_digest(ROOT)
     policies = {
         "open": f'app-digests = ["{digest}"]\nmethods = ["fedavg"]\ntasks = ["text-generation"]',
         "other-app": f'app-digests = ["{"0" * 64}"]',
@@ -39,20 +39,18 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
     }
     sites = []
     overrides = CONFIG | {"run.dir": str(tmp_path / "runs")}
-    needed = permits.needed(parse(overrides | {"run.name": "first"}))
+    needed = run_config_rules.permits_for_run(parse(overrides | {"run.name": "first"}))
     for name, text in policies.items():
         (tmp_path / f"{name}.toml").write_text(f"{text}\n{needed}")
         sites.append(LocalSite(name, DATA, (("policy", str(tmp_path / f"{name}.toml")), ("num-partitions", 3))))
     changed = tmp_path / "changed"
-    for part in ("client_app", "fedveil", "server_app", "strategies"):
-        shutil.copytree(ROOT / part, changed / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", changed)
+    own_app(changed)
     marker = tmp_path / "ran-at-a-site"
     shim = changed / "client_app" / "app.py"
     shim.write_text(
         f"open({str(marker)!r}, 'w').close()\n" + shim.read_text().replace("from __future__ import annotations\n", "")
     )
-    with LocalFederation(sites, tmp_path / "federation") as federation:
+    with LocalDeployment(sites, tmp_path / "federation") as federation:
         ended = federation.wait(federation.run(ROOT, overrides | {"run.name": "first"}), timeout=150)
         assert ended.completed, ended.reason
         refused = federation.wait(federation.run(changed, overrides | {"run.name": "second"}), timeout=150)
@@ -68,8 +66,8 @@ def test_sites_refuse_what_they_do_not_permit_before_its_code_runs(tmp_path, cap
     )
     server = tmp_path / "runs" / audit_log.NAME
     site = tmp_path / "federation" / "sites" / "open" / audit_log.NAME
-    assert [line["event"] for line in audit_log.read(site)] == ["admitted", "sent", "refused"]
-    assert audit_log.read(site)[0]["app"] == audit_log.read(server)[0]["app"] == digest
+    assert [line["event"] for line in audit_log.read_log(site)] == ["admitted", "sent", "refused"]
+    assert audit_log.read_log(site)[0]["app"] == audit_log.read_log(server)[0]["app"] == digest
     assert main(["log", "verify", str(site), "--other", str(server), "--site", "open"]) == 0
     assert main(["log", "verify", str(server), "--other", str(site)]) == 0
     site.write_bytes(b"".join(site.read_bytes().splitlines(keepends=True)[:1]))

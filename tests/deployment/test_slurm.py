@@ -52,8 +52,8 @@ class Cluster:
 
     def submit(self, script: str, *options: str) -> Job:
         (self.folder / "site.sbatch").write_text(script)
-        said = self.run("sbatch", *options, "site.sbatch").stdout
-        return Job(Path(self.env["STAND_IN_SLURM"]) / said.split()[-1])
+        stdout = self.run("sbatch", *options, "site.sbatch").stdout
+        return Job(Path(self.env["STAND_IN_SLURM"]) / stdout.split()[-1])
 
     def recorded(self) -> list[dict]:
         file = self.folder / "recorded.jsonl"
@@ -170,8 +170,8 @@ def north(cluster):
         until(lambda: "next: fedveil" in (cluster.folder / "server.log").read_text(), 90, "the server is up")
         extract(cluster.folder / "pilot" / "kits" / "north.tar.gz", cluster.folder)
         (cluster.folder / "pilot-north").rename(cluster.folder / "kit")
-        said = cluster.run(fedveil, "site", "init", "--kit", "kit").stdout
-        fingerprint = re.findall(r"SHA256:\S+", said)[-1]
+        stdout = cluster.run(fedveil, "site", "init", "--kit", "kit").stdout
+        fingerprint = re.findall(r"SHA256:\S+", stdout)[-1]
         cluster.run(fedveil, "members", "register", "pilot", "kit/keys/request.json", "--fingerprint", fingerprint)
         yield cluster
     finally:
@@ -199,8 +199,8 @@ min-batch = 2
 @pytest.mark.timeout(1200)
 def test_a_site_in_a_job_trains_and_the_next_job_goes_on_with_its_state(north):
     fedveil = "venv/bin/fedveil"
-    shown = [word for key, value in RUN.items() for word in ("--set", f"{key}={value}")]
-    permits = north.run(fedveil, "explain", "--permits", *shown).stdout
+    set_options = [word for key, value in RUN.items() for word in ("--set", f"{key}={value}")]
+    permits = north.run(fedveil, "explain", "--permits", *set_options).stdout
     digest = north.run(fedveil, "app", "digest").stdout.strip()
     (north.folder / "kit" / "site-policy.toml").write_text(POLICY.format(digest=digest) + permits)
     script = ONE_GPU.replace("/project/north/reports", str(ROOT / "data" / "e2e")).replace("/project/north", ".")
@@ -209,12 +209,12 @@ def test_a_site_in_a_job_trains_and_the_next_job_goes_on_with_its_state(north):
     for job, how in ((first, "130"), (second, "TIMEOUT")):
         out = north.folder / f"slurm-{job.folder.name}.out"
         until(lambda out=out: "site north: online" in out.read_text(), 120, f"{out.name}: online")
-        done = north.run(fedveil, "submit", "--federation", "pilot", *shown, timeout=480)
+        done = north.run(fedveil, "submit", "--federation", "pilot", *set_options, timeout=480)
         assert "completed" in done.stdout
         job.limit()
         assert ended(job) == how, out.read_text()
         assert job.left() == []
-    said = [json.loads(line) for line in (north.folder / "state" / "audit-log.jsonl").read_text().splitlines()]
-    assert [line["n"] for line in said] == list(range(len(said)))
-    assert len({line["run"] for line in said if line["event"] == "sent"}) == 2
+    log_entries = [json.loads(line) for line in (north.folder / "state" / "audit-log.jsonl").read_text().splitlines()]
+    assert [line["n"] for line in log_entries] == list(range(len(log_entries)))
+    assert len({line["run"] for line in log_entries if line["event"] == "sent"}) == 2
     north.run(fedveil, "log", "verify", "state/audit-log.jsonl")

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import re
 import tomllib
 
 import pytest
 
-from fedveil.config import RunConfig, parse
+from fedveil.config import RENAMED_KEYS, RunConfig, parse, renamed
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -17,7 +18,7 @@ def test_pyproject_repeats_the_defaults():
 
 
 def test_parsing_the_flat_form_gives_the_config_back():
-    config = parse({"train.batch-size": 4, "method.fields": "rho = 0.3", "run.deterministic": True})
+    config = parse({"train.batch-size": 4, "method.params": "rho = 0.3", "run.deterministic": True})
     assert (config.train.batch_size, config.run.deterministic) == (4, True)
     assert parse(config.flat()) == config
 
@@ -48,3 +49,16 @@ def test_a_bad_key_or_value_is_named_in_one_line(flat, match):
     with pytest.raises(ConfigError, match=match) as error:
         parse(flat)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
+def test_a_key_by_its_old_name_is_refused_with_the_new_one(old, new):
+    assert new in parse({}).flat()
+    assert old not in parse({}).flat()
+    with pytest.raises(ConfigError, match=re.escape(f"{old}: expected the name that this key has now, {new}, found")):
+        parse({old: 1})
+
+
+def test_a_field_of_the_method_by_the_old_key_has_the_new_one():
+    assert renamed("method.fields.rho") == "method.params.rho"
+    assert renamed("method.params.rho") == renamed("train.epochs") == ""

@@ -7,36 +7,38 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from fedveil import places, rng, strategies, tasks
+from fedveil import paths, rng, strategies, tasks
 from fedveil.config import parse
-from fedveil.contract.task import Prepared, Share, Task
+from fedveil.contract.task import DatasetShard, PreparedData, Task
 from fedveil.errors import ConfigError, TaskError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.local import Local, _rows
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.local import LocalFederation, _rows
 
 CONFIG = {"method.name": "fedrand", "run.rounds": 1, "run.deterministic": True, "train.max-steps": 2,
-          "evaluate.max-examples": 4, "task.max-examples": 60}  # fmt: skip
-DATA = places.folder("data/e2e")
+          "evaluate.eval-examples": 4, "task.examples-per-site": 60}  # fmt: skip
+DATA = paths.find_folder("data/e2e")
 
 
-def by_hand() -> Federation:
+def by_hand() -> InProcessFederation:
     config = parse(CONFIG)
-    method = strategies.create("fedrand", "")
-    task = tasks.load(config, method.adapter, "cpu")
-    rows = {name: task.prepare(DATA, "train", Share(i, 2)).rows for i, name in enumerate("ab")}
-    state = method.init(task.spec, task.initial(rng.initial(0, "weights")), rng.initial(0, "method init"))
+    method = strategies.create_method("fedrand", "")
+    task = tasks.load_task(config, method.adapter, "cpu")
+    rows = {name: task.prepare(DATA, "train", DatasetShard(i, 2)).rows for i, name in enumerate("ab")}
+    state = method.init(task.spec, task.initial(rng.initial_stream(0, "weights")), rng.initial_stream(0, "method init"))
     trainer_for = lambda site, ctx: task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round)  # noqa: E731
-    return Federation(Exchange(method, "fedrand", task.spec), config, trainer_for, ["a", "b"], state, max_share=0.5)
+    return InProcessFederation(
+        MessageExchange(method, "fedrand", task.spec), config, trainer_for, ["a", "b"], state, max_share=0.5
+    )
 
 
 def test_it_ends_with_the_weights_of_the_long_way_and_scores_them():
-    local, seen = Local.of(CONFIG, {"a": DATA, "b": str(DATA)}), []
+    local, seen = LocalFederation.from_config(CONFIG, {"a": DATA, "b": str(DATA)}), []
     local.run(lambda now, round_: seen.append((now is local, round_)))
     assert seen == [(True, 0)]
     other = by_hand()
     other.run()
-    ours, theirs = local.federation.deployed()["server"], other.deployed()["server"]
+    ours, theirs = local.federation.models()["server"], other.models()["server"]
     assert {name: ours[name].tolist() for name in ours} == {name: theirs[name].tolist() for name in theirs}
     assert abs(local.federation.upload_bytes - other.upload_bytes) <= 2 * 32  # the seconds in a report vary in length
     assert other.upload_bytes > 100_000
@@ -47,10 +49,11 @@ def test_it_ends_with_the_weights_of_the_long_way_and_scores_them():
 
 def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
     task = create_autospec(Task, instance=True)
-    task.prepare.side_effect = lambda data, split, share: Prepared([(str(data), split, share)], lambda: ())
-    found = _rows(task, {"a": Path("x"), "b": Path("y"), "c": Path("x")})
-    assert found == {
-        "a": [("x", "train", Share(0, 2))], "b": [("y", "train", None)], "c": [("x", "train", Share(1, 2))],
+    task.prepare.side_effect = lambda data, split, share: PreparedData([(str(data), split, share)], lambda: ())
+    rows_by_site = _rows(task, {"a": Path("x"), "b": Path("y"), "c": Path("x")})
+    assert rows_by_site == {
+        "a": [("x", "train", DatasetShard(0, 2))], "b": [("y", "train", None)],
+        "c": [("x", "train", DatasetShard(1, 2))],
     }  # fmt: skip
 
 
@@ -58,10 +61,11 @@ def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
     ("config", "sites", "error", "words"),
     [({"method.nam": "fedavg"}, {"a": DATA}, ConfigError, "method.nam"),
      ({}, {}, ConfigError, "sites: expected a folder of rows for each site"),
-     ({"evaluate.keep": "best"}, {"a": DATA}, ConfigError, "evaluate.keep: expected 'last' in one process"),
-     ({"run.tap": True}, {"a": DATA}, ConfigError, "run.tap: expected False in one process"),
+     ({"evaluate.select-model": "best"}, {"a": DATA}, ConfigError,
+      "evaluate.select-model: expected 'last' in one process"),
+     ({"run.capture-messages": True}, {"a": DATA}, ConfigError, "run.capture-messages: expected False in one process"),
      ({}, {"a": "/nowhere"}, TaskError, "/nowhere")],
 )  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_loaded(config, sites, error, words):
     with pytest.raises(error, match=words):
-        Local.of(CONFIG | config, sites)
+        LocalFederation.from_config(CONFIG | config, sites)

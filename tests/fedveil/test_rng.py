@@ -5,8 +5,8 @@ import hashlib
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from fedveil.federation import cohort
-from fedveil.rng import Stream, initial, secret
+from fedveil.federation import aggregation_rules
+from fedveil.rng import RandomStream, derive_secret, initial_stream
 
 SECRET = bytes(range(32))
 
@@ -17,7 +17,7 @@ def test_bytes_are_aes_ctr_of_the_blake2b_key():
     for part in (SECRET, b"3", b"site", b"mask"):
         h.update(len(part).to_bytes(8, "little") + part)
     expected = Cipher(algorithms.AES(h.digest()), modes.CTR(bytes(16))).encryptor().update(bytes(40))
-    stream = Stream.derive(SECRET, 3, "site", "mask")
+    stream = RandomStream.derive(SECRET, 3, "site", "mask")
     assert stream.bytes(16) + stream.bytes(24) == expected
 
 
@@ -32,11 +32,11 @@ def test_bytes_are_aes_ctr_of_the_blake2b_key():
     ],
 )
 def test_every_part_of_the_name_matters(other):
-    assert Stream.derive(*other).bytes(32) != Stream.derive(SECRET, 3, "a", "p").bytes(32)
+    assert RandomStream.derive(*other).bytes(32) != RandomStream.derive(SECRET, 3, "a", "p").bytes(32)
 
 
 def test_bernoulli_at_its_ends_and_in_between():
-    stream = Stream(SECRET)
+    stream = RandomStream(SECRET)
     assert stream.bernoulli(1.0, (1000,)).all()
     assert not stream.bernoulli(0.0, (1000,)).any()
     assert stream.bernoulli(0.5, (2, 0)).shape == (2, 0)
@@ -51,7 +51,7 @@ def test_ties_are_decided_by_a_stream_of_their_own():
     keep = 0.7312345
     digest = hashlib.blake2b(b"".join(len(p).to_bytes(8, "little") + p for p in (SECRET, b"ties")), digest_size=32)
     drawn = naive_mask(counter_bytes(SECRET, 20_000), counter_bytes(digest.digest(), 80_000), keep)
-    stream = Stream(SECRET)
+    stream = RandomStream(SECRET)
     parts = [stream.bernoulli(keep, (n,)).tolist() for n in (7_001, 12_999)]
     assert parts[0] + parts[1] == drawn
     assert drawn != [byte < 0.7312345 * 256 for byte in counter_bytes(SECRET, 20_000)]
@@ -77,7 +77,7 @@ def naive_mask(entries, words, keep):
 def test_choice_is_uniform_without_replacement():
     """Each of 6 sites is in 2,000 of 4,000 draws of 3, within 5 sigma; and no draw repeats a site."""
     counts = [0] * 6
-    stream = Stream(SECRET)
+    stream = RandomStream(SECRET)
     for _ in range(4000):
         drawn = stream.choice(6, 3)
         assert len(set(drawn)) == 3
@@ -89,26 +89,26 @@ def test_choice_is_uniform_without_replacement():
 
 
 def test_secrets_repeat_only_where_asked():
-    assert secret("server", 1, True) == secret("server", 1, True) != secret("client:a", 1, True)
-    assert secret("server", 1, True) != secret("server", 2, True)
-    assert secret("server", 1, False) != secret("server", 1, False)
-    assert initial(1, "w").bytes(8) == initial(1, "w").bytes(8) != initial(2, "w").bytes(8)
+    assert derive_secret("server", 1, True) == derive_secret("server", 1, True) != derive_secret("client:a", 1, True)
+    assert derive_secret("server", 1, True) != derive_secret("server", 2, True)
+    assert derive_secret("server", 1, False) != derive_secret("server", 1, False)
+    assert initial_stream(1, "w").bytes(8) == initial_stream(1, "w").bytes(8) != initial_stream(2, "w").bytes(8)
 
 
 def test_a_secret_does_not_show_in_a_repr():
-    assert "00010203" not in repr(Stream(SECRET))
-    assert repr(SECRET) not in repr(Stream(SECRET))
+    assert "00010203" not in repr(RandomStream(SECRET))
+    assert repr(SECRET) not in repr(RandomStream(SECRET))
 
 
 @pytest.mark.parametrize("sites,fraction,size", [(12, 0.3, 4), (10, 0.3, 3), (4, 1.0, 4), (3, 0.01, 1), (0, 0.5, 0)])
 def test_cohort_size_is_the_ceiling(sites, fraction, size):
     names = [f"s{i}" for i in range(sites)]
-    drawn = cohort.draw(names, fraction, SECRET, 0)
+    drawn = aggregation_rules.draw_cohort(names, fraction, SECRET, 0)
     assert len(drawn) == len(set(drawn)) == size
-    assert drawn == sorted(drawn) == cohort.draw(names[::-1], fraction, SECRET, 0)
+    assert drawn == sorted(drawn) == aggregation_rules.draw_cohort(names[::-1], fraction, SECRET, 0)
 
 
 def test_cohorts_differ_by_round_and_attempt():
     names = [f"s{i}" for i in range(30)]
-    draws = {tuple(cohort.draw(names, 0.3, SECRET, r, a)) for r in range(4) for a in range(3)}
+    draws = {tuple(aggregation_rules.draw_cohort(names, 0.3, SECRET, r, a)) for r in range(4) for a in range(3)}
     assert len(draws) == 12

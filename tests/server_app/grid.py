@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedveil import tasks
-from fedveil.contract.spec import TensorSpec
+from fedveil.contract.param_spec import ParamSpec
 from fedveil.contract.task import Example, Task
 from tests.conftest import ToyTrainer
 
@@ -26,7 +26,7 @@ class ToyTask(Task):
     trained_sites: list[str]
 
     def __init__(self) -> None:
-        self.spec_ = {n: TensorSpec(s) for n, s in SHAPES.items()}
+        self.spec_ = {n: ParamSpec(s) for n, s in SHAPES.items()}
 
     @property
     def spec(self):
@@ -37,7 +37,7 @@ class ToyTask(Task):
         return {n: torch.randn(t.shape, generator=generator) * n.endswith("A") for n, t in self.spec_.items()}
 
     def examples(self, data: Path, split: str, share=None):
-        return Example.of([{"mr": "a", "ref": "b"}] * (3 + (share.index if share else 0)))
+        return Example.from_columns([{"mr": "a", "ref": "b"}] * (3 + (share.index if share else 0)))
 
     def encode(self, examples):
         return examples
@@ -55,7 +55,7 @@ class ToyTask(Task):
 
 def use_toy_task(monkeypatch) -> ToyTask:
     task = ToyTask()
-    monkeypatch.setattr(tasks, "load", lambda config, adapter, device="auto": task)
+    monkeypatch.setattr(tasks, "load_task", lambda config, adapter, device="auto": task)
     return task
 
 

@@ -7,9 +7,9 @@ from flwr.app import ConfigRecord
 
 from fedveil.client_app import app as client
 from fedveil.records import audit_log
-from fedveil.server_app.record import RunFolder
+from fedveil.server_app.run_folder import RunFolder
 from tests.server_app.grid import LocalGrid, use_toy_task
-from tests.server_app.test_strategy import initial, strategy
+from tests.server_app.test_flower_strategy import initial, strategy
 
 ANCHOR = f"4:{'5f' * 32}"
 
@@ -22,7 +22,7 @@ def logged(tmp_path, monkeypatch, tamper=None):
     folder = RunFolder(tmp_path / "runs" / "pilot")
     ours = strategy(folder=folder)
     ours.start(grid, initial(task), num_rounds=1)
-    return grid, folder, audit_log.read(tmp_path / "runs" / audit_log.NAME)
+    return grid, folder, audit_log.read_log(tmp_path / "runs" / audit_log.NAME)
 
 
 def test_every_message_and_every_decision_is_a_line(tmp_path, monkeypatch):
@@ -39,9 +39,9 @@ def test_every_message_and_every_decision_is_a_line(tmp_path, monkeypatch):
     }
     assert rest["west"]["reason"].startswith("PolicyError: method.name: this site permits")
     assert all(rest[site]["bytes"] > 0 and rest[site]["site_log"] == "" for site in ("north", "south"))
-    anchors = [audit_log.Head.parse(str(m.content.config_records["order"]["log"])) for m in grid.pushed]
+    anchors = [audit_log.LogHead.parse(str(m.content.config_records["order"]["log"])) for m in grid.pushed]
     assert [anchor.lines for anchor in anchors] == [1, 2, 3]
-    audit_log.verify(tmp_path / "runs" / audit_log.NAME, anchors)
+    audit_log.verify_log(tmp_path / "runs" / audit_log.NAME, anchors)
 
 
 @pytest.mark.parametrize("said,kept", [(ANCHOR, ANCHOR), ("4:5f", ""), ("x" * 5000, "")])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from fedveil import rng, strategies, tasks
 from fedveil.config import parse
-from fedveil.contract.task import Example, Metric
+from fedveil.contract.task import Example, TaskMetric
 from fedveil.errors import ConfigError
-from fedveil.server_app.app import prepare
-from fedveil.server_app.evaluate import Best, Choice
-from fedveil.server_app.record import RunFolder
+from fedveil.server_app.evaluation import BestEvaluation, ModelSelection
+from fedveil.server_app.run import prepare_strategy
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_plan import RunPlan
 
 VALUES = st.one_of(
     st.sampled_from([0.0, 0.1, 0.2, 0.3, 1.0, -1.0]), st.floats(-5, 5), st.sampled_from([math.nan, math.inf])
@@ -56,10 +57,10 @@ def _best(values: list[float | None], sign: int) -> int | None:
     st.sampled_from([0.0, 0.15, 1.0]),
 )
 def test_best_and_stop_are_those_of_all_values_seen_at_once(values, better, patience, least):
-    choice, best, stop = Choice("m", Metric(better), True, patience, least), Best(), None
+    choice, best, stop = ModelSelection("m", TaskMetric(better), True, patience, least), BestEvaluation(), None
     for round_, value in enumerate(values):
         best = best.after(choice, round_, {} if value is None else {"server": {"m": value}, "other": {"m": -9.0}})
-        best = Best.read(json.loads(json.dumps(best.saved(), allow_nan=False)))  # through a checkpoint
+        best = BestEvaluation.read(json.loads(json.dumps(best.saved(), allow_nan=False)))  # through a checkpoint
         if best.stopped(choice, round_):
             stop = round_
             break
@@ -72,14 +73,17 @@ REFUSED = {
         {"evaluate.metric": "accuracy"},
         r"evaluate.metric: expected one of \['bleu', .*'loss'.*found 'accuracy'",
     ),
-    "no data": ({"evaluate.keep": "best"}, r"task.evaluation: expected .* with evaluate.keep = \"best\", found none"),
+    "no data": (
+        {"evaluate.select-model": "best"},
+        r"task.evaluation: expected .* with evaluate.select-model = \"best\", found none",
+    ),
     "no data to stop": ({"evaluate.patience": 1}, "task.evaluation: expected .* with evaluate.patience, found none"),
     "never": (
         {"evaluate.patience": 1, "evaluate.every": 0, "task.evaluation": "x"},
         "evaluate.every: expected 1 or more",
     ),
     "texts": (
-        {"evaluate.keep": "best", "evaluate.metric": "bleu", "task.evaluation": "x"},
+        {"evaluate.select-model": "best", "evaluate.metric": "bleu", "task.evaluation": "x"},
         r"evaluate.generate: expected \"always\" with evaluate.metric = \"bleu\"",
     ),
     "no patience": ({"evaluate.min-delta": 0.1}, "evaluate.min-delta: expected 0 without evaluate.patience"),
@@ -90,16 +94,16 @@ REFUSED = {
 def test_a_choice_that_no_evaluation_can_make_is_refused_before_a_site_is_asked(what, tmp_path):
     keys, words = REFUSED[what]
     with RunFolder(tmp_path / "run") as folder, pytest.raises(ConfigError, match=words):
-        prepare(parse(keys), folder, "run")
+        prepare_strategy(RunPlan.from_config(parse(keys), "run"), folder)
 
 
 @pytest.mark.parametrize("generate", [False, True])
 def test_a_task_names_every_score_that_it_gives(generate):
-    config = parse({"evaluate.max-examples": 2, "evaluate.max-new-tokens": 2})
-    task = tasks.load(config, strategies.create("fedavg", "").adapter, "cpu")
-    weights = task.initial(rng.initial(0, "weights"))
+    config = parse({"evaluate.eval-examples": 2, "evaluate.max-new-tokens": 2})
+    task = tasks.load_task(config, strategies.create_method("fedavg", "").adapter, "cpu")
+    weights = task.initial(rng.initial_stream(0, "weights"))
     rows = [{"mr": f"name[x{i}]", "ref": f"x{i} is here"} for i in range(2)]
-    found = task.evaluate(weights, Example.of(rows), generate)
-    named = tasks.info("text-generation").metrics(config.task)
-    assert set(found) == {name for name, metric in named.items() if generate or not metric.generated}
-    assert torch.isfinite(torch.tensor(list(found.values()))).all()
+    scores = task.evaluate(weights, Example.from_columns(rows), generate)
+    named = tasks.task_info("text-generation").metrics(config.task)
+    assert set(scores) == {name for name, metric in named.items() if generate or not metric.generated}
+    assert torch.isfinite(torch.tensor(list(scores.values()))).all()

@@ -10,13 +10,13 @@ from flwr.app import ArrayRecord
 from fedveil import rng, strategies
 from fedveil.client_app.app import app
 from fedveil.config import parse
-from fedveil.console.runs import by_site
-from fedveil.console.runs import folder as runs_folder
+from fedveil.console.runs import per_site
+from fedveil.console.runs import run_reader as runs_folder
 from fedveil.contract.task import Example
-from fedveil.records import disclosure
-from fedveil.server_app.record import RunFolder
-from fedveil.server_app.settings import RunSettings
-from fedveil.server_app.strategy import MethodStrategy, _mean_report
+from fedveil.records import disclosure_ledger
+from fedveil.server_app.flower_strategy import MethodStrategy, _mean_report
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_settings import RunSettings
 from tests.conftest import ToyTrainer
 from tests.server_app.grid import LocalGrid, use_toy_task
 
@@ -39,14 +39,14 @@ def run(monkeypatch, tmp_path):
     real = type(task).examples
 
     def examples(data, split, share=None):
-        return Example.of([{"mr": "a", "ref": "b"}] * counts.get(sorted(SITES)[share.index], 400))
+        return Example.from_columns([{"mr": "a", "ref": "b"}] * counts.get(sorted(SITES)[share.index], 400))
 
     monkeypatch.setattr(task, "examples", examples)
     monkeypatch.setattr(task, "trainer", lambda rows, rng, watch=None, round_=0: Scoring(task.spec, len(rows)))
     assert real is not examples
     flat = {"run.name": "run", "run.rounds": 3, "cohort.min-sites": 4, "cohort.wait-seconds": 1.0}
     config = parse(flat | {"method.name": "fedavg", "evaluate.held-out": 0.3})
-    method = strategies.create("fedavg", "")
+    method = strategies.create_method("fedavg", "")
     grid = LocalGrid(app, SITES, tmp_path / "sites", config.flat())
     for site, text in POLICIES.items():
         (tmp_path / f"{site}.toml").write_text(f"{text}\n")
@@ -55,8 +55,8 @@ def run(monkeypatch, tmp_path):
         (tmp_path / f"{site}.toml").write_text(f"{text}\n{PERMITS}{permits}")
     with RunFolder(tmp_path / "run") as folder:
         folder.config(config, method)
-        ours = MethodStrategy(method, RunSettings.of(config, "run"), folder=folder, spec=task.spec)
-        ours.start(grid, ArrayRecord(dict(task.initial(rng.initial(9, "weights")))), 3)
+        ours = MethodStrategy(method, RunSettings.from_config(config, "run"), folder=folder, spec=task.spec)
+        ours.start(grid, ArrayRecord(dict(task.initial(rng.initial_stream(9, "weights")))), 3)
     return ours, tmp_path / "run"
 
 
@@ -80,14 +80,14 @@ def test_each_site_answers_as_its_policy_has_it_and_no_turn_fails(run):
 def test_the_mean_is_weighted_with_held_out_rows(run):
     ours, folder = run
     first = ours.history[0]
-    found = [first.reports[site] for site in ("north", "east")]
-    rows = sum(each["rows_held_out"] for each in found)
-    mean = sum(each["loss_held_out"] * each["rows_held_out"] for each in found) / rows
-    assert found[0]["rows_held_out"] != found[1]["rows_held_out"]
+    reports = [first.reports[site] for site in ("north", "east")]
+    rows = sum(each["rows_held_out"] for each in reports)
+    mean = sum(each["loss_held_out"] * each["rows_held_out"] for each in reports) / rows
+    assert reports[0]["rows_held_out"] != reports[1]["rows_held_out"]
     assert _mean_report(first)["loss_held_out"] == pytest.approx(mean)
     assert "held_out_refused" not in _mean_report(first)
-    assert by_site.mean_scored(first.reports) == (pytest.approx(mean), rows, 2)
-    records = {site.name: site.held_out for site in by_site.of(runs_folder.load(folder))}
+    assert per_site.mean_scored(first.reports) == (pytest.approx(mean), rows, 2)
+    records = {site.name: site.held_out for site in per_site.records_by_site(runs_folder.load_run(folder))}
     assert records["north"].round == 2
     assert records["north"].loss == ours.history[2].reports["north"]["loss_held_out"]
     assert "max-scores" in records["east"].why
@@ -95,7 +95,7 @@ def test_the_mean_is_weighted_with_held_out_rows(run):
 
 def test_both_records_of_what_left_a_site_list_the_figures_with_their_bytes(run):
     ours, folder = run
-    for message in disclosure.messages(folder / disclosure.NAME):
+    for message in disclosure_ledger.read_messages(folder / disclosure_ledger.NAME):
         if message["direction"] == "down":
             assert message["figures"] == {}
             continue

@@ -9,15 +9,14 @@ import pytest
 from flwr.proto.node_pb2 import NodeInfo
 
 from fedveil.client_app.app import app
-from fedveil.console.runs.progress import underway
+from fedveil.console.runs.progress_bar import round_underway
 from fedveil.errors import QuorumError
-from fedveil.records.state import digest
-from fedveil.server_app import rounds, sites
-from fedveil.server_app.following import progress
-from fedveil.server_app.record import RunFolder
+from fedveil.records.tensor_state import state_digest
+from fedveil.server_app import connected_sites, round_progress, rounds
+from fedveil.server_app.run_folder import RunFolder
 from fedveil.strategies.fedavg import FedAvg
 from tests.server_app.grid import LocalGrid, use_toy_task
-from tests.server_app.test_strategy import RUN_CONFIG, initial, strategy
+from tests.server_app.test_flower_strategy import RUN_CONFIG, initial, strategy
 
 SITES = ["east", "north", "south"]
 NO = 'methods = ["dp_fpl"]'
@@ -45,7 +44,7 @@ def grid(tmp_path, task):
 
 def test_with_too_few_sites_nobody_is_asked_to_train(grid, task):
     grid.away = lambda grid: ["south"] if len(grid.pushed) >= 3 else []
-    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2})
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2})
     with pytest.raises(
         QuorumError,
         match=r"round 2: expected at least 3 .* found 2 \(connected: east, north; 2 of them",
@@ -63,8 +62,8 @@ def test_a_site_that_comes_back_in_time_changes_nothing(grid, task, tmp_path):
         return ["south"] if 0 < len(calls) < 4 else []
 
     grid.away = away
-    found = strategy(FedAvg(), cohort={"min_sites": 3, "wait_seconds": 30.0}).start(grid, initial(task), num_rounds=3)
-    assert digest(found.arrays.to_torch_state_dict()) == digest(whole.arrays.to_torch_state_dict())
+    result = strategy(FedAvg(), cohort={"min_sites": 3, "wait_seconds": 30.0}).start(grid, initial(task), num_rounds=3)
+    assert state_digest(result.arrays.to_torch_state_dict()) == state_digest(whole.arrays.to_torch_state_dict())
     assert len(grid.pushed) == 9
     assert len(calls) >= 4
 
@@ -72,7 +71,7 @@ def test_a_site_that_comes_back_in_time_changes_nothing(grid, task, tmp_path):
 def test_sites_that_refuse_are_named_and_the_others_train_once(grid, task, tmp_path):
     (tmp_path / "no.toml").write_text(NO)
     grid.node_config = {"south": {"policy": str(tmp_path / "no.toml")}}
-    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2})
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2})
     with pytest.raises(QuorumError, match="east, north, south; in the last attempt: south: PolicyError: meth"):
         ours.start(grid, initial(task), num_rounds=1)
     assert len(grid.pushed) == 3
@@ -81,17 +80,17 @@ def test_sites_that_refuse_are_named_and_the_others_train_once(grid, task, tmp_p
 def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, tmp_path, monkeypatch):
     (tmp_path / "no.toml").write_text(NO)
     grid.node_config = {"south": {"policy": str(tmp_path / "no.toml")}}
-    said, real = [], progress.Underway.awaits
+    progress_texts, real = [], round_progress.RoundProgressFile.awaits
 
     def awaits(self, *about):
         real(self, *about)
-        said.append(underway(tmp_path / "run"))
+        progress_texts.append(round_underway(tmp_path / "run"))
 
-    monkeypatch.setattr(progress.Underway, "awaits", awaits)
-    ours = strategy(FedAvg(), folder=RunFolder(tmp_path / "run"), cohort={"min_sites": 3, "repeats": 2})
+    monkeypatch.setattr(round_progress.RoundProgressFile, "awaits", awaits)
+    ours = strategy(FedAvg(), folder=RunFolder(tmp_path / "run"), cohort={"min_sites": 3, "max_retries": 2})
     with pytest.raises(QuorumError, match="out of this run: south, refused by its policy; mend it and submit again"):
         ours.start(grid, initial(task), num_rounds=1)
-    (words,) = said  # told once, not at every look
+    (words,) = progress_texts  # told once, not at every look
     assert words.startswith("waiting for sites: 2 of ")
     assert words.endswith(" s left); not waited for: south, refused by its policy; mend it and submit again, or resume")
 
@@ -108,7 +107,7 @@ def test_repeats_are_apart(grid, task, monkeypatch):
     waited = []
     monkeypatch.setattr(time, "sleep", lambda seconds: waited.append(seconds))
     grid.tamper = {"south": lambda message, reply: None}
-    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2, "wait_seconds": 3.0, "deadline_seconds": 0.01})
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2, "wait_seconds": 3.0, "deadline_seconds": 0.01})
     with pytest.raises(QuorumError, match="found 2 in the last of 3 attempts"):
         ours.start(grid, initial(task), num_rounds=1)
     assert [seconds for seconds in waited if seconds >= 1] == [2.0, 3.0]
@@ -133,7 +132,7 @@ def test_a_site_that_died_in_its_turn_is_waited_for_until_it_is_back(grid, task)
         return None if len(lost) == 1 else reply
 
     grid.away, grid.tamper = away, {"south": once}
-    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2, "wait_seconds": 30.0, "deadline_seconds": 0.5})
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2, "wait_seconds": 30.0, "deadline_seconds": 0.5})
     ours.start(grid, initial(task), num_rounds=1)
     assert pushed == [3, 3, 3]
     assert len(grid.pushed) == 6
@@ -141,11 +140,11 @@ def test_a_site_that_died_in_its_turn_is_waited_for_until_it_is_back(grid, task)
 
 @pytest.mark.long
 def test_a_site_that_is_silent_and_stays_is_asked_again_once_flower_would_have_noticed(grid, task, monkeypatch):
-    monkeypatch.setattr(sites, "_GONE_SECONDS", 1.0)
+    monkeypatch.setattr(connected_sites, "_GONE_SECONDS", 1.0)
     monkeypatch.setattr(rounds, "_BACK_OFF_SECONDS", 0.0)
     began, lost = time.monotonic(), []
     grid.tamper = {"south": lambda message, reply: lost.append(time.monotonic())}
-    ours = strategy(FedAvg(), cohort={"min_sites": 3, "repeats": 2, "wait_seconds": 60.0, "deadline_seconds": 0.01})
+    ours = strategy(FedAvg(), cohort={"min_sites": 3, "max_retries": 2, "wait_seconds": 60.0, "deadline_seconds": 0.01})
     with pytest.raises(QuorumError, match="found 2 in the last of 3 attempts"):
         ours.start(grid, initial(task), num_rounds=1)
     assert len(grid.pushed) == 9
@@ -157,7 +156,7 @@ def test_a_round_has_the_seconds_that_the_config_gives_it(grid, task, monkeypatc
     """Flower's own bound of an hour is one of `start` alone."""
     given = []
     monkeypatch.setattr(
-        rounds.Rounds, "run_round", lambda self, grid, number, total, deadline, config: given.append(deadline)
+        rounds.RoundLoop, "run_round", lambda self, grid, number, total, deadline, config: given.append(deadline)
     )
     ours = strategy(FedAvg(), cohort={"deadline_seconds": seconds})
     ours.run(grid, 2)
@@ -166,12 +165,12 @@ def test_a_round_has_the_seconds_that_the_config_gives_it(grid, task, monkeypatc
 
 def test_where_sites_failed_by_errors_of_their_own_the_next_step_is_to_mend_those():
     def after(**failed):
-        return sites.remedy(SimpleNamespace(failed=failed))
+        return connected_sites.suggest_remedy(SimpleNamespace(failed=failed))
 
     assert after(south="TaskError: expected column x").startswith("mend what these say. A resumed run repeats")
     assert after(south="TaskError: expected column x", north="no reply within 9 s").startswith(
         "start the missing sites"
     )
     assert after(south="PolicyError: method").startswith("out of this run: south, refused by its policy")
-    assert sites.remedy(None).startswith("start the missing sites")
+    assert connected_sites.suggest_remedy(None).startswith("start the missing sites")
     assert after().startswith("start the missing sites")

@@ -13,10 +13,10 @@ from fedveil import rng, strategies
 from fedveil.client_app.app import app
 from fedveil.config import CohortConfig
 from fedveil.errors import QuorumError
-from fedveil.records.state import digest
-from fedveil.server_app.record import RunFolder
-from fedveil.server_app.settings import RunSettings
-from fedveil.server_app.strategy import MethodStrategy
+from fedveil.records.tensor_state import state_digest
+from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_settings import RunSettings
 from tests.server_app.grid import LocalGrid, use_toy_task
 
 SITES = ["north", "east", "south"]
@@ -41,9 +41,9 @@ class Runs:
     def __init__(self, monkeypatch, tmp_path: Path, method: str) -> None:
         self.task, self.at = use_toy_task(monkeypatch), tmp_path
         self.name, fields = method.split()[0], KEEPS[method]
-        self.method = strategies.create(self.name, fields)
+        self.method = strategies.create_method(self.name, fields)
         self.config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 4}
-        self.config |= {"method.name": self.name, "method.fields": fields}
+        self.config |= {"method.name": self.name, "method.params": fields}
 
     def start(self, name: str, resume: bool = False, grid: LocalGrid | None = None, **cohort) -> tuple[str, list[int]]:
         """Digest of the end of a run, and the rounds that it went through."""
@@ -55,17 +55,17 @@ class Runs:
         quick = {"min_sites": 3, "deadline_seconds": 1.0, "wait_seconds": 1.0} | cohort
         settings = RunSettings(CohortConfig(**quick), seed=9, deterministic=True, method=self.name)
         strategy = MethodStrategy(self.method, settings, folder=folder, spec=self.task.spec)
-        weights = ArrayRecord(dict(self.task.initial(rng.initial(9, "weights"))))
+        weights = ArrayRecord(dict(self.task.initial(rng.initial_stream(9, "weights"))))
         end = strategy.start(grid, weights, num_rounds=4)
-        return digest(end.arrays.to_torch_state_dict()), [record.round for record in strategy.history]
+        return state_digest(end.arrays.to_torch_state_dict()), [record.round for record in strategy.history]
 
     def states(self, name: str) -> dict[str, str]:
         """The private states at the sites' disks by site: digest of the newest."""
-        found = {}
+        digests_by_site = {}
         for site in SITES:
             files = sorted(self.at.glob(f"sites-{name}/*/{site}/turn-*.safetensors"))
-            found[site] = files[-1].name + hashlib.sha256(files[-1].read_bytes()).hexdigest() if files else ""
-        return found
+            digests_by_site[site] = files[-1].name + hashlib.sha256(files[-1].read_bytes()).hexdigest() if files else ""
+        return digests_by_site
 
 
 @pytest.fixture(params=KEEPS)
@@ -147,7 +147,7 @@ def test_below_the_quorum_in_every_attempt_the_run_ends_and_can_be_resumed(runs)
 
     sites = runs.at / "sites-broken"
     with pytest.raises(QuorumError):
-        runs.start("broken", grid=LocalGrid(app, SITES, sites, runs.config, tamper={"east": lose}), repeats=1)
+        runs.start("broken", grid=LocalGrid(app, SITES, sites, runs.config, tamper={"east": lose}), max_retries=1)
     assert runs.start("broken", resume=True)[0] == whole
 
 

@@ -10,10 +10,10 @@ from flwr.app import ArrayRecord
 from fedveil import rng
 from fedveil.client_app.app import app
 from fedveil.config import CohortConfig
-from fedveil.records.state import digest, load_state
-from fedveil.server_app.record import RunFolder
-from fedveil.server_app.settings import RunSettings
-from fedveil.server_app.strategy import MethodStrategy
+from fedveil.records.tensor_state import load_state, state_digest
+from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg
 from tests.server_app.grid import LocalGrid, use_toy_task
 
@@ -30,7 +30,7 @@ def run(monkeypatch, tmp_path):
         with RunFolder(tmp_path / name, resume) as folder:
             ours = MethodStrategy(FedAvg(), RunSettings(COHORT, seed=9, deterministic=True), folder=folder)
             grid = LocalGrid(app, SITES, tmp_path / f"sites-{name}", FLAT)
-            weights = ArrayRecord(dict(task.initial(rng.initial(9, "weights"))))
+            weights = ArrayRecord(dict(task.initial(rng.initial_stream(9, "weights"))))
             result = ours.start(grid, weights, rounds, should_stop=should_stop)
             course = ours.rounds.course
             folder.status("completed", course.done, rounds, course.stopped(rounds), **course.about)
@@ -40,7 +40,7 @@ def run(monkeypatch, tmp_path):
 
 
 def weights_of(result) -> str:
-    return digest(result.arrays.to_torch_state_dict())
+    return state_digest(result.arrays.to_torch_state_dict())
 
 
 def test_a_run_ends_in_order_after_the_round_after_which_it_is_told_to(run):
@@ -58,7 +58,7 @@ def test_a_run_ends_in_order_after_the_round_after_which_it_is_told_to(run):
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["round"]) == ("completed", 1)
     assert status["reason"] == "stopped early, after round 2: should_stop, given to start(), said so"
-    assert digest(load_state(folder / "final" / "server.safetensors").tensors) == ours.history[1].weights
+    assert state_digest(load_state(folder / "final" / "server.safetensors").tensors) == ours.history[1].weights
 
     resumed, later, _ = run("told", resume=True)
     assert [record.round for record in later.history] == [2, 3]
@@ -75,7 +75,7 @@ def test_it_is_asked_after_the_last_round_too_and_nothing_is_said_then(run):
 def test_the_next_start_of_the_same_strategy_is_not_told_by_the_last(monkeypatch, tmp_path):
     task = use_toy_task(monkeypatch)
     ours = MethodStrategy(FedAvg(), RunSettings(COHORT, seed=9, deterministic=True))
-    weights = ArrayRecord(dict(task.initial(rng.initial(9, "weights"))))
+    weights = ArrayRecord(dict(task.initial(rng.initial_stream(9, "weights"))))
     ours.start(LocalGrid(app, SITES, tmp_path / "one", FLAT), weights, 4, should_stop=lambda *about: True)
     ours.start(LocalGrid(app, SITES, tmp_path / "two", FLAT), weights, 4)
     assert [record.round for record in ours.history] == [0, 0, 1, 2, 3]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.task import Example, Step, Task, TaskInfo
-from fedveil.contract.trainer import Trained
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.task import Example, Task, TaskInfo, TrainingProgress
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import TaskError
 
 DEFAULTS = {
@@ -47,13 +47,15 @@ class Toy(Task):
 
     @property
     def spec(self):
-        return {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((self.orders["entries"], 1))}
+        return {"h.lora_A": ParamSpec((1, 5)), "h.lora_B": ParamSpec((self.orders["entries"], 1))}
 
     def initial(self, rng):
         return {name: torch.zeros(t.shape) for name, t in self.spec.items()}
 
     def examples(self, data, split, share=None):
-        return Example.of([{"folder": str(data), **DEFAULTS, **json.loads((data / "orders.json").read_text())}] * 3)
+        return Example.from_columns(
+            [{"folder": str(data), **DEFAULTS, **json.loads((data / "orders.json").read_text())}] * 3
+        )
 
     def encode(self, examples):
         return examples
@@ -78,15 +80,15 @@ class ToyTraining:
         for step in range(1, self.orders["steps"] + 1):
             time.sleep(self.orders["pause"])
             self._perhaps_die(step)
-            self.watch(Step(step, self.orders["steps"], 1.0 / step, 100 * step, 0.5 * step))
+            self.watch(TrainingProgress(step, self.orders["steps"], 1.0 / step, 100 * step, 0.5 * step))
         if self.orders["raises"]:
             kinds = (TaskError, ValueError, MemoryError, RuntimeError)
             raise {kind.__name__: kind for kind in kinds}[self.orders["raises"]](self.orders["words"])
-        return Trained({name: w + self.step for name, w in weights.items()}, {"steps": self.orders["steps"]})
+        return TrainingResult({name: w + self.step for name, w in weights.items()}, {"steps": self.orders["steps"]})
 
     def gradient(self, weights):
         trained = self.train(weights)
-        return Trained({name: w - trained.weights[name] for name, w in weights.items()}, trained.report)
+        return TrainingResult({name: w - trained.weights[name] for name, w in weights.items()}, trained.report)
 
     def _perhaps_die(self, step):
         for death in range(self.orders["deaths"]):

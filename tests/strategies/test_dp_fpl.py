@@ -10,34 +10,36 @@ import torch
 from dp_accounting import NonPrivateDpEvent
 
 from fedveil import rng, strategies
-from fedveil.adapters.prompt import Prompt
-from fedveil.algebra import low_rank
+from fedveil.adapters.prompt import PromptAdapter
 from fedveil.config import parse
-from fedveil.contract.budget import Neighbours, Plan
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import Batch
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.privacy import Adjacency, SamplingPlan
+from fedveil.contract.trainer import BatchIndices
 from fedveil.errors import BudgetError, ConfigError, WireError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.privacy import accounting, noise
-from fedveil.privacy import sampling as rows_of_turn
-from fedveil.privacy.ledger import Ledger
-from fedveil.privacy.metered import MeteredRows, RowsOnly
-from fedveil.strategies.dp_fpl import DpFpl
-from fedveil.wire.tap import Tap
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.ops import low_rank
+from fedveil.privacy import accounting, gaussian_noise
+from fedveil.privacy import dp_sgd as rows_of_turn
+from fedveil.privacy.charged_gradients import ChargedGradientSource, GradientsOnlyTrainer
+from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.strategies.dp_fpl import DPFPL
+from fedveil.wire.capture import MessageCapture
 from tests.conftest import aggregated
 from tests.prompt_toy import CLASSES, LENGTH, SPACE, WIDTH, TextTask, local_of
 
-SPEC = {"prompt": TensorSpec((LENGTH, WIDTH))}
+SPEC = {"prompt": ParamSpec((LENGTH, WIDTH))}
 CTX = RoundContext(0, "x", True, bytes(32))
-ADD, REPLACE = Neighbours.ADD_OR_REMOVE_ONE, Neighbours.REPLACE_ONE
+ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
 QUIET = {"noise_local": 0.0, "noise_global": 0.0, "clip_local": 1e9, "clip_global": 1e9}
 
 
-def make(**fields) -> DpFpl:
-    return DpFpl(**{"rank": 3, "adapter": Prompt(LENGTH), "learning_rate": 0.5, "learning_rate_local": 0.25, **fields})
+def make(**fields) -> DPFPL:
+    return DPFPL(
+        **{"rank": 3, "adapter": PromptAdapter(LENGTH), "learning_rate": 0.5, "learning_rate_local": 0.25, **fields}
+    )
 
 
 def prompt(seed: int) -> torch.Tensor:
@@ -50,7 +52,7 @@ def turn(method, local, private=None, ctx=CTX, p_global=None):
 
 
 def turn_of(method, local, ctx):
-    return rows_of_turn.batches(local.rows, method.sampling, ctx, method.exchange == "batch")
+    return rows_of_turn.draw_batches(local.rows, method.sampling, ctx, method.exchange == "batch")
 
 
 # --- factors and Eq. 4
@@ -61,18 +63,18 @@ def turn_of(method, local, ctx):
     "p", [prompt(3), torch.zeros(LENGTH, WIDTH), prompt(3)[:, :1] @ prompt(4)[:1]], ids=["full", "zero", "rank 1"]
 )
 def test_factors_are_orthonormal_and_what_is_forwarded_is_p(p, rank):
-    u, v = low_rank.factorise(p, prompt(5)[:WIDTH].T[:, :rank] if rank < 6 else prompt(5).T)
+    u, v = low_rank.factorize_matrix(p, prompt(5)[:WIDTH].T[:, :rank] if rank < 6 else prompt(5).T)
     assert torch.allclose(u.T @ u, torch.eye(rank), atol=1e-5)
     assert torch.allclose(v @ v.T, torch.eye(rank), atol=1e-5)
-    assert torch.allclose(low_rank.composed(p, u, v, True), p, atol=1e-6)
-    assert torch.equal(low_rank.composed(p, u, v, False), u @ v)
-    assert torch.allclose(low_rank.composed(p, u, v, "rank-k"), u @ u.T @ p)
+    assert torch.allclose(low_rank.compose_factors(p, u, v, True), p, atol=1e-6)
+    assert torch.equal(low_rank.compose_factors(p, u, v, False), u @ v)
+    assert torch.allclose(low_rank.compose_factors(p, u, v, "rank-k"), u @ u.T @ p)
 
 
 def test_gram_and_schmidt_by_hand():
     """Two columns of a 3 x 2 product, one after the other, with their signs."""
     p, start = torch.tensor([[-3.0, 0.0], [-4.0, 1.0], [0.0, 2.0]]), torch.eye(2)
-    u, _ = low_rank.factorise(p, start)
+    u, _ = low_rank.factorize_matrix(p, start)
     first = p[:, 0] / 5
     second = p[:, 1] - (first @ p[:, 1]) * first
     assert torch.allclose(u, torch.stack((first, second / second.norm()), 1), atol=1e-6)
@@ -82,12 +84,12 @@ def test_equation_4_is_exact_at_full_rank_and_a_projection_below():
     g, p = prompt(7).double(), prompt(8).double()[:, :WIDTH]
     wide_g, wide_p = torch.cat((g, g.flip(0)), 1), torch.cat((p, -p.flip(1)), 1)  # 6 x 10
     start = torch.randn(10, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    u, v = low_rank.factorise(wide_p, start)
+    u, v = low_rank.factorize_matrix(wide_p, start)
     full = low_rank.full_gradient(u, v, wide_g @ v.T, u.T @ wide_g)
     assert torch.allclose(full, wide_g, atol=1e-12)
     plus = wide_g @ v.T @ v + u @ u.T @ wide_g + u @ u.T @ wide_g @ v.T @ v
     assert (plus - wide_g).norm() / wide_g.norm() > 0.3, "the sign matters"
-    u, v = low_rank.factorise(wide_p, start[:, :2])
+    u, v = low_rank.factorize_matrix(wide_p, start[:, :2])
     once = low_rank.full_gradient(u, v, wide_g @ v.T, u.T @ wide_g)
     assert torch.allclose(low_rank.full_gradient(u, v, once @ v.T, u.T @ once), once, atol=1e-12)
     assert not torch.allclose(once, wide_g)
@@ -96,7 +98,7 @@ def test_equation_4_is_exact_at_full_rank_and_a_projection_below():
 def test_equation_4_is_what_autograd_gives_through_the_factors():
     """The chain rule: dL/du = g v^T and dL/dv = u^T g, with r held constant."""
     p, g = prompt(3), prompt(4)
-    u, v = (t.requires_grad_() for t in low_rank.factorise(p, prompt(5)[:WIDTH, :3]))
+    u, v = (t.requires_grad_() for t in low_rank.factorize_matrix(p, prompt(5)[:WIDTH, :3]))
     r = (p - u @ v).detach()
     ((u @ v + r) * g).sum().backward()
     assert torch.allclose(u.grad, g @ v.T, atol=1e-6)
@@ -108,34 +110,36 @@ def test_equation_4_is_what_autograd_gives_through_the_factors():
 
 def test_a_step_without_noise_is_gradient_descent_at_full_rank():
     """fixed, all rows, k = b: p_G and p_L both move along the mean gradient."""
-    method, local = make(rank=5, adapter=Prompt(LENGTH), sampling="fixed", **QUIET), local_of(8, batch_size=8)
+    method, local = make(rank=5, adapter=PromptAdapter(LENGTH), sampling="fixed", **QUIET), local_of(8, batch_size=8)
     own = prompt(2)
-    private, up = turn(method, local, State({"prompt": own}))
-    g = local.rows.per_sample({"prompt": prompt(1) + own}, local.rows.batches("fixed", 1, rng.Stream(bytes(32)))[0])
+    private, up = turn(method, local, FederatedState({"prompt": own}))
+    g = local.rows.per_sample(
+        {"prompt": prompt(1) + own}, local.rows.batches("fixed", 1, rng.RandomStream(bytes(32)))[0]
+    )
     mean = g.gradients["prompt"].mean(0)
     assert torch.allclose(up.fields["prompt"], mean, atol=1e-6)
     # rank 5 = width: row(v) is everything, so the projection is whole here too
     assert torch.allclose(private.tensors["prompt"], own - 0.25 * mean, atol=1e-6)
-    after = aggregated(method, State({"prompt": prompt(1)}), iter([Upload(up, 8, CTX)]))
+    after = aggregated(method, FederatedState({"prompt": prompt(1)}), iter([AcceptedUpload(up, 8, CTX)]))
     assert torch.allclose(after.tensors["prompt"], prompt(1) - 0.5 * mean, atol=1e-6)
 
 
 def test_epoch_form_sends_the_change_of_the_local_copy():
     method, local = make(exchange="epoch", sampling="disjoint", **QUIET), local_of(12, epochs=2)
-    own = State({"prompt": prompt(2)})
+    own = FederatedState({"prompt": prompt(2)})
     private, up = turn(method, local, own, replace(CTX, seeded=True))
     p_global, p_local = prompt(1), prompt(2)
     stream = replace(CTX, seeded=True).noise("rows")(32)
-    for step, batch in enumerate(local.rows.batches("disjoint", 6, rng.Stream(stream))):
+    for step, batch in enumerate(local.rows.batches("disjoint", 6, rng.RandomStream(stream))):
         start = torch.randn(WIDTH, 3, generator=CTX.rng(f"factors {step}").torch_generator())
-        u, v = low_rank.factorise(p_local, start)
+        u, v = low_rank.factorize_matrix(p_local, start)
         g = local.rows.per_sample({"prompt": p_global + p_local}, batch).gradients["prompt"].sum(0) / 4
         p_local = p_local - 0.25 * low_rank.full_gradient(u, v, g @ v.T, u.T @ g)
         p_global = p_global - 0.5 * g
     assert step == 5
     assert torch.allclose(up.fields["prompt"], p_global - prompt(1), atol=1e-5)
     assert torch.allclose(private.tensors["prompt"], p_local, atol=1e-5)
-    after = aggregated(method, State({"prompt": prompt(1)}), iter([Upload(up, 12, CTX)]))
+    after = aggregated(method, FederatedState({"prompt": prompt(1)}), iter([AcceptedUpload(up, 12, CTX)]))
     assert torch.allclose(after.tensors["prompt"], p_global, atol=1e-5)
 
 
@@ -143,7 +147,9 @@ def test_epoch_form_sends_the_change_of_the_local_copy():
 def test_noise_has_the_stated_size_where_it_is_stated(exchange, monkeypatch):
     """On the sums, before the division by the fixed B, at every step."""
     asked = []
-    monkeypatch.setattr(noise, "gaussian", lambda shape, std, source: asked.append((shape, std)) or torch.zeros(shape))
+    monkeypatch.setattr(
+        gaussian_noise, "draw_gaussian", lambda shape, std, source: asked.append((shape, std)) or torch.zeros(shape)
+    )
     method = make(exchange=exchange, noise_local=1.5, noise_global=0.7, clip_local=2.0, clip_global=3.0)
     turn(method, local_of(12), None)
     steps = 1 if exchange == "batch" else 3
@@ -157,8 +163,8 @@ def test_one_row_of_norm_a_million_moves_the_upload_by_two_bounds_over_b_unless_
     local = local_of(8, batch_size=8, scale=0.3)
     other = local_of(8, batch_size=8, scale=0.3)
     other._rows[5] = (-1e6 * other._rows[5][0], other._rows[5][1])
-    own = State({"prompt": prompt(2)})
-    sent = [turn(method, found, own)[1].fields["prompt"] for found in (local, other)]
+    own = FederatedState({"prompt": prompt(2)})
+    sent = [turn(method, trainer, own)[1].fields["prompt"] for trainer in (local, other)]
     moved = (sent[0] - sent[1]).norm()
     assert (moved > 2 * 0.1 / 8 * 1.01) == broken
     assert moved > 0.05 / 8
@@ -166,7 +172,7 @@ def test_one_row_of_norm_a_million_moves_the_upload_by_two_bounds_over_b_unless_
 
 def test_u_and_v_are_clipped_together_in_strict_and_apart_in_paper(monkeypatch):
     sums = []
-    monkeypatch.setattr(noise, "added", lambda value, std, source: sums.append(value) or value)
+    monkeypatch.setattr(gaussian_noise, "add_noise", lambda value, std, source: sums.append(value) or value)
     local, bounds = local_of(1, batch_size=1, scale=0.1), {"clip_local": 1e-3, "clip_global": 2e-3}
     turn(make(**bounds), local)
     turn(make(mode="paper", sampling="disjoint", epsilon=1.0, **bounds), local)
@@ -177,13 +183,13 @@ def test_u_and_v_are_clipped_together_in_strict_and_apart_in_paper(monkeypatch):
 
 
 def test_code_adds_and_divides_by_ten(monkeypatch):
-    monkeypatch.setattr(noise, "added", lambda value, std, source: value)
+    monkeypatch.setattr(gaussian_noise, "add_noise", lambda value, std, source: value)
     method = make(mode="code", epsilon=1.0, sampling="fixed", clip_local=1e9, clip_global=1e9)
     local, own = local_of(8, batch_size=8), prompt(2)
-    private, up = turn(method, local, State({"prompt": own}))
+    private, up = turn(method, local, FederatedState({"prompt": own}))
     g = up.fields["prompt"]
     start = torch.randn(WIDTH, 3, generator=CTX.rng("factors 0").torch_generator())
-    u, v = low_rank.factorise(own, start)
+    u, v = low_rank.factorize_matrix(own, start)
     assert torch.allclose(private.tensors["prompt"], own - 0.025 * (g @ v.T @ v + u @ u.T @ g), atol=1e-6)
 
 
@@ -191,10 +197,10 @@ def test_code_adds_and_divides_by_ten(monkeypatch):
 def test_the_servers_noise_has_the_nominal_size(mode, monkeypatch):
     """std / N with std = sqrt(T ln(1 / delta)) C / (epsilon B): 106 C / 10 for epsilon 0.1, B = 32, T = 100."""
     asked = []
-    monkeypatch.setattr(noise, "added", lambda value, std, source: asked.append(std) or value)
+    monkeypatch.setattr(gaussian_noise, "add_noise", lambda value, std, source: asked.append(std) or value)
     method = make(mode=mode, epsilon=0.1, rounds=100)
     payload = Payload({"prompt": prompt(1), "rows_a_step": torch.tensor(32.0)})
-    aggregated(method, State({"prompt": prompt(2)}), iter([Upload(payload, 5, CTX)] * 3))
+    aggregated(method, FederatedState({"prompt": prompt(2)}), iter([AcceptedUpload(payload, 5, CTX)] * 3))
     assert asked == [pytest.approx(106.03 / 3, rel=1e-3)]
     with pytest.raises(WireError, match="rows_a_step"):
         method.check(Payload({"prompt": prompt(1), "rows_a_step": torch.tensor(float("nan"))}), SPEC)
@@ -202,11 +208,11 @@ def test_the_servers_noise_has_the_nominal_size(mode, monkeypatch):
 
 def test_an_empty_poisson_batch_is_a_step_of_noise_alone(monkeypatch):
     local = local_of(12)
-    monkeypatch.setattr(type(local.rows), "batches", lambda *a: [Batch(())])
-    private, up = turn(make(noise_local=0.0, noise_global=0.0), local, State({"prompt": prompt(2)}))
+    monkeypatch.setattr(type(local.rows), "batches", lambda *a: [BatchIndices(())])
+    private, up = turn(make(noise_local=0.0, noise_global=0.0), local, FederatedState({"prompt": prompt(2)}))
     assert not up.fields["prompt"].any()
     assert torch.equal(private.tensors["prompt"], prompt(2))
-    _, noisy = turn(make(), local, State({"prompt": prompt(2)}))
+    _, noisy = turn(make(), local, FederatedState({"prompt": prompt(2)}))
     assert 10 / 4 * 0.5 < noisy.fields["prompt"].std() < 10 / 4 * 1.6
 
 
@@ -216,12 +222,12 @@ TEXTS = {"clipped": "texts", "sampling": "fixed"}
 
 
 def test_texts_without_noise_and_clipping_are_the_step_of_the_prompt():
-    local, own = local_of(8, batch_size=8, kind=TextTask), State({"prompt": prompt(2)})
+    local, own = local_of(8, batch_size=8, kind=TextTask), FederatedState({"prompt": prompt(2)})
     quiet = QUIET | {"clip_texts": 1e9, "sampling": "fixed"}
-    found = [turn(make(clipped=where, **quiet), local, own) for where in ("prompt", "texts")]
-    for mine, other in ((f[0].tensors["prompt"], f[1].fields["prompt"]) for f in found[1:]):
-        assert torch.allclose(other, found[0][1].fields["prompt"], atol=1e-5)
-        assert torch.allclose(mine, found[0][0].tensors["prompt"], atol=1e-5)
+    results = [turn(make(clipped=where, **quiet), local, own) for where in ("prompt", "texts")]
+    for mine, other in ((f[0].tensors["prompt"], f[1].fields["prompt"]) for f in results[1:]):
+        assert torch.allclose(other, results[0][1].fields["prompt"], atol=1e-5)
+        assert torch.allclose(mine, results[0][0].tensors["prompt"], atol=1e-5)
         assert not torch.allclose(mine, prompt(2), atol=1e-3)
 
 
@@ -232,27 +238,27 @@ def test_texts_get_one_noise_worth_both_on_the_sum_and_only_then_are_pulled_back
         asked.append((value.clone(), std))
         return value + 1.0
 
-    monkeypatch.setattr(noise, "added", added)
-    local, own = local_of(8, batch_size=8, kind=TextTask), State({"prompt": prompt(2)})
+    monkeypatch.setattr(gaussian_noise, "add_noise", added)
+    local, own = local_of(8, batch_size=8, kind=TextTask), FederatedState({"prompt": prompt(2)})
     method = make(noise_local=3.0, noise_global=4.0, clip_texts=0.5, **TEXTS)
     _, up = turn(method, local, own)
     ((total, std),) = asked
     assert std == pytest.approx(0.5 * 2.4)
     assert total.shape == (CLASSES, SPACE)
     assert float(total.norm()) <= 8 * 0.5
-    batch = local.rows.batches("fixed", 1, rng.Stream(bytes(32)))[0]
+    batch = local.rows.batches("fixed", 1, rng.RandomStream(bytes(32)))[0]
     pulled = local.rows.feature({"prompt": prompt(1) + prompt(2)}, batch).pull((total + 1.0) / 8)
     assert torch.allclose(up.fields["prompt"], pulled["prompt"], atol=1e-5)
 
 
 def test_one_row_of_norm_a_million_moves_the_sum_in_the_texts_by_two_bounds(monkeypatch):
     sums = []
-    monkeypatch.setattr(noise, "added", lambda value, std, source: sums.append(value.clone()) or value)
+    monkeypatch.setattr(gaussian_noise, "add_noise", lambda value, std, source: sums.append(value.clone()) or value)
     local, other = (local_of(8, batch_size=8, kind=TextTask) for _ in range(2))
     x, y = other._rows[5]
     other._rows[5] = (-1e6 * x, (y + 1) % CLASSES)
-    for found in (local, other):
-        turn(make(clip_texts=0.1, **TEXTS), found, State({"prompt": prompt(2)}))
+    for trainer in (local, other):
+        turn(make(clip_texts=0.1, **TEXTS), trainer, FederatedState({"prompt": prompt(2)}))
     moved = float((sums[0] - sums[1]).norm())
     assert 0.05 < moved <= 0.2 * (1 + 1e-5)
 
@@ -261,21 +267,21 @@ def test_noise_in_the_texts_is_the_operating_systems(monkeypatch):
     asked = []
     real = os.urandom
     monkeypatch.setattr(os, "urandom", lambda n: asked.append(n) or real(n))
-    turn(make(**TEXTS), local_of(8, kind=TextTask), State({"prompt": prompt(2)}))
+    turn(make(**TEXTS), local_of(8, kind=TextTask), FederatedState({"prompt": prompt(2)}))
     assert asked == [32, 16 * (4 * CLASSES * SPACE // 2)]  # the rows; four normal draws an entry, two from 16 bytes
 
 
 @pytest.mark.long
 def test_texts_cost_what_the_prompt_costs_and_a_batch_is_used_once(tmp_path):
-    plan = Plan(10, 1, 4, 12, REPLACE)
+    plan = SamplingPlan(10, 1, 4, 12, REPLACE)
     assert make(clipped="texts").privacy_spent(plan) == make().privacy_spent(plan)
     method = make(clipped="texts")
-    ledger = Ledger(tmp_path / "s.json")
+    ledger = PrivacyLedger(tmp_path / "s.json")
     names = [f"r{i}" for i in range(12)]
-    rows = MeteredRows(local_of(12, kind=TextTask).rows, method, method.budget, ledger, names)
-    turn(method, RowsOnly(SPEC, rows))
+    rows = ChargedGradientSource(local_of(12, kind=TextTask).rows, method, method.budget, ledger, names)
+    turn(method, GradientsOnlyTrainer(SPEC, rows))
     assert ledger.epsilon("r0", method.budget) > 0
-    (batch,) = rows.batches("poisson", 1, rng.Stream(bytes(32)))
+    (batch,) = rows.batches("poisson", 1, rng.RandomStream(bytes(32)))
     rows.feature({"prompt": prompt(1)}, batch)
     with pytest.raises(BudgetError):
         rows.feature({"prompt": prompt(1)}, batch)
@@ -284,21 +290,23 @@ def test_texts_cost_what_the_prompt_costs_and_a_batch_is_used_once(tmp_path):
 # --- what is private
 
 
-def federation(method, locals_, rounds=3, deterministic=True, tap=None) -> Federation:
+def federation(method, locals_, rounds=3, deterministic=True, tap=None) -> InProcessFederation:
     config = parse({"run.deterministic": deterministic, "run.rounds": rounds})
-    state = method.init(SPEC, {"prompt": prompt(1)}, rng.initial(0, "method init"))
-    exchange = Exchange(method, "dp_fpl", SPEC)
-    return Federation(exchange, config, lambda site, ctx: locals_[site], list(locals_), state, tap=tap)
+    state = method.init(SPEC, {"prompt": prompt(1)}, rng.initial_stream(0, "method init"))
+    exchange = MessageExchange(method, "dp_fpl", SPEC)
+    return InProcessFederation(exchange, config, lambda site, ctx: locals_[site], list(locals_), state, tap=tap)
 
 
 @pytest.mark.parametrize("exchange", ["batch", "epoch"])
 def test_the_private_prompt_is_on_no_message_and_no_loss_is_reported(tmp_path, exchange):
-    run = federation(make(exchange=exchange), {s: local_of(12, i) for i, s in enumerate("ab")}, tap=Tap(tmp_path))
-    kept = []
-    run.run(lambda f, r: kept.extend(f.private.values()))
-    messages = b"".join(bytes(run.tap.read(m)) for m in Tap(tmp_path).messages())
-    assert len(kept) == 6
-    assert not any(s.tensors["prompt"].numpy().tobytes()[:12] in messages for s in kept)
+    run = federation(
+        make(exchange=exchange), {s: local_of(12, i) for i, s in enumerate("ab")}, tap=MessageCapture(tmp_path)
+    )
+    private_states = []
+    run.run(lambda f, r: private_states.extend(f.private.values()))
+    messages = b"".join(bytes(run.tap.read(m)) for m in MessageCapture(tmp_path).messages())
+    assert len(private_states) == 6
+    assert not any(s.tensors["prompt"].numpy().tobytes()[:12] in messages for s in private_states)
     assert all(set(report) == {"steps"} for report in run.reports.values())
 
 
@@ -316,7 +324,7 @@ def test_a_real_run_takes_noise_and_rows_from_the_operating_system(monkeypatch):
     asked = []
     real = os.urandom
     monkeypatch.setattr(os, "urandom", lambda n: asked.append(n) or real(n))
-    local, own = local_of(12), State({"prompt": prompt(2)})
+    local, own = local_of(12), FederatedState({"prompt": prompt(2)})
     first, second = (turn(make(), local, own)[1].fields["prompt"] for _ in range(2))
     assert not torch.equal(first, second), "a repeated turn"
     assert len(asked) == 2 * 4
@@ -336,13 +344,13 @@ def test_rounds_walk_through_one_epoch():
 
 
 def test_deployed_prompts():
-    server, own = State({"prompt": prompt(1)}), State({"prompt": prompt(2)})
-    assert torch.allclose(make().deployed(server, own)["client"]["prompt"], prompt(1) + prompt(2), atol=1e-6)
+    server, own = FederatedState({"prompt": prompt(1)}), FederatedState({"prompt": prompt(2)})
+    assert torch.allclose(make().models(server, own)["client"]["prompt"], prompt(1) + prompt(2), atol=1e-6)
     arbitrary = make(residual=False)
-    first, second = (arbitrary.deployed(server, own)["client"]["prompt"] for _ in range(2))
+    first, second = (arbitrary.models(server, own)["client"]["prompt"] for _ in range(2))
     assert torch.equal(first, second)
     assert torch.linalg.matrix_norm(first - prompt(1)) == pytest.approx(math.sqrt(3), rel=1e-5)
-    k = make(residual="rank-k").deployed(server, own)["client"]["prompt"] - prompt(1)
+    k = make(residual="rank-k").models(server, own)["client"]["prompt"] - prompt(1)
     assert torch.linalg.matrix_rank(k, rtol=1e-4) == 3
 
 
@@ -352,9 +360,9 @@ def test_the_gradient_is_taken_at_what_residual_forwards(residual, monkeypatch):
     rows = type(local.rows)
     real = rows.per_sample
     monkeypatch.setattr(rows, "per_sample", lambda s, w, b: seen.append(w["prompt"]) or real(s, w, b))
-    turn(make(residual=residual), local, State({"prompt": prompt(2)}))
+    turn(make(residual=residual), local, FederatedState({"prompt": prompt(2)}))
     start = torch.randn(WIDTH, 3, generator=CTX.rng("factors 0").torch_generator())
-    u, v = low_rank.factorise(prompt(2), start)
+    u, v = low_rank.factorize_matrix(prompt(2), start)
     expected = {True: prompt(2), False: u @ v, "rank-k": u @ u.T @ prompt(2)}[residual]
     assert torch.allclose(seen[0], prompt(1) + expected, atol=1e-5)
 
@@ -375,10 +383,10 @@ def test_the_honest_epsilons_of_the_nominal_noise(nominal, row):
     """One release; u and v; the same under replace-one; with p_G (mode paper); clipped by batch (mode code: u, v)."""
     size, rounds, delta = 32, 100, 1e-5
     paper, code = (make(mode=m, epsilon=nominal, sampling="disjoint", rounds=rounds) for m in ("paper", "code"))
-    plan = Plan(rounds, 1, size, size, REPLACE)
+    plan = SamplingPlan(rounds, 1, size, size, REPLACE)
 
-    def of(z: float, neighbours: Neighbours) -> float:
-        return accounting.epsilon({("gaussian", 0, 0, z): rounds}, delta, neighbours)
+    def of(z: float, neighbours: Adjacency) -> float:
+        return accounting.compute_epsilon({("gaussian", 0, 0, z): rounds}, delta, neighbours)
 
     def printed(value: float, text: str) -> str:
         if text == "470":  # two digits of 468.6
@@ -387,37 +395,37 @@ def test_the_honest_epsilons_of_the_nominal_noise(nominal, row):
 
     z = paper._nominal
     ((step, _),) = code.privacy_spent(plan).items()
-    found = [
+    epsilons = [
         of(z, ADD),
         of(z / math.sqrt(2), ADD),
         of(z / math.sqrt(2), REPLACE),
-        accounting.epsilon(paper.privacy_spent(plan), delta, REPLACE),
+        accounting.compute_epsilon(paper.privacy_spent(plan), delta, REPLACE),
         of(step[3] * math.sqrt(3 / 2), REPLACE),  # without p_G, as the table has it
     ]
-    assert [printed(v, t) for v, t in zip(found, row, strict=True)] == row
+    assert [printed(v, t) for v, t in zip(epsilons, row, strict=True)] == row
 
 
 def test_events_compose_the_two_releases_and_nothing_is_claimed_without_noise():
-    method, plan = make(noise_local=3.0, noise_global=4.0), Plan(10, 1, 4, 12, REPLACE)
-    event = accounting.event(method.privacy_spent(plan))
+    method, plan = make(noise_local=3.0, noise_global=4.0), SamplingPlan(10, 1, 4, 12, REPLACE)
+    event = accounting.dp_event(method.privacy_spent(plan))
     assert event.count == 10
     assert event.event.sampling_probability == pytest.approx(1 / 3)
     assert event.event.event.noise_multiplier == pytest.approx(2.4)
     silent = make(noise_global=0.0).privacy_spent(plan)
-    assert isinstance(accounting.event(silent).event, NonPrivateDpEvent)
+    assert isinstance(accounting.dp_event(silent).event, NonPrivateDpEvent)
     epoch = make(exchange="epoch", sampling="disjoint")
-    assert list(epoch.privacy_spent(Plan(10, 6, 4, 12, REPLACE)).values()) == [20]
+    assert list(epoch.privacy_spent(SamplingPlan(10, 6, 4, 12, REPLACE)).values()) == [20]
 
 
 def accounted(method, path, count=12, **config):
-    local, ledger = local_of(count, **config), Ledger(path)
-    rows = MeteredRows(local.rows, method, method.budget, ledger, [f"r{i}" for i in range(count)])
-    return RowsOnly(SPEC, rows), ledger
+    local, ledger = local_of(count, **config), PrivacyLedger(path)
+    rows = ChargedGradientSource(local.rows, method, method.budget, ledger, [f"r{i}" for i in range(count)])
+    return GradientsOnlyTrainer(SPEC, rows), ledger
 
 
 def cost(method, rounds: int, steps: int = 1) -> float:
-    spent = method.privacy_spent(Plan(rounds, steps, 4, 12, REPLACE))
-    return accounting.epsilon(spent, method.delta, REPLACE)
+    spent = method.privacy_spent(SamplingPlan(rounds, steps, 4, 12, REPLACE))
+    return accounting.compute_epsilon(spent, method.delta, REPLACE)
 
 
 @pytest.mark.parametrize("exchange, sampling", [("batch", "poisson"), ("epoch", "disjoint")])
@@ -447,12 +455,12 @@ def test_disjoint_batches_charge_their_own_records_only(tmp_path):
 def test_under_the_ledger_nothing_is_looked_at_for_free(tmp_path):
     method = make()
     local, _ = accounted(method, tmp_path / "s.json")
-    (batch,) = local.rows.batches("poisson", 1, rng.Stream(bytes(32)))
+    (batch,) = local.rows.batches("poisson", 1, rng.RandomStream(bytes(32)))
     weights = {"prompt": prompt(1)}
     local.rows.per_sample(weights, batch)
     for act in (
         lambda: local.rows.per_sample(weights, batch),
-        lambda: local.rows.per_sample(weights, local_of().rows.batches("poisson", 1, rng.Stream(bytes(32)))[0]),
+        lambda: local.rows.per_sample(weights, local_of().rows.batches("poisson", 1, rng.RandomStream(bytes(32)))[0]),
         lambda: local.train(weights),
         lambda: local.gradient(weights),
     ):
@@ -508,10 +516,12 @@ def test_a_deterministic_run_that_asks_for_an_epsilon_is_refused(fields):
 
 def test_another_spec_is_refused_and_fields_travel_as_json():
     with pytest.raises(ConfigError, match="adapter"):
-        make().init({"prompt": TensorSpec((LENGTH + 1, WIDTH))}, {}, rng.initial(0, "x"))
+        make().init({"prompt": ParamSpec((LENGTH + 1, WIDTH))}, {}, rng.initial_stream(0, "x"))
     for method in (make(residual="rank-k"), make(residual=False), make(neighbours=ADD), make(mode="code", epsilon=0.4)):
         assert strategies.create_from_json("dp_fpl", json.dumps(asdict(method))) == method
-    made = strategies.create("dp_fpl", 'residual = "rank-k"\nneighbours = "add-or-remove-one"\nadapter = {length = 9}')
+    made = strategies.create_method(
+        "dp_fpl", 'residual = "rank-k"\nneighbours = "add-or-remove-one"\nadapter = {length = 9}'
+    )
     assert (made.residual, made.neighbours, made.adapter.length) == ("rank-k", ADD, 9)
     with pytest.raises(ConfigError, match="residual"):
-        strategies.create("dp_fpl", 'residual = "rank"')
+        strategies.create_method("dp_fpl", 'residual = "rank"')

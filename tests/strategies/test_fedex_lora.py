@@ -8,31 +8,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil import rng, strategies
-from fedveil.adapters.residual_lora import ResidualLora, factors, residuals
-from fedveil.algebra.sums import RunningSums
+from fedveil.adapters.residual_lora import ResidualLoraAdapter, factor_names, residual_names
 from fedveil.config import parse
-from fedveil.contract.layout import Layout, Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import Trained
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import ConfigError, StateError, UploadRefused, WireError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.server_app.intake import Limits, judge
-from fedveil.strategies.fedex_lora import FedExLora
-from fedveil.wire.envelope import Stamp, pack, unpack
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.ops.running_sums import RunningSums
+from fedveil.server_app.upload_validation import UploadLimits, judge_upload
+from fedveil.strategies.fedex_lora import FedExLoRA
+from fedveil.wire.envelope import EnvelopeStamp, pack_message, unpack_message
 from tests.conftest import ToyTrainer
 from tools.forge import with_header
 
 SPEC = {
-    "h.0.lora_A": TensorSpec((2, 30)),
-    "h.0.lora_B": TensorSpec((20, 2)),
-    "h.1.lora_A": TensorSpec((2, 24)),
-    "h.1.lora_B": TensorSpec((33, 2)),
-    "h.0.residual": TensorSpec((20, 30), fixed=True),
-    "h.1.residual": TensorSpec((33, 24), fixed=True),
+    "h.0.lora_A": ParamSpec((2, 30)),
+    "h.0.lora_B": ParamSpec((20, 2)),
+    "h.1.lora_A": ParamSpec((2, 24)),
+    "h.1.lora_B": ParamSpec((33, 2)),
+    "h.0.residual": ParamSpec((20, 30), fixed=True),
+    "h.1.residual": ParamSpec((33, 24), fixed=True),
 }
-METHOD = FedExLora(adapter=ResidualLora(rank=2))
+METHOD = FedExLoRA(adapter=ResidualLoraAdapter(rank=2))
 CTX = RoundContext(0, "a", True, bytes(32))
 
 
@@ -44,22 +44,22 @@ class Site:
         self._seed, self._std = 1000 * round_ + ord(site), std
         self.frozen: list[str] = []
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
         generator = torch.Generator().manual_seed(self._seed)
         self.frozen = sorted(name for name, mask in frozen.items() if bool(mask.all()))
         moved = {n: w + self._std * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
-        return Trained({**moved, **{n: weights[n] for n in self.frozen}}, {"steps": 1.0})
+        return TrainingResult({**moved, **{n: weights[n] for n in self.frozen}}, {"steps": 1.0})
 
 
 def weights_of(spec=SPEC):
-    return METHOD.adapter.draw({n: t.shape for n, t in spec.items()}, rng.initial(0, "w"), {})
+    return METHOD.adapter.draw({n: t.shape for n, t in spec.items()}, rng.initial_stream(0, "w"), {})
 
 
-def federation(method=METHOD, sites="abc", fraction: float = 1.0, rounds: int = 4, **keys) -> Federation:
+def federation(method=METHOD, sites="abc", fraction: float = 1.0, rounds: int = 4, **keys) -> InProcessFederation:
     config = parse({"run.deterministic": True, "run.rounds": rounds, "cohort.fraction": fraction, **keys})
-    state = method.init(SPEC, weights_of(), rng.initial(0, "m"))
-    return Federation(
-        Exchange(method, "fedex_lora", SPEC), config, lambda site, ctx: Site(site, ctx.round), list(sites), state
+    state = method.init(SPEC, weights_of(), rng.initial_stream(0, "m"))
+    return InProcessFederation(
+        MessageExchange(method, "fedex_lora", SPEC), config, lambda site, ctx: Site(site, ctx.round), list(sites), state
     )
 
 
@@ -69,40 +69,40 @@ def change_of(weights, module: str, scaled: float = 1.0):
     return r + scaled * b @ a
 
 
-def sent_by(run: Federation, round_: int, site: str):
+def sent_by(run: InProcessFederation, round_: int, site: str):
     """What a site sends, by the same trainer from the same broadcast, without the method."""
-    start = run.exchange.method.deployed(run.server)["server"]
-    held = {n: torch.tensor(True) for n in residuals(SPEC)}
-    return Site(site, round_).train(start, held).weights
+    start = run.exchange.method.models(run.server)["server"]
+    frozen_masks = {n: torch.tensor(True) for n in residual_names(SPEC)}
+    return Site(site, round_).train(start, frozen_masks).weights
 
 
-def check_rounds(run: Federation, rounds: int) -> None:
+def check_rounds(run: InProcessFederation, rounds: int) -> None:
     """Each round against the naive mean of the clients' whole models, in plain loops and fp64."""
     for round_ in range(rounds):
-        before = run.exchange.method.deployed(run.server)["server"]
+        before = run.exchange.method.models(run.server)["server"]
         sent = {site: sent_by(run, round_, site) for site in run.sites}
         run.round(round_)
         total = sum(1 + ord(site) % 5 for site in run.last_cohort)
-        after = run.exchange.method.deployed(run.server)["server"]
+        after = run.exchange.method.models(run.server)["server"]
         for module in ("h.0", "h.1"):
             models = {site: change_of({**w, f"{module}.residual": before[f"{module}.residual"]}, module)
                       for site, w in sent.items()}  # fmt: skip
             wanted = sum((1 + ord(site) % 5) / total * models[site] for site in run.last_cohort)
-            found = change_of(after, module)
-            assert float((found - wanted).norm()) <= 2e-6 * float(wanted.norm())
+            change = change_of(after, module)
+            assert float((change - wanted).norm()) <= 2e-6 * float(wanted.norm())
 
 
 def test_two_uploads_by_hand():
     """A: (3 * [1, 0] + 1 * [5, 8]) / 4 = [2, 2]; B: (3 * 2 + 1 * -2) / 4 = 1; B A: (3 * [2, 0] + [-10, -16]) / 4 =
     [-1, -4], so R = [-1, -4] - [2, 2] = [-3, -6]: the model is [-1, -4].
     """
-    spec = {"m.lora_A": TensorSpec((1, 2)), "m.lora_B": TensorSpec((1, 1)), "m.residual": TensorSpec((1, 2))}
-    method, sums = FedExLora(), RunningSums()
-    server = method.init(spec, {n: torch.zeros(t.shape) for n, t in spec.items()}, rng.initial(0, "m"))
+    spec = {"m.lora_A": ParamSpec((1, 2)), "m.lora_B": ParamSpec((1, 1)), "m.residual": ParamSpec((1, 2))}
+    method, sums = FedExLoRA(), RunningSums()
+    server = method.init(spec, {n: torch.zeros(t.shape) for n, t in spec.items()}, rng.initial_stream(0, "m"))
     for site, a, b, n in (("x", [[1.0, 0.0]], 2.0, 3), ("y", [[5.0, 8.0]], -2.0, 1)):
         payload = Payload({"m.lora_A": torch.tensor(a), "m.lora_B": torch.tensor([[b]])})
-        sums.add(site, n, method.terms(payload, n, spec, CTX))
-    new = method.settle(server, sums, CTX).tensors
+        sums.add(site, n, method.contributions(payload, n, spec, CTX))
+    new = method.server_update(server, sums, CTX).tensors
     assert new["m.lora_A"].tolist() == [[2.0, 2.0]]
     assert new["m.lora_B"].tolist() == [[1.0]]
     torch.testing.assert_close(new["m.residual"], torch.tensor([[-3.0, -6.0]]))
@@ -133,12 +133,12 @@ def test_fedavg_is_not_the_mean_of_the_models_and_this_is():
 def test_one_site_alone_has_no_residual_and_is_fedavg():
     run = federation(sites="a")
     run.run()
-    assert not any(bool(r.any()) for r in residuals(run.exchange.method.deployed(run.server)["server"]).values())
-    spec = factors(SPEC)
-    plain = strategies.create("fedavg", "adapter = {rank = 2}")
-    state = plain.init(spec, factors(weights_of()), rng.initial(0, "m"))
+    assert not any(bool(r.any()) for r in residual_names(run.exchange.method.models(run.server)["server"]).values())
+    spec = factor_names(SPEC)
+    plain = strategies.create_method("fedavg", "adapter = {rank = 2}")
+    state = plain.init(spec, factor_names(weights_of()), rng.initial_stream(0, "m"))
     trainer_for = lambda site, ctx: Of(Site(site, ctx.round))  # noqa: E731
-    other = Federation(Exchange(plain, "fedavg", spec), run.config, trainer_for, ["a"], state)
+    other = InProcessFederation(MessageExchange(plain, "fedavg", spec), run.config, trainer_for, ["a"], state)
     other.run()
     for name in spec:
         assert torch.equal(other.server.tensors[name], run.server.tensors[name])
@@ -148,32 +148,32 @@ class Of:
     """The same training for a method without R."""
 
     def __init__(self, site: Site) -> None:
-        self._site, self.spec, self.num_examples = site, factors(SPEC), site.num_examples
+        self._site, self.spec, self.num_examples = site, factor_names(SPEC), site.num_examples
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
-        found = self._site.train({n: weights.get(n, torch.zeros(t.shape)) for n, t in SPEC.items()}, {})
-        return Trained(factors(found.weights), found.report)
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
+        result = self._site.train({n: weights.get(n, torch.zeros(t.shape)) for n, t in SPEC.items()}, {})
+        return TrainingResult(factor_names(result.weights), result.report)
 
 
-def broadcasts(run: Federation, rounds: int) -> dict[tuple[int, str], tuple[str, int]]:
+def broadcasts(run: InProcessFederation, rounds: int) -> dict[tuple[int, str], tuple[str, int]]:
     """The kind and the bytes of every broadcast."""
-    found = {}
+    message_info = {}
     for round_ in range(rounds):
         for site in run.sites:
             ctx = run._context(round_, site, run._server_secret)
             data = run.exchange.broadcast(run.server, ctx)
-            stamp = Stamp.of(run.exchange.method, "fedex_lora", round_, "down")
-            found[round_, site] = (unpack(data, run.exchange.layout, stamp).payload.variant, len(data))
+            stamp = EnvelopeStamp.from_exchange(run.exchange.method, "fedex_lora", round_, "down")
+            message_info[round_, site] = (unpack_message(data, run.exchange.layout, stamp).payload.variant, len(data))
         run.round(round_)
         for site in run.last_cohort:  # what a site keeps is what it was sent, which the server had
             assert run.private.get(site) is not None
-    return found
+    return message_info
 
 
 def test_a_site_that_stays_gets_factors_and_has_the_servers_residual_bit_for_bit():
     run, before = federation(sites="ab"), None
     for round_ in range(4):
-        before = residuals(run.exchange.method.deployed(run.server)["server"])
+        before = residual_names(run.exchange.method.models(run.server)["server"])
         run.round(round_)
         for site in "ab":
             for name, r in run.private.get(site).tensors.items():
@@ -194,7 +194,7 @@ def test_who_was_absent_gets_the_residual_whole_and_it_is_the_same():
             kinds.setdefault(payload.variant, []).append(len(run.exchange.broadcast(run.server, ctx)))
             member = site in (run.last_cohort if round_ else [])
             assert payload.variant == ("start" if round_ == 0 else "step" if member else "whole")
-        before = residuals(run.exchange.method.deployed(run.server)["server"])
+        before = residual_names(run.exchange.method.models(run.server)["server"])
         run.round(round_)
         for site in run.last_cohort:
             assert all(torch.equal(r, before[name]) for name, r in run.private.get(site).tensors.items())
@@ -219,8 +219,8 @@ def test_a_site_without_its_residual_says_so_and_gets_it_whole():
     with pytest.raises(StateError, match="private state: expected the residual of an earlier participation"):
         exchange.participate(down, None, Site("a", 4), RoundContext(4, "a", False, bytes(32)))
     again = exchange.broadcast(run.server, RoundContext(4, "a", True, bytes(32)))  # as after a turn that failed
-    kept, _ = exchange.participate(again, None, Site("a", 4), RoundContext(4, "a", True, bytes(32)))
-    assert torch.equal(kept.tensors["h.1.residual"], run.server.tensors["h.1.residual"])
+    private_state, _ = exchange.participate(again, None, Site("a", 4), RoundContext(4, "a", True, bytes(32)))
+    assert torch.equal(private_state.tensors["h.1.residual"], run.server.tensors["h.1.residual"])
 
 
 def test_the_residual_is_frozen_and_no_upload_holds_it():
@@ -230,13 +230,13 @@ def test_the_residual_is_frozen_and_no_upload_holds_it():
     down = run.exchange.broadcast(run.server, RoundContext(4, "a", False, bytes(32)))
     _, parts = run.exchange.participate(down, run.private.get("a"), trainer, RoundContext(4, "a", False, bytes(32)))
     assert trainer.frozen == ["h.0.residual", "h.1.residual"]
-    assert set(run.exchange.receive(b"".join(parts), 4).payload.fields) == set(factors(SPEC))
+    assert set(run.exchange.receive(b"".join(parts), 4).payload.fields) == set(factor_names(SPEC))
 
 
 @pytest.mark.parametrize("fields", ['wire_dtype = "bfloat16"', "upload_bits = 4"])
 def test_what_is_rounded_on_the_wire_is_exact_too(fields):
     """The mean is of what was decoded; and what goes down is what the residual was formed from."""
-    method = strategies.create("fedex_lora", fields + "\nadapter = {rank = 2}")
+    method = strategies.create_method("fedex_lora", fields + "\nadapter = {rank = 2}")
     run = federation(method, rounds=2)
     exchange, server, uploads, total = run.exchange, run.server, [], 0
     models = {}
@@ -245,7 +245,7 @@ def test_what_is_rounded_on_the_wire_is_exact_too(fields):
         _, parts = exchange.participate(exchange.broadcast(server, ctx), None, Site(site, 0), ctx)
         message = exchange.receive(b"".join(parts), 0)
         n, opened = message.num_examples, method._uploads.opened(message.payload)
-        uploads.append(Upload(message.payload, n, ctx))
+        uploads.append(AcceptedUpload(message.payload, n, ctx))
         total += n
         for m in ("h.0", "h.1"):
             product = opened[f"{m}.lora_B"].double() @ opened[f"{m}.lora_A"].double()
@@ -260,25 +260,27 @@ def test_what_is_rounded_on_the_wire_is_exact_too(fields):
 CTX_1 = RoundContext(1, "z", True, bytes(32))
 
 
-def upload_of(exchange: Exchange, changes=None, layout: Layout | None = None) -> bytes:
+def upload_of(exchange: MessageExchange, changes=None, layout: MessageLayout | None = None) -> bytes:
     """A message as a hostile site can make it: any fields, of any layout, under the run's digest."""
-    weights = {n: torch.ones(t.shape) for n, t in factors(exchange.spec).items()} | (changes or {})
-    data = pack(layout or exchange.layout, Stamp.of(METHOD, "fedex_lora", 0, "up"), Payload(weights), 3)
+    weights = {n: torch.ones(t.shape) for n, t in factor_names(exchange.spec).items()} | (changes or {})
+    data = pack_message(
+        layout or exchange.layout, EnvelopeStamp.from_exchange(METHOD, "fedex_lora", 0, "up"), Payload(weights), 3
+    )
     return with_header(data, layout=exchange.layout.digest)
 
 
 @pytest.mark.parametrize("shape", [(3, 30), (1, 30), (2, 31)])
 def test_an_upload_of_another_rank_or_size_is_refused_by_its_field(shape):
-    exchange = Exchange(METHOD, "fedex_lora", SPEC)
-    own = Layout(tuple(replace(f, shape=shape) if f.name == "h.0.lora_A" else f for f in exchange.layout.fields))
+    exchange = MessageExchange(METHOD, "fedex_lora", SPEC)
+    own = MessageLayout(tuple(replace(f, shape=shape) if f.name == "h.0.lora_A" else f for f in exchange.layout.fields))
     with pytest.raises(WireError, match=r"h\.0\.lora_A: expected shape \(2, 30\), found"):
         exchange.receive(upload_of(exchange, {"h.0.lora_A": torch.ones(shape)}, own), 0)
 
 
 def test_an_upload_that_brings_a_residual_is_refused():
-    exchange = Exchange(METHOD, "fedex_lora", SPEC)
+    exchange = MessageExchange(METHOD, "fedex_lora", SPEC)
     extra = replace(exchange.layout.fields[0], name="h.0.residual", direction="up", shape=(1, 1), variants=())
-    own = Layout((*exchange.layout.fields, extra))
+    own = MessageLayout((*exchange.layout.fields, extra))
     with pytest.raises(WireError, match=r"h\.0\.residual: expected no such field up"):
         exchange.receive(upload_of(exchange, {"h.0.residual": torch.ones(1, 1)}, own), 0)
 
@@ -292,50 +294,52 @@ def test_an_upload_that_brings_a_residual_is_refused():
     ],
 )
 def test_values_that_would_spoil_the_sum_are_refused_by_field_also_where_only_their_product_is_large(a, b, match):
-    exchange = Exchange(METHOD, "fedex_lora", SPEC)
+    exchange = MessageExchange(METHOD, "fedex_lora", SPEC)
     changes = {"h.0.lora_A": torch.full((2, 30), a), "h.0.lora_B": torch.full((20, 2), b)}
     message = exchange.receive(upload_of(exchange, changes), 0)
     with pytest.raises(UploadRefused, match=match):
-        judge(exchange, message, CTX, Limits())
+        judge_upload(exchange, message, CTX, UploadLimits())
 
 
 def stepped(left: tuple[int, ...], right: tuple[int, ...]) -> Payload:
     """A broadcast of the kind "step"."""
-    sent = {n: torch.ones(t.shape) for n, t in factors(SPEC).items()}
+    sent = {n: torch.ones(t.shape) for n, t in factor_names(SPEC).items()}
     sent |= {"step.h.0.left": torch.ones(left), "step.h.0.right": torch.ones(right)}
     return Payload({**sent, "step.h.1.left": torch.ones(33, 0), "step.h.1.right": torch.ones(0, 24)}, "step")
 
 
 def test_a_hostile_broadcast_is_refused_by_its_field():
-    exchange, kept = Exchange(METHOD, "fedex_lora", SPEC), State(residuals(weights_of()))
-    stamp = Stamp.of(METHOD, "fedex_lora", 0, "down")
-    data = pack(exchange.layout, stamp, stepped((20, 3), (2, 30)))
+    exchange, private_state = MessageExchange(METHOD, "fedex_lora", SPEC), FederatedState(residual_names(weights_of()))
+    stamp = EnvelopeStamp.from_exchange(METHOD, "fedex_lora", 0, "down")
+    data = pack_message(exchange.layout, stamp, stepped((20, 3), (2, 30)))
     with pytest.raises(WireError, match=r"step\.h\.0\.right: expected 3 rows as \.left says, found 2"):
-        exchange.participate(data, kept, Site("a", 0), CTX)
+        exchange.participate(data, private_state, Site("a", 0), CTX)
     with pytest.raises(WireError, match=r"step\.h\.0\.left: expected shape \(20, None\) of at most \(20, 12\)"):
-        pack(exchange.layout, stamp, stepped((20, 13), (13, 30)))
-    good = pack(exchange.layout, stamp, stepped((20, 3), (3, 30)))
-    found, _ = exchange.participate(good, kept, Site("a", 0), CTX)
-    assert torch.equal(found.tensors["h.0.residual"], torch.full((20, 30), 3.0))
-    assert not found.tensors["h.1.residual"].any()
+        pack_message(exchange.layout, stamp, stepped((20, 13), (13, 30)))
+    good = pack_message(exchange.layout, stamp, stepped((20, 3), (3, 30)))
+    new_private, _ = exchange.participate(good, private_state, Site("a", 0), CTX)
+    assert torch.equal(new_private.tensors["h.0.residual"], torch.full((20, 30), 3.0))
+    assert not new_private.tensors["h.1.residual"].any()
 
 
 def test_its_adapter_has_no_other_kind():
     with pytest.raises(ConfigError, match="adapter"):
-        strategies.create("fedex_lora", 'adapter = {kind = "all"}')
-    assert strategies.create("fedex_lora", "adapter = {rank = 3, alpha = 6}").adapter == ResidualLora(3, 6)
+        strategies.create_method("fedex_lora", 'adapter = {kind = "all"}')
+    assert strategies.create_method("fedex_lora", "adapter = {rank = 3, alpha = 6}").adapter == ResidualLoraAdapter(
+        3, 6
+    )
     with pytest.raises(ConfigError, match="bits"):
-        FedExLora(upload_bits=1)
+        FedExLoRA(upload_bits=1)
 
 
 def test_a_toy_that_moves_all_alike_leaves_a_residual_of_rank_1():
-    exchange = Exchange(METHOD, "fedex_lora", SPEC)
-    server = METHOD.init(SPEC, weights_of(), rng.initial(0, "m"))
+    exchange = MessageExchange(METHOD, "fedex_lora", SPEC)
+    server = METHOD.init(SPEC, weights_of(), rng.initial_stream(0, "m"))
     uploads = []
     for i, site in enumerate("abc"):
         ctx = RoundContext(0, site, True, bytes(32))
         _, parts = exchange.participate(exchange.broadcast(server, ctx), None, ToyTrainer(SPEC, step=1.0 + i), ctx)
-        uploads.append(Upload(exchange.receive(b"".join(parts), 0).payload, 1, ctx))
+        uploads.append(AcceptedUpload(exchange.receive(b"".join(parts), 0).payload, 1, ctx))
     new = exchange.aggregate(server, uploads)
     payload = METHOD.broadcast(new, RoundContext(1, "b", False, bytes(32)))
     assert payload.fields["step.h.0.left"].shape == (20, 1)
@@ -344,7 +348,7 @@ def test_a_toy_that_moves_all_alike_leaves_a_residual_of_rank_1():
 
 def test_rounded_pairs_need_one_rank_more_and_go_down_as_factors():
     """The rounded mean product is not in the span of the others: two uploads of rank 2 and it have rank 6."""
-    run = federation(FedExLora(adapter=ResidualLora(rank=2), wire_dtype="bfloat16"), sites="ab", rounds=1)
+    run = federation(FedExLoRA(adapter=ResidualLoraAdapter(rank=2), wire_dtype="bfloat16"), sites="ab", rounds=1)
     run.run()
     down = run.exchange.opened(run.exchange.broadcast(run.server, replace(CTX_1, client="a", is_new=False)), CTX_1)
     assert down.variant == "step"

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fedveil import strategies
-from fedveil.adapters.prompt import Prompt
-from fedveil.algebra.sums import RunningSums
-from fedveil.contract.method import State
+from fedveil.adapters.prompt import PromptAdapter
+from fedveil.contract.method import FederatedState
 from fedveil.errors import ConfigError
+from fedveil.ops.running_sums import RunningSums
 from fedveil.strategies.fedotp import FedOTP
 from fedveil.strategies.promptfl import PromptFL
 from tests.strategies.prompted import Run
@@ -18,7 +18,7 @@ FORMS = ["transport", "sum"]
 
 
 def run_of(form: str, **fields) -> Run:
-    return Run(FedOTP(adapter=Prompt(4, form=form, **fields)), "fedotp")
+    return Run(FedOTP(adapter=PromptAdapter(4, form=form, **fields)), "fedotp")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -39,14 +39,17 @@ def test_the_shared_prompt_is_the_weighted_mean_and_the_local_one_stays(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_next_round_starts_from_the_new_shared_prompt_and_the_kept_local_one(form):
     run = run_of(form).round(0)
-    kept, shared = {s: run.private[s].tensors["prompt.local"].clone() for s in "xyz"}, run.server.tensors["prompt"]
+    local_prompts, shared = (
+        {s: run.private[s].tensors["prompt.local"].clone() for s in "xyz"},
+        run.server.tensors["prompt"],
+    )
     run.round(1, "xy")
     for site in "xy":
         started = run.locals[site].started_from[1]
         assert torch.equal(started["prompt"], shared)
-        assert torch.equal(started["prompt.local"], kept[site])
-        assert not torch.equal(run.private[site].tensors["prompt.local"], kept[site])
-    assert torch.equal(run.private["z"].tensors["prompt.local"], kept["z"])
+        assert torch.equal(started["prompt.local"], local_prompts[site])
+        assert not torch.equal(run.private[site].tensors["prompt.local"], local_prompts[site])
+    assert torch.equal(run.private["z"].tensors["prompt.local"], local_prompts["z"])
 
 
 def test_sites_draw_their_first_local_prompts_apart_and_a_lost_one_anew():
@@ -71,10 +74,10 @@ def test_the_server_s_own_model():
 @pytest.mark.parametrize("form", FORMS)
 def test_a_client_deploys_the_server_s_prompt_with_its_own(form):
     run = run_of(form).round(0)
-    models = run.exchange.method.deployed(run.server, run.private["y"])
+    models = run.exchange.method.models(run.server, run.private["y"])
     assert torch.equal(models["client"]["prompt"], run.server.tensors["prompt"])
     assert torch.equal(models["client"]["prompt.local"], run.private["y"].tensors["prompt.local"])
-    assert set(run.exchange.method.deployed(run.server)) == {"server"}
+    assert set(run.exchange.method.models(run.server)) == {"server"}
 
 
 def test_one_site_s_update_does_not_depend_on_another_s_data():
@@ -89,8 +92,8 @@ def test_one_site_s_update_does_not_depend_on_another_s_data():
 
 def test_transport_of_a_local_prompt_that_nothing_moves_is_promptfl():
     """With "transport" the toy's two contexts are apart, so the shared one is trained as PromptFL's."""
-    run, plain = run_of("transport"), Run(PromptFL(Prompt(4)), "promptfl")
-    plain.server = State({"prompt": run.server.tensors["prompt"]})
+    run, plain = run_of("transport"), Run(PromptFL(PromptAdapter(4)), "promptfl")
+    plain.server = FederatedState({"prompt": run.server.tensors["prompt"]})
     for number in range(3):
         torch.testing.assert_close(
             run.round(number).server.tensors["prompt"], plain.round(number).server.tensors["prompt"]
@@ -98,8 +101,10 @@ def test_transport_of_a_local_prompt_that_nothing_moves_is_promptfl():
 
 
 def test_forms():
-    assert strategies.create("fedotp").adapter == Prompt(form="transport")
-    assert strategies.create("fedotp", 'adapter = {form = "sum", length = 4}').adapter == Prompt(4, form="sum")
+    assert strategies.create_method("fedotp").adapter == PromptAdapter(form="transport")
+    assert strategies.create_method("fedotp", 'adapter = {form = "sum", length = 4}').adapter == PromptAdapter(
+        4, form="sum"
+    )
     for form in ("one", "factored"):
         with pytest.raises(ConfigError, match=f'adapter.form: expected "transport" or "sum" .*found "{form}"'):
-            strategies.create("fedotp", f'adapter = {{form = "{form}"}}')
+            strategies.create_method("fedotp", f'adapter = {{form = "{form}"}}')

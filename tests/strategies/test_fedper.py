@@ -6,24 +6,24 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.adapters.lora import Lora
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
 from fedveil.errors import ConfigError, StateError
-from fedveil.federation import cohort
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.strategies import create
+from fedveil.federation import aggregation_rules
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.strategies import create_method
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedper import FedPer, _layer
-from fedveil.wire.envelope import describe
-from fedveil.wire.tap import Tap
+from fedveil.wire.capture import MessageCapture
+from fedveil.wire.envelope import describe_message
 from tests.conftest import ToyTrainer, aggregated
 
 SITES = ["a", "b", "c", "d", "e"]
-SPEC = Lora(rank=2).example_spec()  # layers 0, 1 and 2
+SPEC = LoraAdapter(rank=2).example_spec()  # layers 0, 1 and 2
 LOWER = {n for n in SPEC if n.startswith("h.0.")}
 TOP = set(SPEC) - LOWER
 
@@ -37,8 +37,8 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {n: torch.randn(t.shape, generator=generator) for n, t in SPEC.items()}
 
 
-def server(seed: int = 1, holders: tuple[str, ...] = ()) -> State:
-    return State(weights(seed), {"holders": list(holders)})
+def server(seed: int = 1, holders: tuple[str, ...] = ()) -> FederatedState:
+    return FederatedState(weights(seed), {"holders": list(holders)})
 
 
 def step_of(site: str, round_: int) -> float:
@@ -46,20 +46,24 @@ def step_of(site: str, round_: int) -> float:
     return 0.5 + ord(site) / 100 + round_ / 7
 
 
-def federation(method, name: str, rounds: int = 6, fraction: float = 0.4, tap: Tap | None = None) -> Federation:
+def federation(
+    method, name: str, rounds: int = 6, fraction: float = 0.4, tap: MessageCapture | None = None
+) -> InProcessFederation:
     config = parse({"run.deterministic": True, "run.seed": 3, "run.rounds": rounds, "cohort.fraction": fraction})
     trainer_for = lambda site, c: ToyTrainer(SPEC, 2 + ord(site), step_of(site, c.round))  # noqa: E731
-    state = method.init(SPEC, weights(7), rng.initial(0, "method init"))
-    return Federation(Exchange(method, name, SPEC), config, trainer_for, SITES, state, tap=tap)
+    state = method.init(SPEC, weights(7), rng.initial_stream(0, "method init"))
+    return InProcessFederation(MessageExchange(method, name, SPEC), config, trainer_for, SITES, state, tap=tap)
 
 
 def test_aggregate_by_hand():
     """One tensor of layer 1 (shared) and one of layer 0: (1 * 2 + 3 * 6) / 4 = 5, and the lower one is not folded."""
-    state = State({"h.0.lora_A": torch.zeros(1, 1), "h.1.lora_A": torch.zeros(1, 1)}, {"holders": ["z"]})
+    state = FederatedState({"h.0.lora_A": torch.zeros(1, 1), "h.1.lora_A": torch.zeros(1, 1)}, {"holders": ["z"]})
     full = lambda v: {"h.0.lora_A": torch.full((1, 1), -v), "h.1.lora_A": torch.full((1, 1), v)}  # noqa: E731
     method = FedPer(layers=1)
     for round_, lower, holders in ((0, -5.0, ["z"]), (4, 0.0, ["a", "b", "z"])):
-        sent = [Upload(Payload(full(v), "all"), n, ctx(round_, k), {}) for v, n, k in ((2.0, 1, "b"), (6.0, 3, "a"))]
+        sent = [
+            AcceptedUpload(Payload(full(v), "all"), n, ctx(round_, k), {}) for v, n, k in ((2.0, 1, "b"), (6.0, 3, "a"))
+        ]
         new = aggregated(method, state, iter(sent))
         assert new.tensors["h.1.lora_A"].item() == 5.0
         assert new.tensors["h.0.lora_A"].item() == lower
@@ -69,13 +73,13 @@ def test_aggregate_by_hand():
 def test_every_round_equals_a_naive_twin():
     """The whole run, two of five sites a round, beside the same in plain dictionaries."""
     run = federation(FedPer(), "fedper", rounds=9)
-    secret = rng.secret("server", 3, True)
+    secret = rng.derive_secret("server", 3, True)
     model, own, aggregate = weights(7), {}, None
 
-    def compare(running: Federation, round_: int) -> None:
+    def compare(running: InProcessFederation, round_: int) -> None:
         nonlocal model, aggregate
         trained, counts = {}, {}
-        for site in cohort.draw(SITES, 0.4, secret, round_):
+        for site in aggregation_rules.draw_cohort(SITES, 0.4, secret, round_):
             lower = model if round_ == 0 else own.get(site, aggregate)
             start = {n: (model if n in TOP else lower)[n] for n in SPEC}
             trained[site] = {n: w + step_of(site, round_) for n, w in start.items()}
@@ -89,7 +93,7 @@ def test_every_round_equals_a_naive_twin():
         for name in SPEC:
             torch.testing.assert_close(running.server.tensors[name], model[name])
             for site, whole in trained.items():
-                torch.testing.assert_close(running.deployed(site)["client"][name], whole[name])
+                torch.testing.assert_close(running.models(site)["client"][name], whole[name])
 
     run.run(compare)
     assert len(own) == len(SITES)  # else the twin saw no newcomer of a later round, or no return
@@ -167,13 +171,13 @@ def test_after_round_0_its_clients_start_from_the_aggregate_then_from_their_own_
 def test_a_site_taken_for_new_goes_on_with_its_own_lower_layers():
     """Its upload came too late, say: the server sends everything, but its layers of a round after 0 are worth more."""
     local, state = ToyTrainer(SPEC), server(1)
-    private = State(weights(5), {"round": 2})
+    private = FederatedState(weights(5), {"round": 2})
     FedPer().client(private, FedPer().broadcast(state, ctx(3, is_new=True)), local, ctx(3, is_new=True))
     for name, started in local.started_from[0].items():
         assert torch.equal(started, state.tensors[name] if name in TOP else private.tensors[name]), name
 
 
-@pytest.mark.parametrize("private", [None, State(weights(5), {"round": 0})])
+@pytest.mark.parametrize("private", [None, FederatedState(weights(5), {"round": 0})])
 def test_lost_private_state_is_an_error_when_only_the_top_came(private):
     state = server(1, ("k",))
     with pytest.raises(StateError, match="expected lower layers of an earlier participation"):
@@ -184,8 +188,8 @@ def test_lost_private_state_is_an_error_when_only_the_top_came(private):
 @pytest.mark.parametrize("wire_dtype", ["float32", "bfloat16"])
 def test_sharing_every_layer_is_fedavg_bit_for_bit(layers, wire_dtype, tmp_path):
     """Server weights after every round, and the bytes of every payload in both directions."""
-    ours = federation(FedPer(layers, wire_dtype=wire_dtype), "fedper", tap=Tap(tmp_path / "ours"))
-    theirs = federation(FedAvg(wire_dtype=wire_dtype), "fedavg", tap=Tap(tmp_path / "theirs"))
+    ours = federation(FedPer(layers, wire_dtype=wire_dtype), "fedper", tap=MessageCapture(tmp_path / "ours"))
+    theirs = federation(FedAvg(wire_dtype=wire_dtype), "fedavg", tap=MessageCapture(tmp_path / "theirs"))
     for round_ in range(6):
         ours.round(round_)
         theirs.round(round_)
@@ -199,7 +203,7 @@ def test_sharing_every_layer_is_fedavg_bit_for_bit(layers, wire_dtype, tmp_path)
 
 def payload_of(data: bytes) -> bytes:
     """What comes behind the header, which names the method."""
-    return data[-describe(data)["payload_bytes"] :]
+    return data[-describe_message(data)["payload_bytes"] :]
 
 
 def test_sharing_fewer_layers_is_not_fedavg():
@@ -209,7 +213,7 @@ def test_sharing_fewer_layers_is_not_fedavg():
 
 
 def test_lower_layers_are_on_no_wire_once_a_client_has_its_own(tmp_path):
-    tap = Tap(tmp_path)
+    tap = MessageCapture(tmp_path)
     run = federation(FedPer(), "fedper", rounds=10, tap=tap)
     secrets: list[bytes] = []
     original = run._turn
@@ -225,7 +229,7 @@ def test_lower_layers_are_on_no_wire_once_a_client_has_its_own(tmp_path):
     returned: set[str] = set()
     for message in tap.messages():
         data = tap.read(message)
-        fields = {f[0] for f in describe(data)["fields"]}
+        fields = {f[0] for f in describe_message(data)["fields"]}
         if message.round > 0:
             expected = set(SPEC) if message.direction == "down" and message.site not in returned else TOP
             assert fields == expected, (message.round, message.site, message.direction)
@@ -238,11 +242,11 @@ def test_lower_layers_are_on_no_wire_once_a_client_has_its_own(tmp_path):
 
 
 def test_server_model_and_client_model():
-    state, private = server(1), State(weights(5), {"round": 2})
-    views = FedPer().deployed(state, private)
+    state, private = server(1), FederatedState(weights(5), {"round": 2})
+    views = FedPer().models(state, private)
     assert all(torch.equal(views["server"][n], state.tensors[n]) for n in SPEC)
     assert all(torch.equal(views["client"][n], private.tensors[n]) for n in SPEC)
-    assert set(FedPer().deployed(state)) == {"server"}
+    assert set(FedPer().models(state)) == {"server"}
 
 
 @pytest.mark.parametrize(
@@ -264,11 +268,11 @@ def test_top_is_counted_by_number_and_not_by_text_or_order():
 
 def test_what_it_refuses():
     with pytest.raises(ConfigError, match=r"wte\.lora_A2: expected a layer number in the name"):
-        FedPer().init({"wte.lora_A2": TensorSpec((1,))}, {}, rng.initial(0, "x"))
+        FedPer().init({"wte.lora_A2": ParamSpec((1,))}, {}, rng.initial_stream(0, "x"))
     for fields, match in (
         ("layers = 0", "layers: expected at least 1 shared layer, found 0"),
         ("layer = 3", "layer: unknown field of fedper"),
         ('adapter = {kind = "all"}', "adapter"),
     ):
         with pytest.raises(ConfigError, match=match):
-            create("fedper", fields)
+            create_method("fedper", fields)

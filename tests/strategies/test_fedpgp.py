@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from fedveil import strategies
-from fedveil.adapters.prompt import Prompt
-from fedveil.algebra.sums import RunningSums
-from fedveil.contract.method import State
+from fedveil.adapters.prompt import PromptAdapter
+from fedveil.contract.method import FederatedState
 from fedveil.errors import ConfigError
+from fedveil.ops.running_sums import RunningSums
 from fedveil.strategies.fedpgp import FedPGP
 from fedveil.strategies.promptfl import PromptFL
 from tests.strategies.prompted import Run
 
 
 def run_of(**fields) -> Run:
-    return Run(FedPGP(adapter=Prompt(4, form="factored", rank=2, **fields)), "fedpgp")
+    return Run(FedPGP(adapter=PromptAdapter(4, form="factored", rank=2, **fields)), "fedpgp")
 
 
 def test_the_shared_prompt_is_the_weighted_mean_and_the_factors_stay():
@@ -33,16 +33,16 @@ def test_the_shared_prompt_is_the_weighted_mean_and_the_factors_stay():
 
 def test_the_next_round_starts_from_the_new_shared_prompt_and_the_kept_factors():
     run = run_of().round(0)
-    kept, shared = {n: t.clone() for n, t in run.private["x"].tensors.items()}, run.server.tensors["prompt"]
+    factors, shared = {n: t.clone() for n, t in run.private["x"].tensors.items()}, run.server.tensors["prompt"]
     run.round(1, "x")
     started = run.locals["x"].started_from[1]
     assert torch.equal(started["prompt"], shared)
-    assert all(torch.equal(started[n], t) for n, t in kept.items())
+    assert all(torch.equal(started[n], t) for n, t in factors.items())
 
 
 def test_views():
     run = run_of().round(0)
-    models = run.exchange.method.deployed(run.server, run.private["y"])
+    models = run.exchange.method.models(run.server, run.private["y"])
     assert not models["server"]["prompt.u"].any()
     assert not models["server"]["prompt.v"].any()
     assert torch.equal(models["client"]["prompt"], models["server"]["prompt"])
@@ -51,8 +51,8 @@ def test_views():
 
 def test_with_factors_of_zeros_it_is_promptfl_bit_for_bit():
     """A product of zeros has no gradient in either factor."""
-    run, plain = run_of(std=0.0), Run(PromptFL(Prompt(4)), "promptfl")
-    plain.server = State({"prompt": run.server.tensors["prompt"]})
+    run, plain = run_of(std=0.0), Run(PromptFL(PromptAdapter(4)), "promptfl")
+    plain.server = FederatedState({"prompt": run.server.tensors["prompt"]})
     for number in range(3):
         assert torch.equal(run.round(number).server.tensors["prompt"], plain.round(number).server.tensors["prompt"])
     assert not any(t.any() for t in run.private["x"].tensors.values())
@@ -69,9 +69,9 @@ def test_the_own_part_has_at_most_that_rank_and_takes_what_is_the_site_s():
 
 
 def test_forms():
-    assert strategies.create("fedpgp").adapter == Prompt(form="factored", contrast=1.0)
-    assert strategies.create("fedpgp", 'adapter = {form = "factored", rank = 2}').adapter.contrast == 0.0
+    assert strategies.create_method("fedpgp").adapter == PromptAdapter(form="factored", contrast=1.0)
+    assert strategies.create_method("fedpgp", 'adapter = {form = "factored", rank = 2}').adapter.contrast == 0.0
     with pytest.raises(ConfigError, match='adapter.form: expected "factored" with this method, found "one"'):
-        strategies.create("fedpgp", "adapter = {length = 4}")
+        strategies.create_method("fedpgp", "adapter = {length = 4}")
     with pytest.raises(ConfigError, match="adapter.rank"):
-        strategies.create("fedpgp", 'adapter = {form = "factored", length = 4, rank = 5}')
+        strategies.create_method("fedpgp", 'adapter = {form = "factored", length = 4, rank = 5}')

@@ -7,11 +7,11 @@ import torch
 
 from fedveil import rng, strategies
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.trainer import Trained
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import ConfigError
-from fedveil.federation.exchange import Exchange
-from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
+from fedveil.federation.exchange import MessageExchange
+from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedprox import FedProx
 from tests.conftest import ToyTrainer, aggregated
@@ -22,14 +22,14 @@ CTX = RoundContext(0, "a", True, bytes(32), seeded=True)
 class Descent(ToyTrainer):
     """Two steps of SGD at rate 0.1 on a loss of slope -5 in every entry, and the penalty."""
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
         now = {n: w.clone() for n, w in weights.items()}
         for _ in range(2):
             leaves = {n: w.requires_grad_() for n, w in now.items()}
             loss = sum(-5 * w.sum() for w in leaves.values()) + (penalty(leaves) if penalty else 0.0)
             loss.backward()
             now = {n: (w - 0.1 * w.grad).detach() for n, w in leaves.items()}
-        return Trained(now, {"steps": 2})
+        return TrainingResult(now, {"steps": 2})
 
 
 def test_two_steps_by_hand(lora_spec, lora_weights):
@@ -40,16 +40,16 @@ def test_two_steps_by_hand(lora_spec, lora_weights):
 
 
 def test_mean_by_hand():
-    server = State({"w": torch.zeros(2)})
-    uploads = [Upload(Payload({"w": torch.tensor(v)}), n, CTX) for v, n in (([1.0, -2.0], 3), ([5.0, 6.0], 1))]
+    server = FederatedState({"w": torch.zeros(2)})
+    uploads = [AcceptedUpload(Payload({"w": torch.tensor(v)}), n, CTX) for v, n in (([1.0, -2.0], 3), ([5.0, 6.0], 1))]
     assert aggregated(FedProx(), server, iter(uploads)).tensors["w"].tolist() == [2.0, 0.0]
 
 
 def test_without_mu_it_is_fedavg_bit_for_bit(lora_spec, lora_weights):
     sent = []
     for method in (FedProx(0.0), FedAvg()):
-        exchange = Exchange(method, "same", lora_spec)
-        server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
+        exchange = MessageExchange(method, "same", lora_spec)
+        server = method.init(lora_spec, lora_weights, rng.initial_stream(0, "x"))
         down = exchange.broadcast(server, CTX)
         private, parts = exchange.participate(down, None, Descent(lora_spec), CTX)
         assert private is None
@@ -62,7 +62,7 @@ def test_without_mu_it_is_fedavg_bit_for_bit(lora_spec, lora_weights):
 
 def test_under_noisy_steps_the_term_pulls_after_the_noise(lora_spec, lora_weights):
     """Toy rows have the gradient -0.5 in every entry; noise 0. The second step is pulled, the first is not."""
-    rows, how = ToyTrainer(lora_spec, step=0.5), DpSgd(1e9, 0.0, 0.1)
+    rows, how = ToyTrainer(lora_spec, step=0.5), DpSgdConfig(1e9, 0.0, 0.1)
     free, pulled = (
         FedProx(mu).client(None, Payload(lora_weights), NoisyTrainer(lora_spec, rows, how, CTX), CTX)[1].fields
         for mu in (0.0, 4.0)
@@ -78,4 +78,4 @@ def test_under_noisy_steps_the_term_pulls_after_the_noise(lora_spec, lora_weight
 @pytest.mark.parametrize("fields", ["mu = -1.0", "mu = nan", "mu = inf"])
 def test_bad_mu_is_refused(fields):
     with pytest.raises(ConfigError, match="mu: expected a finite number of at least 0"):
-        strategies.create("fedprox", fields)
+        strategies.create_method("fedprox", fields)

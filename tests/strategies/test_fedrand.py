@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.algebra.factors import of_factor
-from fedveil.algebra.quantise import Quantiser
 from fedveil.config import parse
-from fedveil.contract.codec import Coded
+from fedveil.contract.codec import QuantizedTensor
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
 from fedveil.errors import ConfigError, StateError, WireError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.strategies import create
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.ops.lora_algebra import parse_factor_name
+from fedveil.ops.quantization import BlockQuantizer
+from fedveil.strategies import create_method
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.fedrand import FedRand
-from fedveil.wire.envelope import Stamp, pack
-from fedveil.wire.tap import Tap
+from fedveil.wire.capture import MessageCapture
+from fedveil.wire.envelope import EnvelopeStamp, pack_message
 from tests.conftest import ToyTrainer, aggregated
 
 A1, A2 = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 8.0]])
@@ -41,12 +41,12 @@ def secret_that_draws(side: str, rho: float = 0.5, round_: int = 0) -> bytes:
     raise AssertionError
 
 
-def sent(side: str, value: torch.Tensor, n: int, client: str = "k", **scalars: str) -> Upload:
-    return Upload(Payload({f"m.lora_{side}": value}, side, scalars), n, ctx(client=client))
+def sent(side: str, value: torch.Tensor, n: int, client: str = "k", **scalars: str) -> AcceptedUpload:
+    return AcceptedUpload(Payload({f"m.lora_{side}": value}, side, scalars), n, ctx(client=client))
 
 
-def server(a=torch.zeros(1, 2), b=torch.zeros(2, 1)) -> State:
-    return State({"m.lora_A": a, "m.lora_B": b}, {"next_factor": {}})
+def server(a=torch.zeros(1, 2), b=torch.zeros(2, 1)) -> FederatedState:
+    return FederatedState({"m.lora_A": a, "m.lora_B": b}, {"next_factor": {}})
 
 
 def test_aggregate_by_hand():
@@ -75,7 +75,7 @@ def test_without_normalisation_divides_by_the_whole_cohort():
 @pytest.mark.parametrize("side", ["A", "B"])
 def test_start_mixes_the_server_s_factor_with_the_past_one(side, lora_spec, lora_weights, random_weights):
     """Eq. 6: the drawn factor from the server, the other as it stood after the client's last participation."""
-    past = State(random_weights(lora_spec, 7))
+    past = FederatedState(random_weights(lora_spec, 7))
     local = ToyTrainer(lora_spec)
     private, up = FedRand().client(
         past, Payload(lora_weights, "both"), local, ctx(4, secret=secret_that_draws(side, round_=4))
@@ -84,7 +84,7 @@ def test_start_mixes_the_server_s_factor_with_the_past_one(side, lora_spec, lora
         expected = lora_weights[name] if name.endswith(side) else past.tensors[name]
         assert torch.equal(started, expected), name
     assert up.variant == side
-    assert set(up.fields) == set(of_factor(lora_spec, side))
+    assert set(up.fields) == set(parse_factor_name(lora_spec, side))
     assert all(torch.equal(private.tensors[n], local.started_from[0][n] + 0.5) for n in lora_spec)
 
 
@@ -103,8 +103,8 @@ def test_without_past_no_site_starts_from_the_initial_factor():
 
 def test_cold_initial_gives_a_late_newcomer_the_initial_factor(lora_spec, lora_weights, random_weights):
     method = FedRand(cold="initial")
-    state = method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
-    later = State({**state.tensors, **random_weights(lora_spec, 11)}, state.scalars)
+    state = method.init(lora_spec, lora_weights, rng.initial_stream(0, "method init"))
+    later = FederatedState({**state.tensors, **random_weights(lora_spec, 11)}, state.scalars)
     assert method.broadcast(later, ctx(0)).variant == "both"
     assert method.broadcast(later, ctx(3, is_new=False)).variant == "both"
     down = method.broadcast(later, ctx(3))
@@ -120,7 +120,7 @@ def test_cold_initial_gives_a_late_newcomer_the_initial_factor(lora_spec, lora_w
 def test_without_past_both_factors_come_from_the_server(lora_spec, lora_weights, random_weights):
     local = ToyTrainer(lora_spec)
     FedRand(past=False).client(
-        State(random_weights(lora_spec, 7)), Payload(lora_weights, "both"), local, ctx(4, is_new=False)
+        FederatedState(random_weights(lora_spec, 7)), Payload(lora_weights, "both"), local, ctx(4, is_new=False)
     )
     assert all(torch.equal(local.started_from[0][n], w) for n, w in lora_weights.items())
 
@@ -150,13 +150,13 @@ def test_rho_of_one_and_zero_share_one_factor_for_ever(rho, side, lora_spec, lor
 
 
 def federation(
-    method: FedRand, spec, weights, rounds: int = 6, fraction: float = 0.67, tap: Tap | None = None
-) -> Federation:
+    method: FedRand, spec, weights, rounds: int = 6, fraction: float = 0.67, tap: MessageCapture | None = None
+) -> InProcessFederation:
     config = parse({"run.deterministic": True, "run.seed": 3, "run.rounds": rounds, "cohort.fraction": fraction})
-    exchange = Exchange(method, "fedrand", spec)
-    state = method.init(spec, weights, rng.initial(0, "method init"))
+    exchange = MessageExchange(method, "fedrand", spec)
+    state = method.init(spec, weights, rng.initial_stream(0, "method init"))
     trainer_for = lambda site, c: ToyTrainer(spec, 2 + ord(site), 0.5 + ord(site) / 100 + c.round / 10)  # noqa: E731
-    return Federation(exchange, config, trainer_for, ["a", "b", "c", "d"], state, tap=tap)
+    return InProcessFederation(exchange, config, trainer_for, ["a", "b", "c", "d"], state, tap=tap)
 
 
 def test_draw_follows_rho():
@@ -168,7 +168,7 @@ def test_draw_follows_rho():
 
 def test_server_never_sees_a_pair_that_belongs_together(tmp_path, lora_spec, lora_weights):
     """In no participation do A and B of the same training both cross the wire, in all of the run's messages."""
-    tap = Tap(tmp_path)
+    tap = MessageCapture(tmp_path)
     run = federation(FedRand(), lora_spec, lora_weights, rounds=12, tap=tap)
     pairs: list[tuple[dict, dict]] = []
     original = run._turn
@@ -176,7 +176,10 @@ def test_server_never_sees_a_pair_that_belongs_together(tmp_path, lora_spec, lor
     def recording(round_, site, participate):
         up = original(round_, site, participate)
         pairs.append(
-            (of_factor(run.private.staged(site).tensors, "A"), of_factor(run.private.staged(site).tensors, "B"))
+            (
+                parse_factor_name(run.private.staged(site).tensors, "A"),
+                parse_factor_name(run.private.staged(site).tensors, "B"),
+            )
         )
         return up
 
@@ -193,8 +196,8 @@ def test_server_never_sees_a_pair_that_belongs_together(tmp_path, lora_spec, lor
 
 def test_same_run_under_fedavg_shows_every_pair(tmp_path, lora_spec, lora_weights):
     """The control of the test above: undefended, the server does see every pair."""
-    exchange = Exchange(FedAvg(), "fedavg", lora_spec)
-    state = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
+    exchange = MessageExchange(FedAvg(), "fedavg", lora_spec)
+    state = exchange.method.init(lora_spec, lora_weights, rng.initial_stream(0, "method init"))
     down = exchange.broadcast(state, ctx())
     _, parts = exchange.participate(down, None, ToyTrainer(lora_spec), ctx())
     up = b"".join(parts)
@@ -202,8 +205,8 @@ def test_same_run_under_fedavg_shows_every_pair(tmp_path, lora_spec, lora_weight
 
 
 def test_upload_is_one_factor_s_bytes(lora_spec, lora_weights):
-    exchange = Exchange(FedRand(), "fedrand", lora_spec)
-    state = exchange.method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
+    exchange = MessageExchange(FedRand(), "fedrand", lora_spec)
+    state = exchange.method.init(lora_spec, lora_weights, rng.initial_stream(0, "method init"))
     down = exchange.broadcast(state, ctx())
     for side in "AB":
         _, parts = exchange.participate(down, None, ToyTrainer(lora_spec), ctx(secret=secret_that_draws(side)))
@@ -214,18 +217,18 @@ def test_upload_is_one_factor_s_bytes(lora_spec, lora_weights):
 
 def test_selected_downlink_sends_the_announced_factor_only(lora_spec, lora_weights):
     method = FedRand(downlink="selected")
-    exchange = Exchange(method, "fedrand", lora_spec)
-    state = method.init(lora_spec, lora_weights, rng.initial(0, "method init"))
+    exchange = MessageExchange(method, "fedrand", lora_spec)
+    state = method.init(lora_spec, lora_weights, rng.initial_stream(0, "method init"))
     assert method.broadcast(state, ctx()).variant == "both"
     private, parts = exchange.participate(
         exchange.broadcast(state, ctx()), None, ToyTrainer(lora_spec), ctx(secret=b"s" * 32)
     )
     message = exchange.receive(b"".join(parts), 0)
     announced = message.payload.scalars["next_factor"]
-    state = aggregated(method, state, iter([Upload(message.payload, 3, ctx(), {})]))
+    state = aggregated(method, state, iter([AcceptedUpload(message.payload, 3, ctx(), {})]))
     down = method.broadcast(state, ctx(1, is_new=False))
     assert down.variant == announced
-    assert set(down.fields) == set(of_factor(lora_spec, announced))
+    assert set(down.fields) == set(parse_factor_name(lora_spec, announced))
     _, second = method.client(private, down, ToyTrainer(lora_spec), ctx(1, is_new=False))
     assert second.variant == announced
     assert method.broadcast(state, ctx(1, client="other", is_new=False)).variant == "both"
@@ -245,11 +248,13 @@ def test_selected_downlink_announces_every_round(lora_spec, lora_weights):
 
 
 def test_forged_announcement_is_refused(lora_spec, lora_weights):
-    exchange = Exchange(FedRand(downlink="selected"), "fedrand", lora_spec)
+    exchange = MessageExchange(FedRand(downlink="selected"), "fedrand", lora_spec)
 
-    fields = of_factor(lora_weights, "A")
+    fields = parse_factor_name(lora_weights, "A")
     with pytest.raises(WireError, match=r"next_factor: expected one of \('A', 'B'\), found 'C'"):
-        pack(exchange.layout, Stamp("fedrand", 1, 0, "up"), Payload(fields, "A", {"next_factor": "C"}), 3, {})
+        pack_message(
+            exchange.layout, EnvelopeStamp("fedrand", 1, 0, "up"), Payload(fields, "A", {"next_factor": "C"}), 3, {}
+        )
 
 
 @pytest.mark.parametrize(
@@ -266,14 +271,14 @@ def test_forged_announcement_is_refused(lora_spec, lora_weights):
 )
 def test_bad_fields_are_refused_by_name(fields, match):
     with pytest.raises(ConfigError, match=match):
-        create("fedrand", fields)
+        create_method("fedrand", fields)
 
 
 def test_weights_without_factors_are_refused():
     with pytest.raises(ConfigError, match="expected a LoRA factor"):
-        FedRand().init({"wte.weight": TensorSpec((2, 3))}, {}, rng.initial(0, "x"))
+        FedRand().init({"wte.weight": ParamSpec((2, 3))}, {}, rng.initial_stream(0, "x"))
     with pytest.raises(ConfigError, match="expected both LoRA factors"):
-        FedRand().init({"m.lora_A": TensorSpec((2, 3))}, {}, rng.initial(0, "x"))
+        FedRand().init({"m.lora_A": ParamSpec((2, 3))}, {}, rng.initial_stream(0, "x"))
 
 
 def test_staying_alone_with_one_client_and_full_sharing_equals_fedavg(lora_spec, lora_weights):
@@ -288,16 +293,16 @@ def test_staying_alone_with_one_client_and_full_sharing_equals_fedavg(lora_spec,
 def test_uploads_as_codes(bits, lora_spec, lora_weights):
     """Only levels leave; the server folds what they stand for; what the client keeps is not rounded."""
     method = FedRand(rho=1.0, upload_bits=bits)
-    exchange = Exchange(method, "fedrand", lora_spec)
-    server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
+    exchange = MessageExchange(method, "fedrand", lora_spec)
+    server = method.init(lora_spec, lora_weights, rng.initial_stream(0, "x"))
     ctx = RoundContext(0, "a", True, bytes(32))
     private, up = exchange.participate(exchange.broadcast(server, ctx), None, ToyTrainer(lora_spec), ctx)
     message = exchange.receive(b"".join(up), 0)
-    new = aggregated(method, server, iter([Upload(message.payload, 3, ctx)])).tensors
-    how = Quantiser("absmax", bits)
+    new = aggregated(method, server, iter([AcceptedUpload(message.payload, 3, ctx)])).tensors
+    how = BlockQuantizer("absmax", bits)
     for name, w in lora_weights.items():
         if name.endswith("A"):
-            assert isinstance(message.payload.fields[name], Coded)
+            assert isinstance(message.payload.fields[name], QuantizedTensor)
             assert torch.equal(new[name], how.dequantise(how.quantise(w + 0.5)))
             assert torch.equal(private.tensors[name], w + 0.5)
         else:

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from fedveil import rng, strategies, tasks
-from fedveil.adapters.prefix import Prefix
+from fedveil.adapters.prefix import PrefixAdapter
 from fedveil.config import parse
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.task import Example
 from fedveil.errors import ConfigError, StateError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.server_app.distillation import Distillation
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.server_app.distillation import ServerDistillation
 from fedveil.strategies.fedsp import FedSP
-from fedveil.wire.envelope import Stamp, unpack
-from fedveil.wire.tap import Tap
+from fedveil.wire.capture import MessageCapture
+from fedveil.wire.envelope import EnvelopeStamp, unpack_message
 from tests.conftest import ToyTrainer, aggregated
 
 CTX = RoundContext(0, "a", True, bytes(32))
@@ -33,25 +33,25 @@ def config():
 
 @pytest.fixture(scope="module")
 def proxy(config):
-    return tasks.load(config, Prefix(5, cells=1), "cpu")
+    return tasks.load_task(config, PrefixAdapter(5, cells=1), "cpu")
 
 
 @pytest.fixture(scope="module")
 def model(config):
-    return tasks.load(config, Prefix(5), "cpu")
+    return tasks.load_task(config, PrefixAdapter(5), "cpu")
 
 
 def stated(method=None):
-    method = method or FedSP(adapter=Prefix(3, cells=1))
+    method = method or FedSP(adapter=PrefixAdapter(3, cells=1))
     spec = method.adapter.example_spec()
     weights = {n: torch.randn(t.shape, generator=torch.Generator().manual_seed(7)) for n, t in spec.items()}
-    return method, spec, method.init(spec, weights, rng.initial(0, "x"))
+    return method, spec, method.init(spec, weights, rng.initial_stream(0, "x"))
 
 
 def test_update_by_hand():
     """Prefixes (4, 0) of 1 row and (0, 8) of 3: (1, 6). The proxy stays as it was."""
-    server = State({"prefix": torch.zeros(2), "w": torch.tensor([5.0])})
-    sent = [Upload(Payload({"prefix": torch.tensor(p)}), n, CTX) for p, n in (([4.0, 0.0], 1), ([0.0, 8.0], 3))]
+    server = FederatedState({"prefix": torch.zeros(2), "w": torch.tensor([5.0])})
+    sent = [AcceptedUpload(Payload({"prefix": torch.tensor(p)}), n, CTX) for p, n in (([4.0, 0.0], 1), ([0.0, 8.0], 3))]
     new = aggregated(FedSP(), server, iter(sent)).tensors
     assert new["prefix"].tolist() == [1.0, 6.0]
     assert new["w"] is server.tensors["w"]
@@ -59,13 +59,13 @@ def test_update_by_hand():
 
 def test_the_proxy_goes_to_newcomers_and_never_back():
     method, spec, server = stated()
-    exchange, local = Exchange(method, "fedsp", spec), ToyTrainer(spec)
+    exchange, local = MessageExchange(method, "fedsp", spec), ToyTrainer(spec)
     first = exchange.broadcast(server, CTX)
     private, up = exchange.participate(first, None, local, CTX)
     assert set(exchange.receive(b"".join(up), 0).payload.fields) == {"prefix"}
     later = exchange.broadcast(server, LATER)
-    stamp = Stamp.of(method, "fedsp", 1, "down")
-    assert set(unpack(later, exchange.layout, stamp).payload.fields) == {"prefix"}
+    stamp = EnvelopeStamp.from_exchange(method, "fedsp", 1, "down")
+    assert set(unpack_message(later, exchange.layout, stamp).payload.fields) == {"prefix"}
     moved = server.tensors["wte.weight"] + 0.5
     torch.testing.assert_close(private.tensors["wte.weight"], moved)
     exchange.participate(later, private, local, LATER)
@@ -92,43 +92,47 @@ def test_proxy_first_then_prefix():
 
 
 def test_shared_proxies_are_averaged_too():
-    method, spec, server = stated(FedSP("shared", adapter=Prefix(3, cells=1)))
-    exchange = Exchange(method, "fedsp", spec)
+    method, spec, server = stated(FedSP("shared", adapter=PrefixAdapter(3, cells=1)))
+    exchange = MessageExchange(method, "fedsp", spec)
     private, up = exchange.participate(exchange.broadcast(server, LATER), None, ToyTrainer(spec), LATER)
     assert private is None
-    new = aggregated(method, server, iter([Upload(exchange.receive(b"".join(up), 1).payload, 3, LATER)])).tensors
+    new = aggregated(
+        method, server, iter([AcceptedUpload(exchange.receive(b"".join(up), 1).payload, 3, LATER)])
+    ).tensors
     for name in spec:
         torch.testing.assert_close(new[name], server.tensors[name] + 0.5)
 
 
 def test_distillation_brings_the_hidden_states_together(proxy, model):
     """Only the proxy moves, its prefix apart; with as many cells as layers there is nothing to learn."""
-    weights = proxy.initial(rng.initial(0, "w"))
+    weights = proxy.initial(rng.initial_stream(0, "w"))
     before = {n: p.detach().clone() for n, p in model.base.model.named_parameters()}
     rows = proxy.encode(E2E)
-    teaching = Distillation(proxy, model, rows, rng.initial(0, "p"))
+    teaching = ServerDistillation(proxy, model, rows, rng.initial_stream(0, "p"))
     batch = proxy.collate(rows)
     proxy.put(weights)
     first = teaching.loss(batch).item()
-    found = FedSP(distil_steps=12, distil_rate=1e-3, adapter=proxy.adapter).before_round_0(weights, teaching)
-    proxy.put(found)
+    distilled_weights = FedSP(distil_steps=12, distil_rate=1e-3, adapter=proxy.adapter).before_round_0(
+        weights, teaching
+    )
+    proxy.put(distilled_weights)
     assert teaching.loss(batch).item() < 0.8 * first
-    assert torch.equal(found["prefix"], weights["prefix"])
+    assert torch.equal(distilled_weights["prefix"], weights["prefix"])
     assert all(torch.equal(before[n], p) for n, p in model.base.model.named_parameters())
-    whole = tasks.load(proxy.config, Prefix(5, cells=4), "cpu")
-    whole.put(whole.initial(rng.initial(0, "w")))
-    assert Distillation(whole, model, rows, rng.initial(0, "p")).loss(batch).item() == 0.0
+    whole = tasks.load_task(proxy.config, PrefixAdapter(5, cells=4), "cpu")
+    whole.put(whole.initial(rng.initial_stream(0, "w")))
+    assert ServerDistillation(whole, model, rows, rng.initial_stream(0, "p")).loss(batch).item() == 0.0
     with pytest.raises(ConfigError, match="without cells"):
-        Distillation(proxy, proxy, rows, rng.initial(0, "p"))
+        ServerDistillation(proxy, proxy, rows, rng.initial_stream(0, "p"))
 
 
 def test_nothing_of_the_other_layers_leaves_the_server(config, proxy, model, tmp_path):
     method = FedSP(distil_steps=0, adapter=proxy.adapter)
-    exchange = Exchange(method, "fedsp", proxy.spec)
-    server = method.init(proxy.spec, proxy.initial(rng.initial(0, "w")), rng.initial(0, "x"))
-    rows, tap = proxy.encode(E2E), Tap(tmp_path)
+    exchange = MessageExchange(method, "fedsp", proxy.spec)
+    server = method.init(proxy.spec, proxy.initial(rng.initial_stream(0, "w")), rng.initial_stream(0, "x"))
+    rows, tap = proxy.encode(E2E), MessageCapture(tmp_path)
     trainer_for = lambda site, ctx: proxy.trainer(rows, ctx.rng("batches"))  # noqa: E731
-    federation = Federation(exchange, config, trainer_for, ["a", "b"], server, tap=tap)
+    federation = InProcessFederation(exchange, config, trainer_for, ["a", "b"], server, tap=tap)
     federation.round(0)
     federation.round(1)
     sent = b"".join(tap.read(m) for m in tap.messages() if m.direction == "down")
@@ -136,7 +140,7 @@ def test_nothing_of_the_other_layers_leaves_the_server(config, proxy, model, tmp
     for name, p in layers.items():  # a row of each matrix is enough to find it
         assert (p[3].detach().numpy().tobytes() in sent) == (".h.0." in name), name
     assert federation.server.tensors["prefix"].ne(server.tensors["prefix"]).any()
-    loss = model.evaluate({n: federation.deployed()["server"][n] for n in model.spec}, E2E, generate=False)["loss"]
+    loss = model.evaluate({n: federation.models()["server"][n] for n in model.spec}, E2E, generate=False)["loss"]
     assert loss < model.evaluate({n: server.tensors[n] for n in model.spec}, E2E, generate=False)["loss"]
 
 
@@ -152,4 +156,4 @@ def test_nothing_of_the_other_layers_leaves_the_server(config, proxy, model, tmp
 )
 def test_bad_fields_are_refused_by_name(fields, named):
     with pytest.raises(ConfigError, match=named):
-        strategies.create("fedsp", fields)
+        strategies.create_method("fedsp", fields)

@@ -1,4 +1,4 @@
-"""method.fields: the adapter's table, whose errors name the adapter's own fields."""
+"""method.params: the adapter's table, whose errors name the adapter's own fields."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from fedveil.adapters.lora import Lora
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.errors import ConfigError
-from fedveil.strategies import create
+from fedveil.strategies import create_method
 
 
 @pytest.mark.parametrize(
@@ -27,21 +27,21 @@ from fedveil.strategies import create
 )
 def test_a_wrong_key_of_an_adapter_is_named_with_the_adapters_fields(method, adapter, message):
     with pytest.raises(ConfigError, match=message):
-        create(method, f"adapter = {{{adapter}}}")
+        create_method(method, f"adapter = {{{adapter}}}")
 
 
 def test_targets_are_a_list_as_peft_takes_it():
     """A module of that name, or one whose last parts are the name; nothing of a name is a regular expression."""
-    found = create("fedavg", 'adapter = {targets = ["q_proj", "mlp.v"], rank = 3, alpha = 6}').adapter
-    assert isinstance(found, Lora)
-    assert (found.rank, found.scale) == (3, 2.0)
+    adapter = create_method("fedavg", 'adapter = {targets = ["q_proj", "mlp.v"], rank = 3, alpha = 6}').adapter
+    assert isinstance(adapter, LoraAdapter)
+    assert (adapter.rank, adapter.scale) == (3, 2.0)
     chosen = ["q_proj", "model.layers.0.q_proj", "h.1.mlp.v", "mlp.v"]
     others = ["xq_proj", "q_proj.extra", "h.1.v", "mlpxv", "h.1.mlpxv"]
-    assert [name for name in chosen + others if re.fullmatch(found.targets, name)] == chosen
+    assert [name for name in chosen + others if re.fullmatch(adapter.targets, name)] == chosen
 
 
 def test_a_methods_own_fields_are_listed_where_the_key_is_the_methods():
     with pytest.raises(
         ConfigError, match=r"adpter: unknown field of fedavg; expected one of \['adapter', 'wire_dtype'\]"
     ):
-        create("fedavg", "adpter = 3")
+        create_method("fedavg", "adpter = 3")

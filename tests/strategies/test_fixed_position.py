@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from fedveil import rng, strategies
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import Trained
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import ConfigError
-from fedveil.federation.exchange import Exchange
+from fedveil.federation.exchange import MessageExchange
 from fedveil.strategies.fixed_position import FixedPosition
 from fedveil.strategies.random_binary import RandomBinary
 from tests.conftest import aggregated
 
 POSITION = "vit.embeddings.position_embeddings"
-SPEC = {POSITION: TensorSpec((1, 5, 4)), "vit.embeddings.cls_token": TensorSpec((1, 1, 4)), "fc.bias": TensorSpec((3,))}
+SPEC = {POSITION: ParamSpec((1, 5, 4)), "vit.embeddings.cls_token": ParamSpec((1, 1, 4)), "fc.bias": ParamSpec((3,))}
 
 
 class Given:
@@ -25,11 +25,11 @@ class Given:
     def __init__(self, seed: int, num_examples: int) -> None:
         self.g, self.num_examples = random(seed), num_examples
 
-    def gradient(self, weights) -> Trained:
-        return Trained(dict(self.g), {})
+    def gradient(self, weights) -> TrainingResult:
+        return TrainingResult(dict(self.g), {})
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
-        return Trained({n: w - self.g[n] for n, w in weights.items()}, {})
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
+        return TrainingResult({n: w - self.g[n] for n, w in weights.items()}, {})
 
 
 def random(seed: int) -> dict[str, torch.Tensor]:
@@ -37,9 +37,9 @@ def random(seed: int) -> dict[str, torch.Tensor]:
     return {n: torch.randn(t.shape, generator=generator) for n, t in SPEC.items()}
 
 
-def run(method, name, rounds=4) -> tuple[State, list[bytes]]:
-    exchange = Exchange(method, name, SPEC)
-    server, sent = method.init(SPEC, random(0), rng.initial(0, "method init")), []
+def run(method, name, rounds=4) -> tuple[FederatedState, list[bytes]]:
+    exchange = MessageExchange(method, name, SPEC)
+    server, sent = method.init(SPEC, random(0), rng.initial_stream(0, "method init")), []
     for round_ in range(rounds):
         uploads = []
         for i, site in enumerate("xyz"):
@@ -47,7 +47,7 @@ def run(method, name, rounds=4) -> tuple[State, list[bytes]]:
             _, up = exchange.participate(exchange.broadcast(server, ctx), None, Given(10 * round_ + i + 1, 2 + i), ctx)
             sent.append(b"".join(up))
             message = exchange.receive(sent[-1], round_)
-            uploads.append(Upload(message.payload, message.num_examples, ctx))
+            uploads.append(AcceptedUpload(message.payload, message.num_examples, ctx))
         server = aggregated(method, server, iter(uploads))
     return server, sent
 
@@ -75,17 +75,17 @@ def test_by_hand():
     """fc.bias: 1 - 0.5 (2 + 6) / 2 = -1; with examples 3 and 1: 1 - 0.5 (3 * 2 + 6) / 4 = -0.5."""
     for weighted, expected in ((False, -1.0), (True, -0.5)):
         method = FixedPosition(hidden="pos", learning_rate=0.5, weighted=weighted)
-        server = State({"pos": torch.ones(2), "b": torch.ones(2)})
+        server = FederatedState({"pos": torch.ones(2), "b": torch.ones(2)})
         uploads = []
         for n, g in ((3, 2.0), (1, 6.0)):
             local = Given(0, n)
-            local.spec = {"pos": TensorSpec((2,)), "b": TensorSpec((2,))}
+            local.spec = {"pos": ParamSpec((2,)), "b": ParamSpec((2,))}
             local.g = {"pos": torch.full((2,), 99.0), "b": torch.full((2,), g)}
             ctx = RoundContext(0, "x", True, bytes(32))
             private, up = method.client(None, method.broadcast(server, ctx), local, ctx)
             assert private is None
             assert set(up.fields) == {"b"}
-            uploads.append(Upload(up, n, ctx))
+            uploads.append(AcceptedUpload(up, n, ctx))
         new = aggregated(method, server, iter(uploads)).tensors
         assert new["b"].tolist() == [expected, expected]
         assert new["pos"].tolist() == [1.0, 1.0]
@@ -104,9 +104,9 @@ def test_a_pattern_that_hides_nothing_is_refused_at_the_start():
     with pytest.raises(
         ConfigError, match='hidden: expected a regular expression that matches some of 3 .* found "wpe"'
     ):
-        FixedPosition(hidden="wpe").init(SPEC, random(0), rng.initial(0, "x"))
+        FixedPosition(hidden="wpe").init(SPEC, random(0), rng.initial_stream(0, "x"))
     with pytest.raises(ConfigError, match="hidden: expected a regular expression, found"):
-        strategies.create("fixed_position", 'hidden = "("')
+        strategies.create_method("fixed_position", 'hidden = "("')
 
 
 def test_hiding_everything_changes_nothing():

@@ -6,31 +6,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil import rng, strategies
-from fedveil.algebra.sums import RunningSums
 from fedveil.config import parse
-from fedveil.contract.address import Address
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import Trained
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import ConfigError, WireError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.ops.running_sums import RunningSums
 from fedveil.strategies.fedavg import FedAvg
-from fedveil.strategies.hetlora import HetLora
+from fedveil.strategies.hetlora import HetLoRA
 from tests.conftest import aggregated
 
 SPEC = {
-    "h.0.lora_A": TensorSpec((3, 5)),
-    "h.0.lora_B": TensorSpec((7, 3)),
-    "h.1.lora_A": TensorSpec((3, 7)),
-    "h.1.lora_B": TensorSpec((4, 3)),
+    "h.0.lora_A": ParamSpec((3, 5)),
+    "h.0.lora_B": ParamSpec((7, 3)),
+    "h.1.lora_A": ParamSpec((3, 7)),
+    "h.1.lora_B": ParamSpec((4, 3)),
 }
 CTX = RoundContext(0, "a", True, bytes(32))
 
 
 def adapter(rank: int = 3):
-    return strategies.create("hetlora", f"adapter = {{rank = {rank}}}").adapter
+    return strategies.create_method("hetlora", f"adapter = {{rank = {rank}}}").adapter
 
 
 def weights(seed: int = 0):
@@ -47,12 +47,12 @@ class Site:
         self.num_examples = 1 + ord(site) % 4
         self._seed, self.began = 100 * round_ + ord(site), {}
 
-    def train(self, begun, frozen=None, penalty=None) -> Trained:
+    def train(self, begun, frozen=None, penalty=None) -> TrainingResult:
         generator = torch.Generator().manual_seed(self._seed)
         self.began = {n: w.clone() for n, w in begun.items()}
         after = {n: w + torch.randn(w.shape, generator=generator) for n, w in self.began.items()}
         after |= {n: torch.where(mask, self.began[n], after[n]) for n, mask in (frozen or {}).items()}
-        return Trained(after, {"steps": 1.0})
+        return TrainingResult(after, {"steps": 1.0})
 
 
 def federation(method, sites="abc", fraction=1.0, rounds=3, name="hetlora", **keys):
@@ -62,31 +62,31 @@ def federation(method, sites="abc", fraction=1.0, rounds=3, name="hetlora", **ke
     def trainer_for(site, ctx):
         return made.setdefault((site, ctx.round), Site(site, ctx.round))
 
-    state = method.init(SPEC, weights(), rng.initial(0, "m"))
-    return Federation(Exchange(method, name, SPEC), config, trainer_for, list(sites), state), made
+    state = method.init(SPEC, weights(), rng.initial_stream(0, "m"))
+    return InProcessFederation(MessageExchange(method, name, SPEC), config, trainer_for, list(sites), state), made
 
 
 def test_two_uploads_of_two_ranks_by_hand():
     """Rank 1 of 2 examples and rank 2 of 1: A's first row is (2*[1] + [4]) / 3 = 2, its second (2*0 + 9) / 3 = 3."""
-    spec = {"m.lora_A": TensorSpec((2, 1)), "m.lora_B": TensorSpec((1, 2))}
-    method = HetLora(ranks={"x": 1}, adapter=adapter(2))
-    server = State({"m.lora_A": torch.tensor([[7.0], [7.0]]), "m.lora_B": torch.zeros(1, 2)})
+    spec = {"m.lora_A": ParamSpec((2, 1)), "m.lora_B": ParamSpec((1, 2))}
+    method = HetLoRA(ranks={"x": 1}, adapter=adapter(2))
+    server = FederatedState({"m.lora_A": torch.tensor([[7.0], [7.0]]), "m.lora_B": torch.zeros(1, 2)})
     sums = RunningSums()
     for site, a, b, n in (("x", [[1.0]], [[3.0]], 2), ("y", [[4.0], [9.0]], [[6.0, 12.0]], 1)):
         payload = Payload({"m.lora_A": torch.tensor(a), "m.lora_B": torch.tensor(b)})
-        sums.add(site, n, method.terms(payload, n, spec, CTX))
-    new = method.settle(server, sums, CTX).tensors
+        sums.add(site, n, method.contributions(payload, n, spec, CTX))
+    new = method.server_update(server, sums, CTX).tensors
     assert new["m.lora_A"].tolist() == [[2.0], [3.0]]
     assert new["m.lora_B"].tolist() == [[4.0, 4.0]]
 
 
 def test_norms_weigh_by_hand_and_a_product_of_zero_weighs_nothing():
     """|B A| is 2 and 6: A = (2 * 1 + 6 * 3) / 8 = 2.5, B = (2 * 2 + 6 * 2) / 8 = 2; the third's B is 0."""
-    spec = {"m.lora_A": TensorSpec((1, 1)), "m.lora_B": TensorSpec((1, 1))}
-    method = HetLora(weights="norm", adapter=adapter(1))
-    server = State({name: torch.zeros(1, 1) for name in spec})
+    spec = {"m.lora_A": ParamSpec((1, 1)), "m.lora_B": ParamSpec((1, 1))}
+    method = HetLoRA(weights="norm", adapter=adapter(1))
+    server = FederatedState({name: torch.zeros(1, 1) for name in spec})
     uploads = [
-        Upload(Payload({"m.lora_A": torch.tensor([[a]]), "m.lora_B": torch.tensor([[b]])}), n, CTX)
+        AcceptedUpload(Payload({"m.lora_A": torch.tensor([[a]]), "m.lora_B": torch.tensor([[b]])}), n, CTX)
         for a, b, n in ((1.0, 2.0, 9), (3.0, 2.0, 1), (50.0, 0.0, 100))
     ]
     new = aggregated(method, server, iter(uploads)).tensors
@@ -94,7 +94,7 @@ def test_norms_weigh_by_hand_and_a_product_of_zero_weighs_nothing():
 
 
 def test_without_ranks_it_is_fedavg():
-    mine, _ = federation(HetLora(adapter=adapter()))
+    mine, _ = federation(HetLoRA(adapter=adapter()))
     theirs, _ = federation(FedAvg(adapter=adapter()), name="fedavg")
     mine.run()
     theirs.run()
@@ -111,7 +111,7 @@ def test_without_ranks_it_is_fedavg():
 )
 def test_rounds_are_the_naive_mean_of_padded_pairs(low, fraction, by):
     """In fp64 and plain loops: zeros beyond a site's rank, and what nobody has stays."""
-    run, made = federation(HetLora(ranks=low, weights=by, adapter=adapter()), "abcd", fraction, 4)
+    run, made = federation(HetLoRA(ranks=low, weights=by, adapter=adapter()), "abcd", fraction, 4)
     for round_ in range(4):
         before = {n: w.double() for n, w in run.server.tensors.items()}
         run.round(round_)
@@ -144,8 +144,11 @@ def test_rounds_are_the_naive_mean_of_padded_pairs(low, fraction, by):
 
 
 def test_a_lower_rank_saves_bytes_both_ways():
-    method = HetLora(ranks={"b": 1}, adapter=adapter())
-    exchange, server = Exchange(method, "hetlora", SPEC), method.init(SPEC, weights(), rng.initial(0, "m"))
+    method = HetLoRA(ranks={"b": 1}, adapter=adapter())
+    exchange, server = (
+        MessageExchange(method, "hetlora", SPEC),
+        method.init(SPEC, weights(), rng.initial_stream(0, "m")),
+    )
     sizes = {}
     for site in "ab":
         ctx = RoundContext(0, site, True, bytes(32))
@@ -160,12 +163,12 @@ def test_a_lower_rank_saves_bytes_both_ways():
 
 
 def test_another_rank_is_refused_on_both_sides():
-    method = HetLora(ranks={"b": 1}, adapter=adapter())
+    method = HetLoRA(ranks={"b": 1}, adapter=adapter())
     whole = Payload(weights())
     with pytest.raises(WireError, match=r"expected rank 1, the rank of site b, found 3"):
         method.check_site(whole, SPEC, "b")
     method.check_site(whole, SPEC, "a")
-    ctx = RoundContext(0, "b", True, bytes(32), address=Address(site="b"))
+    ctx = RoundContext(0, "b", True, bytes(32), address=MessageAddress(site="b"))
     with pytest.raises(WireError, match=r"expected rank 1, the rank of site b, found 3"):
         method.client(None, whole, Site("b", 0), ctx)
     mixed = Payload({**weights(), "h.1.lora_B": torch.zeros(4, 2)})
@@ -174,9 +177,9 @@ def test_another_rank_is_refused_on_both_sides():
 
 
 def test_the_server_refuses_an_upload_of_another_rank_than_its_sites():
-    method, loose = HetLora(ranks={"b": 1}, adapter=adapter()), HetLora(ranks={"c": 1}, adapter=adapter())
-    exchange, theirs = Exchange(method, "hetlora", SPEC), Exchange(loose, "hetlora", SPEC)
-    server = loose.init(SPEC, weights(), rng.initial(0, "m"))
+    method, loose = HetLoRA(ranks={"b": 1}, adapter=adapter()), HetLoRA(ranks={"c": 1}, adapter=adapter())
+    exchange, theirs = MessageExchange(method, "hetlora", SPEC), MessageExchange(loose, "hetlora", SPEC)
+    server = loose.init(SPEC, weights(), rng.initial_stream(0, "m"))
     _, parts = theirs.participate(theirs.broadcast(server, CTX), None, Site("a", 0), CTX)
     assert exchange.receive(b"".join(parts), 0, site="a").num_examples
     with pytest.raises(WireError, match=r"h\.0\.lora_A: expected rank 1, the rank of site b, found 3"):
@@ -186,16 +189,16 @@ def test_the_server_refuses_an_upload_of_another_rank_than_its_sites():
 @pytest.mark.parametrize("fields", ["ranks = {north = 9}", "ranks = {north = 0}", 'weights = "loss"'])
 def test_fields_are_checked(fields):
     with pytest.raises(ConfigError):
-        strategies.create("hetlora", fields)
+        strategies.create_method("hetlora", fields)
 
 
 def test_norms_are_no_weights_of_a_sum_unseen():
-    secure = {"secure.enabled": True, "secure.bound": 64.0, "secure.max-examples": 10}
-    run, _ = federation(HetLora(weights="norm", adapter=adapter()), "abcd", **secure)
+    secure = {"secure.enabled": True, "secure.clip-bound": 64.0, "secure.max-weight": 10}
+    run, _ = federation(HetLoRA(weights="norm", adapter=adapter()), "abcd", **secure)
     with pytest.raises(ConfigError, match="whole weight"):
         run.run()
-    run, _ = federation(HetLora(ranks={"b": 1}, adapter=adapter()), "abcd", **secure)
-    clear, _ = federation(HetLora(ranks={"b": 1}, adapter=adapter()), "abcd")
+    run, _ = federation(HetLoRA(ranks={"b": 1}, adapter=adapter()), "abcd", **secure)
+    clear, _ = federation(HetLoRA(ranks={"b": 1}, adapter=adapter()), "abcd")
     run.run()
     clear.run()
     for n in SPEC:

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.algebra import fedsgd
-from fedveil.contract.codec import Coded
+from fedveil.contract.codec import QuantizedTensor
 from fedveil.contract.method import Method, RoundContext
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Trained
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import TaskError, WireError
-from fedveil.federation.exchange import Exchange
+from fedveil.federation.exchange import MessageExchange
+from fedveil.ops import fedsgd
 from fedveil.strategies.fedqsn import FedQSN
 from fedveil.strategies.random_binary import RandomBinary
-from fedveil.wire.codes import Codes
-from fedveil.wire.envelope import Stamp, pack, unpack
+from fedveil.wire.envelope import EnvelopeStamp, pack_message, unpack_message
+from fedveil.wire.quantized import QuantizedCodec
 from tests.pretend import DEVICE, Pretended, There
 from tests.strategies.test_on_gpu import SPEC, weights
 
@@ -34,14 +34,14 @@ class OnDevice:
     device: torch.device | None = None
     num_examples: int = 3
 
-    def gradient(self, received: Weights) -> Trained:
-        return Trained({n: torch.sin(w.to(self.device)) for n, w in received.items()}, {"steps": 1})
+    def gradient(self, received: Weights) -> TrainingResult:
+        return TrainingResult({n: torch.sin(w.to(self.device)) for n, w in received.items()}, {"steps": 1})
 
-    def train(self, received: Weights, frozen: Weights | None = None, penalty=None) -> Trained:
+    def train(self, received: Weights, frozen: Weights | None = None, penalty=None) -> TrainingResult:
         moved = {n: torch.cos(w) for n, w in received.items()}
         for n, mask in (frozen or {}).items():
             moved[n] = torch.where(mask.to(self.device), received[n], moved[n])
-        return Trained(moved, {"steps": 1})
+        return TrainingResult(moved, {"steps": 1})
 
 
 METHODS = [
@@ -57,8 +57,8 @@ METHODS = [
 
 def turn(method: Method, name: str, ctx: RoundContext) -> tuple[bytes, bytes]:
     """The broadcast and the upload of one site."""
-    exchange = Exchange(method, name, SPEC)
-    server = method.init(SPEC, weights("cpu"), rng.initial(0, "method init"))
+    exchange = MessageExchange(method, name, SPEC)
+    server = method.init(SPEC, weights("cpu"), rng.initial_stream(0, "method init"))
     down = exchange.broadcast(server, ctx)
     _, up = exchange.participate(down, None, OnDevice(SPEC, ctx.device), ctx)
     return down, b"".join(up)
@@ -68,18 +68,18 @@ def turn(method: Method, name: str, ctx: RoundContext) -> tuple[bytes, bytes]:
 def test_messages_are_those_of_a_cpu(method, name):
     expected = turn(method, name, CTX)
     with Pretended() as pretended:
-        found = turn(method, name, THERE)
-    assert found == expected
-    assert sum(pretended.back) <= sum(map(len, found))  # nothing comes back but what is sent
+        messages = turn(method, name, THERE)
+    assert messages == expected
+    assert sum(pretended.back) <= sum(map(len, messages))  # nothing comes back but what is sent
 
 
 def test_a_proxy_is_coded_there_and_comes_back_packed():
     method = FedQSN(0.3, 0.3)
-    exchange = Exchange(method, "fedqsn", SPEC)
-    server = method.init(SPEC, weights("cpu"), rng.initial(0, "method init"))
+    exchange = MessageExchange(method, "fedqsn", SPEC)
+    server = method.init(SPEC, weights("cpu"), rng.initial_stream(0, "method init"))
     with Pretended() as pretended:
         payload = method.broadcast(server, THERE)
-        coded = {n: v for n, v in payload.fields.items() if isinstance(v, Coded)}
+        coded = {n: v for n, v in payload.fields.items() if isinstance(v, QuantizedTensor)}
         assert sorted(coded) == ["in.weight", "out.weight"]
         assert all(isinstance(t, There) for v in coded.values() for t in (v.codes, v.scales))
         assert not pretended.back
@@ -93,8 +93,8 @@ def test_a_proxy_is_coded_there_and_comes_back_packed():
 
 def test_a_gradient_comes_back_without_what_its_mask_leaves_out():
     method = RandomBinary(rate=0.8, wire="seeded")
-    server = method.init(SPEC, weights("cpu"), rng.initial(0, "method init"))
-    exchange = Exchange(method, "random_binary", SPEC)
+    server = method.init(SPEC, weights("cpu"), rng.initial_stream(0, "method init"))
+    exchange = MessageExchange(method, "random_binary", SPEC)
     down = exchange.broadcast(server, CTX)
     with Pretended() as pretended:
         _, up = exchange.participate(down, None, OnDevice(SPEC, DEVICE), THERE)
@@ -107,7 +107,7 @@ def test_what_is_not_finite_is_refused_once_all_is_coded():
     method = FedQSN(0.3, 0.3)
     broken = weights("cpu")
     broken["in.weight"][3, 5] = torch.nan
-    server = method.init(SPEC, broken, rng.initial(0, "method init"))
+    server = method.init(SPEC, broken, rng.initial_stream(0, "method init"))
     for ctx in (CTX, THERE):
         with Pretended(), pytest.raises(TaskError, match="expected finite values to quantise"):
             method.broadcast(server, ctx)
@@ -115,42 +115,42 @@ def test_what_is_not_finite_is_refused_once_all_is_coded():
 
 def test_codes_that_only_decoding_shows_to_be_wrong_are_refused_at_the_access():
     """Five codes of 5 levels in a word of 14 bits: 6 digits, of which one more is not zero; and a word beyond 5^6."""
-    exchange = Exchange(FedQSN(), "fedqsn", SPEC)
-    server = exchange.method.init(SPEC, weights("cpu"), rng.initial(0, "method init"))
+    exchange = MessageExchange(FedQSN(), "fedqsn", SPEC)
+    server = exchange.method.init(SPEC, weights("cpu"), rng.initial_stream(0, "method init"))
     payload = exchange.method.broadcast(server, CTX)
-    stamp = Stamp.of(exchange.method, "fedqsn", 1, "down")
-    found = payload.fields["in.weight"]
-    worse = Worse(5, found.codes.numel())
+    stamp = EnvelopeStamp.from_exchange(exchange.method, "fedqsn", 1, "down")
+    quantized_field = payload.fields["in.weight"]
+    worse = Worse(5, quantized_field.codes.numel())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Codes, "encode", worse.encode)
-        data = pack(exchange.layout, stamp, payload)
+        patch.setattr(QuantizedCodec, "encode", worse.encode)
+        data = pack_message(exchange.layout, stamp, payload)
     with pytest.raises(WireError, match="in.weight: codes: expected 6 codes below 5 in a word"):
-        unpack(data, exchange.layout, stamp)
+        unpack_message(data, exchange.layout, stamp)
     with Pretended():
-        message = unpack(data, exchange.layout, stamp, DEVICE)
+        message = unpack_message(data, exchange.layout, stamp, DEVICE)
         assert set(message.payload.fields) == set(payload.fields)
-        assert isinstance(message.payload.fields["out.weight"], Coded)
+        assert isinstance(message.payload.fields["out.weight"], QuantizedTensor)
         with pytest.raises(WireError, match="in.weight: codes: expected 6 codes below 5 in a word of 14 bits, found"):
             message.payload.fields["in.weight"]
 
 
 def test_codes_that_were_damaged_on_the_way_are_refused_before_any_access():
-    exchange = Exchange(FedQSN(), "fedqsn", SPEC)
-    server = exchange.method.init(SPEC, weights("cpu"), rng.initial(0, "method init"))
+    exchange = MessageExchange(FedQSN(), "fedqsn", SPEC)
+    server = exchange.method.init(SPEC, weights("cpu"), rng.initial_stream(0, "method init"))
     payload = exchange.method.broadcast(server, CTX)
     data = bytearray(exchange.broadcast(server, CTX))
     packed = exchange.layout.fields_of("down", "")["in.weight"].codec.encode(payload.fields["in.weight"])[1]
     data[data.index(bytes(packed)) + 5] ^= 1
     with pytest.raises(WireError, match="in.weight: expected checksum .*: the field was damaged on the way"):
-        unpack(data, exchange.layout, Stamp.of(exchange.method, "fedqsn", 1, "down"), DEVICE)
+        unpack_message(data, exchange.layout, EnvelopeStamp.from_exchange(exchange.method, "fedqsn", 1, "down"), DEVICE)
 
 
 @pytest.mark.parametrize("exchange", ["batch", "epoch"])
 def test_without_a_device_gradients_come_to_where_the_weights_are(exchange):
     with Pretended():
-        gradient = fedsgd.gradient(OnDevice(SPEC, DEVICE), weights("cpu"), "batch")
+        gradient = fedsgd.client_gradient(OnDevice(SPEC, DEVICE), weights("cpu"), "batch")
         assert {g.device.type for g in gradient.values()} == {"cpu"}
-        there = fedsgd.gradient(OnDevice(SPEC), weights("cpu"), exchange, DEVICE)
+        there = fedsgd.client_gradient(OnDevice(SPEC), weights("cpu"), exchange, DEVICE)
         assert {g.device for g in there.values()} == {DEVICE}
 
 
@@ -158,7 +158,7 @@ class Worse:
     """Encodes codes of one length with a last byte of ones in place of a code."""
 
     def __init__(self, levels: int, count: int) -> None:
-        self._honest, self._count = Codes(levels).encode, count
+        self._honest, self._count = QuantizedCodec(levels).encode, count
 
     def encode(self, value):
         scales, packed = self._honest(value)

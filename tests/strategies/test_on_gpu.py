@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.contract.codec import Coded
+from fedveil.contract.codec import QuantizedTensor
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext
-from fedveil.contract.spec import Place, TensorSpec, Weights
-from fedveil.contract.trainer import Trained
-from fedveil.federation.exchange import Exchange
+from fedveil.contract.param_spec import ParamLocation, ParamSpec, Weights
+from fedveil.contract.trainer import TrainingResult
+from fedveil.federation.exchange import MessageExchange
 from fedveil.strategies.fedqsn import FedQSN
 from fedveil.strategies.random_binary import RandomBinary
 
 SPEC = {
-    "wte.weight": TensorSpec((300, 64), place=Place("embedding", "wte", 1)),
-    "wpe.weight": TensorSpec((16, 64)),
-    "in.weight": TensorSpec((64, 192), place=Place("linear", "in", 1)),
-    "in.bias": TensorSpec((192,), place=Place("linear", "in", 0)),
-    "out.weight": TensorSpec((64, 192), place=Place("linear", "out", 0, closes=True)),
-    "out.bias": TensorSpec((64,), place=Place("linear", "out", 0, closes=True)),
+    "wte.weight": ParamSpec((300, 64), place=ParamLocation("embedding", "wte", 1)),
+    "wpe.weight": ParamSpec((16, 64)),
+    "in.weight": ParamSpec((64, 192), place=ParamLocation("linear", "in", 1)),
+    "in.bias": ParamSpec((192,), place=ParamLocation("linear", "in", 0)),
+    "out.weight": ParamSpec((64, 192), place=ParamLocation("linear", "out", 0, closes=True)),
+    "out.bias": ParamSpec((64,), place=ParamLocation("linear", "out", 0, closes=True)),
 }
 CTX = RoundContext(1, "a", True, bytes(range(32)))
 
@@ -34,7 +34,7 @@ def weights(device: str) -> dict[str, torch.Tensor]:
 
 
 def proxy(method: FedQSN, device: str) -> Payload:
-    return method.broadcast(method.init(SPEC, weights(device), rng.initial(0, "method init")), CTX)
+    return method.broadcast(method.init(SPEC, weights(device), rng.initial_stream(0, "method init")), CTX)
 
 
 @pytest.mark.gpu
@@ -47,14 +47,14 @@ def test_a_proxy_is_that_of_the_cpu(gpu, quantiser, bits, targets):
     assert list(there) == list(here)
     codes = 0
     for name, value in here.items():
-        found = there[name]
-        if isinstance(value, Coded):
-            assert found.codes.device.type == gpu
-            assert torch.equal(found.scales.cpu(), value.scales), name
-            assert torch.equal(found.codes.cpu(), value.codes), name
+        gpu_value = there[name]
+        if isinstance(value, QuantizedTensor):
+            assert gpu_value.codes.device.type == gpu
+            assert torch.equal(gpu_value.scales.cpu(), value.scales), name
+            assert torch.equal(gpu_value.codes.cpu(), value.codes), name
             codes += value.codes.numel()
         else:
-            assert torch.equal(found.cpu(), value), name
+            assert torch.equal(gpu_value.cpu(), value), name
     assert (codes > 0) == (quantiser != "none")
     assert any(not v.all() for n, v in here.items() if n.startswith("visible."))
 
@@ -67,11 +67,11 @@ class OnDevice:
     def __init__(self, device: str) -> None:
         self.device = device
 
-    def gradient(self, received: Weights) -> Trained:
-        return Trained({n: 2 * w.to(self.device) for n, w in received.items()}, {"steps": 1})
+    def gradient(self, received: Weights) -> TrainingResult:
+        return TrainingResult({n: 2 * w.to(self.device) for n, w in received.items()}, {"steps": 1})
 
-    def train(self, received: Weights, frozen: Weights | None = None, penalty=None) -> Trained:
-        return Trained({n: 2 * w for n, w in received.items()}, {"steps": 1})
+    def train(self, received: Weights, frozen: Weights | None = None, penalty=None) -> TrainingResult:
+        return TrainingResult({n: 2 * w for n, w in received.items()}, {"steps": 1})
 
 
 @pytest.mark.gpu
@@ -88,8 +88,8 @@ class OnDevice:
 )
 def test_messages_made_on_a_gpu_have_the_bytes_of_those_made_on_a_cpu(gpu, method, name):
     """The broadcast, from weights on the CPU, and the upload."""
-    exchange, made = Exchange(method, name, SPEC), []
-    server = method.init(SPEC, weights("cpu"), rng.initial(0, "method init"))
+    exchange, made = MessageExchange(method, name, SPEC), []
+    server = method.init(SPEC, weights("cpu"), rng.initial_stream(0, "method init"))
     for device in ("cpu", gpu):
         ctx = replace(CTX, device=torch.device(device) if device != "cpu" else None)
         down = exchange.broadcast(server, ctx)

@@ -9,22 +9,22 @@ import torch
 from scipy import stats
 
 from fedveil import rng, strategies
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.lora import Lora
-from fedveil.algebra import masks
-from fedveil.algebra.sums import RunningSums
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.contract.layout import Payload
-from fedveil.contract.method import RoundContext, State, Upload
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import Trained
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import ConfigError, WireError
-from fedveil.federation.exchange import Exchange
+from fedveil.federation.exchange import MessageExchange
+from fedveil.ops import random_masks
+from fedveil.ops.running_sums import RunningSums
 from fedveil.strategies.random_binary import RandomBinary
 from fedveil.wire import header
-from fedveil.wire.envelope import Stamp, pack
+from fedveil.wire.envelope import EnvelopeStamp, pack_message
 from tests.conftest import ToyTrainer, aggregated
 
-SPEC = {"a.w": TensorSpec((7, 5)), "b.w": TensorSpec((11,)), "c.s": TensorSpec(())}
+SPEC = {"a.w": ParamSpec((7, 5)), "b.w": ParamSpec((11,)), "c.s": ParamSpec(())}
 WIRES = ["explicit", "implicit", "seeded"]
 SITES = ["x", "y", "z"]
 CTX = RoundContext(0, "x", True, bytes(32))
@@ -39,13 +39,13 @@ class Given:
 
     @property
     def spec(self):
-        return {n: TensorSpec(tuple(t.shape)) for n, t in self.g.items()}
+        return {n: ParamSpec(tuple(t.shape)) for n, t in self.g.items()}
 
-    def gradient(self, weights) -> Trained:
-        return Trained(dict(self.g), {})
+    def gradient(self, weights) -> TrainingResult:
+        return TrainingResult(dict(self.g), {})
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
-        return Trained({n: w - self.g[n] for n, w in weights.items()}, {})
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
+        return TrainingResult({n: w - self.g[n] for n, w in weights.items()}, {})
 
 
 def random(seed: int, spec=SPEC) -> dict[str, torch.Tensor]:
@@ -53,14 +53,14 @@ def random(seed: int, spec=SPEC) -> dict[str, torch.Tensor]:
     return {n: torch.randn(t.shape, generator=generator) for n, t in spec.items()}
 
 
-def start(method, weights) -> State:
-    spec = {n: TensorSpec(tuple(w.shape)) for n, w in weights.items()}
-    return method.init(spec, weights, rng.initial(0, "method init"))
+def start(method, weights) -> FederatedState:
+    spec = {n: ParamSpec(tuple(w.shape)) for n, w in weights.items()}
+    return method.init(spec, weights, rng.initial_stream(0, "method init"))
 
 
 def turn(method, server, gradients, private, round_=0, counts=(3, 8, 1)):
     """One round over the real wire, no byte left out; `private` is updated."""
-    exchange = Exchange(method, "random_binary", next(iter(gradients.values())).spec)
+    exchange = MessageExchange(method, "random_binary", next(iter(gradients.values())).spec)
     uploads = []
     for i, (site, local) in enumerate(gradients.items()):
         local.num_examples = counts[i % len(counts)]
@@ -68,7 +68,7 @@ def turn(method, server, gradients, private, round_=0, counts=(3, 8, 1)):
         down = exchange.broadcast(server, replace(ctx, secret=bytes(32)))
         private[site], up = exchange.participate(down, private.get(site), local, ctx)
         message = exchange.receive(b"".join(up), round_)
-        uploads.append(Upload(message.payload, message.num_examples, replace(ctx, secret=bytes(32))))
+        uploads.append(AcceptedUpload(message.payload, message.num_examples, replace(ctx, secret=bytes(32))))
     return aggregated(method, server, iter(uploads)), uploads
 
 
@@ -83,9 +83,9 @@ def equal(a, b) -> bool:
 # --- Eq. 12 by hand
 
 
-def upload(values, mask, n=1) -> Upload:
+def upload(values, mask, n=1) -> AcceptedUpload:
     value, mask = torch.tensor(values), torch.tensor(mask, dtype=torch.bool)
-    return Upload(Payload({"w": value[mask], "mask.w": mask}), n, CTX)
+    return AcceptedUpload(Payload({"w": value[mask], "mask.w": mask}), n, CTX)
 
 
 def by_hand():
@@ -98,7 +98,7 @@ def by_hand():
 def test_eq_12_by_hand():
     """(3 + 6 + 0) / 3 = 3; 5 / 1; nobody; (4 + 0) / 2 = 2. Then w - 0.5 of that."""
     method = RandomBinary(learning_rate=0.5)
-    new = aggregated(method, State({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
+    new = aggregated(method, FederatedState({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
     assert new.tolist() == pytest.approx([8.5, 7.5, 10.0, 9.0], rel=1e-6)
     assert new[2] == 10.0
 
@@ -106,18 +106,18 @@ def test_eq_12_by_hand():
 def test_eq_12_by_hand_with_the_clients_weights():
     """(2 * 3 + 1 * 6 + 5 * 0) / 8 = 1.5; 5; nobody; (2 * 4 + 0) / 3."""
     method = RandomBinary(learning_rate=0.5, weighted=True)
-    new = aggregated(method, State({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
+    new = aggregated(method, FederatedState({"w": torch.full((4,), 10.0)}), by_hand()).tensors["w"]
     assert new.tolist() == pytest.approx([9.25, 7.5, 10.0, 10.0 - 0.5 * 8 / 3], rel=1e-6)
 
 
 def test_implicit_leaves_a_true_zero_out_and_explicit_does_not():
     """As above, but zeros are all that the server sees: (3 + 6) / 2 = 4.5 and 4 / 1."""
     implicit = (
-        Upload(Payload({"w": torch.where(u.payload.fields["mask.w"], torch.tensor(g), 0.0)}), 1, CTX)
+        AcceptedUpload(Payload({"w": torch.where(u.payload.fields["mask.w"], torch.tensor(g), 0.0)}), 1, CTX)
         for u, g in zip(by_hand(), ([3.0, 1, 9, 4], [6.0, 5, 9, 0], [0.0, 2, 9, 7]), strict=True)
     )
     method = RandomBinary(learning_rate=0.5, wire="implicit")
-    new = aggregated(method, State({"w": torch.full((4,), 10.0)}), implicit).tensors["w"]
+    new = aggregated(method, FederatedState({"w": torch.full((4,), 10.0)}), implicit).tensors["w"]
     assert new.tolist() == pytest.approx([7.75, 7.5, 10.0, 8.0], rel=1e-6)
 
 
@@ -165,15 +165,15 @@ def test_the_three_wire_forms_end_alike_where_no_gradient_is_zero(rate, optimise
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
 def test_bytes(rate):
     size = 100_000
-    spec = {"big": TensorSpec((size - 600,)), "small": TensorSpec((20, 30))}
+    spec = {"big": ParamSpec((size - 600,)), "small": ParamSpec((20, 30))}
     expected = {
         "explicit": (1 - rate) * 4 * size + size / 8,
         "seeded": (1 - rate) * 4 * size + 32,
         "implicit": 4 * size,
     }
     for wire, nbytes in expected.items():
-        exchange = Exchange(RandomBinary(rate=rate, wire=wire), "random_binary", spec)
-        down = exchange.broadcast(State(random(1, spec)), CTX)
+        exchange = MessageExchange(RandomBinary(rate=rate, wire=wire), "random_binary", spec)
+        down = exchange.broadcast(FederatedState(random(1, spec)), CTX)
         _, up = exchange.participate(down, None, Given(random(2, spec)), CTX)
         data = b"".join(up)
         assert exchange.receive(data, 0).payload_bytes == pytest.approx(nbytes, rel=0.01)
@@ -182,11 +182,11 @@ def test_bytes(rate):
 
 def test_what_is_masked_is_not_in_the_upload():
     """Rate 1/2 of marked values: those on the wire are those of the mask, and no byte pattern of another is there."""
-    spec = {"w": TensorSpec((64,))}
+    spec = {"w": ParamSpec((64,))}
     marked = {"w": random(5, spec)["w"] + 100}
     for wire in WIRES:
-        exchange = Exchange(RandomBinary(wire=wire), "random_binary", spec)
-        down = exchange.broadcast(State(random(1, spec)), CTX)
+        exchange = MessageExchange(RandomBinary(wire=wire), "random_binary", spec)
+        down = exchange.broadcast(FederatedState(random(1, spec)), CTX)
         _, up = exchange.participate(down, None, Given(marked), CTX)
         data = b"".join(up)
         sent = [marked["w"][i].numpy().tobytes() in data for i in range(64)]
@@ -198,9 +198,11 @@ def test_what_is_masked_is_not_in_the_upload():
 def message(wire, fields, spec=None):
     """An upload packed by somebody whose layout is the server's, or that of `spec`, and its receipt."""
     method = RandomBinary(wire=wire)
-    exchange = Exchange(method, "random_binary", {"h.w": TensorSpec((6,))})
+    exchange = MessageExchange(method, "random_binary", {"h.w": ParamSpec((6,))})
     layout = method.layout(spec or exchange.spec)
-    return exchange.receive(pack(layout, Stamp.of(method, "random_binary", 0, "up"), Payload(fields), 3), 0)
+    return exchange.receive(
+        pack_message(layout, EnvelopeStamp.from_exchange(method, "random_binary", 0, "up"), Payload(fields), 3), 0
+    )
 
 
 @pytest.mark.parametrize("count", [0, 2, 4])
@@ -209,26 +211,26 @@ def test_a_count_that_does_not_match_the_mask_is_refused_before_it_is_folded(cou
     assert message("explicit", {"h.w": torch.ones(3), "mask.h.w": mask}).num_examples == 3
     with pytest.raises(WireError, match=f"h.w: expected 3 values, as many as its mask has ones, found {count}"):
         message("explicit", {"h.w": torch.ones(count), "mask.h.w": mask})
-    ones = int(masks.expand(bytes(32), 0.5, (6,)).sum())
+    ones = int(random_masks.expand_mask(bytes(32), 0.5, (6,)).sum())
     assert message("seeded", {"h.w": torch.ones(ones), "key.0.5": bytes(32)}).num_examples == 3
     with pytest.raises(WireError, match=f"h.w: expected {ones} values, as many as its mask has ones, found {ones + 1}"):
         message("seeded", {"h.w": torch.ones(ones + 1), "key.0.5": bytes(32)})
     with pytest.raises(WireError, match="h.w: expected 3 values"):  # nor by aggregate itself
         aggregated(
             RandomBinary(),
-            State({"h.w": torch.zeros(6)}),
-            iter([Upload(Payload({"h.w": torch.ones(count), "mask.h.w": mask}), 1, CTX)]),
+            FederatedState({"h.w": torch.zeros(6)}),
+            iter([AcceptedUpload(Payload({"h.w": torch.ones(count), "mask.h.w": mask}), 1, CTX)]),
         )
 
 
 def test_an_end_that_draws_other_masks_is_refused():
     """Version 1 drew them from AES."""
-    exchange = Exchange(RandomBinary(), "random_binary", {"h.w": TensorSpec((6,))})
+    exchange = MessageExchange(RandomBinary(), "random_binary", {"h.w": ParamSpec((6,))})
     fields = {"h.w": torch.ones(6), "mask.h.w": torch.ones(6, dtype=torch.bool)}
-    stamp = Stamp.of(exchange.method, "random_binary", 0, "up")
-    assert exchange.receive(pack(exchange.layout, stamp, Payload(fields), 3), 0).num_examples == 3
+    stamp = EnvelopeStamp.from_exchange(exchange.method, "random_binary", 0, "up")
+    assert exchange.receive(pack_message(exchange.layout, stamp, Payload(fields), 3), 0).num_examples == 3
     with pytest.raises(WireError, match="version: expected 2, found 1"):
-        exchange.receive(pack(exchange.layout, replace(stamp, version=1), Payload(fields), 3), 0)
+        exchange.receive(pack_message(exchange.layout, replace(stamp, version=1), Payload(fields), 3), 0)
 
 
 @pytest.mark.parametrize("length", [5, 7, 600])
@@ -236,20 +238,20 @@ def test_a_mask_of_another_length_is_refused(length):
     fields = {"h.w": torch.ones(length), "mask.h.w": torch.ones(length, dtype=torch.bool)}
     refusals = {5: r"mask.h.w: expected shape \(6,\), found \(5,\)", 7: r"h.w: expected shape .* of at most \(6,\)"}
     with pytest.raises(WireError, match=refusals.get(length, "message: expected at most")):
-        message("explicit", fields, {"h.w": TensorSpec((length,))})
+        message("explicit", fields, {"h.w": ParamSpec((length,))})
     with pytest.raises(WireError, match="expected a key of 32 bytes, found 31"):
         message("seeded", {"h.w": torch.ones(3), "key.0.5": bytes(31)})
 
 
 def test_a_mask_that_was_changed_on_the_way_is_refused():
-    spec = {"w": TensorSpec((800,))}
-    exchange = Exchange(RandomBinary(), "random_binary", spec)
-    down = exchange.broadcast(State(random(1, spec)), CTX)
+    spec = {"w": ParamSpec((800,))}
+    exchange = MessageExchange(RandomBinary(), "random_binary", spec)
+    down = exchange.broadcast(FederatedState(random(1, spec)), CTX)
     _, up = exchange.participate(down, None, Given(random(2, spec)), CTX)
     data = bytearray(b"".join(up))
     mask = exchange.receive(bytes(data), 0).field_bytes["mask.w"]
     assert mask == 100
-    data[header.read(memoryview(data))[1] + 50] ^= 1  # fields are sorted by name: the mask comes first
+    data[header.read_header(memoryview(data))[1] + 50] ^= 1  # fields are sorted by name: the mask comes first
     with pytest.raises(WireError, match="mask.w: expected checksum"):
         exchange.receive(data, 0)
 
@@ -295,12 +297,12 @@ def test_r_1_changes_nothing_and_sends_nothing(rate, wire, optimiser):
 
 
 def masks_over(method, rounds, site="x"):
-    private, found, spec = {}, [], {"w": TensorSpec((400,))}
+    private, masks, spec = {}, [], {"w": ParamSpec((400,))}
     server = start(method, random(1, spec))
     for round_ in range(rounds):
         server, uploads = turn(method, server, {site: Given(random(round_, spec))}, private, round_)
-        found.append(dict(method._masks(uploads[0].payload, {"w": (400,)}))["w"])
-    return found, private[site]
+        masks.append(dict(method._masks(uploads[0].payload, {"w": (400,)}))["w"])
+    return masks, private[site]
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -308,23 +310,23 @@ def test_periods(wire):
     """Who has the same mask as whom, over six rounds; at most 0.5 of 400 entries agree by chance, give or take."""
     groups = {("batch", 1): "012345", ("epoch", 1): "012345", ("epoch", 4): "000011", ("never", 1): "000000"}
     for (period, batches), expected in groups.items():
-        found, private = masks_over(RandomBinary(mask_period=period, epoch_batches=batches, wire=wire), 6)
+        masks, private = masks_over(RandomBinary(mask_period=period, epoch_batches=batches, wire=wire), 6)
         for i in range(6):
             for j in range(i):
-                agree = float((found[i] == found[j]).float().mean())
+                agree = float((masks[i] == masks[j]).float().mean())
                 assert (agree == 1.0) == (expected[i] == expected[j])
                 assert agree == 1.0 or abs(agree - 0.5) < 0.15
         assert (private is None) == (batches == 1 and period != "never")
 
 
 def test_the_locked_mask_is_kept_as_its_key_and_survives_json():
-    found, private = masks_over(RandomBinary(rate=0.3, mask_period="never"), 2)
+    masks, private = masks_over(RandomBinary(rate=0.3, mask_period="never"), 2)
     assert not private.tensors
-    again = State({}, json.loads(json.dumps(dict(private.scalars))))
-    method, spec = RandomBinary(rate=0.3, mask_period="never"), {"w": TensorSpec((400,))}
-    down = method.broadcast(State(random(1, spec)), CTX)
+    again = FederatedState({}, json.loads(json.dumps(dict(private.scalars))))
+    method, spec = RandomBinary(rate=0.3, mask_period="never"), {"w": ParamSpec((400,))}
+    down = method.broadcast(FederatedState(random(1, spec)), CTX)
     _, up = method.client(again, down, Given(random(2, spec)), replace(CTX, round=9))
-    assert torch.equal(up.fields["mask.w"], found[0])
+    assert torch.equal(up.fields["mask.w"], masks[0])
 
 
 def moves(method, rounds, spec):
@@ -347,7 +349,7 @@ def moves(method, rounds, spec):
 
 
 def test_locked_entries_that_all_clients_mask_never_move():
-    count, union = moves(RandomBinary(rate=0.8, mask_period="never", learning_rate=0.5), 12, {"w": TensorSpec((3000,))})
+    count, union = moves(RandomBinary(rate=0.8, mask_period="never", learning_rate=0.5), 12, {"w": ParamSpec((3000,))})
     assert torch.equal(count, 12 * union.int())
     frozen = int((~union).sum())
     low, high = stats.binom.ppf([1e-5, 1 - 1e-5], 3000, 0.8**3)
@@ -357,20 +359,22 @@ def test_locked_entries_that_all_clients_mask_never_move():
 def test_update_counts_are_binomial():
     """Eq. 13 as corrected: Binomial(m, 1 - R^N), by chi-square over bins of at least 20 expected entries."""
     m, size, rate = 15, 6000, 0.8
-    count, _ = moves(RandomBinary(rate=rate, learning_rate=0.5), m, {"w": TensorSpec((size,))})
+    count, _ = moves(RandomBinary(rate=rate, learning_rate=0.5), m, {"w": ParamSpec((size,))})
     seen = torch.bincount(count, minlength=m + 1).double().numpy()
     expected = size * stats.binom.pmf(range(m + 1), m, 1 - rate**3)
-    kept = expected >= 20
-    seen, expected = [*seen[kept], seen[~kept].sum()], [*expected[kept], expected[~kept].sum()]
+    large_bins = expected >= 20
+    seen, expected = [*seen[large_bins], seen[~large_bins].sum()], [*expected[large_bins], expected[~large_bins].sum()]
     statistic = sum((s - e) ** 2 / e for s, e in zip(seen, expected, strict=True))
     assert len(seen) > 8
     assert statistic < stats.chi2.ppf(1 - 1e-4, len(seen) - 1)
     wrong = size * stats.binom.pmf(range(m + 1), m, 1 - rate**2)  # the control: two clients instead of three
-    assert sum((s - e) ** 2 / e for s, e in zip(seen, [*wrong[kept], wrong[~kept].sum()], strict=True)) > 1000
+    assert (
+        sum((s - e) ** 2 / e for s, e in zip(seen, [*wrong[large_bins], wrong[~large_bins].sum()], strict=True)) > 1000
+    )
 
 
 def test_sites_and_tensors_draw_apart():
-    spec = {"p": TensorSpec((500,)), "q": TensorSpec((500,))}
+    spec = {"p": ParamSpec((500,)), "q": ParamSpec((500,))}
     method = RandomBinary()
     _, uploads = turn(method, start(method, random(1, spec)), given(0, spec), {})
     drawn = [up.payload.fields[f"mask.{n}"] for up in uploads for n in "pq"]
@@ -428,7 +432,7 @@ def test_count_0_leaves_adam_s_moments_and_weights_bit_for_bit():
     for name, tensor in once.tensors.items():
         assert again.tensors[name][1] == tensor[1], name
         assert again.tensors[name][0] != tensor[0], name
-    assert set(method.deployed(again)["server"]) == {"w"}
+    assert set(method.models(again)["server"]) == {"w"}
 
 
 def test_an_epoch_s_pseudo_gradient_with_rate_1_is_the_mean_of_the_trained_weights():
@@ -442,12 +446,12 @@ def test_an_epoch_s_pseudo_gradient_with_rate_1_is_the_mean_of_the_trained_weigh
 
 def test_a_batch_asks_for_a_gradient_and_an_epoch_for_a_training(lora_spec, lora_weights, monkeypatch):
     for exchange, step in (("batch", 1e-4), ("epoch", 1.0)):
-        method = RandomBinary(rate=0.0, exchange=exchange, adapter=Lora())
+        method = RandomBinary(rate=0.0, exchange=exchange, adapter=LoraAdapter())
         local = ToyTrainer(lora_spec, step=0.5)
         monkeypatch.delattr(ToyTrainer, "train" if exchange == "batch" else "gradient")
-        server = method.init(lora_spec, lora_weights, rng.initial(0, "x"))
+        server = method.init(lora_spec, lora_weights, rng.initial_stream(0, "x"))
         _, up = method.client(None, method.broadcast(server, CTX), local, CTX)
-        new = aggregated(method, server, iter([Upload(up, 3, CTX)]))
+        new = aggregated(method, server, iter([AcceptedUpload(up, 3, CTX)]))
         monkeypatch.undo()
         for name, w in lora_weights.items():
             torch.testing.assert_close(new.tensors[name], w + 0.5 * step)
@@ -459,7 +463,7 @@ def test_a_batch_asks_for_a_gradient_and_an_epoch_for_a_training(lora_spec, lora
 @pytest.mark.parametrize("rate", ["-0.1", "1.5", "nan", '{"attn" = 2.0}'])
 def test_a_rate_outside_0_to_1_is_refused_by_name(rate):
     with pytest.raises(ConfigError, match="rate"):
-        strategies.create("random_binary", f"rate = {rate}")
+        strategies.create_method("random_binary", f"rate = {rate}")
 
 
 @pytest.mark.parametrize(
@@ -475,13 +479,13 @@ def test_a_rate_outside_0_to_1_is_refused_by_name(rate):
 )
 def test_bad_fields_are_refused_by_name(fields, named):
     with pytest.raises(ConfigError, match=named):
-        strategies.create("random_binary", fields)
+        strategies.create_method("random_binary", fields)
 
 
 def test_fields_reach_the_client_as_they_are_the_order_of_the_map_too():
-    method = strategies.create("random_binary", 'rate = {"b" = 0.5, "." = 0.25}\nmask_period = "never"')
+    method = strategies.create_method("random_binary", 'rate = {"b" = 0.5, "." = 0.25}\nmask_period = "never"')
     sent = strategies.create_from_json("random_binary", json.dumps(asdict(method)))
     assert sent == method
     assert list(sent.rate) == ["b", "."]
-    assert method.adapter == AllWeights()
+    assert method.adapter == AllWeightsAdapter()
     assert method.layout(SPEC) == sent.layout(SPEC)

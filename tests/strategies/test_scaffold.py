@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from fedveil import rng
-from fedveil.attacks.base import View
+from fedveil.attacks.base import AdversaryView
 from fedveil.config import parse
-from fedveil.contract.method import RoundContext, Upload
-from fedveil.contract.spec import TensorSpec
-from fedveil.contract.trainer import Looked, Trained
+from fedveil.contract.method import AcceptedUpload, RoundContext
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.contract.trainer import ExamplesUsed, TrainingResult
 from fedveil.errors import ConfigError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.privacy.claims import checked_claim
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.privacy.guarantee_source import check_guarantee
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.strategies.scaffold import Scaffold
-from fedveil.wire.tap import Tap
+from fedveil.wire.capture import MessageCapture
 
-SPEC = {"w": TensorSpec((2,)), "v": TensorSpec((1, 2))}
+SPEC = {"w": ParamSpec((2,)), "v": ParamSpec((1, 2))}
 ETA, STEPS = 0.1, 4
 BENT = {"a": (1.0, 3.0), "b": (4.0, -2.0), "c": (0.5, 7.0)}  # curvature and optimum of each site's loss
 EXAMPLES = {"a": 1, "b": 3, "c": 2}
@@ -35,10 +35,12 @@ class Quadratic:
     def _gradient(self, w: torch.Tensor) -> torch.Tensor:
         return self.bend * (w - self.optimum)
 
-    def gradient(self, weights) -> Trained:
-        return Trained({n: self._gradient(w) for n, w in weights.items()}, {"loss_received": 1.0}, Looked.of([(0,)]))
+    def gradient(self, weights) -> TrainingResult:
+        return TrainingResult(
+            {n: self._gradient(w) for n, w in weights.items()}, {"loss_received": 1.0}, ExamplesUsed.from_steps([(0,)])
+        )
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
         now = {n: w.clone() for n, w in weights.items()}
         for _ in range(STEPS):
             leaves = {n: w.clone().requires_grad_() for n, w in now.items()}
@@ -46,15 +48,17 @@ class Quadratic:
                 penalty(leaves).backward()
             pull = {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in leaves.items()}
             now = {n: w - ETA * (self._gradient(w) + pull[n]) for n, w in now.items()}
-        return Trained(now, {"steps": 4.0, "loss_trained": 2.0}, Looked.of([(0,)]))
+        return TrainingResult(now, {"steps": 4.0, "loss_trained": 2.0}, ExamplesUsed.from_steps([(0,)]))
 
 
-def federation(method=None, rounds: int = 3, fraction: float = 1.0) -> Federation:
+def federation(method=None, rounds: int = 3, fraction: float = 1.0) -> InProcessFederation:
     method = method or Scaffold()
     weights = {"w": torch.tensor([1.0, -2.0]), "v": torch.tensor([[0.5, 4.0]])}
-    state = method.init(SPEC, weights, rng.initial(0, "x"))
+    state = method.init(SPEC, weights, rng.initial_stream(0, "x"))
     config = parse({"run.deterministic": True, "run.rounds": rounds, "cohort.fraction": fraction})
-    return Federation(Exchange(method, "scaffold", SPEC), config, lambda site, ctx: Quadratic(site), list("abc"), state)
+    return InProcessFederation(
+        MessageExchange(method, "scaffold", SPEC), config, lambda site, ctx: Quadratic(site), list("abc"), state
+    )
 
 
 def naive(cohorts: list[list[str]]) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
@@ -72,10 +76,10 @@ def naive(cohorts: list[list[str]]) -> tuple[Mapping[str, torch.Tensor], Mapping
                 y = x[n]
                 for _ in range(STEPS):
                     y = y - ETA * (bend * (y - optimum) - own[site][n] + c[n])
-                found = bend * (x[n] - optimum)
+                gradient = bend * (x[n] - optimum)
                 new_x[n] = new_x[n] + part * y
-                change[n] = change[n] + part * (found - own[site][n])
-                own[site][n] = found
+                change[n] = change[n] + part * (gradient - own[site][n])
+                own[site][n] = gradient
         x, c = new_x, {n: c[n] + len(cohort) / len(seen) * change[n] for n in x}
     return x, c
 
@@ -121,8 +125,8 @@ def test_the_servers_sum_of_changes_is_a_gradient_of_the_client():
         before[round_] = dict(found.server.tensors)
 
     run.run(note)
-    kept = run.private.get("b").tensors["control.w"]
-    torch.testing.assert_close(kept, 4.0 * (before[0]["w"] + 2.0), rtol=1e-4, atol=1e-5)
+    control_variate = run.private.get("b").tensors["control.w"]
+    torch.testing.assert_close(control_variate, 4.0 * (before[0]["w"] + 2.0), rtol=1e-4, atol=1e-5)
 
 
 def test_the_report_is_the_trainings_and_the_wire_carries_twice_the_tensors():
@@ -146,21 +150,21 @@ def test_what_the_wire_rounds_the_site_keeps_rounded_too():
 def test_an_upload_of_no_client_in_the_sums_changes_nothing():
     run = federation()
     assert run.exchange.aggregate(run.server, iter([])) is run.server
-    once = Upload(run.exchange.method.broadcast(run.server, RoundContext(0, "", True, b"")), 1,
+    once = AcceptedUpload(run.exchange.method.broadcast(run.server, RoundContext(0, "", True, b"")), 1,
                   RoundContext(0, "a", True, bytes(32)))  # fmt: skip
     same = run.exchange.aggregate(run.server, [once])
     assert all(torch.equal(same.tensors[n], w) for n, w in run.server.tensors.items())
 
 
 def test_noisy_steps_are_refused_before_any_site_is_asked():
-    config = parse({"method.name": "scaffold", "dp.clip": 1.0, "dp.noise": 1.0})
+    config = parse({"method.name": "scaffold", "dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0})
     with pytest.raises(ConfigError, match="found scaffold, which asks for plain gradients; leave"):
-        checked_claim(Scaffold(), config, True)
+        check_guarantee(Scaffold(), config, True)
 
 
 def test_an_attack_that_compares_weights_is_given_no_control_variates(tmp_path):
     run = federation(rounds=1)
-    run.tap = Tap(tmp_path)
+    run.tap = MessageCapture(tmp_path)
     run.run()
-    view = View.server(run.tap, run.exchange)
+    view = AdversaryView.server(run.tap, run.exchange)
     assert [set(view.added(upload)) for upload in view.uploads()] == [set(SPEC)] * 3

@@ -16,9 +16,9 @@ LORA = {"fedex_lora", "fedprox", "fedsa_lora", "ffa_lora", "flora", "hetlora", "
 
 
 def refused(column: str) -> dict[str, str]:
-    found = {name: composition.cell(name, column) for name in strategies.names()}
-    assert all(word.startswith(("yes", "no: ")) for word in found.values())
-    return {name: word for name, word in found.items() if word.startswith("no: ")}
+    cells_by_method = {name: composition.cell(name, column) for name in strategies.list_methods()}
+    assert all(word.startswith(("yes", "no: ")) for word in cells_by_method.values())
+    return {name: word for name, word in cells_by_method.items() if word.startswith("no: ")}
 
 
 def test_noisy_steps_go_with_all_that_trains_and_adds_no_noise_itself():
@@ -32,10 +32,10 @@ def test_every_method_is_summed_unseen_and_by_the_median():
 
 
 def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothing():
-    found = refused(SUM)
-    assert set(found) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"}
-    assert {found[name] for name in KEEPS} == {"no: one that keeps state at the site"}
-    assert all(found[name].startswith("no: one that makes something else of h.") for name in PRODUCTS)
+    reasons = refused(SUM)
+    assert set(reasons) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"}
+    assert {reasons[name] for name in KEEPS} == {"no: one that keeps state at the site"}
+    assert all(reasons[name].startswith("no: one that makes something else of h.") for name in PRODUCTS)
 
 
 def test_multi_krum_goes_with_uploads_of_one_kind():
@@ -43,8 +43,8 @@ def test_multi_krum_goes_with_uploads_of_one_kind():
 
 
 def test_the_methods_on_lora_send_codes_but_for_scaffold():
-    found = {name: composition.cell(name, composition.CODES) for name in strategies.names()}
-    assert {name for name, word in found.items() if word == "yes: `upload_bits`"} == LORA - {"scaffold"} | {
+    cells_by_method = {name: composition.cell(name, composition.CODES) for name in strategies.list_methods()}
+    assert {name for name, word in cells_by_method.items() if word == "yes: `upload_bits`"} == LORA - {"scaffold"} | {
         "fedqsn",
         "fedrand",
     }
@@ -58,12 +58,12 @@ def test_the_reason_is_what_was_found(message, found):
 def test_a_method_whose_codes_never_reach_the_wire_is_no_yes(monkeypatch):
     monkeypatch.setattr(composition, "_sends_codes", lambda method: False)
     with pytest.raises(AssertionError, match="puts no codes on the wire"):
-        composition._codes("fedrand", strategies.create("fedrand"))
+        composition._codes("fedrand", strategies.create_method("fedrand"))
 
 
 def test_the_page_has_a_row_a_method_and_every_column():
     lines = [line for line in reference.composed().splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + len(strategies.names())
+    assert len(lines) == 2 + len(strategies.list_methods())
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
         "method",
         *composition.COLUMNS,

@@ -34,10 +34,10 @@ def test_every_cell_of_a_notebook_is_in_its_page_in_order(notebook, site):
     assert len(cells) > 1
     for cell in cells:
         text = "".join(cell["source"])
-        shown = f"```python\n{text}\n```\n" if cell["cell_type"] == "code" else f"{text}\n"
-        found = page.find(shown, at)
-        assert found >= 0, text
-        at = found + len(shown)
+        cell_text = f"```python\n{text}\n```\n" if cell["cell_type"] == "code" else f"{text}\n"
+        position = page.find(cell_text, at)
+        assert position >= 0, text
+        at = position + len(cell_text)
     assert page.startswith("# ")
     assert f"]({notebook.name})" in page[at:]  # the file itself can be had
     assert f"\nnotebooks/{notebook.stem}\n" in (DOCS / "index.md").read_text()

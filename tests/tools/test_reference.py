@@ -19,12 +19,12 @@ PAGES = reference.pages()
 def test_every_key_of_the_run_config_has_its_default_and_a_sentence():
     row = r"^\| `([a-z]+\.[a-z-]+)` \| `([^`]*)` \|.*\| ([^|]+) \|$"
     rows = re.findall(row, PAGES["reference/run-config.md"], re.M)
-    found = {key: default for key, default, _ in rows}
+    defaults = {key: default for key, default, _ in rows}
     assert [key for key, _, words in rows if len(words.split()) < 4] == []
-    assert set(found) == set(RunConfig().flat())
-    assert found["train.batch-size"] == "16"
-    assert found["run.deterministic"] == "false"
-    assert found["task.data"] == '""'
+    assert set(defaults) == set(RunConfig().flat())
+    assert defaults["train.batch-size"] == "16"
+    assert defaults["run.deterministic"] == "false"
+    assert defaults["task.data"] == '""'
 
 
 def test_bounds_and_choices_are_said():
@@ -38,21 +38,21 @@ def test_the_tutorial_of_own_data_names_every_column_and_each_score_of_pictures(
     columns = [key for key in RunConfig().flat() if key.startswith("task.") and key.endswith("-column")]
     assert len(columns) > 5
     assert [key for key in columns if f"{key}=" not in page] == []
-    of_captions = set(tasks.info("vision-language").metrics(RunConfig().task)) - {"loss", "bleu_2", "bleu_3"}
+    of_captions = set(tasks.task_info("vision-language").metrics(RunConfig().task)) - {"loss", "bleu_2", "bleu_3"}
     assert {name for name in of_captions if f"`{name}`" not in page} == set()
 
 
 def test_every_command_is_there_with_its_actions():
     page = PAGES["reference/commands.md"]
-    assert set(re.findall(r"^## fedveil (\w+)$", page, re.M)) == set(console.commands())
+    assert set(re.findall(r"^## fedveil (\w+)$", page, re.M)) == set(console.list_commands())
     assert "### fedveil members register" in page
 
 
-@pytest.mark.parametrize("name", strategies.names())
+@pytest.mark.parametrize("name", strategies.list_methods())
 def test_every_field_of_a_method_says_what_it_means(name):
     page = PAGES[f"reference/methods/{name}.md"].partition("## Fields")[2].partition("## On the wire")[0]
-    found = re.findall(r"^\| `(\w+)` \| .* \| [^|]+ \|$", page, re.M)
-    assert found == [field.name for field in dataclasses.fields(strategies.load(name))]
+    field_names = re.findall(r"^\| `(\w+)` \| .* \| [^|]+ \|$", page, re.M)
+    assert field_names == [field.name for field in dataclasses.fields(strategies.load_method(name))]
     assert f"({name}.md)" in PAGES["reference/methods/index.md"]
 
 
@@ -69,7 +69,7 @@ def test_all_rows_of_a_table_have_as_many_cells(name):
 
 def test_a_row_over_two_lines_becomes_one_and_a_table_stands_apart():
     assert (
-        reference.markdown("words\n| a | b |\n|---|---|\n| c | d\n  e |")
+        reference.render_markdown("words\n| a | b |\n|---|---|\n| c | d\n  e |")
         == "words\n\n| a | b |\n|---|---|\n| c | d e |"
     )
 

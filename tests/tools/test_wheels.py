@@ -38,8 +38,8 @@ def test_every_range_of_pyproject_is_understood():
 
 
 def test_missing_and_old_distributions_are_named():
-    found = {"torch": "2.11.0+cu128", "peft": "0.20.0", "numpy": "2.3.1"}
-    lacks = wheels.lacking(["torch", "peft", "numpy", "flwr"], RANGES, found)
+    versions = {"torch": "2.11.0+cu128", "peft": "0.20.0", "numpy": "2.3.1"}
+    lacks = wheels.lacking(["torch", "peft", "numpy", "flwr"], RANGES, versions)
     assert lacks == {"peft": "0.20.0, expected >=0.21", "flwr": "missing"}
 
 

@@ -10,18 +10,18 @@ from pathlib import Path
 from types import ModuleType
 
 from fedveil.attacks import base
-from fedveil.attacks.base import Attack, UploadAttack
+from fedveil.attacks.base import AuditAttack, UploadAttack
 from tools.pages import lines
 
 
 def audited() -> list[tuple[str, ...]]:
     """A row for each attack that `fedveil audit` finds: file, title, what it reads, its controls, lines of code."""
-    return [(f"`{_file(type(a).__module__)}`", *_of(a), _counted(type(a).__module__)) for a in base.installed()]
+    return [(f"`{_file(type(a).__module__)}`", *_of(a), _counted(type(a).__module__)) for a in base.list_attacks()]
 
 
 def others() -> list[tuple[str, ...]]:
     """A row for each other file of the rooms: attacks that benchmarks alone run, and what attacks share."""
-    known = {type(attack).__module__ for attack in base.installed()}
+    known = {type(attack).__module__ for attack in base.list_attacks()}
     return [
         (f"`{_file(module.__name__)}`", title(module), _counted(module.__name__))
         for module in _modules()
@@ -36,12 +36,14 @@ def title(module: ModuleType) -> str:
 
 def _modules() -> Iterator[ModuleType]:
     package = importlib.import_module("fedveil.attacks")
-    for found in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
-        if found.name.count(".") == 3:  # a file of a room
-            yield importlib.import_module(found.name)
+    for module_info in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
+        if module_info.name.count(".") == 3 and not module_info.name.startswith(
+            "fedveil.attacks.audit."
+        ):  # of an attack
+            yield importlib.import_module(module_info.name)
 
 
-def _of(attack: Attack) -> tuple[str, ...]:
+def _of(attack: AuditAttack) -> tuple[str, ...]:
     reads = f"uploads of {', '.join(sorted(attack.reads))}" if isinstance(attack, UploadAttack) else "a model's answers"
     return title(importlib.import_module(type(attack).__module__)), reads, attack.must_win, ", ".join(attack.must_lose)
 

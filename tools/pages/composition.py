@@ -1,8 +1,9 @@
-"""What composes with what: every method under what changes its training, its uploads or its sums.
+"""Table of what composes with what: each method with each option for its training, its uploads or its sums.
 
-Made from the code: each cell is a round of five tiny sites that was run, after the checks that come before any site is
-asked. What the code refuses stands there with the code's own reason. A trainer without data stands for the sites: what
-composes is decided by checks, contracts and message formats, not by data.
+The table comes from the code. Each cell is a round of five tiny sites that was run, after the checks that
+precede any contact with a site. If the code refuses a combination, the cell shows the code's own reason. A
+trainer without data replaces the sites: checks, contracts and message formats decide what composes, and
+data do not.
 """
 
 from __future__ import annotations
@@ -16,29 +17,36 @@ import torch
 
 from fedveil import rng, strategies
 from fedveil.config import parse
-from fedveil.contract.budget import Claim, Sampling
 from fedveil.contract.method import Method
-from fedveil.contract.spec import Spec, Weights
-from fedveil.contract.trainer import Batch, FeatureGradients, Frozen, Penalty, PerSample, Trained
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.privacy import PrivacyGuarantee, Sampling
+from fedveil.contract.trainer import (
+    BatchIndices,
+    Frozen,
+    Penalty,
+    PerExampleFeatureGradients,
+    PerExampleGradients,
+    TrainingResult,
+)
 from fedveil.errors import ConfigError
-from fedveil.federation import rules
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.privacy.claims import checked_claim
-from fedveil.rng import Stream
-from fedveil.training.per_sample import draw
-from fedveil.wire.codes import Codes
+from fedveil.federation import aggregation_rules
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.rng import RandomStream
+from fedveil.training.per_example import draw_batches
+from fedveil.wire.quantized import QuantizedCodec
 
 SITES = ("a", "b", "c", "d", "e")
 _ALWAYS = {"run.deterministic": True, "train.max-steps": 1, "train.batch-size": 2, "cohort.min-sites": 5}
-_NOISY = {"dp.clip": 1.0, "dp.noise": 1.0}
-_SECURE = {"secure.enabled": True, "secure.min-sites": 4, "secure.bound": 4.0}
+_NOISY = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0}
+_SECURE = {"secure.enabled": True, "secure.min-sites": 4, "secure.clip-bound": 4.0}
 COLUMNS: Mapping[str, Mapping[str, object]] = {
     "`dp.*`": _NOISY,
     "`secure.enabled`": _SECURE,
     '`secure.noise = "sum"`': _SECURE | _NOISY | {"secure.noise": "sum"},
     '`aggregate.rule = "median"`': {"aggregate.rule": "median"},
-    '`aggregate.rule = "multi-krum"`': {"aggregate.rule": "multi-krum", "aggregate.hostile": 1},
+    '`aggregate.rule = "multi-krum"`': {"aggregate.rule": "multi-krum", "aggregate.num-byzantine": 1},
 }
 CODES = "uploads in codes"
 
@@ -56,22 +64,22 @@ class _Still:
     def rows(self) -> _Still:
         return self
 
-    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> Trained:
-        return Trained(dict(weights), {"steps": 1.0})
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        return TrainingResult(dict(weights), {"steps": 1.0})
 
-    def gradient(self, weights: Weights) -> Trained:
-        return Trained({name: torch.zeros_like(w) for name, w in weights.items()}, {"steps": 1.0})
+    def gradient(self, weights: Weights) -> TrainingResult:
+        return TrainingResult({name: torch.zeros_like(w) for name, w in weights.items()}, {"steps": 1.0})
 
-    def batches(self, sampling: Sampling, steps: int, rng: Stream, skip: int = 0) -> list[Batch]:
-        return draw(sampling, self.num_examples, self.batch_size, steps, rng, skip)
+    def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
+        return draw_batches(sampling, self.num_examples, self.batch_size, steps, rng, skip)
 
-    def per_sample(self, weights: Weights, batch: Batch) -> PerSample:
+    def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
         rows = len(batch.rows)
-        return PerSample({n: torch.zeros(rows, *w.shape) for n, w in weights.items()}, torch.zeros(rows))
+        return PerExampleGradients({n: torch.zeros(rows, *w.shape) for n, w in weights.items()}, torch.zeros(rows))
 
-    def feature(self, weights: Weights, batch: Batch) -> FeatureGradients:
+    def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
         rows = len(batch.rows)
-        zero = FeatureGradients(
+        zero = PerExampleFeatureGradients(
             torch.zeros(rows, 1), torch.zeros(rows, 1), lambda g: {n: torch.zeros_like(w) for n, w in weights.items()}
         )
         return zero
@@ -80,11 +88,11 @@ class _Still:
 @cache
 def cell(name: str, column: str) -> str:
     """ "yes", or the code's reason why not. `column` is one of `COLUMNS`, or `CODES`."""
-    method = strategies.create(name)
+    method = strategies.create_method(name)
     if column == CODES:
         return _codes(name, method)
     changes = dict(COLUMNS[column])
-    if isinstance(method, Claim) and "secure.noise" in changes:  # its noise, instead of the noisy steps'
+    if isinstance(method, PrivacyGuarantee) and "secure.noise" in changes:  # its noise, instead of the noisy steps'
         changes = {key: value for key, value in changes.items() if not key.startswith("dp.")}
     return _tried(name, method, changes)
 
@@ -94,35 +102,35 @@ def _codes(name: str, method: Method) -> str:
         return "yes"
     if "upload_bits" not in type(method).__dataclass_fields__:
         return "no: it has no field for them"
-    coded = strategies.create(name, "upload_bits = 4")
+    coded = strategies.create_method(name, "upload_bits = 4")
     if not _sends_codes(coded):
         raise AssertionError(f"{name}: upload_bits = 4 puts no codes on the wire")
-    found = _tried(name, coded, {})
-    return "yes: `upload_bits`" if found == "yes" else found
+    answer = _tried(name, coded, {})
+    return "yes: `upload_bits`" if answer == "yes" else answer
 
 
 def _sends_codes(method: Method) -> bool:
     layout = method.layout(method.adapter.example_spec())
-    return any(isinstance(field.codec, Codes) for field in layout.fields if field.direction == "up")
+    return any(isinstance(field.codec, QuantizedCodec) for field in layout.fields if field.direction == "up")
 
 
 def _tried(name: str, method: Method, changes: Mapping[str, object]) -> str:
     """One round, after what a server checks before it asks a site."""
     spec = dict(method.adapter.example_spec())
-    exchange, config = Exchange(method, name, spec), parse({**_ALWAYS, "method.name": name, **changes})
+    exchange, config = MessageExchange(method, name, spec), parse({**_ALWAYS, "method.name": name, **changes})
     stream = torch.Generator().manual_seed(1)
     weights = {n: 0.1 * torch.randn(t.shape, generator=stream) for n, t in spec.items()}
     try:
-        checked_claim(method, config, has_row_gradients=True)
-        rules.check(exchange, config.aggregate)
-        state = method.init(spec, weights, rng.initial(0, "method init"))
-        Federation(exchange, config, lambda site, ctx: _Still(spec), list(SITES), state).round(0)
+        check_guarantee(method, config, has_row_gradients=True)
+        aggregation_rules.check_rule(exchange, config.aggregate)
+        state = method.init(spec, weights, rng.initial_stream(0, "method init"))
+        InProcessFederation(exchange, config, lambda site, ctx: _Still(spec), list(SITES), state).round(0)
     except ConfigError as error:
         return f"no: {_reason(str(error))}"
     return "yes"
 
 
 def _reason(message: str) -> str:
-    """What was found, in the words of an error: it stands between "found" and the next step."""
-    found = re.search(r"found (.*?)(?:; |$)", message, re.DOTALL)
-    return found[1] if found else message
+    """Extract the reason from an error message: the text between "found" and the next step."""
+    match = re.search(r"found (.*?)(?:; |$)", message, re.DOTALL)
+    return match[1] if match else message

@@ -24,7 +24,7 @@ def page(notebook: Path) -> str:
 
 
 def to_pages(text: str) -> str:
-    """A page of which every link to a notebook is one to the notebook's page."""
+    """Return the page with every link to a notebook replaced by a link to the notebook's page."""
     return _LINK.sub(r"\1.md)", text)
 
 

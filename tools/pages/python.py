@@ -1,44 +1,136 @@
-"""The public interface in Python: each class and function of a module, as it is written and as it says of itself.
+"""The public interface in Python: PUBLIC_MODULES, and a page of each.
 
-A name that begins with an underscore is not public, nor is one that a module only imports. Signatures are read off the
-source: a type is shown by its name, not by what it stands for.
+A module's public names stand in its `__all__`, by hand: a program of somebody else's may import these, and the
+benchmarks import nothing else (benchmarks/tests/test_public_interface.py). Each class and function is shown as it is
+written and as it says of itself. Signatures are read off the source: a type is shown by its name, not by what it stands
+for.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from fedveil.console.terminal import markdown
+from fedveil.console.terminal import render_markdown
 
-ENTRIES = ("fedveil.local", "fedveil.federation.inprocess")
+# By heading of the reference's index. "fedveil.contract.*": every module of that package.
+PUBLIC_MODULES: Mapping[str, tuple[str, ...]] = {
+    "A federation in one process": (
+        "fedveil.local", "fedveil.config", "fedveil.errors", "fedveil.rng", "fedveil.federation.in_process",
+        "fedveil.federation.exchange", "fedveil.resources",
+    ),
+    "What methods and tasks are written against": ("fedveil.contract.*",),
+    "Methods, tasks and adapters": (
+        "fedveil.strategies", "fedveil.strategies.*", "fedveil.tasks", "fedveil.tasks.*",
+        "fedveil.adapters.all_weights", "fedveil.adapters.hadamard", "fedveil.adapters.lora",
+        "fedveil.adapters.prefix", "fedveil.adapters.prompt", "fedveil.adapters.residual_lora",
+    ),
+    "Attacks": (
+        "fedveil.attacks.base", "fedveil.attacks.statistics", "fedveil.attacks.samples",
+        "fedveil.attacks.secagg_views", "fedveil.attacks.membership.*", "fedveil.attacks.reconstruction.*",
+        "fedveil.attacks.model_extraction.*", "fedveil.attacks.sites.*", "fedveil.attacks.canaries.*",
+        "fedveil.attacks.audit.controls", "fedveil.attacks.audit.runner",
+    ),
+    "Privacy, messages, data and records": (
+        "fedveil.privacy.accounting", "fedveil.privacy.dp_sgd", "fedveil.privacy.guarantee_source",
+        "fedveil.wire.capture", "fedveil.wire.envelope", "fedveil.wire.payloads", "fedveil.data.tables",
+        "fedveil.data.partition", "fedveil.data.batches", "fedveil.data.images",
+        "fedveil.training.text_metrics", "fedveil.training.per_example", "fedveil.models.loading",
+        "fedveil.models.clip", "fedveil.records.disclosure_ledger", "fedveil.records.audit_log",
+        "fedveil.records.provenance",
+    ),
+    "Commands of other packages": ("fedveil.console.main", "fedveil.sanitize"),
+    "For benchmarks of the system, not covered by compatibility": ("fedveil.testing.*",),
+}  # fmt: skip
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):$")
 _ITEM = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*)")
 _SPECIAL = re.compile(r"[<*\[]")
 _Defined = ast.ClassDef | ast.FunctionDef
 
 
+def modules_by_heading() -> dict[str, list[str]]:
+    """Return the import names of all public modules, by their heading in the index."""
+    return {
+        heading: [name for pattern in patterns for name in _matching(pattern)]
+        for heading, patterns in PUBLIC_MODULES.items()
+    }
+
+
 def modules() -> list[str]:
-    """What the page describes: the ways in, and every module of the contract."""
-    package = importlib.import_module("fedveil.contract")
-    return [*ENTRIES, *(found.name for found in pkgutil.iter_modules(package.__path__, "fedveil.contract."))]
+    """Return the modules that the page describes: the entry points, and every module of the contract."""
+    return [name for names in modules_by_heading().values() for name in names]
 
 
-def module(name: str) -> str:
-    """A module's own words, the short names of its types, its classes and its functions."""
-    tree = ast.parse(inspect.getsource(importlib.import_module(name)))
-    parts = [f"## {name}\n", described(ast.get_docstring(tree) or "")]
-    if aliases := [ast.unparse(node) for node in tree.body if _is_alias(node)]:
-        parts.append("Types that signatures name:\n\n" + _python("\n".join(aliases)))
-    for node in _public(tree.body):
-        parts += [f"### {node.name}\n", *_of(node)]
-        if isinstance(node, ast.ClassDef):
-            parts += [part for below in _public(node.body) for part in _of(below)]
+def _matching(pattern: str) -> list[str]:
+    if not pattern.endswith(".*"):
+        return [pattern]
+    package = importlib.import_module(pattern.removesuffix(".*"))
+    return [found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.") if not found.ispkg]
+
+
+def public_names(module: str) -> list[str]:
+    """Return the names in a module's `__all__`, read off its source; without one, those of its classes and functions.
+
+    A method or task that somebody adds needs no `__all__` for its page. Raise ValueError where neither names anything.
+    """
+    body = _tree(module).body
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return list(ast.literal_eval(value))
+    defined = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    if names := [name for name in defined if not name.startswith("_")]:
+        return names
+    raise ValueError(f"{module}: expected __all__ with the public names, found none; write it below the imports")
+
+
+def summary(module: str) -> str:
+    """Return the first line of a module's docstring."""
+    return _plain((ast.get_docstring(_tree(module)) or "").partition("\n")[0])
+
+
+def page(module: str) -> str:
+    """Return a module's own words, its types and constants, its classes and its functions."""
+    names = public_names(module)
+    parts = [f"# {module}\n", described(ast.get_docstring(_tree(module)) or "")]
+    nodes = {name: _definition(module, name) for name in names}
+    for title, is_one in (("Types that signatures name", _is_alias), ("Constants", _is_constant)):
+        if lines := [_assignment(node) for node in nodes.values() if is_one(node)]:
+            parts.append(f"{title}:\n\n" + _python("\n".join(lines)))
+    for name, node in sorted(nodes.items(), key=lambda item: item[1].lineno):
+        if isinstance(node, _Defined):
+            parts += [f"## {name}\n", *_of(node)]
+            if isinstance(node, ast.ClassDef):
+                parts += [part for below in _public(node.body) for part in _of(below)]
     return "\n".join(parts)
+
+
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(importlib.import_module(module)))
+
+
+def _definition(module: str, name: str) -> ast.stmt:
+    """Return the statement that gives a name its meaning, in the module that it is imported from, too."""
+    for node in _tree(module).body:
+        match node:
+            case ast.ClassDef(name=given) | ast.FunctionDef(name=given) if given == name:
+                return node
+            case ast.Assign() | ast.AnnAssign() if name in _targets(node):
+                return node
+            case ast.ImportFrom(module=str(source)) if name in [alias.asname or alias.name for alias in node.names]:
+                return _definition(source, name)
+    raise ValueError(f"{module}: expected a definition of {name}, which is in its __all__, found none")
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
 
 
 def described(docstring: str) -> str:
@@ -55,7 +147,7 @@ def described(docstring: str) -> str:
         else:
             section = "" if line else section
             lines.append(line if line.startswith("    ") else _plain(line))
-    return markdown("\n".join(lines)) + "\n"
+    return render_markdown("\n".join(lines)) + "\n"
 
 
 def _of(node: _Defined) -> Iterator[str]:
@@ -68,10 +160,20 @@ def _public(body: Sequence[ast.stmt]) -> list[_Defined]:
 
 
 def _is_alias(node: ast.stmt) -> bool:
-    """Whether a statement gives a type a second name: `Weights = Mapping[str, Tensor]`, and no value."""
+    """Return whether a statement defines a type alias such as `Weights = Mapping[str, Tensor]`, not a value."""
     if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
         return False
-    return bool(re.match(r"[A-Z][a-z]", node.targets[0].id)) and isinstance(node.value, ast.Subscript | ast.BinOp)
+    return bool(re.match(r"[A-Z][a-z]", node.targets[0].id))
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign | ast.AnnAssign) and not _is_alias(node)
+
+
+def _assignment(node: ast.stmt) -> str:
+    """Return an assignment as it is written, shortened where its value is long."""
+    text = ast.unparse(node)
+    return text if len(text) <= 120 else f"{text[:115]} ..."
 
 
 def _class(node: ast.ClassDef) -> str:
@@ -92,7 +194,7 @@ def _python(code: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text outside backticks, of which Markdown reads nothing else than a text."""
+    """Escape text outside backticks so that Markdown renders it as plain text."""
     return "`".join(
         part if at % 2 else _SPECIAL.sub(lambda sign: f"\\{sign[0]}", part) for at, part in enumerate(text.split("`"))
     )

@@ -5,7 +5,7 @@
 An image tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) and a causal text tower (4 layers, 96 wide, 77
 positions, a byte-level BPE of 1024 tokens) into a common space of 64; 1 M parameters, kept as fp16. Both are trained
 contrastively, from random weights, on the parts of CIFAR-10 (a half) and of Caltech-101 (a fifth) that
-`benchmarks.common.pictures.is_public` names; federated data has no picture of these parts.
+`fedveil.testing.pretraining.is_public` names; federated data has no picture of these parts.
 
     L = 1/2 sum_i -ln p(text of i's class | image i) / rows + 1/2 sum_c -ln p(images of class c | text c) / classes
 
@@ -42,12 +42,12 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
     """Trains tokenizer and model; returns the mean loss of the last 50 steps. One seed repeats the files."""
     import torch
 
-    from fedveil.models.library import quiet
+    from fedveil.models.library_logging import quiet_libraries
 
     rng = random.Random(seed)
     own, other = pictures(caltech101, "caltech101"), pictures(cifar10, "cifar10")
     names = sorted({picture.name for picture in own + other})
-    with quiet():
+    with quiet_libraries():
         processor = _processor([t.format(n) for n in names for t in TEMPLATES])
         model = _model(processor.tokenizer, seed)
     mean = torch.tensor(processor.image_processor.image_mean).view(3, 1, 1)

@@ -31,7 +31,10 @@ BATCH, RATES = 10, (3e-3, 0.01)
 
 
 def is_public(mr: str) -> bool:
-    """Whether rows of this meaning representation were shown to the base; the federated data has none of them."""
+    """Return whether the base was trained on examples of this meaning representation.
+
+    The federated data contain none of them.
+    """
     return int(hashlib.sha256(mr.encode()).hexdigest(), 16) % 10 in PUBLIC_DIGITS
 
 

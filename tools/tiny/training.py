@@ -1,4 +1,4 @@
-"""What the scripts of the tiny bases share: the loop that trains one, its byte-level BPE, and how it is saved."""
+"""Shared code of the scripts for the tiny bases: the training loop, the byte-level BPE, and saving."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def trained(
     losses_of_a_batch: Callable[[], Losses],
     after: Callable[[int], None] = lambda step: None,
 ) -> float:
-    """Trains with AdamW over one cycle of the learning rate, and prints a line every 100 steps.
+    """Train with AdamW over one cycle of the learning rate, and print a line every 100 steps.
 
     Args:
-        parameters: of the model, and of whatever is trained beside it.
-        rates: the highest learning rate, and the weight decay.
+        parameters: parameters of the model and of anything trained with it.
+        rates: maximum learning rate, and weight decay.
         steps: number of batches.
-        losses_of_a_batch: draws the next batch.
-        after: called with the number of each step (0-based) when it is done.
+        losses_of_a_batch: draws the next batch and returns its losses.
+        after: called with each step's number (0-based) after the step.
 
     Returns:
-        The mean of the last 50 losses told.
+        The mean of the last 50 reported losses.
     """
     import torch
 
@@ -36,7 +36,7 @@ def trained(
     peak, decay = rates
     optimiser = torch.optim.AdamW(trained_, lr=peak, weight_decay=decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, peak, total_steps=steps, pct_start=WARM_UP_PART)
-    told = []
+    losses = []
     for step in range(steps):
         minimised, loss = losses_of_a_batch()
         optimiser.zero_grad()
@@ -44,12 +44,12 @@ def trained(
         torch.nn.utils.clip_grad_norm_(trained_, 1.0)
         optimiser.step()
         schedule.step()
-        told.append(float(loss.detach()))
+        losses.append(float(loss.detach()))
         if step % 100 == 99:
-            sys.stdout.write(f"step {step + 1} of {steps}: loss {sum(told[-100:]) / 100:.3f}\n")
+            sys.stdout.write(f"step {step + 1} of {steps}: loss {sum(losses[-100:]) / 100:.3f}\n")
             sys.stdout.flush()
         after(step)
-    last = told[-50:]
+    last = losses[-50:]
     return sum(last) / len(last)
 
 
@@ -72,8 +72,8 @@ def byte_level_bpe(texts: Sequence[str], size: int, special: Sequence[str], pref
 
 def save(out: Path, model: Any, processor: Any) -> None:
     """Writes the model as fp16, in place, and its tokenizer or processor."""
-    from fedveil.models.library import quiet
+    from fedveil.models.library_logging import quiet_libraries
 
-    with quiet():
+    with quiet_libraries():
         model.half().save_pretrained(out)
         processor.save_pretrained(out)

@@ -21,7 +21,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from fedveil.benchmarks.common.pictures import CHOICES, caption, is_public
+from fedveil.testing.pretraining import CHOICES, caption, is_public
 from tools.tiny.training import Losses, byte_level_bpe, save, trained
 
 END, IMAGE = "<|endoftext|>", "<image>"
@@ -53,27 +53,27 @@ def pictures(folder: Path, public_of: str = "") -> list[Picture]:
     rows = Dataset(pyarrow.parquet.read_table(folder / "train.parquet"))
     names = rows.features["label"].names
     size = (PIXELS + MARGIN, PIXELS + MARGIN)
-    found = []
+    picture_list = []
     for row in rows.to_list():
         if not public_of or is_public(row["source_path"], public_of):
             image = Image.open(BytesIO(row["image"]["bytes"])).convert("RGB").resize(size, Image.Resampling.BICUBIC)
             name = str(row.get("class_name") or names[row["label"]])
-            found.append(Picture(numpy.asarray(image), name))
-    return found
+            picture_list.append(Picture(numpy.asarray(image), name))
+    return picture_list
 
 
 def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> float:
     """Trains tokenizer and model; returns the mean loss of the last 50 steps."""
     import torch
 
-    from fedveil.models.library import quiet
+    from fedveil.models.library_logging import quiet_libraries
     from fedveil.tasks.vision_language import prompt_of_choices
 
     rng = random.Random(seed)
     own, other = pictures(caltech101, "caltech101"), pictures(cifar10)
     names = sorted({picture.name for picture in own + other})
     class_of = {name: i for i, name in enumerate(names)}
-    with quiet():
+    with quiet_libraries():
         processor = _processor(
             [caption(n) for n in names] * 3
             + [prompt_of_choices("What is in the image?", names[i : i + 4]) for i in range(len(names))]

@@ -1,1 +1,1 @@
-"""What a run would need of a machine, from a base's config.json alone: memory by part, and work."""
+"""Estimate a run's needs from the base's config.json alone: memory by part, and compute."""

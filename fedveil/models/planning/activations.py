@@ -1,7 +1,7 @@
-"""What a training step keeps for its backward pass: counted, in a forward pass on tensors without memory.
+"""Count what a training step keeps for its backward pass, by a forward pass on tensors without memory.
 
-Of a base with 1 and with 2 layers; every further layer keeps what the second one does. Attention is counted as torch's
-kernels for the CPU keep it, with a mask of padding; other kernels may keep less.
+The count uses a base with 1 layer and one with 2; every further layer keeps as much as the second.
+Attention is counted as torch's CPU kernels keep it, with a padding mask; other kernels may keep less.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fedveil.contract.adapter import Adapter
-from fedveil.models.library import quiet
-from fedveil.models.planning import base
-from fedveil.models.planning.settings import Settings
+from fedveil.models.library_logging import quiet_libraries
+from fedveil.models.planning import meta_model
+from fedveil.models.planning.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationBytes:
     """Bytes that a batch keeps for the backward pass, logits apart.
 
     Attributes:
@@ -35,13 +35,15 @@ class Kept:
     rest: int
     inputs: int
 
-    def of(self, layers: int, is_recomputed: bool) -> int:
-        """Of a base of so many layers. Recomputed, one layer at a time has all of its own again."""
+    def total_bytes(self, layers: int, is_recomputed: bool) -> int:
+        """Return the bytes for a base of `layers` layers. If recomputed, one layer at a time keeps all it needs."""
         return self.rest + (layers * self.inputs + self.layer if is_recomputed else layers * self.layer)
 
 
-def count(settings: Settings, adapter: Adapter, rows: int, tokens: int, bf16: bool) -> Kept:
-    """Of a batch of `rows` of `tokens` each. `bf16`: train.precision; a base that is only read is then bf16 too.
+def count_activations(settings: ModelConfig, adapter: Adapter, rows: int, tokens: int, bf16: bool) -> ActivationBytes:
+    """Count the bytes for a batch of `rows` examples of `tokens` tokens each.
+
+    `bf16`: train.precision; a base that is only read is then bf16 too.
 
     Raises:
         ConfigError: the adapter fits no layer of the base.
@@ -49,7 +51,7 @@ def count(settings: Settings, adapter: Adapter, rows: int, tokens: int, bf16: bo
     key = settings.kind, tuple(sorted(settings.values.items()))
     one, two = (_count(*key, adapter, rows, tokens, bf16, layers) for layers in (1, 2))
     itemsize = 2 if bf16 and not adapter.trains_base else 4
-    return Kept(two - one, max(0, 2 * one - two), rows * tokens * settings.width * itemsize)
+    return ActivationBytes(two - one, max(0, 2 * one - two), rows * tokens * settings.width * itemsize)
 
 
 @lru_cache(maxsize=64)
@@ -57,30 +59,32 @@ def _count(
     kind: str, values: tuple[tuple[str, Any], ...], adapter: Adapter, rows: int, tokens: int, bf16: bool, layers: int
 ) -> int:
     is_half = bf16 and not adapter.trains_base
-    model = base.meta(Settings(kind, dict(values)).cut(layers), torch.bfloat16 if is_half else torch.float32)
-    with quiet(), torch.device("meta"):
+    model = meta_model.meta_model(
+        ModelConfig(kind, dict(values)).cut(layers), torch.bfloat16 if is_half else torch.float32
+    )
+    with quiet_libraries(), torch.device("meta"):
         for parameter in adapter.attach(model).values():
             parameter.data = parameter.data.float()
     with FakeTensorMode():
         _place(model)
         ids, mask = torch.zeros(rows, tokens, dtype=torch.long), torch.ones(rows, tokens, dtype=torch.long)
-        return kept_by(model, ids, mask, bf16)
+        return bytes_kept_by(model, ids, mask, bf16)
 
 
-def kept_by(model: Any, ids: Tensor, mask: Tensor, bf16: bool) -> int:
-    """Bytes that one forward pass of `model` keeps beside its parameters and buffers; a storage counts once."""
+def bytes_kept_by(model: Any, ids: Tensor, mask: Tensor, bf16: bool) -> int:
+    """Return the bytes that a forward pass keeps, without parameters and buffers; a storage counts once."""
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    found: dict[int, Tensor] = {}  # holding them keeps a storage's number from being given to another
+    saved_tensors: dict[int, Tensor] = {}  # holding them keeps a storage's number from being given to another
 
     def keep(tensor: Tensor) -> Tensor:
         if (number := tensor.untyped_storage()._cdata) not in own:
-            found.setdefault(number, tensor)
+            saved_tensors.setdefault(number, tensor)
         return tensor
 
     autocast = torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
         model(input_ids=ids, attention_mask=mask, use_cache=False)
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
 
 
 def _place(model: Any) -> None:

@@ -1,12 +1,13 @@
 """Memory of the process that trains at a site, by part, before anything is loaded.
 
-    base        entries x 4, or x 2 if it is only read, under train.precision = bf16; quantised layers: `base.Layer`
+    base        entries x 4, or x 2 if it is only read, under train.precision = bf16; quantised layers: `QuantizedLayer`
     adapter     fp32: 4 bytes an entry; its gradient as much; AdamW's two moments 8 bytes, adamw-8bit's 2 and 8 / 256
     kept        what a forward pass keeps for the backward pass: counted, see `activations`; on a GPU in fp32, where
                 heads of queries share keys, also 4 bytes for a row, a head and two tokens, a layer: torch has no kernel
                 for it there that does without the matrix, as long as no row is padded
     gradients   of what one layer keeps, at most as much again; of what is trained 4 bytes an entry, less what of the
-                other layers is kept, for that goes as they come; all of them with train.accumulate, which holds them
+                other layers is kept, for that goes as they come; all of them with train.gradient-accumulation-steps,
+                which holds them
     logits      12 bytes for a row, a token and an entry of the vocabulary: logits, those of the targets, and their
                 logarithms in fp32; in the backward pass their gradients take the same room; 8 while it scores
     working     two tensors of the size of the largest trained one: the two gradients of a tied embedding, and on a CPU
@@ -15,10 +16,10 @@
 With `site.processes` it is the memory of rank 0, which needs the most: the others have no states, and score nothing.
 
     kept, logits    of ceil(rows / processes) rows; while it scores of all, as rank 0 does so alone unless the base is
-                    divided (training/ranks/team.py)
+                    divided (training/ranks/coordinator.py)
     sums            gradients go to rank 0 in pieces: of 32 MB, or of one tensor that is larger
     shard-base      a rank's part of the base, and whole: two layers, one in use and one on its way, and what is in no
-                    layer (training/ranks/shards.py)
+                    layer (training/ranks/sharding.py)
 
 A process goes through phases, and needs the most of them. Rows are taken as all of task.max-tokens, so it is a bound
 where they are shorter. What the GPU's allocator leaves unused between blocks is not in it.
@@ -32,22 +33,22 @@ from dataclasses import dataclass, replace
 
 from fedveil.config import RunConfig, TrainConfig
 from fedveil.contract.adapter import Adapter
-from fedveil.contract.spec import Spec, movable
+from fedveil.contract.param_spec import Spec, movable_names
 from fedveil.errors import ConfigError
-from fedveil.models.planning import activations, base
-from fedveil.models.planning.base import Base
-from fedveil.models.planning.settings import Settings
+from fedveil.models.planning import activations, meta_model
+from fedveil.models.planning.meta_model import MetaModel
+from fedveil.models.planning.model_config import ModelConfig
 
 LIBRARIES = 660_000_000  # peak of a turn on the tiny base: Python 3.11, torch 2.13 (CPU), transformers 5.23, peft 0.21
 CONTEXT = 1_000_000_000  # of a GPU, for CUDA and its libraries: assumed; 0.8e9 on an H200, torch 2.11 and CUDA 13.0
 _LOGITS, _SCORED = 12, 8  # bytes, see above
-_PIECE = 32 << 20  # bytes (training/ranks/group.py)
-_IN_MEMORY = 16 << 20  # bytes; a longer message lies in a file while the worker trains (wire/parked.py)
-_SMALLEST, _SCALED = 4096, 256  # entries with states of 8 bits, and those with one scale (training/optimisers.py)
+_PIECE = 32 << 20  # bytes (training/ranks/process_group.py)
+_IN_MEMORY = 16 << 20  # bytes; a longer message lies in a file while the worker trains (wire/mmap_tensors.py)
+_SMALLEST, _SCALED = 4096, 256  # entries with states of 8 bits, and those with one scale (training/optimizers.py)
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """Bytes of one part."""
 
     name: str
@@ -55,28 +56,28 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankLayout:
     """The processes of a site, a device each; with `is_split` they share out a frozen base (shard-base)."""
 
     count: int = 1
     is_split: bool = False
 
     def share(self, rows: int) -> int:
-        """Of a batch's rows, the most that one has."""
+        """Return the largest number of a batch's examples that one rank gets."""
         return -(-rows // self.count)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one worker needs.
+class MemoryPlan:
+    """The memory that one worker needs.
 
     Attributes:
-        phases: the parts by phase: of the memory where the model lies.
-        host: of a model on a GPU: the parts in main memory.
+        phases: the parts by phase, in the memory of the model's device.
+        host: for a model on a GPU: the parts in main memory.
     """
 
-    phases: Mapping[str, tuple[Part, ...]]
-    host: tuple[Part, ...]
+    phases: Mapping[str, tuple[MemoryPart, ...]]
+    host: tuple[MemoryPart, ...]
 
     @property
     def peak(self) -> str:
@@ -93,115 +94,127 @@ class Plan:
         return sum(part.nbytes for part in self.phases[phase])
 
 
-def plan(
-    settings: Settings,
+def plan_memory(
+    settings: ModelConfig,
     config: RunConfig,
     adapter: Adapter,
     on_gpu: bool,
     stored: int = 0,
     messages: tuple[int, int] = (0, 0),
-    ranks: Ranks = Ranks(),
-) -> Plan:
-    """The plan of a run on a base.
+    ranks: RankLayout = RankLayout(),
+) -> MemoryPlan:
+    """Plan the memory of a run on a base.
 
     Args:
         settings: of the base.
-        config: the run's task and train sections are read.
+        config: its task and train sections are read.
         adapter: the method's.
-        on_gpu: whether the model lies on a GPU.
-        stored: bytes of its weights' files, which are mapped while they are read; 0 = as config.json has the dtype.
+        on_gpu: whether the model is on a GPU.
+        stored: bytes of its weight files, which are mapped while they are read; 0 = as config.json gives the
+            dtype.
         messages: bytes down and up, in main memory.
         ranks: the site's processes.
 
     Raises:
-        ConfigError: an adapter or a training that is not planned, or more tokens than the base has positions for.
-        TaskError: settings of which transformers makes no model.
+        ConfigError: the planner does not support the adapter or training, or the base has too few positions
+            for the tokens.
+        TaskError: transformers builds no model from the settings.
     """
     _require_planned(settings, config, adapter)
-    train, shape = config.train, base.of(settings)
+    train, shape = config.train, meta_model.build_meta_model(settings)
     itemsize = 2 if train.precision == "bf16" and not adapter.trains_base else 4
     weights = shape.nbytes(train.quantized_base, itemsize)
-    spec = base.spec(settings, adapter)
-    moved, sent = {name: spec[name] for name in movable(spec)}, sum(map(_entries, spec.values()))
+    spec = meta_model.param_specs(settings, adapter)
+    moved, sent = {name: spec[name] for name in movable_names(spec)}, sum(map(_entries, spec.values()))
     is_split = ranks.is_split and ranks.count > 1
-    loaded = Part(f"base, {_words(train.quantized_base, itemsize)}", weights)
-    held = _split(loaded, shape, settings, itemsize, ranks) if is_split else [loaded]
-    held += [] if adapter.trains_base else [Part("adapter, fp32", 4 * sent)]
-    under = [Part("CUDA and its libraries (assumed)", CONTEXT)] if on_gpu else _under(messages[0])
-    file = Part("the base's files, mapped", stored or shape.parameters * settings.stored)
+    loaded = MemoryPart(f"base, {_words(train.quantized_base, itemsize)}", weights)
+    model_parts = _split(loaded, shape, settings, itemsize, ranks) if is_split else [loaded]
+    model_parts += [] if adapter.trains_base else [MemoryPart("adapter, fp32", 4 * sent)]
+    under = [MemoryPart("CUDA and its libraries (assumed)", CONTEXT)] if on_gpu else _under(messages[0])
+    file = MemoryPart("the base's files, mapped", stored or shape.parameters * settings.stored)
     own = ranks.share(train.batch_size)
-    kept = _kept(settings, config, adapter, own, on_gpu)
-    all_kept = kept.of(settings.layers, train.checkpointing)
+    activation_bytes = _kept(settings, config, adapter, own, on_gpu)
+    all_kept = activation_bytes.total_bytes(settings.layers, train.gradient_checkpointing)
     vocabulary = config.task.max_tokens * int(settings.values["vocab_size"])
     phases = {
         "training": (
-            *under, *held, *_stepped(moved, train, ranks, all_kept - kept.layer),
-            Part("kept for the backward pass", all_kept),
-            Part("gradients of one layer's", kept.layer),
-            Part("logits", own * vocabulary * _LOGITS),
+            *under, *model_parts, *_stepped(moved, train, ranks, all_kept - activation_bytes.layer),
+            MemoryPart("kept for the backward pass", all_kept),
+            MemoryPart("gradients of one layer's", activation_bytes.layer),
+            MemoryPart("logits", own * vocabulary * _LOGITS),
             _working(moved, shape, train, itemsize),
         )
     }  # fmt: skip
-    if train.score_rows:
-        rows = min(2 * train.batch_size, train.score_rows)
+    if train.received_loss_examples:
+        rows = min(2 * train.batch_size, train.received_loss_examples)
         rows = ranks.share(rows) if is_split else rows
-        one = Part("one layer", -(-rows * kept.layer // own))
-        phases["scoring"] = (*under, *held, one, Part("logits", rows * vocabulary * _SCORED))
+        one = MemoryPart("one layer", -(-rows * activation_bytes.layer // own))
+        phases["scoring"] = (*under, *model_parts, one, MemoryPart("logits", rows * vocabulary * _SCORED))
     if not on_gpu:
         phases |= _before(under, loaded, file, adapter)
-    host = [*_under(messages[0]), Part("trained weights", 4 * sent), Part("upload", messages[1])]
-    host += [Part("base, until it is divided, of each process", weights)] if is_split else []
-    return Plan(phases, tuple(host) if on_gpu else ())
+    host = [*_under(messages[0]), MemoryPart("trained weights", 4 * sent), MemoryPart("upload", messages[1])]
+    host += [MemoryPart("base, until it is divided, of each process", weights)] if is_split else []
+    return MemoryPlan(phases, tuple(host) if on_gpu else ())
 
 
-def _kept(settings: Settings, config: RunConfig, adapter: Adapter, rows: int, on_gpu: bool) -> activations.Kept:
+def _kept(
+    settings: ModelConfig, config: RunConfig, adapter: Adapter, rows: int, on_gpu: bool
+) -> activations.ActivationBytes:
     tokens, is_half = config.task.max_tokens, config.train.precision == "bf16"
-    kept = activations.count(settings, adapter, rows, tokens, is_half)
+    activation_bytes = activations.count_activations(settings, adapter, rows, tokens, is_half)
     matrix = on_gpu and settings.shares_keys and not is_half
-    return replace(kept, layer=kept.layer + 4 * rows * settings.heads * tokens**2) if matrix else kept
+    return (
+        replace(activation_bytes, layer=activation_bytes.layer + 4 * rows * settings.heads * tokens**2)
+        if matrix
+        else activation_bytes
+    )
 
 
-def _working(spec: Spec, shape: Base, train: TrainConfig, itemsize: int) -> Part:
+def _working(spec: Spec, shape: MetaModel, train: TrainConfig, itemsize: int) -> MemoryPart:
     whole = max((layer.entries for layer in shape.small), default=0) * itemsize
-    return Part(
+    return MemoryPart(
         "working space", 8 * max(map(_entries, spec.values())) + (whole if train.quantized_base != "none" else 0)
     )
 
 
-def _before(under: list[Part], loaded: Part, file: Part, adapter: Adapter) -> dict[str, tuple[Part, ...]]:
-    found: dict[str, tuple[Part, ...]] = {"loading": (*under, loaded, file)}
+def _before(
+    under: list[MemoryPart], loaded: MemoryPart, file: MemoryPart, adapter: Adapter
+) -> dict[str, tuple[MemoryPart, ...]]:
+    phases: dict[str, tuple[MemoryPart, ...]] = {"loading": (*under, loaded, file)}
     if adapter.trains_base:
-        found["first turn"] = (*under, loaded, Part("a copy of the base, to compare", loaded.nbytes))
-    return found
+        phases["first turn"] = (*under, loaded, MemoryPart("a copy of the base, to compare", loaded.nbytes))
+    return phases
 
 
-def _stepped(spec: Spec, train: TrainConfig, ranks: Ranks, gone: int) -> list[Part]:
+def _stepped(spec: Spec, train: TrainConfig, ranks: RankLayout, gone: int) -> list[MemoryPart]:
     sizes = [4 * _entries(tensor) for tensor in spec.values()]
-    gradients = Part("gradients of what is trained", sum(sizes))
-    if train.accumulate == 1:
-        gradients = Part("gradients beyond what is kept", max(0, sum(sizes) - gone))
-    sums = [Part("their sums, a piece", min(sum(sizes), max(_PIECE, *sizes)))] if ranks.count > 1 else []
-    states = Part(f"states of {train.optimiser}", _states(spec, train))
+    gradients = MemoryPart("gradients of what is trained", sum(sizes))
+    if train.gradient_accumulation_steps == 1:
+        gradients = MemoryPart("gradients beyond what is kept", max(0, sum(sizes) - gone))
+    sums = [MemoryPart("their sums, a piece", min(sum(sizes), max(_PIECE, *sizes)))] if ranks.count > 1 else []
+    states = MemoryPart(f"states of {train.optimizer}", _states(spec, train))
     return [gradients, *sums, states]
 
 
-def _split(base_: Part, shape: Base, settings: Settings, itemsize: int, ranks: Ranks) -> list[Part]:
+def _split(
+    base_: MemoryPart, shape: MetaModel, settings: ModelConfig, itemsize: int, ranks: RankLayout
+) -> list[MemoryPart]:
     """A rank's part of a base, and what of it is whole for a time."""
     outside = sum(shape.parts.get(part, 0) for part in ("embeddings", "head")) * itemsize
     layer = max(0, base_.nbytes - shape.buffers - outside) // settings.layers
     return [
-        Part(f"{base_.name}, a part of {ranks.count}", ranks.share(base_.nbytes)),
-        Part("two layers, embeddings and head, whole", 2 * layer + outside),
+        MemoryPart(f"{base_.name}, a part of {ranks.count}", ranks.share(base_.nbytes)),
+        MemoryPart("two layers, embeddings and head, whole", 2 * layer + outside),
     ]
 
 
-def _under(received: int) -> list[Part]:
-    message = [Part("message received", received)] if 0 < received < _IN_MEMORY else []
-    return [Part("Python and libraries", LIBRARIES), *message]
+def _under(received: int) -> list[MemoryPart]:
+    message = [MemoryPart("message received", received)] if 0 < received < _IN_MEMORY else []
+    return [MemoryPart("Python and libraries", LIBRARIES), *message]
 
 
 def _states(spec: Spec, train: TrainConfig) -> int:
-    if train.optimiser == "adamw":
+    if train.optimizer == "adamw":
         return 8 * sum(map(_entries, spec.values()))
     sizes = map(_entries, spec.values())
     return sum(2 * n + 8 * -(-n // _SCALED) if n >= _SMALLEST else 8 * n for n in sizes)
@@ -216,13 +229,15 @@ def _words(bits: str, itemsize: int) -> str:
     return rest if bits == "none" else f"{'NF4' if bits == '4bit' else 'int8'}, the rest {rest}"
 
 
-def _require_planned(settings: Settings, config: RunConfig, adapter: Adapter) -> None:
+def _require_planned(settings: ModelConfig, config: RunConfig, adapter: Adapter) -> None:
     if adapter.mount != "layers":
         raise ConfigError(
             f'adapter.kind: expected "lora", "hadamard-lora" or "all", found "{adapter.kind}", not planned'
         )
-    if config.dp.clip:
-        raise ConfigError("dp.clip: expected 0, found a gradient for each row, which is not planned; plan without it")
+    if config.dp.clip_norm:
+        raise ConfigError(
+            "dp.clip-norm: expected 0, found a gradient for each row, which is not planned; plan without it"
+        )
     if config.train.compile:
         raise ConfigError("train.compile: expected false, found true, which is not planned; plan without it")
     if settings.context and config.task.max_tokens > settings.context:

@@ -1,4 +1,4 @@
-"""What rank 0 and another rank say to each other: JSON and tensors, by a pair of sockets that no other process has."""
+"""The messages between rank 0 and another rank: JSON and tensors, over a socket pair that only they have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, final
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fedveil.rows.batches import AnyBatch, LabelledBatch, TokenBatch
+from fedveil.data.batches import ExampleBatch, LabelledBatch, TokenBatch
 
 _LENGTHS = struct.Struct("<QQ")
 _KINDS: Mapping[str, Any] = {kind.__name__: kind for kind in (TokenBatch, LabelledBatch)}
@@ -20,7 +20,7 @@ _BELOW = "."  # between the name of a field that holds tensors by name, and thei
 
 
 @dataclass(frozen=True)
-class Said:
+class RankMessage:
     """One message: what to do or what was found, and tensors by name."""
 
     head: Mapping[str, Any]
@@ -28,24 +28,24 @@ class Said:
 
 
 @final
-class Channel:
+class RankChannel:
     """One end of the pair."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
 
     def fileno(self) -> int:
-        """For select."""
+        """Return the file descriptor, for select."""
         return self._end.fileno()
 
-    def say(self, said: Said) -> None:
+    def say(self, said: RankMessage) -> None:
         """Raises OSError where the other end is gone."""
         head = json.dumps(dict(said.head)).encode()
         body = save({name: t.detach().cpu().contiguous() for name, t in said.tensors.items()}) if said.tensors else b""
         self._end.sendall(_LENGTHS.pack(len(head), len(body)) + head)
         self._end.sendall(body)
 
-    def hear(self) -> Said | None:
+    def hear(self) -> RankMessage | None:
         """The next message, its tensors on the CPU; None where the other end is gone."""
         lengths = self._read(_LENGTHS.size)
         if lengths is None:
@@ -54,15 +54,15 @@ class Channel:
         head, body = self._read(of_head), self._read(of_body)
         if head is None or body is None:
             return None
-        return Said(json.loads(head), load(bytes(body)) if body else {})
+        return RankMessage(json.loads(head), load(bytes(body)) if body else {})
 
     def close(self) -> None:
         """The other end hears None from now on."""
         self._end.close()
 
     def _read(self, count: int) -> bytearray | None:
-        found = bytearray(count)
-        left = memoryview(found)
+        buffer = bytearray(count)
+        left = memoryview(buffer)
         while left:
             try:
                 got = self._end.recv_into(left)
@@ -71,11 +71,11 @@ class Channel:
             if not got:
                 return None
             left = left[got:]
-        return found
+        return buffer
 
 
-def of_batch(batch: AnyBatch, head: Mapping[str, Any]) -> Said:
-    """A batch as a message; `batch_of` gives an equal one."""
+def batch_message(batch: ExampleBatch, head: Mapping[str, Any]) -> RankMessage:
+    """A batch as a message; `message_batch` gives an equal one."""
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {"batch": type(batch).__name__}
     for name, value in ((f.name, getattr(batch, f.name)) for f in fields(batch)):  # type: ignore[arg-type]
@@ -85,19 +85,19 @@ def of_batch(batch: AnyBatch, head: Mapping[str, Any]) -> Said:
             tensors |= {f"{name}{_BELOW}{key}": tensor for key, tensor in value.items()}
         else:
             about[name] = value
-    return Said({**head, **about}, tensors)
+    return RankMessage({**head, **about}, tensors)
 
 
-def batch_of(said: Said) -> AnyBatch:
-    """The batch of a message of `of_batch`, on the CPU."""
+def message_batch(said: RankMessage) -> ExampleBatch:
+    """The batch of a message of `batch_message`, on the CPU."""
     kind = _KINDS[said.head["batch"]]
     names = {f.name for f in fields(kind)}
-    found: dict[str, Any] = {name: value for name, value in said.head.items() if name in names}
+    field_values: dict[str, Any] = {name: value for name, value in said.head.items() if name in names}
     for name, tensor in said.tensors.items():
         whole, _, part = name.partition(_BELOW)
         if part:
-            found.setdefault(whole, {})[part] = tensor
+            field_values.setdefault(whole, {})[part] = tensor
         else:
-            found[whole] = tensor
-    batch: AnyBatch = kind(**found)
+            field_values[whole] = tensor
+    batch: ExampleBatch = kind(**field_values)
     return batch

@@ -9,37 +9,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedveil import places, rng, strategies, tasks
-from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.canaries.one_run import Bound
-from fedveil.attacks.canaries.pairs import bound_of, planted
+from fedveil import paths, rng, strategies, tasks
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.canaries.one_run import EpsilonLowerBound
+from fedveil.attacks.canaries.pairs import bound_from_audit, plant_canaries
 from fedveil.config import parse
-from fedveil.contract.budget import Neighbours, Plan
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
+from fedveil.contract.privacy import Adjacency, SamplingPlan
+from fedveil.data import tables
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
 from fedveil.privacy import accounting
-from fedveil.privacy.dp_sgd import DpSgd, NoisyTrainer
-from fedveil.rows import reading
-from fedveil.wire.tap import Tap
+from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
+from fedveil.wire.capture import MessageCapture
 
 pytestmark = pytest.mark.slow
 PAIRS, ROUNDS, BATCH, DELTA = 60, 2, 16, 1e-5
-E2E = places.folder("data") / "e2e"
-NOISY = DpSgd(clip=1.0, noise=1.0, learning_rate=0.5)
+E2E = paths.find_folder("data") / "e2e"
+NOISY = DpSgdConfig(clip=1.0, noise=1.0, learning_rate=0.5)
 
 
-def bound(folder: Path, epochs: int, noisy: bool = False, asked: str = "a") -> Bound:
+def bound(folder: Path, epochs: int, noisy: bool = False, asked: str = "a") -> EpsilonLowerBound:
     """Of FedAvg of two sites: "a" has the canaries, "b" has other rows."""
     config = parse({
-        "method.name": "fedavg", "method.fields": "adapter = {rank = 8}", "task.max-tokens": 64, "train.score-rows": 0,
-        "train.batch-size": BATCH, "train.epochs": epochs, "train.learning-rate": 5e-3, "run.rounds": ROUNDS,
+        "method.name": "fedavg", "method.params": "adapter = {rank = 8}", "task.max-tokens": 64,
+        "train.received-loss-examples": 0, "train.batch-size": BATCH, "train.epochs": epochs,
+        "train.learning-rate": 5e-3, "run.rounds": ROUNDS,
         "run.deterministic": True,
     })  # fmt: skip
-    method = strategies.create("fedavg", config.method.fields)
-    task = tasks.load(config, method.adapter, "cpu")
-    rows = list(reading.read(E2E / "train.jsonl", ("ref",)))[: 2 * PAIRS + 20]
+    method = strategies.create_method("fedavg", config.method.params)
+    task = tasks.load_task(config, method.adapter, "cpu")
+    rows = list(tables.read_table(E2E / "train.jsonl", ("ref",)))[: 2 * PAIRS + 20]
     coins = np.random.default_rng(7).random(PAIRS) < 0.5
-    made = planted(rows, "ref", coins, random.Random(0))
+    made = plant_canaries(rows, "ref", coins, random.Random(0))
     for name, of in (("data/train", made.train), ("secret/first", made.first), ("secret/second", made.second)):
         file = folder / f"{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,25 +53,29 @@ def bound(folder: Path, epochs: int, noisy: bool = False, asked: str = "a") -> B
         plain = task.trainer(parts[site], ctx.rng("batches"), round_=ctx.round)
         return NoisyTrainer(task.spec, plain.rows, NOISY, ctx) if noisy else plain
 
-    exchange, initial = Exchange(method, "fedavg", task.spec), task.initial(rng.initial(0, "weights"))
-    state = method.init(task.spec, initial, rng.initial(0, "method init"))
-    federation = Federation(exchange, config, trainer_for, list(parts), state, tap=Tap(folder / "tap"))
+    exchange, initial = MessageExchange(method, "fedavg", task.spec), task.initial(rng.initial_stream(0, "weights"))
+    state = method.init(task.spec, initial, rng.initial_stream(0, "method init"))
+    federation = InProcessFederation(
+        exchange, config, trainer_for, list(parts), state, tap=MessageCapture(folder / "tap")
+    )
     federation.run()
-    server = federation.deployed()["server"] if asked == "a" else initial
-    knowledge = Knowledge(task, initial, server)
-    return bound_of(folder, asked, View.server(Tap(folder / "tap"), exchange), knowledge, DELTA)
+    server = federation.models()["server"] if asked == "a" else initial
+    knowledge = AdversaryKnowledge(task, initial, server)
+    return bound_from_audit(
+        folder, asked, AdversaryView.server(MessageCapture(folder / "tap"), exchange), knowledge, DELTA
+    )
 
 
 def test_plain_training_shows_a_large_epsilon(tmp_path):
-    found = bound(tmp_path, epochs=6)
-    assert found.epsilon > 1.0, found
+    lower_bound = bound(tmp_path, epochs=6)
+    assert lower_bound.epsilon > 1.0, lower_bound
 
 
 def test_noisy_steps_show_less_than_they_cost(tmp_path):
-    found = bound(tmp_path, epochs=1, noisy=True)
+    lower_bound = bound(tmp_path, epochs=1, noisy=True)
     rows = PAIRS + 20
-    spent = NOISY.privacy_spent(Plan(ROUNDS, -(-rows // BATCH), BATCH, rows, Neighbours.REPLACE_ONE))
-    assert found.epsilon <= accounting.epsilon(spent, DELTA, Neighbours.REPLACE_ONE), found
+    spent = NOISY.privacy_spent(SamplingPlan(ROUNDS, -(-rows // BATCH), BATCH, rows, Adjacency.REPLACE_ONE))
+    assert lower_bound.epsilon <= accounting.compute_epsilon(spent, DELTA, Adjacency.REPLACE_ONE), lower_bound
 
 
 def test_a_base_that_nobody_taught_and_a_site_without_the_canaries_show_none(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dp_accounting import gaussian_mechanism
 
-from fedveil.attacks.canaries.one_run import bound, epsilon_at_least, p_value
+from fedveil.attacks.canaries.one_run import best_epsilon_bound, epsilon_at_least, p_value
 from fedveil.attacks.statistics import clopper_pearson
 
 DELTA = 1e-5
@@ -54,9 +54,9 @@ def test_published_values(counts, delta, published):
 
 
 def test_a_delta_lowers_the_bound_to_where_the_twin_says_five_percent():
-    found = epsilon_at_least(100, 100, 75, 1e-3)
-    assert 0 < found < epsilon_at_least(100, 100, 75, 0.0)
-    assert naive(100, 100, 75, found, 1e-3) == pytest.approx(0.05, rel=1e-6)
+    epsilon = epsilon_at_least(100, 100, 75, 1e-3)
+    assert 0 < epsilon < epsilon_at_least(100, 100, 75, 0.0)
+    assert naive(100, 100, 75, epsilon, 1e-3) == pytest.approx(0.05, rel=1e-6)
 
 
 def test_a_larger_epsilon_is_never_ruled_out_where_a_smaller_one_is_not():
@@ -78,13 +78,15 @@ def coins_of(rng, m: int) -> np.ndarray:
 @pytest.mark.parametrize("eps", [0.0, 0.5, 2.0])
 def test_of_randomized_response_it_is_rarely_above_the_truth_and_often_near(eps):
     """Each coin is told right with e^eps / (e^eps + 1). Some coins are told more surely; that is no news either."""
-    rng, found = np.random.default_rng(23), []
+    rng, epsilons = np.random.default_rng(23), []
     for _ in range(200):
         coins = coins_of(rng, 400)
-        told = np.where(rng.random(400) < 1 / (1 + math.exp(-eps)), coins, ~coins)
-        found.append(bound({"told": np.where(told, 1.0, -1.0) * (1 + rng.random(400))}, coins, 0.0).epsilon)
-    assert sum(f > eps for f in found) <= 200 * 0.05
-    assert np.median(found) > 0.5 * eps or eps == 0
+        responses = np.where(rng.random(400) < 1 / (1 + math.exp(-eps)), coins, ~coins)
+        epsilons.append(
+            best_epsilon_bound({"told": np.where(responses, 1.0, -1.0) * (1 + rng.random(400))}, coins, 0.0).epsilon
+        )
+    assert sum(f > eps for f in epsilons) <= 200 * 0.05
+    assert np.median(epsilons) > 0.5 * eps or eps == 0
 
 
 @pytest.mark.long
@@ -92,12 +94,16 @@ def test_of_randomized_response_it_is_rarely_above_the_truth_and_often_near(eps)
 def test_of_the_gaussian_mechanism_it_is_rarely_above_the_truth(mu):
     """The release of each coin is N(+-mu / 2, 1): neighbours are mu apart."""
     truth = gaussian_mechanism.get_epsilon_gaussian(1 / mu, DELTA)
-    rng, found = np.random.default_rng(29), []
+    rng, epsilons = np.random.default_rng(29), []
     for _ in range(200):
         coins = coins_of(rng, 400)
-        found.append(bound({"release": np.where(coins, mu / 2, -mu / 2) + rng.normal(size=400)}, coins, DELTA).epsilon)
-    assert sum(f > truth for f in found) <= 200 * 0.05
-    assert np.median(found) > 0.05
+        epsilons.append(
+            best_epsilon_bound(
+                {"release": np.where(coins, mu / 2, -mu / 2) + rng.normal(size=400)}, coins, DELTA
+            ).epsilon
+        )
+    assert sum(f > truth for f in epsilons) <= 200 * 0.05
+    assert np.median(epsilons) > 0.05
 
 
 def test_many_scores_share_the_error():
@@ -105,17 +111,17 @@ def test_many_scores_share_the_error():
     rng, above = np.random.default_rng(31), 0
     for _ in range(200):
         coins = coins_of(rng, 100)
-        above += bound({str(i): rng.normal(size=100) for i in range(10)}, coins, DELTA).epsilon > 0
+        above += best_epsilon_bound({str(i): rng.normal(size=100) for i in range(10)}, coins, DELTA).epsilon > 0
     assert above <= 200 * 0.05
 
 
 def test_a_mechanism_that_hides_nothing_has_a_large_bound_and_equal_scores_none():
     coins = coins_of(np.random.default_rng(1), 300)
-    found = bound({"blind": np.zeros(300), "plain": np.where(coins, 1.0, -1.0)}, coins, DELTA)
-    assert found.score == "plain"
-    assert (found.canaries, found.guesses, found.correct) == (300, 300, 300)
-    assert found.epsilon > 3.5
-    assert bound({"blind": np.zeros(300)}, np.arange(300) % 2 == 0, DELTA).epsilon == 0.0
+    lower_bound = best_epsilon_bound({"blind": np.zeros(300), "plain": np.where(coins, 1.0, -1.0)}, coins, DELTA)
+    assert lower_bound.score == "plain"
+    assert (lower_bound.canaries, lower_bound.guesses, lower_bound.correct) == (300, 300, 300)
+    assert lower_bound.epsilon > 3.5
+    assert best_epsilon_bound({"blind": np.zeros(300)}, np.arange(300) % 2 == 0, DELTA).epsilon == 0.0
 
 
 @pytest.mark.parametrize(
@@ -131,4 +137,4 @@ def test_what_cannot_be_is_refused(asked):
 @pytest.mark.parametrize("scores", [{}, {"x": np.zeros(3)}, {"x": np.array([0.0, math.nan])}])
 def test_scores_that_do_not_fit_the_coins_are_refused(scores):
     with pytest.raises(ValueError, match="expected finite scores of 2 coins"):
-        bound(scores, np.array([True, False]), 0.0)
+        best_epsilon_bound(scores, np.array([True, False]), 0.0)

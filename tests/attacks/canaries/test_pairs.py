@@ -11,12 +11,12 @@ import pytest
 import torch
 from dp_accounting import gaussian_mechanism
 
-from fedveil.attacks.base import Knowledge
-from fedveil.attacks.canaries.one_run import Bound
-from fedveil.attacks.canaries.pairs import bound_of, coins_of, planted, words
-from fedveil.contract.budget import Budget, Neighbours
+from fedveil.attacks.base import AdversaryKnowledge
+from fedveil.attacks.canaries.one_run import EpsilonLowerBound
+from fedveil.attacks.canaries.pairs import bound_from_audit, canary_coins, describe_bound, plant_canaries
+from fedveil.contract.privacy import Adjacency, PrivacyBudget
 from fedveil.contract.task import Example
-from fedveil.contract.trainer import Trained
+from fedveil.contract.trainer import TrainingResult
 from fedveil.errors import ConfigError, StateError
 from tests.attacks.toy import Descent, Linear
 
@@ -47,16 +47,18 @@ class Noisy(Descent):
 
     noise = 4.0
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
         self.task.put(weights)
         total = [torch.zeros_like(p) for p in self.task.trained.values()]
         for row in self.rows:
-            found = torch.autograd.grad(self.task.loss_sum(self.task.collate([row])), list(self.task.trained.values()))
-            norm = float(torch.cat([g.flatten() for g in found]).norm())
-            for t, g in zip(total, found, strict=True):
+            gradients = torch.autograd.grad(
+                self.task.loss_sum(self.task.collate([row])), list(self.task.trained.values())
+            )
+            norm = float(torch.cat([g.flatten() for g in gradients]).norm())
+            for t, g in zip(total, gradients, strict=True):
                 t += g / max(1.0, norm)
         moved = [t + self.noise * torch.randn(t.shape, generator=NOISE) for t in total]
-        return Trained({n: weights[n] - m / len(self.rows) for n, m in zip(weights, moved, strict=True)}, {})
+        return TrainingResult({n: weights[n] - m / len(self.rows) for n, m in zip(weights, moved, strict=True)}, {})
 
 
 class Plain(Noisy):
@@ -64,8 +66,8 @@ class Plain(Noisy):
 
 
 class Untrained(Descent):
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
-        return Trained({n: w.clone() for n, w in weights.items()}, {})
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
+        return TrainingResult({n: w.clone() for n, w in weights.items()}, {})
 
 
 def rows_of(count: int, seed: int = 0) -> list[dict]:
@@ -80,7 +82,7 @@ def rows_of(count: int, seed: int = 0) -> list[dict]:
 def written(folder, rows, seed: int = 1) -> np.ndarray:
     """A folder of canaries as the command writes it; returns the coins."""
     coins = np.random.default_rng(seed).random(PAIRS) < 0.5
-    made = planted(rows, "y", coins, random.Random(seed))
+    made = plant_canaries(rows, "y", coins, random.Random(seed))
     for name, of in (("data/train", made.train), ("secret/first", made.first), ("secret/second", made.second)):
         file = folder / f"{name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +105,7 @@ def run(tmp_path, federate):
             "fedavg", task.spec, start, lambda s, ctx: locals_[s], sites="ab", rounds=rounds, seed=seed
         )
         federation.run()
-        return folder, view, Knowledge(task, start, federation.deployed()["server"])
+        return folder, view, AdversaryKnowledge(task, start, federation.models()["server"])
 
     return make
 
@@ -111,8 +113,8 @@ def run(tmp_path, federate):
 def test_each_place_holds_one_of_a_pair_and_its_target_is_another_row_s():
     rows = rows_of(200)
     coins = np.random.default_rng(3).random(PAIRS) < 0.5
-    made = planted(rows, "y", coins, random.Random(3))
-    other = planted(rows, "y", ~coins, random.Random(3))
+    made = plant_canaries(rows, "y", coins, random.Random(3))
+    other = plant_canaries(rows, "y", ~coins, random.Random(3))
     assert len(made.train) == 200 - PAIRS
     assert made.first == other.first
     assert made.second == other.second
@@ -131,26 +133,28 @@ def test_data_sets_of_different_coins_differ_in_the_rows_of_these_coins_alone():
     rows, coins = rows_of(200), np.ones(PAIRS, dtype=bool)
     changed = coins.copy()
     changed[7] = False
-    one, two = (planted(rows, "y", c, random.Random(3)).train for c in (coins, changed))
+    one, two = (plant_canaries(rows, "y", c, random.Random(3)).train for c in (coins, changed))
     assert sum(a != b for a, b in zip(one, two, strict=True)) == 1
 
 
 def test_an_undefended_run_shows_a_large_epsilon_an_untrained_one_none(run):
     folder, view, knowledge = run(Plain)
-    found = bound_of(folder, "a", view, knowledge, DELTA)
-    assert found.epsilon > 1.0, found
-    assert found.canaries == PAIRS
-    assert bound_of(folder, "b", view, replace(knowledge, server=knowledge.initial), DELTA).epsilon == 0.0
+    lower_bound = bound_from_audit(folder, "a", view, knowledge, DELTA)
+    assert lower_bound.epsilon > 1.0, lower_bound
+    assert lower_bound.canaries == PAIRS
+    assert bound_from_audit(folder, "b", view, replace(knowledge, server=knowledge.initial), DELTA).epsilon == 0.0
     untrained = run(Untrained, seed=2)
-    assert bound_of(untrained[0], "a", *untrained[1:], DELTA).epsilon == 0.0
+    assert bound_from_audit(untrained[0], "a", *untrained[1:], DELTA).epsilon == 0.0
 
 
 @pytest.mark.long
 def test_a_private_run_shows_less_than_its_epsilon(run):
     """Replacing a row moves the sum by 2 at most, the noise is 4: N(0, 1) against N(1 / 2, 1)."""
     truth = gaussian_mechanism.get_epsilon_gaussian(Noisy.noise / 2, DELTA)
-    found = [bound_of(*(parts := run(Noisy, seed=seed))[:1], "a", *parts[1:], DELTA).epsilon for seed in range(1, 7)]
-    assert max(found) <= truth, (found, truth)
+    epsilons = [
+        bound_from_audit(*(parts := run(Noisy, seed=seed))[:1], "a", *parts[1:], DELTA).epsilon for seed in range(1, 7)
+    ]
+    assert max(epsilons) <= truth, (epsilons, truth)
 
 
 @pytest.mark.parametrize(
@@ -160,40 +164,40 @@ def test_what_holds_no_coins_is_refused(tmp_path, text):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "coins.json").write_text(text)
     with pytest.raises(StateError, match=r"coins\.json: expected the coins that fedveil canaries wrote"):
-        coins_of(tmp_path)
+        canary_coins(tmp_path)
     with pytest.raises(StateError, match="name the folder that it made"):
-        coins_of(tmp_path / "nowhere")
+        canary_coins(tmp_path / "nowhere")
 
 
 def test_pairs_that_do_not_fit_are_refused(run, tmp_path):
     for rows, coins in ((30, 20), (100, 19), (0, 0)):
         with pytest.raises(ConfigError, match=f"--pairs: expected 20 to 20000, and half of the {rows} rows"):
-            planted(rows_of(rows), "y", np.ones(coins, dtype=bool), random.Random(0))
+            plant_canaries(rows_of(rows), "y", np.ones(coins, dtype=bool), random.Random(0))
     folder, view, knowledge = run(Untrained)
     with pytest.raises(ConfigError, match="--canaries: expected a site of the run .a, b., found c"):
-        bound_of(folder, "c", view, knowledge, DELTA)
+        bound_from_audit(folder, "c", view, knowledge, DELTA)
     (folder / "secret" / "first.jsonl").write_text((folder / "data" / "train.jsonl").read_text())
     with pytest.raises(ConfigError, match="expected 60 rows, one a coin, found"):
-        bound_of(folder, "a", view, knowledge, DELTA)
+        bound_from_audit(folder, "a", view, knowledge, DELTA)
     (folder / "secret" / "first.parquet").write_text("")
     with pytest.raises(StateError, match="expected one file first"):
-        bound_of(folder, "a", view, knowledge, DELTA)
+        bound_from_audit(folder, "a", view, knowledge, DELTA)
 
 
 @pytest.mark.parametrize(
     ("claim", "said"),
     [
         (None, "at most: nothing is claimed."),
-        (Budget(float("inf"), DELTA, Neighbours.REPLACE_ONE), "at most: nothing is claimed."),
-        (Budget(3.0, DELTA, Neighbours.REPLACE_ONE), "claimed: at most 3 at delta 1e-05, replace-one."),
-        (Budget(2.0, DELTA, Neighbours.REPLACE_ONE), "The claim is CONTRADICTED"),
-        (Budget(2.0, DELTA, Neighbours.ADD_OR_REMOVE_ONE), "another relation or delta and not compared."),
-        (Budget(2.0, 1e-6, Neighbours.REPLACE_ONE), "another relation or delta and not compared."),
-        (Budget(2.0, DELTA, Neighbours.REPLACE_ONE, server_trusted=True), "nothing against the server"),
+        (PrivacyBudget(float("inf"), DELTA, Adjacency.REPLACE_ONE), "at most: nothing is claimed."),
+        (PrivacyBudget(3.0, DELTA, Adjacency.REPLACE_ONE), "claimed: at most 3 at delta 1e-05, replace-one."),
+        (PrivacyBudget(2.0, DELTA, Adjacency.REPLACE_ONE), "The claim is CONTRADICTED"),
+        (PrivacyBudget(2.0, DELTA, Adjacency.ADD_OR_REMOVE_ONE), "another relation or delta and not compared."),
+        (PrivacyBudget(2.0, 1e-6, Adjacency.REPLACE_ONE), "another relation or delta and not compared."),
+        (PrivacyBudget(2.0, DELTA, Adjacency.REPLACE_ONE, server_trusted=True), "nothing against the server"),
     ],
 )
 def test_it_stands_beside_the_claim(claim, said):
-    text = words(Bound(2.5, DELTA, 0.95, "loss", 200, 100, 97), "north", claim)
+    text = describe_bound(EpsilonLowerBound(2.5, DELTA, 0.95, "loss", 200, 100, 97), "north", claim)
     assert text.startswith(
         "north, one run with 200 pairs of canaries: epsilon at least 2.50 at delta 1e-05, replace-one, with 95 % "
         "confidence (97 of 100 guesses right, by loss); "

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedveil.attacks.base import Knowledge
+from fedveil.attacks.base import AdversaryKnowledge
 from fedveil.attacks.membership.alignment import alignment_scores
-from fedveil.attacks.statistics import auroc
-from fedveil.contract.spec import Spec, TensorSpec
-from fedveil.contract.trainer import Trained
+from fedveil.attacks.statistics import area_under_roc
+from fedveil.contract.param_spec import ParamSpec, Spec
+from fedveil.contract.trainer import TrainingResult
 
 RANK, D_IN, D_OUT = 4, 24, 6
-SPEC: Spec = {"m.lora_A": TensorSpec((RANK, D_IN)), "m.lora_B": TensorSpec((D_OUT, RANK))}
+SPEC: Spec = {"m.lora_A": ParamSpec((RANK, D_IN)), "m.lora_B": ParamSpec((D_OUT, RANK))}
 SITES = "abc"
 A, B = SPEC
 
@@ -67,7 +67,7 @@ class Descent:
     def num_examples(self) -> int:
         return len(self.rows)
 
-    def train(self, weights, frozen=None, penalty=None) -> Trained:
+    def train(self, weights, frozen=None, penalty=None) -> TrainingResult:
         self.started.append({n: w.clone() for n, w in weights.items()})
         task = Linear()
         task.put(weights)
@@ -77,13 +77,15 @@ class Descent:
                 for parameter in task.trained.values():
                     parameter -= 0.02 * parameter.grad
                     parameter.grad = None
-        return Trained({n: p.detach().clone() for n, p in task.trained.items()}, {})
+        return TrainingResult({n: p.detach().clone() for n, p in task.trained.items()}, {})
 
-    def gradient(self, weights) -> Trained:
+    def gradient(self, weights) -> TrainingResult:
         task = Linear()
         task.put(weights)
         loss = task.loss_sum(task.collate(self.rows)) / len(self.rows)
-        return Trained(dict(zip(task.trained, torch.autograd.grad(loss, list(task.trained.values())), strict=True)), {})
+        return TrainingResult(
+            dict(zip(task.trained, torch.autograd.grad(loss, list(task.trained.values())), strict=True)), {}
+        )
 
 
 def drawn(seed: int, count: int) -> list:
@@ -110,7 +112,7 @@ def attack(federate, initial):
         trainer_for = lambda site, _: locals_[site]  # noqa: E731
         federation, view = federate(name, SPEC, start, trainer_for, fields, sites=SITES, rounds=rounds)
         federation.run()
-        return view, Knowledge(Linear(), start), rows, locals_
+        return view, AdversaryKnowledge(Linear(), start), rows, locals_
 
     return run
 
@@ -142,7 +144,7 @@ def test_rows_of_an_overfitted_client_score_above_rows_of_nobody(name, fields, u
         others = alignment_scores(view, site, knowledge, nobody, uploads)
         assert np.isfinite(members).all()
         assert max(np.abs(members).max(), np.abs(others).max()) <= 1 + 1e-6
-        areas.append(auroc(members, others))
+        areas.append(area_under_roc(members, others))
     assert np.mean(areas) > 0.8, areas
 
 
@@ -167,7 +169,7 @@ def test_where_b_was_never_seen_rows_are_told_by_the_overlap(attack, initial):
     moved = next(view.uploads("a")).payload.fields[A] - initial[A]
     assert moved.abs().max() > 0
     mine, others = (alignment_scores(view, "a", knowledge, asked) for asked in (rows["a"], drawn(9, 40)))
-    assert auroc(mine, others) > 0.8
+    assert area_under_roc(mine, others) > 0.8
 
 
 def test_no_rows_and_an_unknown_site(attack):
@@ -185,8 +187,8 @@ def test_fedavg_by_hand(attack):
     for start, sent in zip(locals_["b"].started, uploads, strict=True):
         by_round.append([cosine(start, {n: sent[n] - start[n] for n in SPEC}, row) for row in asked])
     for last in (1, 2, 3):
-        found = alignment_scores(view, "b", knowledge, asked, last)
-        np.testing.assert_allclose(found, np.mean(by_round[-last:], 0), atol=1e-5)
+        scores = alignment_scores(view, "b", knowledge, asked, last)
+        np.testing.assert_allclose(scores, np.mean(by_round[-last:], 0), atol=1e-5)
 
 
 def test_codes_are_aligned_as_what_they_stand_for(attack):
@@ -233,8 +235,8 @@ def test_the_kept_factor_is_where_the_server_last_saw_it(past, attack):
             by_turn.append([cosine(start, {name: weight - start[name]}, row) for row in rows[site]])
             last_sent[name] = weight
         for last in (1, 6):
-            found = alignment_scores(view, site, knowledge, rows[site], last)
-            np.testing.assert_allclose(found, np.mean(by_turn[-last:], 0), atol=1e-5)
+            scores = alignment_scores(view, site, knowledge, rows[site], last)
+            np.testing.assert_allclose(scores, np.mean(by_turn[-last:], 0), atol=1e-5)
     assert from_own_past > 0 or not past
 
 
@@ -253,11 +255,11 @@ def test_a_tensor_that_a_row_does_not_reach_has_no_gradient(attack):
             hidden = batch.x @ self.trained[A].T @ self.trained[B].detach().T
             return (hidden - batch.y).square().sum()
 
-    found = alignment_scores(view, "a", Knowledge(OnlyA(), knowledge.initial), rows["a"])
+    scores = alignment_scores(view, "a", AdversaryKnowledge(OnlyA(), knowledge.initial), rows["a"])
     start = locals_["a"].started[0]
     sent = next(view.uploads("a")).payload.fields
     length = sum(float((sent[n] - start[n]).square().sum()) for n in SPEC) ** 0.5
-    for score, row in zip(found, rows["a"], strict=True):
+    for score, row in zip(scores, rows["a"], strict=True):
         along = -gradient(start, row, A)
         expected = float((along * (sent[A] - start[A])).sum()) / float(along.norm()) / length
         assert score == pytest.approx(expected, abs=1e-5)
@@ -275,13 +277,13 @@ def test_of_a_masked_gradient_the_surviving_entries_are_aligned(wire, attack, in
         for n, _, m in view.exchange.method.surviving(upload.payload, {n: t.shape for n, t in SPEC.items()})
     }
     assert all(0 < int((m == 0).sum()) < m.numel() for m in moves.values())
-    found = alignment_scores(view, "a", knowledge, rows["a"])
-    assert found == pytest.approx([cosine(initial, moves, row) for row in rows["a"]], abs=1e-5)
-    assert auroc(found, alignment_scores(view, "a", knowledge, drawn(99, 40))) > 0.8
+    scores = alignment_scores(view, "a", knowledge, rows["a"])
+    assert scores == pytest.approx([cosine(initial, moves, row) for row in rows["a"]], abs=1e-5)
+    assert area_under_roc(scores, alignment_scores(view, "a", knowledge, drawn(99, 40))) > 0.8
 
 
 def test_what_is_withheld_by_name_is_no_move(attack, initial):
     view, knowledge, rows, locals_ = attack("fixed_position", "hidden = 'lora_A'\nadapter = {kind = 'lora'}", rounds=1)
     moves = {B: -locals_["a"].gradient(initial).weights[B]}
-    found = alignment_scores(view, "a", knowledge, rows["a"])
-    assert found == pytest.approx([cosine(initial, moves, row) for row in rows["a"]], abs=1e-5)
+    scores = alignment_scores(view, "a", knowledge, rows["a"])
+    assert scores == pytest.approx([cosine(initial, moves, row) for row in rows["a"]], abs=1e-5)

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from fedveil.attacks.base import Knowledge
+from fedveil.attacks.base import AdversaryKnowledge
 from fedveil.attacks.membership import fedmia
 from fedveil.attacks.membership.alignment import alignment_scores
-from fedveil.attacks.membership.fedmia import FedMia, compared, fedmia_scores
-from fedveil.attacks.statistics import auroc
+from fedveil.attacks.membership.fedmia import FedMIAAttack, compare_sites
+from fedveil.attacks.statistics import area_under_roc
 from tests.attacks.toy import Descent, Linear, points
 
 SITES = "abcd"
 NOBODY = points(60, 7)
+
+
+def fedmia_scores(view, site, knowledge, rows):
+    return FedMIAAttack().scores(view, site, knowledge, rows)["fedmia"]
 
 
 @pytest.fixture
@@ -33,19 +37,19 @@ def run(federate):
             name, task.spec, start, lambda site, _: locals_[site], fields, sites=sites, rounds=3, seed=seed
         )
         federation.run()
-        return view, Knowledge(task, start), rows
+        return view, AdversaryKnowledge(task, start), rows
 
     return make
 
 
 def test_few_others_are_a_mean_and_many_a_distribution(monkeypatch):
     rounds = [np.array([[0.5, 0.1], [0.1, 0.1], [0.3, 0.2]]), np.array([[0.4, 0.0], [0.2, 0.0], [0.0, 0.2]])]
-    assert compared(rounds).tolist() == pytest.approx([(0.3 + 0.3) / 2, (-0.05 - 0.1) / 2])
+    assert compare_sites(rounds).tolist() == pytest.approx([(0.3 + 0.3) / 2, (-0.05 - 0.1) / 2])
     monkeypatch.setattr(fedmia, "OWN_SPREAD", 2)
     z = [0.3 / np.std([0.1, 0.3], ddof=1), 0.3 / np.std([0.2, 0.0], ddof=1)]
     expected = np.mean([math.log(0.5 * math.erfc(-v / 2**0.5)) for v in z])
-    assert compared(rounds)[0] == pytest.approx(expected)
-    assert np.isfinite(compared([np.array([[0.9, -0.9], [0.0, 0.0], [0.0, 0.0]])])).all()
+    assert compare_sites(rounds)[0] == pytest.approx(expected)
+    assert np.isfinite(compare_sites([np.array([[0.9, -0.9], [0.0, 0.0], [0.0, 0.0]])])).all()
 
 
 @pytest.mark.long
@@ -58,14 +62,14 @@ def test_rows_of_a_site_score_above_rows_of_nobody(name, fields, run):
         view, knowledge, rows = run(name=name, fields=fields, seed=seed)
         for site in SITES:
             mine, others = (fedmia_scores(view, site, knowledge, of) for of in (rows[site], NOBODY))
-            areas.append(auroc(mine, others))
+            areas.append(area_under_roc(mine, others))
     assert np.mean(areas) > 0.75, areas
 
 
 def test_it_loses_on_wrong_sites_and_on_untrained_ones(run):
     view, knowledge, rows = run()
     nobody = fedmia_scores(view, "a", knowledge, NOBODY)
-    wrong = [auroc(fedmia_scores(view, "a", knowledge, rows[site]), nobody) for site in "bcd"]
+    wrong = [area_under_roc(fedmia_scores(view, "a", knowledge, rows[site]), nobody) for site in "bcd"]
     assert max(wrong) < 0.6, "their rows moved the others, which are the null"
     view, knowledge, rows = run(steps=0, seed=4)
     assert not fedmia_scores(view, "a", knowledge, [*rows["a"], *NOBODY]).any()
@@ -75,9 +79,13 @@ def test_what_every_site_has_cancels(run):
     """A row that all sites trained on is of none of them more than of another: the cosine alone would say it is."""
     shared = points(4, 99)
     view, knowledge, rows = run(shared=shared)
-    alone = auroc(alignment_scores(view, "a", knowledge, shared), alignment_scores(view, "a", knowledge, NOBODY))
-    null = auroc(fedmia_scores(view, "a", knowledge, shared), fedmia_scores(view, "a", knowledge, NOBODY))
-    own = auroc(fedmia_scores(view, "a", knowledge, rows["a"][:8]), fedmia_scores(view, "a", knowledge, NOBODY))
+    alone = area_under_roc(
+        alignment_scores(view, "a", knowledge, shared), alignment_scores(view, "a", knowledge, NOBODY)
+    )
+    null = area_under_roc(fedmia_scores(view, "a", knowledge, shared), fedmia_scores(view, "a", knowledge, NOBODY))
+    own = area_under_roc(
+        fedmia_scores(view, "a", knowledge, rows["a"][:8]), fedmia_scores(view, "a", knowledge, NOBODY)
+    )
     assert null < alone
     assert null < own
 
@@ -90,5 +98,5 @@ def test_a_row_s_score_does_not_depend_on_the_other_rows_asked(run):
 
 def test_it_declines_a_run_of_one_site(run):
     view, knowledge, rows = run(sites="a")
-    assert FedMia().misfit(view, knowledge) == "it compares sites, and one alone took part in the run"
+    assert FedMIAAttack().misfit(view, knowledge) == "it compares sites, and one alone took part in the run"
     assert not fedmia_scores(view, "a", knowledge, rows["a"]).any()

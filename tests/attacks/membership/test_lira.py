@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.attacks.membership.lira import POOLED_BELOW, confidence, scores, train_shadows
-from fedveil.attacks.statistics import auroc, rank_test
+from fedveil.attacks.membership.lira import POOLED_BELOW, lira_scores, target_confidence, train_shadows
+from fedveil.attacks.statistics import area_under_roc, rank_test
 
 
 def normal_log(x: float, mean: float, std: float) -> float:
@@ -65,21 +65,23 @@ def test_what_cannot_be_shared_out_is_refused(pool, count):
 @given(st.floats(1e-6, 20.0))
 def test_confidence_is_the_log_odds(loss):
     p = math.exp(-loss)
-    assert confidence(np.array([loss]))[0] == pytest.approx(math.log(p / -math.expm1(-loss)), abs=1e-9)
+    assert target_confidence(np.array([loss]))[0] == pytest.approx(math.log(p / -math.expm1(-loss)), abs=1e-9)
 
 
 def test_confidence_by_hand():
-    np.testing.assert_allclose(confidence(np.array([math.log(2), math.log(4)])), [0.0, math.log(1 / 3)], atol=1e-12)
+    np.testing.assert_allclose(
+        target_confidence(np.array([math.log(2), math.log(4)])), [0.0, math.log(1 / 3)], atol=1e-12
+    )
 
 
 def test_confidence_is_finite_and_ordered_at_both_ends():
     losses = np.array([0.0, 1e-13, 1e-9, 1e-3, 1.0, 50.0, 1e4])
-    found = confidence(losses)
-    assert np.isfinite(found).all()
-    assert (np.diff(found[1:]) < 0).all()
-    assert found[0] >= found[1]
-    assert found[2] == pytest.approx(9 * math.log(10), abs=1e-6)  # near 0: -ln(loss)
-    assert found[-1] == -1e4  # far off: -loss
+    confidences = target_confidence(losses)
+    assert np.isfinite(confidences).all()
+    assert (np.diff(confidences[1:]) < 0).all()
+    assert confidences[0] >= confidences[1]
+    assert confidences[2] == pytest.approx(9 * math.log(10), abs=1e-6)  # near 0: -ln(loss)
+    assert confidences[-1] == -1e4  # far off: -loss
 
 
 # --- the ratio --------------------------------------------------------------------------------------------------------
@@ -96,16 +98,16 @@ def test_online_ratio_by_hand_with_one_variance():
     out: means 1, -2.5 and 1; squares 2, 4.5 and 1 + 1 + 0 + 0; degrees 1 + 1 + 3: s^2 = 8.5 / 5
     """
     target = np.array([3.5, -3.0, 2.0])
-    found = scores(target, SHADOWS, MEMBERS)
+    scores = lira_scores(target, SHADOWS, MEMBERS)
     s_in, s_out = math.sqrt(6.5 / 2), math.sqrt(8.5 / 5)
-    assert found[0] == pytest.approx(normal_log(3.5, 4.0, s_in) - normal_log(3.5, 1.0, s_out))
-    assert found[1] == pytest.approx(normal_log(-3.0, -0.5, s_in) - normal_log(-3.0, -2.5, s_out))
-    assert found[2] == pytest.approx(math.log(phi((2.0 - 1.0) / s_out)))  # offline: no shadow had it
+    assert scores[0] == pytest.approx(normal_log(3.5, 4.0, s_in) - normal_log(3.5, 1.0, s_out))
+    assert scores[1] == pytest.approx(normal_log(-3.0, -0.5, s_in) - normal_log(-3.0, -2.5, s_out))
+    assert scores[2] == pytest.approx(math.log(phi((2.0 - 1.0) / s_out)))  # offline: no shadow had it
 
 
 def test_a_row_that_every_shadow_had_is_judged_against_them():
-    found = scores(np.array([3.5, -3.0, 2.0]), SHADOWS, ~MEMBERS)
-    assert found[2] == pytest.approx(math.log(phi((2.0 - 1.0) / math.sqrt(8.5 / 5))))
+    scores = lira_scores(np.array([3.5, -3.0, 2.0]), SHADOWS, ~MEMBERS)
+    assert scores[2] == pytest.approx(math.log(phi((2.0 - 1.0) / math.sqrt(8.5 / 5))))
 
 
 def test_sixteen_shadows_a_side_give_a_row_its_own_variance():
@@ -114,12 +116,12 @@ def test_sixteen_shadows_a_side_give_a_row_its_own_variance():
     members[::2] = True
     shadows = rng.normal([0.0, 5.0], [1.0, 10.0], (2 * POOLED_BELOW, 2))
     target = np.array([0.3, 2.0])
-    found = scores(target, shadows, members)
+    scores = lira_scores(target, shadows, members)
     for row in range(2):
         mine, other = shadows[members[:, row], row], shadows[~members[:, row], row]
         expected = normal_log(target[row], mine.mean(), mine.std(ddof=1))
         expected -= normal_log(target[row], other.mean(), other.std(ddof=1))
-        assert found[row] == pytest.approx(expected)
+        assert scores[row] == pytest.approx(expected)
 
 
 def test_a_row_with_few_shadows_takes_the_pooled_variance_beside_rows_with_many():
@@ -129,8 +131,8 @@ def test_a_row_with_few_shadows_takes_the_pooled_variance_beside_rows_with_many(
     members[:20, :2] = True
     members[0, 2] = True
     shadows = rng.normal(size=(40, 3))
-    found = scores(np.array([0.0, 0.0, shadows[0, 2] + 1.0]), shadows, members)
-    assert np.abs(found).max() < 20
+    scores = lira_scores(np.array([0.0, 0.0, shadows[0, 2] + 1.0]), shadows, members)
+    assert np.abs(scores).max() < 20
 
 
 @pytest.mark.parametrize("extreme", [1e5, -1e5, 0.0])
@@ -142,10 +144,12 @@ def test_extreme_values_give_numbers(extreme, count):
     members[::2, :2] = True
     members[:, 3] = True  # row 2 in none, row 3 in all
     for shadows in (rng.normal(size=(count, 4)), np.zeros((count, 4))):
-        found = scores(np.full(4, extreme), shadows, members)
-        assert np.isfinite(found).all()
+        scores = lira_scores(np.full(4, extreme), shadows, members)
+        assert np.isfinite(scores).all()
     losses = np.array([0.0, 1e-13, 1e3, 1e4])
-    assert np.isfinite(scores(confidence(losses), confidence(np.tile(losses, (count, 1))), members)).all()
+    assert np.isfinite(
+        lira_scores(target_confidence(losses), target_confidence(np.tile(losses, (count, 1))), members)
+    ).all()
 
 
 def test_the_offline_score_still_orders_rows_far_below():
@@ -154,23 +158,23 @@ def test_the_offline_score_still_orders_rows_far_below():
         [np.linspace(0, 29, 30), np.linspace(29.9, 30.1, 21), np.array([35.0, 38.0, 39.5, 50.0, 1e3, 1e5])]
     )
     shadows = np.tile(np.array([[1.0], [-1.0]]) / math.sqrt(2), (1, len(far)))  # mean 0, deviation 1
-    found = scores(far, shadows, np.zeros_like(shadows, dtype=bool))
-    assert np.isfinite(found).all()
-    assert (np.diff(found) < 0).all()
-    steps = np.diff(found[30:51])
+    scores = lira_scores(far, shadows, np.zeros_like(shadows, dtype=bool))
+    assert np.isfinite(scores).all()
+    assert (np.diff(scores) < 0).all()
+    steps = np.diff(scores[30:51])
     assert (np.abs(steps - np.median(steps)) < 0.01).all()
-    assert found[0] == pytest.approx(math.log(0.5))
+    assert scores[0] == pytest.approx(math.log(0.5))
 
 
 def test_a_row_without_any_shadow_is_an_error():
     with pytest.raises(ValueError, match="a row without any"):
-        scores(np.zeros(2), np.zeros((0, 2)), np.zeros((0, 2), dtype=bool))
+        lira_scores(np.zeros(2), np.zeros((0, 2)), np.zeros((0, 2), dtype=bool))
 
 
 def test_more_confident_than_the_others_scores_higher():
     shadows = np.array([[2.0], [2.2], [0.0], [0.2]])
     members = np.array([[True], [True], [False], [False]])
-    assert scores(np.array([2.1]), shadows, members)[0] > 0 > scores(np.array([0.1]), shadows, members)[0]
+    assert lira_scores(np.array([2.1]), shadows, members)[0] > 0 > lira_scores(np.array([0.1]), shadows, members)[0]
 
 
 @pytest.mark.parametrize("count", [8, 64])
@@ -186,9 +190,9 @@ def test_beats_the_plain_loss_where_rows_differ_in_difficulty(online, count):
     shadows = level + 1.5 * members + rng.normal(size=(count, rows))
     truth = np.arange(rows) < rows // 2
     target = level + 1.5 * truth + rng.normal(size=rows)
-    ratio, plain = scores(target, shadows, members), target
-    assert auroc(ratio[truth], ratio[~truth]) > 0.75
-    assert auroc(plain[truth], plain[~truth]) < 0.65
+    ratio, plain = lira_scores(target, shadows, members), target
+    assert area_under_roc(ratio[truth], ratio[~truth]) > 0.75
+    assert area_under_roc(plain[truth], plain[~truth]) < 0.65
 
 
 @pytest.mark.parametrize(("other", "fails"), [(False, False), (True, True)])
@@ -202,6 +206,6 @@ def test_its_control_to_lose_fails_where_non_members_are_of_another_distribution
     without = np.where((np.arange(120) >= 60) & other, -2.0, 1.5)  # phi of a shadow that did not have the row
     shadows = np.where(had, 2.0, without) + 0.5 * rng.standard_normal(had.shape)
     untrained = 0.3 * rng.standard_normal(120)
-    found = scores(untrained, shadows, had)
-    told = abs(rank_test(found[:60], found[60:])) > 1.96
-    assert told == fails
+    scores = lira_scores(untrained, shadows, had)
+    is_significant = abs(rank_test(scores[:60], scores[60:])) > 1.96
+    assert is_significant == fails

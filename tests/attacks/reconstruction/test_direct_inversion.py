@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil.attacks.reconstruction.april import modified
+from fedveil.attacks.reconstruction.april import replace_first_block
 from fedveil.attacks.reconstruction.direct_inversion import direct_inversion
-from fedveil.attacks.reconstruction.images import mean_image, psnr
+from fedveil.attacks.reconstruction.image_metrics import mean_image, peak_signal_to_noise
 from tests.attacks.reconstruction.small_vit import POSITION, gradients, masked, smooth, vit
 
 IMAGES = smooth(6, 32)
 TRUE = IMAGES[0]
-BASELINE = psnr(mean_image(IMAGES, without=0), TRUE, 2)
+BASELINE = peak_signal_to_noise(mean_image(IMAGES, without=0), TRUE, 2)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def sent(model):
 
 
 def found(sent, model):
-    return psnr(direct_inversion(sent, model), TRUE, 2)
+    return peak_signal_to_noise(direct_inversion(sent, model), TRUE, 2)
 
 
 def test_the_standard_block_is_read_exactly(sent, model):
@@ -34,7 +34,7 @@ def test_the_standard_block_is_read_exactly(sent, model):
 
 
 def test_so_is_the_modified_one():
-    model = modified(vit())
+    model = replace_first_block(vit())
     assert found(gradients(model, IMAGES[:1]), model) > 60
 
 
@@ -51,15 +51,15 @@ def test_without_the_position_gradient_there_is_nothing(sent, model):
 
 def test_two_images_in_a_batch_are_not_read(model):
     mixed = direct_inversion(gradients(model, IMAGES[:2], torch.tensor([3, 5])), model)
-    assert max(psnr(mixed, image, 2) for image in IMAGES[:2]) < 15
+    assert max(peak_signal_to_noise(mixed, image, 2) for image in IMAGES[:2]) < 15
 
 
 def test_features_need_only_outnumber_the_patches():
     """D = 20 is below the 48 pixels of a patch and above the 16 patches; D = 12 is below both."""
     true = smooth(1, 16)
     wide, narrow = vit(size=16, hidden=20), vit(size=16, hidden=12)
-    assert psnr(direct_inversion(gradients(wide, true), wide), true[0], 2) > 60
-    assert psnr(direct_inversion(gradients(narrow, true), narrow), true[0], 2) < 40
+    assert peak_signal_to_noise(direct_inversion(gradients(wide, true), wide), true[0], 2) > 60
+    assert peak_signal_to_noise(direct_inversion(gradients(narrow, true), narrow), true[0], 2) < 40
 
 
 def test_a_missing_gradient_is_named(sent, model):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fedveil import strategies
-from fedveil.attacks.base import Knowledge, View
-from fedveil.attacks.sites.participation import Leanings, leanings
-from fedveil.attacks.statistics import auroc
-from fedveil.attacks.unseen import SumView
-from fedveil.federation.exchange import Exchange
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.secagg_views import SecureSumView
+from fedveil.attacks.sites.participation import ParticipationScores, participation_scores
+from fedveil.attacks.statistics import area_under_roc
+from fedveil.federation.exchange import MessageExchange
 from tests.attacks.toy import WIDTH, Descent, Linear, federation, points
 
 SITES, ABSENT = [f"s{i}" for i in range(6)], ["out0", "out1", "out2"]
@@ -22,48 +22,52 @@ def cut(names, seed: int = 5):
     """Of each name rows round a place of its own, to train on and as the attacker holds them; and rows of nobody."""
     stream = torch.Generator().manual_seed(seed)
     drawn = iter(points((SIZE + KNOWN) * (len(names) + 1), seed))
-    trained, held = {}, {}
+    trained, known_rows = {}, {}
     for name in names:
         place, label = torch.randn(WIDTH, generator=stream), int(torch.randint(4, (), generator=stream))
-        trained[name], held[name] = ([(next(drawn)[0] + place, label) for _ in range(n)] for n in (SIZE, KNOWN))
-    return trained, held, [next(drawn) for _ in range(KNOWN)]
+        trained[name], known_rows[name] = ([(next(drawn)[0] + place, label) for _ in range(n)] for n in (SIZE, KNOWN))
+    return trained, known_rows, [next(drawn) for _ in range(KNOWN)]
 
 
 def attacked(tmp_path, name="fedavg", sums=False, fraction=0.5, rounds=12, absent=ABSENT, train=None, seed=5):
-    method, task = strategies.create(name), Linear()
-    trained, held, nobody = cut([*SITES, *absent], seed)
+    method, task = strategies.create_method(name), Linear()
+    trained, known_rows, nobody = cut([*SITES, *absent], seed)
     train = train or (lambda site: Descent(task, trained[site]))
     locals_ = {site: train(site) for site in SITES}
     run = federation(method, name, tmp_path, locals_, task.initial(), rounds, fraction, seed)
     run.run()
-    knowledge = Knowledge(task, task.initial(), run.deployed()["server"])
-    exchange = Exchange(method, name, task.spec)
-    view = SumView.of(run.tap, exchange, knowledge.server) if sums else View.server(run.tap, exchange)
-    return leanings(view, knowledge, held, nobody), (view, knowledge, held, nobody)
+    knowledge = AdversaryKnowledge(task, task.initial(), run.models()["server"])
+    exchange = MessageExchange(method, name, task.spec)
+    view = (
+        SecureSumView.from_capture(run.tap, exchange, knowledge.server)
+        if sums
+        else AdversaryView.server(run.tap, exchange)
+    )
+    return participation_scores(view, knowledge, known_rows, nobody), (view, knowledge, known_rows, nobody)
 
 
-def told(found: Leanings, of=None, names=SITES) -> float:
+def told(found: ParticipationScores, of=None, names=SITES) -> float:
     """AUROC of turns with each of these candidates beside turns without."""
     at = [found.candidates.index(name) for name in names]
     scores, truth = found.in_a_round()[:, at], found.truth(of)[:, at]
-    return auroc(scores[truth], scores[~truth])
+    return area_under_roc(scores[truth], scores[~truth])
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedrand", "ffa_lora", "rolora"])
 def test_the_undefended_control_is_won(tmp_path, name):
     """Uploads site by site: whose is this one?"""
-    found, _ = attacked(tmp_path, name, fraction=1.0, rounds=3)
-    assert told(found) > 0.9
+    scores, _ = attacked(tmp_path, name, fraction=1.0, rounds=3)
+    assert told(scores) > 0.9
 
 
 @pytest.mark.long
 def test_sums_of_changing_cohorts_show_who_was_in_them(tmp_path):
     areas = []
     for seed in range(3):
-        found, _ = attacked(tmp_path / str(seed), sums=True, seed=seed)
-        assert [round_ for round_, _ in found.turns] == list(range(12))  # a round has one sum
-        assert {len(sites) for _, sites in found.turns} == {3}
-        areas.append(told(found))
+        scores, _ = attacked(tmp_path / str(seed), sums=True, seed=seed)
+        assert [round_ for round_, _ in scores.turns] == list(range(12))  # a round has one sum
+        assert {len(sites) for _, sites in scores.turns} == {3}
+        areas.append(told(scores))
     assert min(areas) > 0.6
     assert np.mean(areas) > 0.7
 
@@ -98,19 +102,19 @@ def test_who_was_untrained_is_told_from_nobody(tmp_path):
 
 def test_who_moves_nothing_leans_nowhere(tmp_path):
     task, (trained, _, _) = Linear(), cut([*SITES, *ABSENT])
-    found, _ = attacked(tmp_path, rounds=2, train=lambda site: Descent(task, trained[site], steps=0))
-    assert not found.values.any()
+    scores, _ = attacked(tmp_path, rounds=2, train=lambda site: Descent(task, trained[site], steps=0))
+    assert not scores.values.any()
 
 
 def test_who_took_part_in_every_round_is_told_from_who_never_did(tmp_path):
-    found, _ = attacked(tmp_path, sums=True, fraction=1.0, rounds=4)
-    scores = found.at_all()
-    assert auroc(scores[: len(SITES)], scores[len(SITES) :]) > 0.8
+    participation, _ = attacked(tmp_path, sums=True, fraction=1.0, rounds=4)
+    scores = participation.at_all()
+    assert area_under_roc(scores[: len(SITES)], scores[len(SITES) :]) > 0.8
 
 
 def test_a_leaning_is_that_of_its_equations(tmp_path):
     """A naive twin: all tensors in one vector, one upload at a time."""
-    found, (view, knowledge, held, nobody) = attacked(tmp_path, rounds=1, fraction=1.0)
+    scores, (view, knowledge, known_rows, nobody) = attacked(tmp_path, rounds=1, fraction=1.0)
     task, start = knowledge.task, knowledge.initial
 
     def unit(row):
@@ -122,32 +126,32 @@ def test_a_leaning_is_that_of_its_equations(tmp_path):
     def mean(rows):
         return torch.stack([unit(row) for row in rows]).mean(0)
 
-    for (_, (site,)), values in zip(found.turns, found.values, strict=True):
+    for (_, (site,)), values in zip(scores.turns, scores.values, strict=True):
         sent = next(view.uploads(site)).payload.fields
         moved = torch.cat([(sent[n] - start[n]).flatten() for n in task.trained]).double()
-        wanted = [-float((mean(rows) - mean(nobody)) @ moved / moved.norm()) for rows in held.values()]
+        wanted = [-float((mean(rows) - mean(nobody)) @ moved / moved.norm()) for rows in known_rows.values()]
         assert values == pytest.approx(wanted, rel=1e-5)
 
 
 def test_scores_by_hand():
-    found = Leanings(
+    scores = ParticipationScores(
         [(0, frozenset("a")), (0, frozenset("b")), (1, frozenset("a"))],
         ["a", "b"],
         np.array([[3.0, 1.0], [0.0, 4.0], [5.0, 1.0]]),
     )
     # Less the candidates' mean of each turn: a is 1, -2, 2 and b the opposite; a's mean is 1/3.
-    assert found.in_a_round()[:, 0] == pytest.approx([2 / 3, -7 / 3, 5 / 3])
-    assert found.at_all() == pytest.approx([(1 + 2) / 2, (2 - 2) / 2])
-    assert found.truth().tolist() == [[True, False], [False, True], [True, False]]
-    assert found.truth({"b": "a"})[:, 1].tolist() == [True, False, True]
+    assert scores.in_a_round()[:, 0] == pytest.approx([2 / 3, -7 / 3, 5 / 3])
+    assert scores.at_all() == pytest.approx([(1 + 2) / 2, (2 - 2) / 2])
+    assert scores.truth().tolist() == [[True, False], [False, True], [True, False]]
+    assert scores.truth({"b": "a"})[:, 1].tolist() == [True, False, True]
 
 
 def test_a_candidate_without_rows_is_refused(tmp_path):
-    _, (view, knowledge, held, nobody) = attacked(tmp_path, rounds=1)
+    _, (view, knowledge, known_rows, nobody) = attacked(tmp_path, rounds=1)
     with pytest.raises(ValueError, match="expected rows of each"):
-        leanings(view, knowledge, held | {"s0": []}, nobody)
+        participation_scores(view, knowledge, known_rows | {"s0": []}, nobody)
     with pytest.raises(ValueError, match="expected rows of each"):
-        leanings(view, knowledge, held, [])
+        participation_scores(view, knowledge, known_rows, [])
 
 
 def test_who_sent_a_alone_and_whose_b_was_never_seen_cannot_be_asked_about(tmp_path):

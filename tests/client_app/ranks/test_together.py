@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedveil.contract.trainer import Batch
+from fedveil.contract.trainer import BatchIndices
 from tests.client_app.ranks.two import CLOSE, Pair, assert_same
 
 
@@ -27,11 +27,14 @@ def plain(pair):
     ("rows", "train"),
     [
         (10, {}),
-        (9, {"accumulate": 2, "max_steps": 0, "epochs": 2}),  # a last batch of one row: rank 1 has none of it
+        (
+            9,
+            {"gradient_accumulation_steps": 2, "max_steps": 0, "epochs": 2},
+        ),  # a last batch of one row: rank 1 has none of it
         (1, {"max_steps": 2}),
-        (10, {"max_gradient_norm": 0.05}),
-        (10, {"checkpointing": True}),
-        (10, {"bucketing": True, "loss_on": "all"}),
+        (10, {"max_grad_norm": 0.05}),
+        (10, {"gradient_checkpointing": True}),
+        (10, {"bucketing": True, "loss_mask": "all"}),
         (10, {"packing": True}),
     ],
 )
@@ -64,7 +67,7 @@ def test_the_gradient_of_a_batch(plain):
 @pytest.mark.long
 @pytest.mark.parametrize("rows", [(), (3,), (0, 1, 2, 5, 7)])
 def test_the_gradients_of_single_rows_each_once_and_in_order(plain, rows):
-    one, two = (t.rows.per_sample(plain.weights, Batch(rows)) for t in plain.trainers(plain.rows[:10]))
+    one, two = (t.rows.per_sample(plain.weights, BatchIndices(rows)) for t in plain.trainers(plain.rows[:10]))
     assert len(two.losses) == len(rows)
     torch.testing.assert_close(one.losses, two.losses, **CLOSE)
     assert_same(one.gradients, two.gradients)

@@ -13,21 +13,22 @@ import psutil
 import torch
 
 from fedveil import rng
-from fedveil.client_app.site.assignment import Assignment, Order
-from fedveil.client_app.site.node_config import Site
-from fedveil.client_app.worker import cards, link
-from fedveil.client_app.worker.cards import Folder
-from fedveil.client_app.worker.owner import Owner
+from fedveil.client_app.instruction import ClientAssignment, TrainInstruction
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.worker import worker_round
+from fedveil.client_app.worker.connection import WorkerRecord
+from fedveil.client_app.worker.owner import OwnerProcess
+from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.config import parse
-from fedveil.contract.address import Address
+from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext
-from fedveil.contract.spec import TensorSpec
-from fedveil.federation.exchange import Exchange
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.federation.exchange import MessageExchange
 from fedveil.strategies.fedrand import FedRand
 from fedveil.wire import header
-from fedveil.wire.slices import sliced
+from fedveil.wire.chunking import slice_message
 
-HERE = Owner.of(os.getpid())
+HERE = OwnerProcess.from_pid(os.getpid())
 
 
 class Bench:
@@ -36,8 +37,8 @@ class Bench:
     def __init__(self, tmp_path: Path, app: Path) -> None:
         self.app, self.data, self.state = app, tmp_path / "data", tmp_path / "state"
         self.data.mkdir()
-        self.site = Site(site="north", data=str(self.data), state_dir=self.state, device="cpu")
-        self.folder = Folder(self.state, "north")
+        self.site = SiteConfig(site="north", data=str(self.data), state_dir=self.state, device="cpu")
+        self.folder = WorkerRegistry(self.state, "north")
         self.seconds = 600.0
         self.last: dict[str, str] = {}  # by run: the turn that the server's state has
         self.orders()
@@ -45,30 +46,33 @@ class Bench:
     def orders(self, **orders) -> None:
         (self.data / "orders.json").write_text(json.dumps(orders))
 
-    def assignment(self, round_=0, run="first", **site) -> Assignment:
+    def assignment(self, round_=0, run="first", **site) -> ClientAssignment:
         method = json.dumps({"rho": 0.0})
         config = {"run.deterministic": True, "task.name": "toy", "task.model": "toy-base", "method.name": "fedrand"}
         config |= {"task.data": str(self.data)}
-        order = Order(round_, round_ == 0, "north", run, "fedrand", method, last=self.last.get(run, ""))
+        order = TrainInstruction(round_, round_ == 0, "north", run, "fedrand", method, last=self.last.get(run, ""))
         order = replace(order, seconds=self.seconds)
-        return Assignment(order, parse(config), self.site.model_copy(update=site))
+        return ClientAssignment(order, parse(config), self.site.model_copy(update=site))
 
     def message(self, round_=0, run="first") -> bytes:
         entries = json.loads((self.data / "orders.json").read_text()).get("entries", 1000)
-        spec = {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
-        exchange = Exchange(FedRand(rho=0.0), "fedrand", spec)
-        state = exchange.method.init(spec, {n: torch.ones(t.shape) for n, t in spec.items()}, rng.initial(0, "weights"))
-        address = Address(run, 0, "north")
+        spec = {"h.lora_A": ParamSpec((1, 5)), "h.lora_B": ParamSpec((entries, 1))}
+        exchange = MessageExchange(FedRand(rho=0.0), "fedrand", spec)
+        state = exchange.method.init(
+            spec, {n: torch.ones(t.shape) for n, t in spec.items()}, rng.initial_stream(0, "weights")
+        )
+        address = MessageAddress(run, 0, "north")
         return exchange.broadcast(state, RoundContext(round_, "north", round_ == 0, b"s" * 32, address=address))
 
     def turn(self, round_=0, run="first", owner=HERE, app=None, **site) -> bytes:
         """A whole turn through the worker."""
-        slices = sliced([self.message(round_, run)])
-        upload = b"".join(link.take_part(slices, self.assignment(round_, run, **site), owner, app or self.app))
-        self.last[run] = header.of_slices([upload])["turn"]
+        slices = slice_message([self.message(round_, run)])
+        assignment = self.assignment(round_, run, **site)
+        upload = b"".join(worker_round.run_round_in_worker(slices, assignment, owner, app or self.app))
+        self.last[run] = header.header_of_slices([upload])["turn"]
         return upload
 
-    def workers(self) -> list[cards.Card]:
+    def workers(self) -> list[WorkerRecord]:
         with self.folder.locked():
             return self.folder.living()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedveil.console.flower.app_bundle import own_app
 from tests.client_app.worker.bench import Bench, kill
 from tests.conftest import ROOT
 
@@ -15,9 +16,7 @@ from tests.conftest import ROOT
 def app(tmp_path_factory) -> Path:
     """A copy of the app with the task of tests/server_app/toy_task.py in it: a task is found by its file name."""
     root = tmp_path_factory.mktemp("app")
-    shutil.copy(ROOT / "pyproject.toml", root)  # by which fedveil/__init__.py knows a bundle
-    for package in ("client_app", "fedveil", "strategies"):
-        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    own_app(root)
     shutil.copy(ROOT / "tests" / "server_app" / "toy_task.py", root / "fedveil" / "tasks" / "toy.py")
     return root
 

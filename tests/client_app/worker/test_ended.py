@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from fedveil.client_app import app as client
-from fedveil.client_app.worker import link
-from fedveil.client_app.worker.owner import Owner
-from fedveil.contract.task import Step
+from fedveil.client_app.worker import connection
+from fedveil.client_app.worker.owner import OwnerProcess
+from fedveil.contract.task import TrainingProgress
 from fedveil.errors import ConfigError, WorkerError
 from tests.client_app.worker.bench import HERE, gone, unbroken, until
 
@@ -40,7 +40,9 @@ def test_a_turn_whose_worker_is_stopped_ends_with_the_order_s_time_and_the_next_
     os.kill(worker.pid, signal.SIGSTOP)
     bench.seconds = 1.0
     began = time.monotonic()
-    with pytest.raises(link.TurnError, match="turn: expected an upload within 1 s, found none; the turn was ended"):
+    with pytest.raises(
+        connection.ClientRoundError, match="turn: expected an upload within 1 s, found none; the turn was ended"
+    ):
         bench.turn(1)
     assert time.monotonic() - began < 10
     assert until(lambda: gone(worker.pid))
@@ -55,27 +57,27 @@ def test_a_turn_that_is_too_slow_ends_with_the_order_s_time(bench):
     bench.turn(0)
     bench.orders(steps=1000, pause=0.05)
     bench.seconds = 1.5
-    with pytest.raises(link.TurnError, match="within 1.5 s"):
+    with pytest.raises(connection.ClientRoundError, match="within 1.5 s"):
         bench.turn(1)
     assert bench.workers() == []
 
 
 def test_a_turn_without_a_worker_ends_with_the_order_s_time_too():
     watch = client._until(0.2)
-    watch(Step(1, 9, 0.0, 0, 0.0))
+    watch(TrainingProgress(1, 9, 0.0, 0, 0.0))
     time.sleep(0.3)
     with pytest.raises(WorkerError, match="within 0.2 s"):
-        watch(Step(2, 9, 0.0, 0, 0.0))
+        watch(TrainingProgress(2, 9, 0.0, 0, 0.0))
 
 
 def test_a_step_of_the_clock_does_not_part_a_worker_from_its_supernode(monkeypatch):
     """psutil reckons start times by the clock; here the clock is set on by an hour."""
-    before = Owner.of(os.getpid())
+    before = OwnerProcess.from_pid(os.getpid())
     real = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) + 3600)
-    assert before.is_(Owner.of(os.getpid()))
+    assert before.is_(OwnerProcess.from_pid(os.getpid()))
     assert before.runs()
-    assert not Owner(before.pid, before.created - 10).runs()
+    assert not OwnerProcess(before.pid, before.created - 10).runs()
 
 
 @pytest.fixture
@@ -93,9 +95,9 @@ def test_another_supernode_of_the_same_site_cannot_reach_the_worker(bench, anoth
     with pytest.raises(
         ConfigError, match=f"expected one SuperNode for site north here, found process {os.getpid()} too"
     ):
-        bench.turn(1, owner=Owner.of(another.pid))
-    for metadata in ((("owner", str(Owner.of(another.pid))),), ()):
-        with link.channel(bench.folder, worker) as channel:
+        bench.turn(1, owner=OwnerProcess.from_pid(another.pid))
+    for metadata in ((("owner", str(OwnerProcess.from_pid(another.pid))),), ()):
+        with bench.folder.connect(worker).open_channel() as channel:
             answers = channel.stream_stream("/fedveil.Worker/Take")(iter([b"{}"]), metadata=metadata)
             with pytest.raises(grpc.RpcError) as refused:
                 next(answers)
@@ -105,7 +107,7 @@ def test_another_supernode_of_the_same_site_cannot_reach_the_worker(bench, anoth
 
 @pytest.mark.long
 def test_a_worker_ends_with_its_supernode_and_leaves_no_file(bench, another):
-    bench.turn(0, owner=Owner.of(another.pid))
+    bench.turn(0, owner=OwnerProcess.from_pid(another.pid))
     (worker,) = bench.workers()
     another.kill()
     another.wait()
@@ -126,7 +128,7 @@ def test_an_idle_worker_ends(bench):
 @pytest.mark.long
 def test_beyond_its_memory_the_turn_fails_and_the_worker_ends(bench):
     bench.orders(hold_mb=600)
-    with pytest.raises(link.TurnError, match="worker-memory-mb: expected at most 500 MB, found") as error:
+    with pytest.raises(connection.ClientRoundError, match="worker-memory-mb: expected at most 500 MB, found") as error:
         bench.turn(0, worker_memory_mb=500)
     assert error.value.kind == "OutOfMemoryError"
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
@@ -140,7 +142,7 @@ def test_beyond_its_memory_the_turn_fails_and_the_worker_ends(bench):
 @pytest.mark.parametrize("kind", ["MemoryError", "RuntimeError"])
 def test_an_allocation_that_fails_is_called_want_of_memory(kind, bench):
     bench.orders(raises=kind, words="DefaultCPUAllocator: can't allocate memory")
-    with pytest.raises(link.TurnError, match="can't allocate memory; give the site more memory") as error:
+    with pytest.raises(connection.ClientRoundError, match="can't allocate memory; give the site more memory") as error:
         bench.turn(0)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
 
@@ -149,12 +151,12 @@ def test_an_allocation_that_fails_is_called_want_of_memory(kind, bench):
 @pytest.mark.parametrize("kind,stays", [("TaskError", True), ("ValueError", False)])
 def test_after_an_error_that_nobody_foresaw_the_worker_ends(kind, stays, bench):
     bench.orders(raises=kind)
-    with pytest.raises(link.TurnError, match="row 4711") as error:
+    with pytest.raises(connection.ClientRoundError, match="row 4711") as error:
         bench.turn(0)
     assert error.value.kind == kind
     assert "row 4711" in bench.folder.log.read_text()
-    told, text = client.private_reason(error.value)
-    assert (told, text.startswith("row 4711")) == (kind, True)
+    error_kind, text = client.private_reason(error.value)
+    assert (error_kind, text.startswith("row 4711")) == (kind, True)
     assert (f"its traceback is in {bench.folder.log}" in text) == (not stays)
     assert str(bench.folder.path) not in client.public_reason(error.value)
     if stays:
@@ -167,21 +169,20 @@ def test_after_an_error_that_nobody_foresaw_the_worker_ends(kind, stays, bench):
 def test_a_turn_whose_caller_has_gone_is_given_up(bench):
     bench.orders(pause=0.1, steps=1000)
     assignment = bench.assignment()
-    key = link.run_key(assignment, bench.app)
-    card = link.find(bench.folder, assignment, key, HERE, bench.app)
-    with link.channel(bench.folder, card) as channel:
-        head = {"assignment": assignment.to_json(), "key": key, "bytes": len(bench.message())}
+    found = bench.folder.find_or_start(assignment, HERE, bench.app)
+    with found.open_channel() as channel:
+        head = {"assignment": assignment.to_json(), "key": found.worker.key, "bytes": len(bench.message())}
         requests = iter([json.dumps(head).encode(), bench.message()])
         call = channel.stream_stream("/fedveil.Worker/Take")(requests, metadata=(("owner", str(HERE)),))
         status = channel.unary_unary("/fedveil.Worker/Status")
         assert until(lambda: json.loads(status(b""))["state"] == "training", 120.0)
-        shown = json.loads(status(b""))
+        worker_status = json.loads(status(b""))
         expected = {"run": "first", "round": 0, "steps": 1000, "model": "toy-base"}
-        assert {k: shown[k] for k in expected} == expected
-        assert shown["step"] >= 1
-        assert shown["tokens_per_second"] == 200
-        assert shown["seconds_left"] == 0.5 * (1000 - shown["step"])  # half a second a step, so far
-        assert shown["memory_mb"] > 50
+        assert {k: worker_status[k] for k in expected} == expected
+        assert worker_status["step"] >= 1
+        assert worker_status["tokens_per_second"] == 200
+        assert worker_status["seconds_left"] == 0.5 * (1000 - worker_status["step"])  # half a second a step, so far
+        assert worker_status["memory_mb"] > 50
         call.cancel()
         assert until(lambda: json.loads(status(b""))["state"] == "idle")
     assert bench.private() is None

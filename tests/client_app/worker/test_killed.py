@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from fedveil.client_app import app as client
-from fedveil.client_app.worker import cards, link
-from fedveil.client_app.worker.cards import Folder
+from fedveil.client_app.worker import connection, registry
+from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.errors import WorkerError
-from fedveil.records import process
-from fedveil.wire.slices import sliced
+from fedveil.records import process_exit
+from fedveil.wire.chunking import slice_message
 from tests.client_app.worker.bench import HERE, unbroken, until
 from tests.memory_group import memory_group
 
@@ -60,8 +60,10 @@ def test_killed_at_start_twice_is_an_error_that_names_the_log(bench, tmp_path, m
 def test_killed_for_memory_before_it_listens_the_server_is_told_too(bench, tmp_path, monkeypatch):
     with memory_group(10) as group:
         monkeypatch.setattr(sys, "executable", grouped_python(tmp_path, group))
-        monkeypatch.setattr(process, "_group", lambda: group)  # that of this process, as in a container
-        with pytest.raises(cards.DiedError, match="exit code -9, out of memory; give the site more memory") as error:
+        monkeypatch.setattr(process_exit, "_group", lambda: group)  # that of this process, as in a container
+        with pytest.raises(
+            registry.WorkerDiedError, match="exit code -9, out of memory; give the site more memory"
+        ) as error:
             bench.turn()
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
 
@@ -83,7 +85,7 @@ def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench)
     before = bench.private()
     bench.orders(deaths=2)
     gone = r"expected an upload, found it gone after .* \(UNAVAILABLE\): SIGKILL: killed, .* MB when it last wrote; its"
-    with pytest.raises(cards.DiedError, match=gone) as error:
+    with pytest.raises(registry.WorkerDiedError, match=gone) as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
     assert [line["round"] for line in bench.ends() if re.search(gone, line.get("failed", ""))] == [1, 1]
@@ -100,14 +102,14 @@ def test_killed_for_memory_by_the_kernel_the_site_is_told_what_to_lower_and_the_
     bench.orders(hold_mb=3000)
     with memory_group(800) as group:
         monkeypatch.setattr(sys, "executable", grouped_python(tmp_path, group))
-        with pytest.raises(cards.DiedError) as error:
+        with pytest.raises(registry.WorkerDiedError) as error:
             bench.turn(0)
-    said = (
+    pattern = (
         r"SIGKILL: killed by the kernel for want of memory: \d+ of (799|800) MB when it last wrote; .* train.batch-size"
     )
-    assert re.search(said, str(error.value)), error.value
+    assert re.search(pattern, str(error.value)), error.value
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
-    assert [bool(re.search(said, line["failed"])) for line in bench.ends()] == [True, True]
+    assert [bool(re.search(pattern, line["failed"])) for line in bench.ends()] == [True, True]
 
 
 @pytest.mark.long
@@ -115,21 +117,23 @@ def test_a_worker_that_nobody_here_started_is_judged_by_what_it_noted(bench, mon
     """It was started by an earlier client process, so its exit signal is not for this one."""
     bench.turn(0)
     bench.orders(deaths=2)
-    much = process.noted() | {"peak_mb": 980, "limit_mb": 1000}
-    monkeypatch.setattr(Folder, "noted", lambda self, worker: much)
-    monkeypatch.setattr(link, "_exit_code", lambda pid: None)
-    with pytest.raises(cards.DiedError, match="killed, probably for want of memory: 980 of 1000 MB") as error:
+    much = process_exit.note_memory() | {"peak_mb": 980, "limit_mb": 1000}
+    monkeypatch.setattr(WorkerRegistry, "noted", lambda self, worker: much)
+    monkeypatch.setattr(registry, "_exit_code", lambda pid: None)
+    with pytest.raises(registry.WorkerDiedError, match="killed, probably for want of memory: 980 of 1000 MB") as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: probably out of memory"
-    assert link._exit_code(os.getppid()) is None
+    assert registry._exit_code(os.getppid()) is None
 
 
 @pytest.mark.long
 def test_a_crash_is_not_taken_for_want_of_memory(bench, monkeypatch):
     bench.turn(0)
     bench.orders(deaths=2, die_by="SIGSEGV")
-    monkeypatch.setattr(Folder, "noted", lambda self, worker: process.noted() | {"peak_mb": 980, "limit_mb": 1000})
-    with pytest.raises(cards.DiedError, match="SIGSEGV: it was not killed for want of memory") as error:
+    monkeypatch.setattr(
+        WorkerRegistry, "noted", lambda self, worker: process_exit.note_memory() | {"peak_mb": 980, "limit_mb": 1000}
+    )
+    with pytest.raises(registry.WorkerDiedError, match="SIGSEGV: it was not killed for want of memory") as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
 
@@ -163,13 +167,13 @@ def test_killed_while_replying_the_turn_is_repeated_from_the_same_private_state(
     seen = []
 
     def killing(answers):
-        for part in sliced(answers):
+        for part in slice_message(answers):
             seen.append(len(part))
             if len(seen) == 1:
                 os.kill(worker.pid, signal.SIGKILL)
             yield part
 
-    monkeypatch.setattr(link, "sliced", killing)
+    monkeypatch.setattr(connection, "slice_message", killing)
     uploads.append(bench.turn(1))
     assert len({line["pid"] for line in bench.lines()}) == 2
     assert [line["round"] for line in bench.lines()] == [0, 1, 1]
@@ -183,8 +187,8 @@ def test_a_stale_socket_and_a_broken_card_are_removed(bench):
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(bench.folder.socket("deadbeef")))
     left.close()
-    key = link.run_key(bench.assignment(), bench.app)
-    bench.folder.write(cards.Card("deadbeef", 1, HERE, cards.app_digest(bench.app), key, 0.0))
+    key = registry.run_key(bench.assignment(), bench.app)
+    bench.folder.write(connection.WorkerRecord("deadbeef", 1, HERE, registry.app_digest(bench.app), key, 0.0))
     (bench.folder.path / "feedbeef.json").write_text("{")
     assert bench.turn()
     assert not bench.folder.socket("deadbeef").exists()
@@ -200,7 +204,7 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     judged_by = received.read_bytes()
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     message = r"turn-[0-9a-f]{16}.safetensors: expected to write the private state, found .*; free space"
-    with pytest.raises(link.TurnError, match=message) as error:
+    with pytest.raises(connection.ClientRoundError, match=message) as error:
         bench.turn(1)
     assert error.value.kind == "StateError"
     assert bench.private() == before

@@ -14,13 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedveil.client_app.worker import link
-from fedveil.client_app.worker.cards import Folder
+from fedveil.client_app.worker import connection, registry
+from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.config import parse
-from fedveil.contract.address import Address
-from fedveil.contract.spec import TensorSpec
-from fedveil.federation.exchange import Exchange
-from fedveil.sealed import is_sealed, new_key
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.param_spec import ParamSpec
+from fedveil.encrypted_files import is_sealed, make_key
+from fedveil.federation.exchange import MessageExchange
 from fedveil.strategies.fedrand import FedRand
 from tests.client_app.worker.bench import HERE, gone, until
 from tests.conftest import ROOT
@@ -38,11 +38,12 @@ def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothin
             files[-1].write_bytes(content)
         warm.append(bench.turn(round_))
     code = (
-        "import sys; from pathlib import Path; from fedveil.client_app.site.assignment import Assignment;"
+        "import sys; from pathlib import Path; from fedveil.client_app.instruction import ClientAssignment;"
         "from client_app import app;"
         "texts = [Path(p).read_text() for p in sys.argv[2::2]];"
         "messages = [Path(p).read_bytes() for p in sys.argv[3::2]];"
-        "[Path(sys.argv[1], str(i)).write_bytes(b''.join(app._in_this_process(iter([m]), Assignment.from_json(t))))"
+        "[Path(sys.argv[1], str(i)).write_bytes(b''.join(app._in_this_process(iter([m]), "
+        "ClientAssignment.from_json(t))))"
         " for i, (t, m) in enumerate(zip(texts, messages))]"
     )
     (tmp_path / "out").mkdir()
@@ -52,6 +53,7 @@ def test_a_warm_turn_is_the_turn_of_a_fresh_process_bit_for_bit_and_loads_nothin
     assert bench.private() == bench.file(state=tmp_path / "cold").read_bytes()
     first, *later = bench.lines()
     assert first["load_seconds"] > 0.5
+    assert first["device"] == "cpu"
     assert all(line["load_seconds"] < 0.1 and line["pid"] == first["pid"] for line in later)
 
 
@@ -61,8 +63,8 @@ def test_rows_that_changed_on_disk_are_read_anew(bench):
     bench.orders(steps=7)
     upload = bench.turn(1)
     assert (
-        Exchange(FedRand(rho=0.0), "fedrand", spec_of(1000))
-        .receive(upload, 1, Address("first", 0, "north"))
+        MessageExchange(FedRand(rho=0.0), "fedrand", spec_of(1000))
+        .receive(upload, 1, MessageAddress("first", 0, "north"))
         .report["steps"]
         == 7
     )
@@ -70,7 +72,7 @@ def test_rows_that_changed_on_disk_are_read_anew(bench):
 
 
 def spec_of(entries: int):
-    return {"h.lora_A": TensorSpec((1, 5)), "h.lora_B": TensorSpec((entries, 1))}
+    return {"h.lora_A": ParamSpec((1, 5)), "h.lora_B": ParamSpec((entries, 1))}
 
 
 @pytest.mark.long
@@ -83,7 +85,7 @@ def test_socket_and_files_are_the_site_s_own(bench):
 @pytest.mark.long
 def test_a_path_longer_than_a_socket_address_works(bench, tmp_path):
     deep = tmp_path / ("d" * 100) / ("e" * 60)
-    bench.folder = Folder(deep, "north")
+    bench.folder = WorkerRegistry(deep, "north")
     assert bench.turn(state_dir=deep)
     assert len(str(bench.folder.socket("0" * 8))) > 108
 
@@ -128,11 +130,11 @@ def test_a_changed_base_gets_another_worker(bench, tmp_path):
     base.mkdir()
     (base / "model.safetensors").write_bytes(b"1")
     config = parse(assignment.config.flat() | {"task.model": str(base)})
-    before = link.run_key(replace(assignment, config=config), bench.app)
-    assert before == link.run_key(replace(assignment, config=config), bench.app)
+    before = registry.run_key(replace(assignment, config=config), bench.app)
+    assert before == registry.run_key(replace(assignment, config=config), bench.app)
     (base / "model.safetensors").write_bytes(b"22")
-    assert before != link.run_key(replace(assignment, config=config), bench.app)
-    assert before != link.run_key(replace(assignment, order=replace(assignment.order, run="other"), config=config))
+    assert before != registry.run_key(replace(assignment, config=config), bench.app)
+    assert before != registry.run_key(replace(assignment, order=replace(assignment.order, run="other"), config=config))
 
 
 @pytest.mark.long
@@ -153,10 +155,10 @@ def test_after_its_run_s_last_round_a_worker_holds_nothing_of_it_and_the_next_ru
     bench.turn(4)  # the last of 5
     (card,) = bench.workers()
     assert card.key == ""
-    with link.channel(bench.folder, card) as channel:
-        shown = json.loads(channel.unary_unary("/fedveil.Worker/Status")(b""))
-    assert shown["state"] == "spare"
-    assert "run" not in shown
+    with bench.folder.connect(card).open_channel() as channel:
+        worker_status = json.loads(channel.unary_unary("/fedveil.Worker/Status")(b""))
+    assert worker_status["state"] == "spare"
+    assert "run" not in worker_status
     bench.turn(0, run="second")
     first, second = bench.lines()
     assert first["pid"] == second["pid"]
@@ -166,15 +168,15 @@ def test_after_its_run_s_last_round_a_worker_holds_nothing_of_it_and_the_next_ru
 
 @pytest.mark.long
 def test_a_worker_seals_under_the_sites_key_which_no_argument_or_environment_has(bench, tmp_path):
-    seal = new_key(tmp_path / "state.key")
+    seal = make_key(tmp_path / "state.key")
     for round_ in range(2):
         bench.turn(round_, key_file=str(tmp_path / "state.key"))
     assert is_sealed(bench.file())
     processes = [psutil.Process(card.pid) for card in bench.workers()]
     assert processes
     for one in processes:
-        said = [*one.cmdline(), *one.environ().values()]
-        assert not [text for text in said if "state.key" in text or seal.key.hex() in text]
+        process_strings = [*one.cmdline(), *one.environ().values()]
+        assert not [text for text in process_strings if "state.key" in text or seal.key.hex() in text]
         assert seal.key not in Path(f"/proc/{one.pid}/environ").read_bytes()
-    with pytest.raises(link.TurnError, match="found a sealed one; name its key"):
+    with pytest.raises(connection.ClientRoundError, match="found a sealed one; name its key"):
         bench.turn(2)

@@ -6,12 +6,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
-from fedveil.models import library, tiny
+from fedveil.models import bundled, library_logging
 
 
 def gpt2() -> nn.Module:
-    with library.quiet():
-        return AutoModelForCausalLM.from_pretrained(tiny.folder("text-generation"), dtype=torch.float32).eval()
+    with library_logging.quiet_libraries():
+        return AutoModelForCausalLM.from_pretrained(
+            bundled.bundled_folder("text-generation"), dtype=torch.float32
+        ).eval()
 
 
 def llama() -> nn.Module:
@@ -25,8 +27,8 @@ def llama() -> nn.Module:
 
 
 def llava() -> nn.Module:
-    with library.quiet():
-        folder = tiny.folder("vision-language")
+    with library_logging.quiet_libraries():
+        folder = bundled.bundled_folder("vision-language")
         return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 

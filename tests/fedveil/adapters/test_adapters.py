@@ -9,14 +9,18 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from fedveil import rng
-from fedveil.adapters.kinds import AnyAdapter
-from fedveil.adapters.lora import Lora
-from fedveil.adapters.prefix import Prefix
-from fedveil.adapters.prompt import Prompt
+from fedveil.adapters.adapter_types import AnyAdapter
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.adapters.prefix import PrefixAdapter
+from fedveil.adapters.prompt import PromptAdapter
 from fedveil.contract.adapter import Mount
 from fedveil.errors import ConfigError
 
-KINDS = [*(cls() for cls in typing.get_args(AnyAdapter)), Prefix(3, cells=1), Prompt(5, form="factored", rank=2)]
+KINDS = [
+    *(cls() for cls in typing.get_args(AnyAdapter)),
+    PrefixAdapter(3, cells=1),
+    PromptAdapter(5, form="factored", rank=2),
+]
 
 
 @pytest.fixture(params=KINDS, ids=lambda adapter: f"{adapter.kind} {adapter.trains_base}")
@@ -36,12 +40,12 @@ def test_every_kind_has_a_name_and_a_mount():
 def test_a_draw_follows_the_stream_and_not_the_order_of_the_names(adapter):
     shapes = shapes_of(adapter)
     base = {name: torch.randn(shape) for name, shape in shapes.items() if name != "prefix" and adapter.trains_base}
-    drawn = adapter.draw(shapes, rng.initial(0, "w"), base)
+    drawn = adapter.draw(shapes, rng.initial_stream(0, "w"), base)
     assert {name: tuple(w.shape) for name, w in drawn.items()} == shapes
     assert list(drawn) == list(shapes)
-    turned = adapter.draw(dict(reversed(shapes.items())), rng.initial(0, "w"), base)
+    turned = adapter.draw(dict(reversed(shapes.items())), rng.initial_stream(0, "w"), base)
     assert all(torch.equal(drawn[name], turned[name]) for name in shapes)
-    other = adapter.draw(shapes, rng.initial(1, "w"), base)
+    other = adapter.draw(shapes, rng.initial_stream(1, "w"), base)
     own = [name for name in shapes if not any(torch.equal(drawn[name], w) for w in base.values())]
     assert any(not torch.equal(drawn[name], other[name]) for name in own) or adapter.kind == "all"
 
@@ -51,7 +55,7 @@ def test_what_trains_the_base_starts_from_copies_of_its_tensors(adapter):
         return
     shapes = shapes_of(adapter)
     base = {name: torch.full(shape, 0.25) for name, shape in shapes.items() if name != "prefix"}
-    drawn = adapter.draw(shapes, rng.initial(0, "w"), base)
+    drawn = adapter.draw(shapes, rng.initial_stream(0, "w"), base)
     taken = [name for name in base if torch.equal(drawn[name], base[name])]
     assert taken == list(base)
     drawn[taken[0]].zero_()
@@ -79,9 +83,9 @@ def test_only_what_is_attached_asks_for_gradients(adapter):
 )
 def test_adapter_fields_are_checked(fields, match):
     with pytest.raises(ConfigError, match=match):
-        Lora(**fields)
+        LoraAdapter(**fields)
 
 
 def test_scale_is_alpha_over_rank():
-    assert Lora(rank=8).scale == 1.0
-    assert Lora(rank=8, alpha=2.0).scale == 0.25
+    assert LoraAdapter(rank=8).scale == 1.0
+    assert LoraAdapter(rank=8, alpha=2.0).scale == 0.25

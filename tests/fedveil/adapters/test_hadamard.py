@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from fedveil import config as run_config
-from fedveil.adapters.hadamard import HadamardLinear, HadamardLora, change
-from fedveil.adapters.lora import Lora
+from fedveil.adapters.hadamard import HadamardLinear, HadamardLoraAdapter, weight_change
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.contract.task import Example
 from fedveil.errors import ConfigError
 from fedveil.models.loaded_model import LoadedModel
-from fedveil.rng import Stream
-from fedveil.tasks import load
+from fedveil.rng import RandomStream
+from fedveil.tasks import load_task
 from tests.fedveil.adapters.bases import BASES, gpt2, llama
 
 KEY = bytes(range(32))
@@ -48,7 +48,7 @@ def test_change_by_hand(form, expected):
     """
     a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [3.0]])
     private_a, private_b = torch.tensor([[1.0, -2.0]]), torch.tensor([[2.0], [4.0]])
-    assert change(a, b, private_a, private_b, form, 1.5).tolist() == expected
+    assert weight_change(a, b, private_a, private_b, form, 1.5).tolist() == expected
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -56,20 +56,20 @@ def test_change_equals_a_naive_twin_and_exceeds_the_rank_of_lora(form):
     """Entry by entry, in double precision; r = 2 gives rank 4 (and one pair of rank 2 more for the "+ 1")."""
     generator = torch.Generator().manual_seed(141421)
     a, b, p, q = (torch.randn(s, generator=generator).double() for s in ((2, 9), (8, 2), (2, 9), (8, 2)))
-    found = change(a, b, p, q, form, 0.7)
+    change = weight_change(a, b, p, q, form, 0.7)
     for i, j in itertools.product(range(8), range(9)):
         shared = sum(b[i, k] * a[k, j] for k in range(2))
         private = sum(q[i, k] * p[k, j] for k in range(2)) + (1 if form == "plus-one" else 0)
-        assert found[i, j].item() == pytest.approx(0.7 * float(shared * private), rel=1e-9)
-    assert int(torch.linalg.matrix_rank(found)) == (6 if form == "plus-one" else 4)
+        assert change[i, j].item() == pytest.approx(0.7 * float(shared * private), rel=1e-9)
+    assert int(torch.linalg.matrix_rank(change)) == (6 if form == "plus-one" else 4)
 
 
 def gradients(form, private_b_std: float | None = None) -> dict[str, float]:
     """Norms of the gradients at the initial values, of one layer under a squared loss."""
-    adapter = HadamardLora(rank=4, form=form)
+    adapter = HadamardLoraAdapter(rank=4, form=form)
     layer = HadamardLinear(nn.Linear(11, 7), adapter)
     parameters = {n: p for n, p in layer.named_parameters() if not n.startswith("base_layer")}
-    start = adapter.draw({f"m.{n}": tuple(p.shape) for n, p in parameters.items()}, Stream(KEY), {})
+    start = adapter.draw({f"m.{n}": tuple(p.shape) for n, p in parameters.items()}, RandomStream(KEY), {})
     if private_b_std is not None:
         start["m.private_B"] = private_b_std * torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
     put(start, {f"m.{n}": p for n, p in parameters.items()})
@@ -91,7 +91,7 @@ def test_which_gradients_are_zero_at_the_start():
 @pytest.mark.parametrize("form", FORMS)
 def test_attached_model_equals_a_dense_one(base, form):
     """The same base with the change added to its weights: GPT-2's layers are Conv1D, Llama's nn.Linear."""
-    adapter = HadamardLora(rank=3, alpha=4.5, form=form)
+    adapter = HadamardLoraAdapter(rank=3, alpha=4.5, form=form)
     model, dense = BASES[base](), BASES[base]()
     plain = logits(dense)
     trained = adapter.attach(model)
@@ -110,8 +110,8 @@ def test_attached_model_equals_a_dense_one(base, form):
 @pytest.mark.parametrize("base", ["gpt2", "llama"])
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.[01]\..*(c_fc|q_proj)", r".*(attn\.c_proj|down_proj)"])
 def test_same_layers_in_the_same_order_as_peft(base, targets):
-    ours = HadamardLora(rank=2, targets=targets).attach(BASES[base]())
-    theirs = Lora(rank=2, targets=targets).attach(BASES[base]())
+    ours = HadamardLoraAdapter(rank=2, targets=targets).attach(BASES[base]())
+    theirs = LoraAdapter(rank=2, targets=targets).attach(BASES[base]())
     assert [n for n in ours if ".private_" not in n] == list(theirs)
     assert {n: p.shape for n, p in ours.items() if n in theirs} == {n: p.shape for n, p in theirs.items()}
     pairs = {n.replace(".private_", ".lora_"): p.shape for n, p in ours.items() if ".private_" in n}
@@ -120,7 +120,7 @@ def test_same_layers_in_the_same_order_as_peft(base, targets):
 
 def test_only_the_factors_train():
     model = llama()
-    trained = HadamardLora(rank=2).attach(model)
+    trained = HadamardLoraAdapter(rank=2).attach(model)
     assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in trained.values()}
     assert {p.dtype for p in trained.values()} == {torch.float32}
     put(filled(trained), trained)
@@ -130,19 +130,19 @@ def test_only_the_factors_train():
 
 
 def test_a_head_is_left_out_and_other_modules_are_refused():
-    assert not any("lm_head" in n for n in HadamardLora(rank=2).attach(gpt2()))
+    assert not any("lm_head" in n for n in HadamardLoraAdapter(rank=2).attach(gpt2()))
     for targets, reason in (
         ("nothing", "no module has such a name"),
         (r".*\.attn", r"transformer\.h\.0\.attn is no linear layer"),
         ("(", "no regular expression"),
     ):
         with pytest.raises(ConfigError, match=f"adapter.targets: expected .*{reason}"):
-            HadamardLora(targets=targets).attach(gpt2())
+            HadamardLoraAdapter(targets=targets).attach(gpt2())
 
 
 def test_small_private_products_count_under_autocast():
     """bf16 has no number between 1 and 1 + 2**-7: a change formed in it would be that of B_p A_p = 0."""
-    layer = HadamardLinear(nn.Linear(4, 4, bias=False).to(torch.bfloat16), HadamardLora(rank=1))
+    layer = HadamardLinear(nn.Linear(4, 4, bias=False).to(torch.bfloat16), HadamardLoraAdapter(rank=1))
     layer.base_layer.weight.data.zero_()
     x = torch.eye(4)
     outs = []
@@ -156,12 +156,12 @@ def test_small_private_products_count_under_autocast():
     assert layer(x.to(torch.bfloat16)).dtype == torch.bfloat16  # without autocast: the factors stay fp32
 
 
-def make(adapter: HadamardLora, **keys):
+def make(adapter: HadamardLoraAdapter, **keys):
     flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-    return load(run_config.parse({"run.deterministic": True, "train.batch-size": 4, **flat}), adapter, "cpu")
+    return load_task(run_config.parse({"run.deterministic": True, "train.batch-size": 4, **flat}), adapter, "cpu")
 
 
-ROWS = Example.of(
+ROWS = Example.from_columns(
     {"mr": f"name[The {n}]", "ref": f"The {n} is by the river."} for n in ("Mill", "Vaults", "Rose", "Star")
 )
 
@@ -172,21 +172,24 @@ ROWS = Example.of(
 def test_a_task_trains_it(form, quantised):
     """Three steps lower the loss; a second pass moves all four factors. A quantised base is allowed: it is frozen."""
     task = make(
-        HadamardLora(rank=4, form=form), train__epochs=3, train__learning_rate=2e-2, train__quantized_base=quantised
+        HadamardLoraAdapter(rank=4, form=form),
+        train__epochs=3,
+        train__learning_rate=2e-2,
+        train__quantized_base=quantised,
     )
-    start = task.initial(Stream(KEY))
+    start = task.initial(RandomStream(KEY))
     assert list(start) == list(task.spec)
-    result = task.trainer(task.encode(ROWS), Stream(KEY)).train(start)
+    result = task.trainer(task.encode(ROWS), RandomStream(KEY)).train(start)
     assert task.evaluate(result.weights, ROWS, False)["loss"] < task.evaluate(start, ROWS, False)["loss"]
     assert all(not torch.equal(result.weights[n], start[n]) for n in start)
 
 
 def test_initial_shared_pair_is_that_of_lora_s_kind():
     """A uniform within 1/sqrt(d_in), B zero; the order of the shapes changes nothing."""
-    adapter = HadamardLora(rank=5)
+    adapter = HadamardLoraAdapter(rank=5)
     shapes = {name: tensor.shape for name, tensor in adapter.example_spec().items()}
-    drawn = adapter.draw(shapes, Stream(KEY), {})
-    turned = adapter.draw(dict(reversed(shapes.items())), Stream(KEY), {})
+    drawn = adapter.draw(shapes, RandomStream(KEY), {})
+    turned = adapter.draw(dict(reversed(shapes.items())), RandomStream(KEY), {})
     assert all(torch.equal(drawn[n], turned[n]) for n in shapes)
     for name, value in drawn.items():
         bound = value.shape[1] ** -0.5
@@ -195,8 +198,11 @@ def test_initial_shared_pair_is_that_of_lora_s_kind():
 
 def test_fields_are_checked_as_lora_s_are():
     with pytest.raises(ConfigError, match="adapter.rank"):
-        HadamardLora(rank=0)
+        HadamardLoraAdapter(rank=0)
     with pytest.raises(ConfigError, match="adapter.alpha"):
-        HadamardLora(alpha=-1.0)
-    assert HadamardLora(rank=8, alpha=2.0).scale == 0.25
-    assert (HadamardLora(rank=16).private_b_std, HadamardLora(rank=16, form="product").private_b_std) == (0.0, 0.25)
+        HadamardLoraAdapter(alpha=-1.0)
+    assert HadamardLoraAdapter(rank=8, alpha=2.0).scale == 0.25
+    assert (HadamardLoraAdapter(rank=16).private_b_std, HadamardLoraAdapter(rank=16, form="product").private_b_std) == (
+        0.0,
+        0.25,
+    )

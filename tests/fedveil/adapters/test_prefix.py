@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
 
 from fedveil import rng, tasks
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.prefix import Prefix, shape
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.adapters.prefix import PrefixAdapter, prefix_shape
 from fedveil.config import parse
 from fedveil.errors import ConfigError
 from tests.conftest import ROOT
@@ -36,7 +36,7 @@ def build(kind: str, seed: int = 3):
 
 def prefixed(kind: str, length: int = 6, cells: int = 0):
     model = build(kind)
-    trained = Prefix(length, cells).attach(model)
+    trained = PrefixAdapter(length, cells).attach(model)
     trained["prefix"].data.normal_(generator=torch.Generator().manual_seed(1))
     return model, trained
 
@@ -49,22 +49,22 @@ def test_layout_is_that_of_past_key_values(kind):
     model, trained = prefixed(kind)
     with torch.no_grad():
         cache = bare(read, past_key_values=DynamicCache(), use_cache=True).past_key_values
-        kept = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
-        assert kept.shape == shape(model, 6) == trained["prefix"].shape
-        trained["prefix"].copy_(kept)
+        prefix = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
+        assert prefix.shape == prefix_shape(model, 6) == trained["prefix"].shape
+        trained["prefix"].copy_(prefix)
         wanted = bare(torch.cat([read, IDS[:1]], 1)).logits[:, 6:]
         torch.testing.assert_close(model(IDS[:1]).logits, wanted, rtol=1e-4, atol=1e-5)
         padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), IDS[:1]], 1)
         mask = torch.tensor([[0] * 3 + [1] * 5])
-        found = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[:, 3:]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        logits = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[:, 3:]
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_it_starts_as_the_keys_and_values_of_tokens_of_the_vocabulary(kind):
     model, trained = prefixed(kind)
-    adapter, stream = Prefix(6), rng.initial(2, "weights")
-    drawn = adapter.draw({"prefix": shape(model, 6)}, stream, adapter.read(model, stream))
-    again = rng.initial(2, "weights")
+    adapter, stream = PrefixAdapter(6), rng.initial_stream(2, "weights")
+    drawn = adapter.draw({"prefix": prefix_shape(model, 6)}, stream, adapter.read(model, stream))
+    again = rng.initial_stream(2, "weights")
     tokens = torch.tensor([[again.choice(SIZES["vocab_size"], 1)[0] for _ in range(6)]])
     trained["prefix"].data.copy_(drawn["prefix"])
     with torch.no_grad():
@@ -77,18 +77,18 @@ def test_it_starts_as_the_keys_and_values_of_tokens_of_the_vocabulary(kind):
 def test_a_model_is_set_back_by_little_at_first(cells):
     """By two tenths of a nat at most, where a prefix at random took nine."""
     config = parse({"task.max-tokens": 64})
-    whole = tasks.load(config, AllWeights(), "cpu")
+    whole = tasks.load_task(config, AllWeightsAdapter(), "cpu")
     rows = whole.prepare(ROOT / "data" / "e2e", "train").rows[:32]
-    whole.put(whole.initial(rng.initial(0, "weights")))
-    task = tasks.load(config, Prefix(20), "cpu")
-    start = task.initial(rng.initial(0, "weights"))
+    whole.put(whole.initial(rng.initial_stream(0, "weights")))
+    task = tasks.load_task(config, PrefixAdapter(20), "cpu")
+    start = task.initial(rng.initial_stream(0, "weights"))
     task.put(start)
     assert task.mean_loss(rows) - whole.mean_loss(rows) < 0.2
     if cells:
-        proxy = tasks.load(config, Prefix(20, cells), "cpu")
-        first = proxy.initial(rng.initial(0, "weights"))
+        proxy = tasks.load_task(config, PrefixAdapter(20, cells), "cpu")
+        first = proxy.initial(rng.initial_stream(0, "weights"))
         proxy.put({name: torch.zeros_like(w) for name, w in first.items()})
-        again = proxy.initial(rng.initial(0, "weights"))  # of the base, whatever was put in
+        again = proxy.initial(rng.initial_stream(0, "weights"))  # of the base, whatever was put in
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -103,14 +103,14 @@ def test_generation_is_the_greedy_loop(kind, beams):
         ids = IDS[:1]
         for _ in range(6):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-        found = model.generate(given, attention_mask=mask, num_beams=beams, **how)[:, 2:]
+        generated_ids = model.generate(given, attention_mask=mask, num_beams=beams, **how)[:, 2:]
         # Without padding the library drops the mask.
-        assert torch.equal(found, model.generate(IDS[:1], attention_mask=mask[:, 2:], num_beams=beams, **how))
+        assert torch.equal(generated_ids, model.generate(IDS[:1], attention_mask=mask[:, 2:], num_beams=beams, **how))
         if beams == 1:
-            assert torch.equal(found, ids)
+            assert torch.equal(generated_ids, ids)
         else:  # as probable as the greedy text, by the model without a cache
             score = lambda text: model(text).logits[:, 4:-1].log_softmax(-1).gather(2, text[:, 5:, None]).sum()  # noqa: E731
-            assert score(found) >= score(ids) - 1e-4
+            assert score(generated_ids) >= score(ids) - 1e-4
 
 
 def test_only_the_prefix_trains_without_cells(kind):
@@ -146,16 +146,16 @@ def test_layers_share_their_cell(kind):
 
 def test_more_cells_than_layers_are_refused(kind):
     with pytest.raises(ConfigError, match=r"adapter.cells: .* found 5 and 4"):
-        Prefix(3, cells=5).attach(build(kind))
+        PrefixAdapter(3, cells=5).attach(build(kind))
 
 
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ConfigError, match=r"task.max-tokens: expected at most 92.* found 96"):
-        tasks.load(parse({}), Prefix(100), "cpu").initial(rng.initial(0, "w"))
-    for key in ("train.checkpointing", "train.compile"):
-        with pytest.raises(ConfigError, match="train.checkpointing, train.compile"):
-            tasks.load(parse({key: True}), Prefix(), "cpu")
+        tasks.load_task(parse({}), PrefixAdapter(100), "cpu").initial(rng.initial_stream(0, "w"))
+    for key in ("train.gradient-checkpointing", "train.compile"):
+        with pytest.raises(ConfigError, match="train.gradient-checkpointing, train.compile"):
+            tasks.load_task(parse({key: True}), PrefixAdapter(), "cpu")
     with pytest.raises(ConfigError, match=r"adapter.kind: expected LoRA pairs or all weights .* found \"prefix\""):
-        tasks.load(parse({"task.name": "image-classification"}), Prefix(), "cpu")
+        tasks.load_task(parse({"task.name": "image-classification"}), PrefixAdapter(), "cpu")
     with pytest.raises(ConfigError, match="train.quantized-base"):
-        tasks.load(parse({"train.quantized-base": "4bit"}), Prefix(cells=1), "cpu")
+        tasks.load_task(parse({"train.quantized-base": "4bit"}), PrefixAdapter(cells=1), "cpu")

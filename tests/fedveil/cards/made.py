@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import strategies
-from fedveil.cards import gathered
-from fedveil.cards.card import Audited, Card, Stated
-from fedveil.cards.gathered import Recorded
+from fedveil.cards import collect
+from fedveil.cards.card import AuditSection, DeclaredFacts, PrivacyCard
+from fedveil.cards.collect import RecordedRun
 from fedveil.config import parse
-from fedveil.contract.method import fields_of
+from fedveil.contract.method import hyperparameters_of
 
 SITES = ("north", "south")
-DP = {"dp.clip": 1.0, "dp.noise": 2.0, "dp.epsilon": 8.0, "train.batch-size": 8}
+DP = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.epsilon": 8.0, "train.batch-size": 8}
 
 
 def messages(sites: tuple[str, ...] = SITES) -> list[dict[str, Any]]:
     """One upload of 100 bytes and one broadcast of 300 a site."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for site in sites:
         about = {"round": 0, "attempt": 0, "site": site}
         up = [["h.0.lora_A", "dense float32", [2, 3], 24]]
         down = [*up, ["h.0.lora_B", "dense float32", [3, 2], 24]]
-        found.append({**about, "direction": "up", "variant": "A", "kind": 1, "bytes": 100, "payload_bytes": 24,
+        entries.append({**about, "direction": "up", "variant": "A", "kind": 1, "bytes": 100, "payload_bytes": 24,
                       "fields": up, "scalars": {"next": "B"}})  # fmt: skip
-        found.append({**about, "direction": "down", "variant": "", "kind": 0, "bytes": 300, "payload_bytes": 48,
+        entries.append({**about, "direction": "down", "variant": "", "kind": 0, "bytes": 300, "payload_bytes": 48,
                       "fields": down, "scalars": {}})  # fmt: skip
-    return found
+    return entries
 
 
 def attempts(sites: tuple[str, ...] = SITES, rounds: int = 2, rows: int = 100, steps: int = 5) -> list[dict[str, Any]]:
@@ -40,18 +40,19 @@ def attempts(sites: tuple[str, ...] = SITES, rounds: int = 2, rows: int = 100, s
     ]  # fmt: skip
 
 
-def card(folder: Path, whole: bool = False, audited: Audited | None = None, **changes: Any) -> Card:
-    """The card of a run; `changes`: keys of the run config, and fields of `Recorded`."""
+def card(folder: Path, whole: bool = False, audited: AuditSection | None = None, **changes: Any) -> PrivacyCard:
+    """The card of a run; `changes`: keys of the run config, and fields of `RecordedRun`."""
     own = {name: changes.pop(name) for name in list(changes) if "." not in name}
     config = parse(changes)
-    method = strategies.create(config.method.name, config.method.fields)
+    method = strategies.create_method(config.method.name, config.method.params)
     about = {
-        "config": config.flat(), "method": {"name": config.method.name, "version": 1, "fields": fields_of(method)},
+        "config": config.flat(),
+        "method": {"name": config.method.name, "version": 1, "fields": hyperparameters_of(method)},
         "started": "2026-01-02T03:04:05+00:00", "fedveil": "0.2.0",
     }  # fmt: skip
-    stated = own.pop("stated", Stated())
+    stated = own.pop("stated", DeclaredFacts())
     given: dict[str, Any] = {
         "folder": folder / "pilot", "id": "0a1b2c3d", "about": about, "attempts": attempts(), "messages": messages(),
         "rounds": 2, "scores": {"loss": 1.25}, "resumed": 0, **own,
     }  # fmt: skip
-    return gathered.card(Recorded(**given), config, method, stated, audited or Audited(), whole)
+    return collect.collect_card(RecordedRun(**given), config, method, stated, audited or AuditSection(), whole)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.contract.budget import Budget, Neighbours
+from fedveil.contract.privacy import Adjacency, PrivacyBudget
 from fedveil.errors import BudgetError
 from fedveil.privacy import accounting
-from fedveil.privacy.ledger import Ledger
+from fedveil.privacy.ledger import PrivacyLedger
 
-COUNTED = Budget(math.inf, 1e-5, Neighbours.REPLACE_ONE)
+COUNTED = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
 STEPS = (("gaussian", 0, 0, 3.14159), ("poisson", 50, 5, 2.71828))
 
 
@@ -42,14 +42,14 @@ def test_many_records_are_charged_as_each_by_itself(charges):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "s.json"
         for records, steps in charges:
-            Ledger(path).charge(records, steps, COUNTED)
+            PrivacyLedger(path).charge(records, steps, COUNTED)
             for record in records:
                 naive[record].update(steps)
         assert spent(path) == {record: dict(history) for record, history in naive.items()}
 
 
 def test_the_file_does_not_grow_with_the_number_of_charges(tmp_path):
-    ledger = Ledger(tmp_path / "s.json")
+    ledger = PrivacyLedger(tmp_path / "s.json")
     names = ledger.names(("d", "train.jsonl", i) for i in range(500))
     sizes = []
     for _ in range(9):
@@ -61,18 +61,18 @@ def test_the_file_does_not_grow_with_the_number_of_charges(tmp_path):
 
 def test_a_budget_without_a_limit_is_counted_and_not_computed(tmp_path, monkeypatch):
     """A composition of sampled steps takes seconds. A limit beside it is still kept."""
-    ledger, asked = Ledger(tmp_path / "s.json"), []
+    ledger, asked = PrivacyLedger(tmp_path / "s.json"), []
 
     def epsilon(charges, delta, neighbours) -> float:
         asked.append((dict(charges), delta))
         return 2.0
 
-    monkeypatch.setattr(accounting, "epsilon", epsilon)
+    monkeypatch.setattr(accounting, "compute_epsilon", epsilon)
     ledger.charge(["a"], {STEPS[1]: 3}, COUNTED)
     assert asked == []
     assert spent(tmp_path / "s.json") == {"a": {STEPS[1]: 3}}
-    ledger.charge(["a"], {STEPS[1]: 3}, COUNTED, Budget(2.0, 1e-6, Neighbours.REPLACE_ONE))
+    ledger.charge(["a"], {STEPS[1]: 3}, COUNTED, PrivacyBudget(2.0, 1e-6, Adjacency.REPLACE_ONE))
     assert asked == [({STEPS[1]: 6}, 1e-6)]
     with pytest.raises(BudgetError, match="expected at most epsilon 1.5"):
-        ledger.charge(["a"], {STEPS[1]: 3}, COUNTED, Budget(1.5, 1e-6, Neighbours.REPLACE_ONE))
+        ledger.charge(["a"], {STEPS[1]: 3}, COUNTED, PrivacyBudget(1.5, 1e-6, Adjacency.REPLACE_ONE))
     assert spent(tmp_path / "s.json") == {"a": {STEPS[1]: 6}}

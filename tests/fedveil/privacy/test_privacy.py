@@ -13,13 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from fedveil.contract.budget import Budget, Neighbours, Plan, check_seeded, joint, stated
+from fedveil.contract.privacy import (
+    Adjacency,
+    PrivacyBudget,
+    SamplingPlan,
+    check_seeded,
+    joint_budget,
+    stated_guarantee,
+)
 from fedveil.errors import BudgetError, ConfigError, StateError
-from fedveil.privacy import accounting, clipping, noise
-from fedveil.privacy.ledger import Ledger
-from fedveil.rng import Stream
+from fedveil.privacy import accounting, clipping, gaussian_noise
+from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.rng import RandomStream
 
-ADD, REPLACE = Neighbours.ADD_OR_REMOVE_ONE, Neighbours.REPLACE_ONE
+ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
 DELTA = 1e-5
 
 
@@ -39,44 +46,44 @@ def gdp(mu: float, delta: float = DELTA) -> float:
 @pytest.mark.parametrize("neighbours, moved", [(ADD, 1), (REPLACE, 2)])
 @pytest.mark.parametrize("z, steps", [(3.14159, 7), (21.7, 300), (0.9, 1)])
 def test_gaussian_steps_agree_with_the_closed_formula(z, steps, neighbours, moved):
-    charges = accounting.spent(z, "disjoint", Plan(steps, 1, 5, 5, REPLACE), True)
-    found = accounting.epsilon(charges, DELTA, neighbours)
-    assert found == pytest.approx(gdp(moved * math.sqrt(steps) / z), rel=0.01)
+    charges = accounting.max_charged(z, "disjoint", SamplingPlan(steps, 1, 5, 5, REPLACE), True)
+    epsilon = accounting.compute_epsilon(charges, DELTA, neighbours)
+    assert epsilon == pytest.approx(gdp(moved * math.sqrt(steps) / z), rel=0.01)
 
 
 @pytest.mark.parametrize("neighbours", [ADD, REPLACE])
 def test_the_analytic_value_is_what_loss_distributions_say(neighbours):
-    accountant = dp_accounting.pld.PLDAccountant(accounting.relation(neighbours))
-    accountant.compose(accounting.event({("gaussian", 0, 0, 2.71828): 11}))
-    assert accounting.epsilon({("gaussian", 0, 0, 2.71828): 11}, DELTA, neighbours) == pytest.approx(
+    accountant = dp_accounting.pld.PLDAccountant(accounting.accountant_relation(neighbours))
+    accountant.compose(accounting.dp_event({("gaussian", 0, 0, 2.71828): 11}))
+    assert accounting.compute_epsilon({("gaussian", 0, 0, 2.71828): 11}, DELTA, neighbours) == pytest.approx(
         accountant.get_epsilon(DELTA), rel=0.01
     )
 
 
 @pytest.mark.parametrize("neighbours", [ADD, REPLACE])
 def test_poisson_agrees_with_dp_accounting(neighbours):
-    plan = Plan(31, 3, 17, 211, neighbours)
-    found = accounting.epsilon(accounting.spent(1.41421, "poisson", plan, False), DELTA, neighbours)
+    plan = SamplingPlan(31, 3, 17, 211, neighbours)
+    epsilon = accounting.compute_epsilon(accounting.max_charged(1.41421, "poisson", plan, False), DELTA, neighbours)
     relation = dp_accounting.NeighboringRelation[neighbours.name]
     accountant = dp_accounting.pld.PLDAccountant(relation)
     for _ in range(3):
         event = dp_accounting.PoissonSampledDpEvent(17 / 211, dp_accounting.GaussianDpEvent(1.41421))
         accountant.compose(dp_accounting.SelfComposedDpEvent(event, 31))
-    assert found == pytest.approx(accountant.get_epsilon(DELTA), rel=0.01)
+    assert epsilon == pytest.approx(accountant.get_epsilon(DELTA), rel=0.01)
     if neighbours is ADD:
         renyi = dp_accounting.rdp.RdpAccountant()
         renyi.compose(event, 93)
-        assert found < renyi.get_epsilon(DELTA) < 1.4 * found
+        assert epsilon < renyi.get_epsilon(DELTA) < 1.4 * epsilon
 
 
 def test_fixed_batches_cost_no_less_than_a_bound_of_their_own():
     """Renyi of sampling without replacement with the noise over the 2 C that a replacement moves."""
-    plan = Plan(40, 1, 20, 200, REPLACE)
-    found = accounting.epsilon(accounting.spent(6.0, "fixed", plan, True), DELTA, REPLACE)
+    plan = SamplingPlan(40, 1, 20, 200, REPLACE)
+    epsilon = accounting.compute_epsilon(accounting.max_charged(6.0, "fixed", plan, True), DELTA, REPLACE)
     renyi = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
     renyi.compose(dp_accounting.SampledWithoutReplacementDpEvent(200, 20, dp_accounting.GaussianDpEvent(3.0)), 40)
-    assert found == pytest.approx(renyi.get_epsilon(DELTA), rel=1e-6)
-    assert found < gdp(2 * math.sqrt(40) / 6.0)
+    assert epsilon == pytest.approx(renyi.get_epsilon(DELTA), rel=1e-6)
+    assert epsilon < gdp(2 * math.sqrt(40) / 6.0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,9 @@ def test_fixed_batches_cost_no_less_than_a_bound_of_their_own():
     ],
 )
 def test_disjoint_batches_are_charged_once_an_epoch(plan, across, uses):
-    assert accounting.spent(2.0, "disjoint", Plan(*plan, REPLACE), across) == {("gaussian", 0, 0, 2.0): uses}
+    assert accounting.max_charged(2.0, "disjoint", SamplingPlan(*plan, REPLACE), across) == {
+        ("gaussian", 0, 0, 2.0): uses
+    }
 
 
 @given(
@@ -101,11 +110,13 @@ def test_the_clipped_sum_of_outer_products_is_that_of_the_whole_gradients(rows, 
     """Its twin forms every product; replacing a row, whatever its norm, moves the sum by at most 2 C."""
     generator = torch.Generator().manual_seed(seed)
     left, right = torch.randn(rows + 1, 4, generator=generator), torch.randn(rows + 1, 3, generator=generator)
-    found = clipping.clipped_outer_sum(left, right, bound)
-    assert torch.allclose(found, clipping.clipped_sum({"": left[:, :, None] * right[:, None]}, bound)[""], atol=1e-4)
+    outer_sum = clipping.clipped_outer_sum(left, right, bound)
+    assert torch.allclose(
+        outer_sum, clipping.clipped_sum({"": left[:, :, None] * right[:, None]}, bound)[""], atol=1e-4
+    )
     other = left.clone()
     other[rows] = -spike * left[rows]
-    moved = float((clipping.clipped_outer_sum(other, right, bound) - found).norm())
+    moved = float((clipping.clipped_outer_sum(other, right, bound) - outer_sum).norm())
     assert moved <= 2 * bound * (1 + 1e-5)
     if spike == 1e6 and float(left[rows].norm() * right[rows].norm()) > bound:
         assert moved == pytest.approx(2 * bound, rel=1e-3)
@@ -120,9 +131,11 @@ def test_outer_products_of_no_rows_and_bad_bounds():
 
 def test_joint_is_the_composition():
     both = {("gaussian", 0, 0, 3.0): 1, ("gaussian", 0, 0, 5.0): 1}
-    alone = {("gaussian", 0, 0, joint(3.0, 5.0)): 1}
-    assert accounting.epsilon(both, DELTA, ADD) == pytest.approx(accounting.epsilon(alone, DELTA, ADD), rel=1e-9)
-    assert joint(3.0, 0.0) == 0.0
+    alone = {("gaussian", 0, 0, joint_budget(3.0, 5.0)): 1}
+    assert accounting.compute_epsilon(both, DELTA, ADD) == pytest.approx(
+        accounting.compute_epsilon(alone, DELTA, ADD), rel=1e-9
+    )
+    assert joint_budget(3.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("rate,z", [(0.01, 1.0), (0.2, 2.83), (0.5, 30.0), (0.9, 0.7), (1.0, 3.0)])
@@ -132,24 +145,24 @@ def test_the_bound_on_the_mean_loss_is_above_the_loss_itself(rate, z):
     normal = lambda at: torch.exp(-((x - at) ** 2) / (2 * z * z)) / (z * math.sqrt(2 * math.pi))  # noqa: E731
     mixed = lambda at: (1 - rate) * normal(0.0) + rate * normal(at)  # noqa: E731
     kl = lambda p, q: float(torch.trapezoid(torch.where(p > 0, p * (p / q).log(), 0.0), x))  # noqa: E731
-    found = accounting.mean_loss({("poisson" if rate < 1 else "gaussian", 1000, round(1000 * rate), z): 7})
+    mean_loss = accounting.mean_loss({("poisson" if rate < 1 else "gaussian", 1000, round(1000 * rate), z): 7})
     for p, q in ((mixed(1.0), mixed(-1.0)), (mixed(1.0), normal(0.0)), (normal(0.0), mixed(1.0))):
-        assert found >= 7 * kl(p, q) * (1 - 1e-9)
+        assert mean_loss >= 7 * kl(p, q) * (1 - 1e-9)
     assert accounting.mean_loss({("poisson", 10, 1, 0.0): 1}) == math.inf
 
 
 def test_without_noise_epsilon_is_infinite_and_without_charges_zero():
-    charges = accounting.spent(0.0, "poisson", Plan(2, 1, 5, 10, REPLACE), True)
-    assert accounting.epsilon(charges, DELTA, REPLACE) == math.inf
-    assert isinstance(accounting.event(charges).event, dp_accounting.NonPrivateDpEvent)
-    assert accounting.epsilon({}, DELTA, ADD) == 0.0
+    charges = accounting.max_charged(0.0, "poisson", SamplingPlan(2, 1, 5, 10, REPLACE), True)
+    assert accounting.compute_epsilon(charges, DELTA, REPLACE) == math.inf
+    assert isinstance(accounting.dp_event(charges).event, dp_accounting.NonPrivateDpEvent)
+    assert accounting.compute_epsilon({}, DELTA, ADD) == 0.0
 
 
 @pytest.mark.parametrize("wished", [0.5, 4.0])
 def test_calibrated_noise_keeps_the_epsilon_and_wastes_little(wished):
-    cost = lambda z: accounting.spent(z, "disjoint", Plan(30, 1, 5, 20, REPLACE), True)  # noqa: E731
-    z = accounting.multiplier_for(cost, wished, DELTA, REPLACE)
-    assert 0.99 * wished < accounting.epsilon(cost(z), DELTA, REPLACE) <= wished
+    cost = lambda z: accounting.max_charged(z, "disjoint", SamplingPlan(30, 1, 5, 20, REPLACE), True)  # noqa: E731
+    z = accounting.noise_multiplier_for(cost, wished, DELTA, REPLACE)
+    assert 0.99 * wished < accounting.compute_epsilon(cost(z), DELTA, REPLACE) <= wished
 
 
 @pytest.mark.long
@@ -159,40 +172,44 @@ def test_calibrated_noise_keeps_the_epsilon_and_wastes_little(wished):
 )
 def test_coarse_grids_find_the_noise_and_the_digits_of_the_finest(steps, batch, rows, wished, neighbours, monkeypatch):
     def cost(z: float) -> dict:
-        return accounting.spent(z, "poisson", Plan(steps, 1, batch, rows, neighbours), True)
+        return accounting.max_charged(z, "poisson", SamplingPlan(steps, 1, batch, rows, neighbours), True)
 
     intervals = []
     original = dp_accounting.pld.PLDAccountant
     monkeypatch.setattr(dp_accounting.pld, "PLDAccountant", lambda *a: intervals.append(a[1]) or original(*a))
     accounting._epsilon.cache_clear()
-    found = accounting.multiplier_for(cost, wished, DELTA, neighbours)
+    noise_multiplier = accounting.noise_multiplier_for(cost, wished, DELTA, neighbours)
     assert intervals.count(1e-4) <= 3  # what takes the time
-    assert accounting.epsilon(cost(found), DELTA, neighbours) <= wished
-    assert accounting.epsilon(cost(found / 2 ** (1 / 1024)), DELTA, neighbours) > wished  # the search's next smaller z
-    for z in (found, found * 1.2345):
-        told, exact = (tell(cost(z), DELTA, neighbours) for tell in (accounting.printed, accounting.epsilon))
-        assert told >= exact * (1 - 1e-9)
-        assert stated(told, DELTA, neighbours) == stated(exact, DELTA, neighbours)
+    assert accounting.compute_epsilon(cost(noise_multiplier), DELTA, neighbours) <= wished
+    assert (
+        accounting.compute_epsilon(cost(noise_multiplier / 2 ** (1 / 1024)), DELTA, neighbours) > wished
+    )  # the search's next smaller z
+    for z in (noise_multiplier, noise_multiplier * 1.2345):
+        rounded_epsilon, exact = (
+            tell(cost(z), DELTA, neighbours) for tell in (accounting.round_epsilon, accounting.compute_epsilon)
+        )
+        assert rounded_epsilon >= exact * (1 - 1e-9)
+        assert stated_guarantee(rounded_epsilon, DELTA, neighbours) == stated_guarantee(exact, DELTA, neighbours)
 
 
 def test_the_coarsest_grid_tells_the_digits_where_that_is_certain():
     accounting._epsilon.cache_clear()
     charges = {("poisson", 500, 16, 0.5212): 24}
-    assert f"{accounting.printed(charges, DELTA, REPLACE):.4g}" == "7.987"  # 7.98742657 on the finest grid
+    assert f"{accounting.round_epsilon(charges, DELTA, REPLACE):.4g}" == "7.987"  # 7.98742657 on the finest grid
     assert accounting._epsilon.cache_info().misses < 6  # grids that were tried
 
 
 @pytest.mark.parametrize(
     "act, named",
     [
-        (lambda: Plan(1, 1, 33, 32, ADD), "batch-size: expected at most the site's 32"),
-        (lambda: Plan(0, 1, 3, 32, ADD), "rounds"),
-        (lambda: accounting.epsilon({}, 0.0, ADD), "delta"),
-        (lambda: accounting.multiplier_for(lambda z: {}, 0.0, DELTA, ADD), "epsilon"),
-        (lambda: accounting.multiplier_for(lambda z: {}, -1.0, DELTA, ADD), "epsilon"),
-        (lambda: accounting.spent(1.0, "disjoint", Plan(1, 1, 3, 32, ADD), True), "sampling"),
-        (lambda: check_seeded(Budget(1.0, DELTA, ADD), True), "run.deterministic"),
-        (lambda: check_seeded(Budget(math.inf, DELTA, ADD, 0.1), True), "run.deterministic"),
+        (lambda: SamplingPlan(1, 1, 33, 32, ADD), "batch-size: expected at most the site's 32"),
+        (lambda: SamplingPlan(0, 1, 3, 32, ADD), "rounds"),
+        (lambda: accounting.compute_epsilon({}, 0.0, ADD), "delta"),
+        (lambda: accounting.noise_multiplier_for(lambda z: {}, 0.0, DELTA, ADD), "epsilon"),
+        (lambda: accounting.noise_multiplier_for(lambda z: {}, -1.0, DELTA, ADD), "epsilon"),
+        (lambda: accounting.max_charged(1.0, "disjoint", SamplingPlan(1, 1, 3, 32, ADD), True), "sampling"),
+        (lambda: check_seeded(PrivacyBudget(1.0, DELTA, ADD), True), "run.deterministic"),
+        (lambda: check_seeded(PrivacyBudget(math.inf, DELTA, ADD, 0.1), True), "run.deterministic"),
     ],
 )
 def test_bad_input_is_refused(act, named):
@@ -201,8 +218,8 @@ def test_bad_input_is_refused(act, named):
 
 
 def test_an_epsilon_is_stated_with_its_relation():
-    assert stated(1.25, DELTA, REPLACE) == "epsilon 1.25 at delta 1e-05 (replace-one)"
-    assert "infinite" in stated(math.inf, DELTA, ADD)
+    assert stated_guarantee(1.25, DELTA, REPLACE) == "epsilon 1.25 at delta 1e-05 (replace-one)"
+    assert "infinite" in stated_guarantee(math.inf, DELTA, ADD)
 
 
 # --- clipping
@@ -261,8 +278,8 @@ def test_the_bound_is_reached_and_batch_clipping_breaks_it():
 def test_a_row_that_is_not_finite_has_no_part(bad):
     gradients = rows(3, 4)
     gradients["v"][2, 0, 0] = bad
-    kept = {n: g[[0, 1, 3]] for n, g in gradients.items()}
-    assert torch.allclose(flat(clipping.clipped_sum(gradients, 1.0)), flat(clipping.clipped_sum(kept, 1.0)))
+    finite_gradients = {n: g[[0, 1, 3]] for n, g in gradients.items()}
+    assert torch.allclose(flat(clipping.clipped_sum(gradients, 1.0)), flat(clipping.clipped_sum(finite_gradients, 1.0)))
 
 
 def test_no_rows_are_zeros_and_a_bad_bound_is_refused():
@@ -276,27 +293,27 @@ def test_no_rows_are_zeros_and_a_bad_bound_is_refused():
 
 
 def test_noise_is_normal_and_comes_from_its_source():
-    drawn = noise.gaussian((200_001,), 2.5, Stream(bytes(32)).bytes).numpy() / 2.5
+    drawn = gaussian_noise.draw_gaussian((200_001,), 2.5, RandomStream(bytes(32)).bytes).numpy() / 2.5
     assert stats.kstest(drawn, "norm").pvalue > 1e-3
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.01
-    again = noise.gaussian((200_001,), 2.5, Stream(bytes(32)).bytes).numpy() / 2.5
+    again = gaussian_noise.draw_gaussian((200_001,), 2.5, RandomStream(bytes(32)).bytes).numpy() / 2.5
     assert (drawn == again).all()
 
 
 def test_the_ends_of_the_bytes_give_finite_noise():
     for byte in (b"\x00", b"\xff"):
-        assert torch.isfinite(noise.gaussian((5,), 1.0, lambda n, b=byte: b * n)).all()
+        assert torch.isfinite(gaussian_noise.draw_gaussian((5,), 1.0, lambda n, b=byte: b * n)).all()
 
 
 def test_no_noise_asks_for_no_bytes_and_a_bad_std_is_refused():
     def source(n: int) -> bytes:
         raise AssertionError
 
-    assert not noise.gaussian((3,), 0.0, source).any()
+    assert not gaussian_noise.draw_gaussian((3,), 0.0, source).any()
     for std in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="std"):
-            noise.gaussian((3,), std, source)
-    assert noise.added(torch.ones(2, 3), 1.0, Stream(bytes(32)).bytes).dtype == torch.float32
+            gaussian_noise.draw_gaussian((3,), std, source)
+    assert gaussian_noise.add_noise(torch.ones(2, 3), 1.0, RandomStream(bytes(32)).bytes).dtype == torch.float32
 
 
 # --- the ledger
@@ -304,36 +321,36 @@ def test_no_noise_asks_for_no_bytes_and_a_bad_std_is_refused():
 STEP = ("gaussian", 0, 0, 10.0)
 
 
-def limit(steps: float) -> Budget:
+def limit(steps: float) -> PrivacyBudget:
     """A budget for that many steps, and not one more."""
-    return Budget(gdp(2 * math.sqrt(steps + 0.5) / 10.0), DELTA, REPLACE)
+    return PrivacyBudget(gdp(2 * math.sqrt(steps + 0.5) / 10.0), DELTA, REPLACE)
 
 
 def test_the_ledger_stops_before_the_budget_is_passed_and_survives_a_restart(tmp_path):
     path = tmp_path / "deep" / "site.json"
     for _ in range(3):
-        Ledger(path).charge(["a", "b"], {STEP: 1}, limit(3))
+        PrivacyLedger(path).charge(["a", "b"], {STEP: 1}, limit(3))
     before = path.read_bytes()
     with pytest.raises(BudgetError, match=r"replace-one.* spent and .* after this turn"):
-        Ledger(path).charge(["b", "c"], {STEP: 1}, limit(3))
+        PrivacyLedger(path).charge(["b", "c"], {STEP: 1}, limit(3))
     assert path.read_bytes() == before, "all or none"
-    Ledger(path).charge(["c"], {STEP: 3}, limit(3))
-    found = Ledger(path).epsilon("a", limit(3))
-    assert found == pytest.approx(gdp(2 * math.sqrt(3) / 10.0), rel=1e-6)
-    assert found < limit(3).epsilon
-    assert Ledger(path).epsilon("never", limit(3)) == 0
+    PrivacyLedger(path).charge(["c"], {STEP: 3}, limit(3))
+    epsilon = PrivacyLedger(path).epsilon("a", limit(3))
+    assert epsilon == pytest.approx(gdp(2 * math.sqrt(3) / 10.0), rel=1e-6)
+    assert epsilon < limit(3).epsilon
+    assert PrivacyLedger(path).epsilon("never", limit(3)) == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.long
 def test_charges_of_other_kinds_compose(tmp_path):
-    ledger = Ledger(tmp_path / "s.json")
+    ledger = PrivacyLedger(tmp_path / "s.json")
     poisson = ("poisson", 50, 5, 1.5)
-    ledger.charge(["a"], {STEP: 2}, Budget(math.inf, DELTA, REPLACE))
-    ledger.charge(["a"], {poisson: 4}, Budget(math.inf, DELTA, REPLACE))
-    found = ledger.epsilon("a", limit(1))
-    assert found == accounting.epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
-    assert found > accounting.epsilon({poisson: 4}, DELTA, REPLACE)
+    ledger.charge(["a"], {STEP: 2}, PrivacyBudget(math.inf, DELTA, REPLACE))
+    ledger.charge(["a"], {poisson: 4}, PrivacyBudget(math.inf, DELTA, REPLACE))
+    epsilon = ledger.epsilon("a", limit(1))
+    assert epsilon == accounting.compute_epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
+    assert epsilon > accounting.compute_epsilon({poisson: 4}, DELTA, REPLACE)
     with pytest.raises(BudgetError):
         ledger.charge(["a"], {STEP: 1}, limit(1))
 
@@ -342,40 +359,40 @@ def test_charges_of_other_kinds_compose(tmp_path):
 def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
     """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
     poisson, fixed = {("poisson", 50, 5, 1.5): 4}, {("fixed", 50, 5, 8.0): 3}
-    alone = [accounting.epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
-    found = accounting.epsilon(poisson | fixed, DELTA, REPLACE)
-    assert found == sum(accounting.epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
-    assert sum(alone) < found < 1.2 * sum(alone)
-    assert accounting.epsilon(poisson | fixed | {STEP: 5}, DELTA, REPLACE) > found
-    ledger = Ledger(tmp_path / "s.json")
-    ledger.charge(["a"], fixed, Budget(found, DELTA, REPLACE))
+    alone = [accounting.compute_epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
+    epsilon = accounting.compute_epsilon(poisson | fixed, DELTA, REPLACE)
+    assert epsilon == sum(accounting.compute_epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
+    assert sum(alone) < epsilon < 1.2 * sum(alone)
+    assert accounting.compute_epsilon(poisson | fixed | {STEP: 5}, DELTA, REPLACE) > epsilon
+    ledger = PrivacyLedger(tmp_path / "s.json")
+    ledger.charge(["a"], fixed, PrivacyBudget(epsilon, DELTA, REPLACE))
     with pytest.raises(BudgetError):
-        ledger.charge(["a"], poisson, Budget(found * 0.999, DELTA, REPLACE))
-    ledger.charge(["a"], poisson, Budget(found, DELTA, REPLACE))
+        ledger.charge(["a"], poisson, PrivacyBudget(epsilon * 0.999, DELTA, REPLACE))
+    ledger.charge(["a"], poisson, PrivacyBudget(epsilon, DELTA, REPLACE))
 
 
 def test_a_draw_without_replacement_has_no_epsilon_where_the_number_of_rows_changes():
-    assert accounting.epsilon({("fixed", 50, 5, 8.0): 3}, DELTA, ADD) == math.inf
+    assert accounting.compute_epsilon({("fixed", 50, 5, 8.0): 3}, DELTA, ADD) == math.inf
 
 
 def test_an_infinite_charge_fits_no_budget(tmp_path):
     free = ("gaussian", 0, 0, 0.0)
     with pytest.raises(BudgetError):
-        Ledger(tmp_path / "s.json").charge(["a"], {free: 1}, Budget(1e9, DELTA, ADD))
+        PrivacyLedger(tmp_path / "s.json").charge(["a"], {free: 1}, PrivacyBudget(1e9, DELTA, ADD))
 
 
 def test_a_record_named_twice_is_charged_twice(tmp_path):
-    ledger = Ledger(tmp_path / "s.json")
+    ledger = PrivacyLedger(tmp_path / "s.json")
     with pytest.raises(BudgetError):
         ledger.charge(["a", "a"], {STEP: 1}, limit(1))
     ledger.charge(["a", "b"], {STEP: 1}, limit(1))
 
 
 def test_names_depend_on_data_set_file_and_row_alone_and_on_the_sites_key(tmp_path):
-    first, other = Ledger(tmp_path / "a.json"), Ledger(tmp_path / "b.json")
+    first, other = PrivacyLedger(tmp_path / "a.json"), PrivacyLedger(tmp_path / "b.json")
     records = [("d", "train.jsonl", 1), ("d", "train.jsonl", 2), ("d", "train.jsonl1", 2), ("e", "train.jsonl", 1)]
     names = first.names(records)
-    assert names == Ledger(tmp_path / "a.json").names(records)
+    assert names == PrivacyLedger(tmp_path / "a.json").names(records)
     assert len({*names, *other.names(records)}) == 8
 
 
@@ -384,13 +401,15 @@ def test_a_ledger_of_0_1_is_carried_over_by_its_largest_charges(tmp_path):
     path, poisson = tmp_path / "s.json", ("poisson", 50, 5, 1.5)
     old = [[[[list(STEP), 2], [list(poisson), 1]], ["a"]], [[[list(STEP), 1], [list(poisson), 4]], ["b", "c"]]]
     path.write_text(json.dumps({"fedveil-ledger": 1, "spent": old}))
-    carried = accounting.epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
-    assert Ledger(path).epsilon("new", limit(1)) == carried
-    Ledger(path).charge(["new"], {STEP: 1}, Budget(math.inf, DELTA, REPLACE))
-    assert Ledger(path).epsilon("new", limit(1)) == accounting.epsilon({STEP: 3, poisson: 4}, DELTA, REPLACE)
-    assert Ledger(path).epsilon("other", limit(1)) == carried
+    carried = accounting.compute_epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
+    assert PrivacyLedger(path).epsilon("new", limit(1)) == carried
+    PrivacyLedger(path).charge(["new"], {STEP: 1}, PrivacyBudget(math.inf, DELTA, REPLACE))
+    assert PrivacyLedger(path).epsilon("new", limit(1)) == accounting.compute_epsilon(
+        {STEP: 3, poisson: 4}, DELTA, REPLACE
+    )
+    assert PrivacyLedger(path).epsilon("other", limit(1)) == carried
     with pytest.raises(BudgetError):
-        Ledger(path).charge(["other"], {STEP: 1}, Budget(carried, DELTA, REPLACE))
+        PrivacyLedger(path).charge(["other"], {STEP: 1}, PrivacyBudget(carried, DELTA, REPLACE))
 
 
 @pytest.mark.parametrize(
@@ -400,15 +419,15 @@ def test_a_ledger_of_0_1_is_carried_over_by_its_largest_charges(tmp_path):
 )  # fmt: skip
 def test_a_damaged_ledger_lets_nobody_spend(tmp_path, damage):
     path = tmp_path / "s.json"
-    Ledger(path).charge(["a"], {STEP: 1}, limit(5))
+    PrivacyLedger(path).charge(["a"], {STEP: 1}, limit(5))
     path.write_text(damage)
     with pytest.raises(StateError, match="privacy ledger"):
-        Ledger(path).charge(["a"], {STEP: 1}, limit(5))
+        PrivacyLedger(path).charge(["a"], {STEP: 1}, limit(5))
     assert path.read_text() == damage
 
 
 def test_a_lost_key_is_not_replaced(tmp_path):
-    ledger = Ledger(tmp_path / "s.json")
+    ledger = PrivacyLedger(tmp_path / "s.json")
     ledger.charge(ledger.names([("d", "train.jsonl", 1)]), {STEP: 1}, limit(5))
     (tmp_path / "s.key").unlink()
     with pytest.raises(StateError, match="key"):
@@ -417,7 +436,7 @@ def test_a_lost_key_is_not_replaced(tmp_path):
 
 def _spend(path) -> None:
     for _ in range(10):
-        Ledger(path).charge(["a"], {STEP: 1}, Budget(math.inf, DELTA, REPLACE))
+        PrivacyLedger(path).charge(["a"], {STEP: 1}, PrivacyBudget(math.inf, DELTA, REPLACE))
 
 
 def test_two_processes_lose_no_charge(tmp_path):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from fedveil.errors import StateError
 from fedveil.records import audit_log
-from fedveil.records.audit_log import Head
+from fedveil.records.audit_log import LogHead
 
 
 def written(file: Path, count: int = 5) -> list[bytes]:
     for i in range(count):
-        audit_log.append(file, "sent", {"round": i, "site": "north", "fields": [["h.0.lora_A", 31 + i]]})
+        audit_log.append_entry(file, "sent", {"round": i, "site": "north", "fields": [["h.0.lora_A", 31 + i]]})
     return file.read_bytes().splitlines(keepends=True)
 
 
@@ -34,16 +34,16 @@ def test_a_line_by_hand(tmp_path):
     unsigned = {key: first[key] for key in sorted(first) if key != "hash"}
     assert first["hash"] == hashlib.sha256(json.dumps(unsigned, separators=(",", ":")).encode()).hexdigest()
     assert second["previous"] == first["hash"]
-    assert audit_log.verify(file) == audit_log.head(file) == Head(2, second["hash"])
-    assert [record["round"] for record in audit_log.read(file)] == [0, 1]
+    assert audit_log.verify_log(file) == audit_log.log_head(file) == LogHead(2, second["hash"])
+    assert [record["round"] for record in audit_log.read_log(file)] == [0, 1]
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def refused(tmp_path: Path, content: bytes, *anchors: Head) -> str:
+def refused(tmp_path: Path, content: bytes, *anchors: LogHead) -> str:
     file = tmp_path / "changed.jsonl"
     file.write_bytes(content)
     with pytest.raises(StateError) as caught:
-        audit_log.verify(file, anchors)
+        audit_log.verify_log(file, anchors)
     return str(caught.value)
 
 
@@ -66,10 +66,10 @@ def test_any_other_order_or_choice_of_lines_is_refused_unless_it_is_a_beginning(
     file = tmp_path_factory.mktemp("other") / "log.jsonl"
     file.write_bytes(b"".join(lines))
     if lines == whole[: len(lines)]:
-        assert audit_log.verify(file).lines == len(lines)
+        assert audit_log.verify_log(file).lines == len(lines)
     else:
         with pytest.raises(StateError, match="line"):
-            audit_log.verify(file)
+            audit_log.verify_log(file)
 
 
 def test_a_line_dropped_at_the_front_or_torn_at_the_end_is_found_where_it_is(whole, tmp_path):
@@ -83,9 +83,9 @@ def test_a_log_cut_at_the_end_verifies_and_an_anchor_finds_it(whole, tmp_path):
     """What the chain cannot see: the docstring's table says so."""
     file = tmp_path / "log.jsonl"
     file.write_bytes(b"".join(whole))
-    anchor = audit_log.head(file)
+    anchor = audit_log.log_head(file)
     file.write_bytes(b"".join(whole[:3]))
-    assert audit_log.verify(file).lines == 3
+    assert audit_log.verify_log(file).lines == 3
     assert "at least 5 lines, as an anchor says, found 3" in refused(tmp_path, b"".join(whole[:3]), anchor)
 
 
@@ -93,11 +93,11 @@ def test_a_log_written_anew_verifies_and_an_anchor_finds_it(whole, tmp_path):
     file = tmp_path / "forged.jsonl"
     for line in whole:
         record = json.loads(line)
-        audit_log.append(file, "sent", {"round": record["round"], "site": "south", "fields": []})
-    assert audit_log.verify(file).lines == 5
-    anchor = Head(2, json.loads(whole[1])["hash"])
+        audit_log.append_entry(file, "sent", {"round": record["round"], "site": "south", "fields": []})
+    assert audit_log.verify_log(file).lines == 5
+    anchor = LogHead(2, json.loads(whole[1])["hash"])
     assert "line 2: expected the hash" in refused(tmp_path, file.read_bytes(), anchor)
-    assert "line 0: expected the hash" in refused(tmp_path, file.read_bytes(), Head(0, "1" * 64))
+    assert "line 0: expected the hash" in refused(tmp_path, file.read_bytes(), LogHead(0, "1" * 64))
 
 
 def test_a_line_of_another_log_does_not_fit_in_though_it_is_its_own_hash(whole, tmp_path):
@@ -110,37 +110,37 @@ def test_it_is_not_continued_behind_a_line_that_is_not_whole(whole, tmp_path):
     for content in (b"".join(whole)[:-20], b"".join(whole).replace(b'"round":4', b'"round":5')):
         file.write_bytes(content)
         with pytest.raises(StateError, match="last line: expected a whole line"):
-            audit_log.append(file, "sent", {})
+            audit_log.append_entry(file, "sent", {})
         assert file.read_bytes() == content
 
 
 def test_a_line_longer_than_a_block_is_the_last_one_too(tmp_path):
     file = tmp_path / "log.jsonl"
     for size in (10, 200_000, 70_000, 3):
-        audit_log.append(file, "sent", {"text": "x" * size})
-    assert audit_log.verify(file).lines == 4
+        audit_log.append_entry(file, "sent", {"text": "x" * size})
+    assert audit_log.verify_log(file).lines == 4
 
 
 def test_a_name_of_its_own_and_a_value_that_is_no_json_are_refused(tmp_path):
     with pytest.raises(StateError, match=r"found \['n'\]"):
-        audit_log.append(tmp_path / "log.jsonl", "sent", {"n": 3})
+        audit_log.append_entry(tmp_path / "log.jsonl", "sent", {"n": 3})
     with pytest.raises(ValueError, match="JSON"):
-        audit_log.append(tmp_path / "log.jsonl", "sent", {"loss": float("nan")})
-    assert audit_log.verify(tmp_path / "log.jsonl") == Head()
+        audit_log.append_entry(tmp_path / "log.jsonl", "sent", {"loss": float("nan")})
+    assert audit_log.verify_log(tmp_path / "log.jsonl") == LogHead()
 
 
 def test_what_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="expected to write the audit log"):
-        audit_log.append(tmp_path / "file" / "log.jsonl", "sent", {})
+        audit_log.append_entry(tmp_path / "file" / "log.jsonl", "sent", {})
     with pytest.raises(StateError, match="expected an audit log, found none"):
-        audit_log.verify(tmp_path / "none.jsonl")
+        audit_log.verify_log(tmp_path / "none.jsonl")
 
 
 @pytest.mark.long
 def test_several_processes_write_one_chain(tmp_path):
     file = tmp_path / "log.jsonl"
-    gate, append = tmp_path / "gate", f"audit_log.append(Path({str(file)!r}), 'sent', {{'i': i}})"
+    gate, append = tmp_path / "gate", f"audit_log.append_entry(Path({str(file)!r}), 'sent', {{'i': i}})"
     code = (
         "import time; from pathlib import Path; from fedveil.records import audit_log; print('ready', flush=True)\n"
         f"while not Path({str(gate)!r}).exists(): time.sleep(0.001)\nfor i in range(500): {append}"
@@ -152,7 +152,7 @@ def test_several_processes_write_one_chain(tmp_path):
             worker.stdout.readline()
         gate.touch()
         assert [worker.wait(60) for worker in workers] == [0] * 4
-    assert audit_log.verify(file).lines == 2000
+    assert audit_log.verify_log(file).lines == 2000
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_several_processes_write_one_chain(tmp_path):
 )
 def test_an_anchor_that_is_not_one_is_refused(text):
     with pytest.raises(StateError, match="anchor: expected"):
-        Head.parse(text)
+        LogHead.parse(text)
 
 
 def test_an_anchor_is_its_own_text():
-    assert Head.parse(str(Head(17, "ab" * 32))) == Head(17, "ab" * 32)
+    assert LogHead.parse(str(LogHead(17, "ab" * 32))) == LogHead(17, "ab" * 32)

@@ -13,26 +13,27 @@ from datasets import ClassLabel, Dataset, Features, Image
 
 from fedveil import config as run_config
 from fedveil import rng
-from fedveil.adapters import prompts
-from fedveil.adapters.lora import Lora
-from fedveil.adapters.prompt import Prompt
-from fedveil.contract.task import Example, Share
-from fedveil.contract.trainer import Batch
+from fedveil.adapters import prompt_tensors
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.adapters.prompt import PromptAdapter
+from fedveil.contract.task import DatasetShard, Example
+from fedveil.contract.trainer import BatchIndices
+from fedveil.data.batches import LabelledBatch
 from fedveil.errors import ConfigError, TaskError
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.models import clip_towers, library, tiny
-from fedveil.rows.batches import LabelledBatch
-from fedveil.strategies.dp_fpl import DpFpl
-from fedveil.tasks import load
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.models import bundled, clip, library_logging
+from fedveil.strategies.dp_fpl import DPFPL
+from fedveil.tasks import load_task
 from fedveil.tasks.clip_prompt import ClipPrompt
 from tools.tiny import clip_prompt as tiny_clip_prompt
 from tools.tiny.vision_language import is_public, pictures
 
 NAMES = ["cat", "sea_horse", "very old dog", "ox"]
 FORMS = {
-    "one": Prompt(3), "sum": Prompt(3, form="sum"), "factored": Prompt(3, form="factored", rank=2),
-    "contrast": Prompt(3, form="factored", rank=2, contrast=0.7), "transport": Prompt(3, form="transport"),
+    "one": PromptAdapter(3), "sum": PromptAdapter(3, form="sum"), "factored": PromptAdapter(3, form="factored", rank=2),
+    "contrast": PromptAdapter(3, form="factored", rank=2, contrast=0.7),
+    "transport": PromptAdapter(3, form="transport"),
 }  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def folder(tmp_path_factory) -> Path:
     from transformers import CLIPConfig, CLIPModel
 
     at = tmp_path_factory.mktemp("clip")
-    with library.quiet(), torch.random.fork_rng(devices=[]):
+    with library_logging.quiet_libraries(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(27182)
         processor = tiny_clip_prompt._processor([f"a photo of a {n}." for n in NAMES] * 3)
         shared = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -82,20 +83,20 @@ def data(tmp_path_factory) -> Path:
     return at
 
 
-def make(folder, adapter=Prompt(3), **keys: object) -> ClipPrompt:
+def make(folder, adapter=PromptAdapter(3), **keys: object) -> ClipPrompt:
     flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
     base = {"task.name": "clip-prompt", "task.model": str(folder), "task.target-column": "label",
             "task.label-column": "label", "train.batch-size": 4}  # fmt: skip
-    task = load(run_config.parse(base | flat), adapter, "cpu")
+    task = load_task(run_config.parse(base | flat), adapter, "cpu")
     assert isinstance(task, ClipPrompt)
     return task
 
 
-def stream(purpose: str = "weights", seed: int = 0) -> rng.Stream:
-    return rng.initial(seed, purpose)
+def stream(purpose: str = "weights", seed: int = 0) -> rng.RandomStream:
+    return rng.initial_stream(seed, purpose)
 
 
-def ready(folder, data, adapter=Prompt(3), **keys):
+def ready(folder, data, adapter=PromptAdapter(3), **keys):
     task = make(folder, adapter, **keys)
     return task, task.encode(task.examples(data, "train"))
 
@@ -107,15 +108,15 @@ def theirs(task, words):
     """Text features by transformers itself, of whole sentences, padded."""
     inputs = task.base.tokenizer([f"{words} {n.replace('_', ' ')}." for n in NAMES], padding=True, return_tensors="pt")
     with torch.no_grad():
-        found = task.base.model.get_text_features(input_ids=inputs["input_ids"]).pooler_output
-    return torch.nn.functional.normalize(found, dim=-1)
+        features = task.base.model.get_text_features(input_ids=inputs["input_ids"]).pooler_output
+    return torch.nn.functional.normalize(features, dim=-1)
 
 
 @pytest.mark.parametrize("words", ["a photo of a", "dog"])
 def test_texts_are_those_of_transformers(folder, words):
     task = make(folder, task__class_names=",".join(NAMES))
-    found = task._texts.features(task._texts.written(words)[None])[0]
-    torch.testing.assert_close(found, theirs(task, words), rtol=1e-4, atol=1e-5)
+    features = task._texts.features(task._texts.written(words)[None])[0]
+    torch.testing.assert_close(features, theirs(task, words), rtol=1e-4, atol=1e-5)
 
 
 def test_several_contexts_at_once_are_each_alone(folder):
@@ -162,14 +163,14 @@ def test_the_loss_is_cross_entropy_and_the_contrast(folder, data, form):
     weights = {n: 50 * w for n, w in task.initial(stream()).items()}
     batch = task.collate(seen[:5])
     texts = task.texts(weights)
-    logits = float(torch.tensor(1.7).exp()) * prompts.similarities(task.adapter, batch.inputs, texts)
+    logits = float(torch.tensor(1.7).exp()) * prompt_tensors.class_similarities(task.adapter, batch.inputs, texts)
     expected = -logits.log_softmax(-1)[torch.arange(5), batch.labels].sum()
     if form == "contrast":
         placeholder = task._texts.features(task._texts.written("X X X")[None])[0]
-        expected = expected + 5 * 0.7 * prompts.contrast(placeholder, texts[1], texts[0], 0.5)
+        expected = expected + 5 * 0.7 * prompt_tensors.contrastive_loss(placeholder, texts[1], texts[0], 0.5)
     task.put(weights)
-    for found in (task.loss_at(weights, batch), task.loss_sum(batch)):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for loss in (task.loss_at(weights, batch), task.loss_sum(batch)):
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
     assert task.mean_loss(seen[:5]) == pytest.approx(float(expected.detach()) / 5, rel=1e-4)
     grown = torch.autograd.grad(task.loss_sum(batch), list(task.trained.values()))
     assert all(float(g.abs().max()) > 0 for g in grown)
@@ -184,31 +185,31 @@ def test_per_sample_gradients_by_torch_func(folder, data, form):
     def one(w, points, label):
         return task.loss_at(w, LabelledBatch(points[None], label[None]))
 
-    found = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(weights, batch.inputs, batch.labels)
+    gradients = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(weights, batch.inputs, batch.labels)
     task.put(weights)
     for i in range(6):
         row = task.collate(seen[i : i + 1])
         expected = torch.autograd.grad(task.loss_sum(row), list(task.trained.values()))
         for name, g in zip(weights, expected, strict=True):
-            torch.testing.assert_close(found[name][i], g, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(gradients[name][i], g, rtol=1e-3, atol=1e-4)
     whole = torch.autograd.grad(task.loss_sum(batch), list(task.trained.values()))
     for name, g in zip(weights, whole, strict=True):
-        torch.testing.assert_close(found[name].sum(0), g, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(gradients[name].sum(0), g, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["one", "sum", "factored", "contrast"])
 def test_a_client_has_the_gradient_of_each_row(folder, data, form):
     """One backward a row, and where the texts are all that rows meet, the same through them."""
     task, seen = ready(folder, data, FORMS[form])
-    weights, batch = {n: 20 * w for n, w in task.initial(stream()).items()}, Batch((9, 2, 5))
+    weights, batch = {n: 20 * w for n, w in task.initial(stream()).items()}, BatchIndices((9, 2, 5))
     local = task.trainer(seen, stream("batches"))
-    found = local.rows.per_sample(weights, batch)
+    result = local.rows.per_sample(weights, batch)
     task.put(weights)
     for place, i in enumerate(batch.rows):
         loss = task.loss_sum(task.collate(seen[i : i + 1]))
-        assert found.losses[place] == pytest.approx(float(loss.detach()), rel=1e-4)
+        assert result.losses[place] == pytest.approx(float(loss.detach()), rel=1e-4)
         for name, g in zip(weights, torch.autograd.grad(loss, list(task.trained.values())), strict=True):
-            torch.testing.assert_close(found.gradients[name][place], g, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(result.gradients[name][place], g, rtol=1e-3, atol=1e-4)
     if form == "contrast":
         with pytest.raises(TaskError, match="no contrast for gradients in the texts"):
             local.rows.feature(weights, batch)
@@ -217,7 +218,7 @@ def test_a_client_has_the_gradient_of_each_row(folder, data, form):
     for place in range(3):
         pulled = through.pull(torch.outer(through.left[place], through.right[place]))
         for name, g in pulled.items():
-            torch.testing.assert_close(g, found.gradients[name][place], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(g, result.gradients[name][place], rtol=1e-3, atol=1e-4)
 
 
 def test_a_transport_has_no_gradients_of_single_rows(folder, data):
@@ -225,7 +226,7 @@ def test_a_transport_has_no_gradients_of_single_rows(folder, data):
     local, weights = task.trainer(seen, stream()), task.initial(stream())
     for act in (local.rows.per_sample, local.rows.feature):
         with pytest.raises(TaskError, match="adapter"):
-            act(weights, Batch((0,)))
+            act(weights, BatchIndices((0,)))
 
 
 @pytest.mark.long
@@ -233,12 +234,14 @@ def test_a_transport_has_no_gradients_of_single_rows(folder, data):
 def test_dp_fpl_learns_on_it_in_process(folder, data, clipped):
     """Two sites with two classes each; without noise and far from the bounds the loss of each site falls."""
     quiet = {"noise_local": 0.0, "noise_global": 0.0, "clip_local": 1e6, "clip_global": 1e6, "clip_texts": 1e6}
-    method = DpFpl(rank=2, clipped=clipped, adapter=Prompt(3), learning_rate=0.02, learning_rate_local=0.02, **quiet)
+    method = DPFPL(
+        rank=2, clipped=clipped, adapter=PromptAdapter(3), learning_rate=0.02, learning_rate_local=0.02, **quiet
+    )
     task, seen = ready(folder, data, run__deterministic=True, run__rounds=15)
     weights = task.initial(stream())
     sites = {"a": [r for r in seen if r.label < 2], "b": [r for r in seen if r.label >= 2]}
-    federation = Federation(
-        Exchange(method, "dp_fpl", task.spec),
+    federation = InProcessFederation(
+        MessageExchange(method, "dp_fpl", task.spec),
         task.config,
         lambda site, ctx: task.trainer(sites[site], ctx.rng("batches")),
         list(sites),
@@ -251,7 +254,7 @@ def test_dp_fpl_learns_on_it_in_process(folder, data, clipped):
 
     before = {site: loss(site, weights) for site in sites}
     federation.run()
-    assert all(loss(site, federation.deployed(site)["client"]) < before[site] - 0.1 for site in sites)
+    assert all(loss(site, federation.models(site)["client"]) < before[site] - 0.1 for site in sites)
 
 
 def test_a_gradient_is_the_slope_of_the_loss(folder, data):
@@ -295,21 +298,13 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone(folder, data, form)
 # --- scores
 
 
-def test_accuracies_of_own_and_other_classes(folder, data):
+def test_accuracy_and_loss_are_those_of_the_predictions(folder, data):
     task, seen = ready(folder, data)
     weights = task.initial(stream())
     logits = torch.stack([p.logits["target"][0] for p in task.predict(weights, seen)])
-    right = {i: int(row.argmax()) == seen[i].label for i, row in enumerate(logits)}
-    mine = [right[i] for i, row in enumerate(seen) if row.label in (1, 2)]
-    others = [right[i] for i, row in enumerate(seen) if row.label not in (1, 2)]
-    found = task.accuracies(weights, seen, {1, 2})
-    assert found == {
-        "accuracy_local": pytest.approx(sum(mine) / 8), "accuracy_neighbour": pytest.approx(sum(others) / 8)
-    }  # fmt: skip
-    assert set(task.accuracies(weights, seen, range(4))) == {"accuracy_local"}
-    assert set(task.accuracies(weights, seen, ())) == {"accuracy_neighbour"}
+    right = [int(row.argmax()) == seen[i].label for i, row in enumerate(logits)]
     all_of = task.evaluate(weights, task.examples(data, "train"), generate=False)
-    assert all_of["accuracy"] == pytest.approx(sum(right.values()) / 16)
+    assert all_of["accuracy"] == pytest.approx(sum(right) / 16)
     wanted = torch.tensor([row.label for row in seen])
     assert all_of["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, wanted)), rel=1e-5)
     assert [int(p.wanted) for p in task.predict(weights, seen)] == wanted.tolist()
@@ -318,10 +313,10 @@ def test_accuracies_of_own_and_other_classes(folder, data):
 def test_zero_shot_is_the_model_with_words_and_no_prompt(folder, data):
     task, seen = ready(folder, data)
     points = torch.stack([row.points[0] for row in seen])
-    right = (points @ theirs(task, "a photo of a").T).argmax(-1) == torch.tensor([row.label for row in seen])
-    assert task.zero_shot(seen, range(4)) == {"accuracy_local": pytest.approx(float(right.float().mean()))}
+    expected = (points @ theirs(task, "a photo of a").T).argmax(-1)
+    assert task.zero_shot_logits(seen).argmax(-1).tolist() == expected.tolist()
     with_patches, rows = ready(folder, data, FORMS["transport"])
-    assert with_patches.zero_shot(rows, range(4)) == task.zero_shot(seen, range(4))
+    torch.testing.assert_close(with_patches.zero_shot_logits(rows), task.zero_shot_logits(seen))
 
 
 # --- data
@@ -329,9 +324,9 @@ def test_zero_shot_is_the_model_with_words_and_no_prompt(folder, data):
 
 def test_an_image_goes_through_the_tower_once(folder, data, monkeypatch):
     looked = []
-    original = clip_towers.images
+    original = clip.encode_images
     monkeypatch.setattr(
-        clip_towers, "images", lambda base, p, patches: looked.append(len(p)) or original(base, p, patches)
+        clip, "encode_images", lambda base, p, patches: looked.append(len(p)) or original(base, p, patches)
     )
     task, seen = ready(folder, data)
     examples = task.examples(data, "train")
@@ -385,19 +380,23 @@ def test_other_names_later_are_refused(folder, data, tmp_path):
 
 def test_sites_have_whole_classes(folder, data):
     task = make(folder, task__partition="pathological", task__classes_per_site=0)
-    held = [{e.values["label"] for e in task.examples(data, "train", Share(i, 2))} for i in range(2)]
-    assert held[0] | held[1] == {0, 1, 2, 3}
-    assert not held[0] & held[1]
+    label_sets = [{e.values["label"] for e in task.examples(data, "train", DatasetShard(i, 2))} for i in range(2)]
+    assert label_sets[0] | label_sets[1] == {0, 1, 2, 3}
+    assert not label_sets[0] & label_sets[1]
 
 
 @pytest.mark.parametrize(
     ("adapter", "keys", "message"),
     [
-        (Lora(), {}, 'adapter.kind: expected a prompt for the task "clip-prompt", found "lora"'),
-        (Prompt(3), {"task__name": "image-classification"}, 'expected LoRA pairs or all weights .* found "prompt"'),
-        (Prompt(3), {"train__compile": True}, "train.compile: expected False"),
-        (Prompt(3), {"train__quantized_base": "4bit"}, "train.quantized-base: expected none"),
-        (Prompt(38), {}, "adapter.length: expected at most 37"),
+        (LoraAdapter(), {}, 'adapter.kind: expected a prompt for the task "clip-prompt", found "lora"'),
+        (
+            PromptAdapter(3),
+            {"task__name": "image-classification"},
+            'expected LoRA pairs or all weights .* found "prompt"',
+        ),
+        (PromptAdapter(3), {"train__compile": True}, "train.compile: expected False"),
+        (PromptAdapter(3), {"train__quantized_base": "4bit"}, "train.quantized-base: expected none"),
+        (PromptAdapter(38), {}, "adapter.length: expected at most 37"),
     ],
 )
 def test_what_does_not_go_together_is_refused(folder, adapter, keys, message):
@@ -411,7 +410,7 @@ def test_what_does_not_go_together_is_refused(folder, adapter, keys, message):
      ("cat,a very old dog indeed", 34, 'found .* with "a very old dog indeed"; shorten')],
 )  # fmt: skip
 def test_names_that_cannot_be_are_refused(folder, names, length, message):
-    task = make(folder, Prompt(length), task__class_names=names)
+    task = make(folder, PromptAdapter(length), task__class_names=names)
     weights = task.initial(stream())
     with pytest.raises(TaskError, match=message):
         task.texts(weights)
@@ -422,7 +421,7 @@ def test_a_model_of_another_kind_is_refused():
     with pytest.raises(
         TaskError, match="task.model: expected all weights of the model, found that .* lacks logit_scale"
     ):
-        make(tiny.folder("text-generation")).spec  # noqa: B018
+        make(bundled.bundled_folder("text-generation")).spec  # noqa: B018
 
 
 def test_a_broken_image_is_named_by_its_row(folder, data):
@@ -436,20 +435,21 @@ def test_a_broken_image_is_named_by_its_row(folder, data):
 
 
 def test_the_bundled_base_is_small_and_knows_pictures_it_never_saw():
-    at = tiny.folder("clip-prompt")
+    at = bundled.bundled_folder("clip-prompt")
     assert sum(f.stat().st_size for f in at.iterdir()) < 3_000_000
-    task = make("tiny", Prompt(), task__class_names="dog,cat")
+    task = make("tiny", PromptAdapter(), task__class_names="dog,cat")
     assert {n: s.shape for n, s in task.spec.items()} == {"prompt": (16, 96)}
 
 
 @pytest.mark.skipif("FEDVEIL_DATA" not in os.environ, reason="needs the real data")
-@pytest.mark.parametrize(("name", "classes", "least"), [("caltech101", 101, 0.04), ("cifar10", 10, 0.3)])
-def test_the_bundled_base_tells_unseen_pictures_apart_better_than_chance(name, classes, least):
+@pytest.mark.parametrize(("name", "least"), [("caltech101", 0.04), ("cifar10", 0.3)])
+def test_the_bundled_base_tells_unseen_pictures_apart_better_than_chance(name, least):
     """Chance is 0.01 and 0.1."""
-    task = make("tiny", Prompt())
+    task = make("tiny", PromptAdapter())
     examples = task.examples(Path(os.environ["FEDVEIL_DATA"]) / name, "test")[::4]
-    found = task.zero_shot(task.encode(examples), range(classes))
-    assert found["accuracy_local"] > least
+    rows = task.encode(examples)
+    right = task.zero_shot_logits(rows).argmax(-1) == torch.tensor([row.label for row in rows])
+    assert float(right.float().mean()) > least
 
 
 def test_the_script_repeats_itself_and_shows_public_pictures_alone(tmp_path, monkeypatch):

@@ -12,14 +12,14 @@ from datasets import ClassLabel, Dataset, Features, Image
 
 from fedveil import config as run_config
 from fedveil import rng
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.adapters.lora import Lora
-from fedveil.contract.task import Example, Origin, Share
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.adapters.hadamard import HadamardLoraAdapter
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
+from fedveil.data import images
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library, tiny
-from fedveil.rows import decoding
-from fedveil.tasks import image_classification, load
+from fedveil.models import bundled, library_logging
+from fedveil.tasks import image_classification, load_task
 from fedveil.tasks.image_classification import ImageClassification
 
 NAMES = ["bird", "cat", "dog"]
@@ -36,11 +36,11 @@ def picture(seed: int, size: tuple[int, int] = (32, 32)) -> bytes:
     return out.getvalue()
 
 
-def make(adapter=AllWeights(), **keys: object) -> ImageClassification:
+def make(adapter=AllWeightsAdapter(), **keys: object) -> ImageClassification:
     flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
     base = {"task.name": "image-classification", "task.target-column": "label", "task.label-column": "label"}
-    task = load(
-        run_config.parse(base | {"task.classes": 3, "task.from-scratch": True, "train.batch-size": 4} | flat),
+    task = load_task(
+        run_config.parse(base | {"task.num-classes": 3, "task.from-scratch": True, "train.batch-size": 4} | flat),
         adapter,
         "cpu",
     )
@@ -48,8 +48,8 @@ def make(adapter=AllWeights(), **keys: object) -> ImageClassification:
     return task
 
 
-def stream(purpose: str = "weights", seed: int = 0) -> rng.Stream:
-    return rng.initial(seed, purpose)
+def stream(purpose: str = "weights", seed: int = 0) -> rng.RandomStream:
+    return rng.initial_stream(seed, purpose)
 
 
 def save(folder: Path, rows: list[dict], split: str = "train") -> Path:
@@ -67,7 +67,7 @@ def vit(folder: Path, weights: bool = True, preprocessor: bool = False, **keys: 
         **{"image_size": 24, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
            "intermediate_size": 32, "initializer_range": 0.5, "num_labels": 3} | keys
     )  # fmt: skip
-    with library.quiet(), torch.random.fork_rng(devices=[]):
+    with library_logging.quiet_libraries(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(31415)
         ViTForImageClassification(config).save_pretrained(folder) if weights else config.save_pretrained(folder)
         if preprocessor:
@@ -108,11 +108,11 @@ def test_loss_equals_that_of_the_original_model(tmp_path, preprocessor):
     from transformers import ViTForImageClassification, ViTImageProcessorPil
 
     folder = vit(tmp_path / "vit", preprocessor=preprocessor)
-    task = make(task__model=str(folder), task__classes=7)  # the model's own number counts
+    task = make(task__model=str(folder), task__num_classes=7)  # the model's own number counts
     assert task.classes == 3
     encoded = [picture(i, (40 + i, 60)) for i in range(5)]
     opened = [Pil.open(io.BytesIO(image)).convert("RGB") for image in encoded]
-    with library.quiet():
+    with library_logging.quiet_libraries():
         plain = ViTForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
         if preprocessor:
             pixels = ViTImageProcessorPil.from_pretrained(folder)(images=opened, return_tensors="pt")["pixel_values"]
@@ -120,7 +120,9 @@ def test_loss_equals_that_of_the_original_model(tmp_path, preprocessor):
             small = [np.array(image.resize((24, 24), Pil.Resampling.BILINEAR)) for image in opened]
             pixels = (torch.tensor(np.stack(small)).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
     labels = torch.tensor([0, 1, 2, 0, 1])
-    prepared = task.encode(Example.of({"image": i, "label": int(c)} for i, c in zip(encoded, labels, strict=True)))
+    prepared = task.encode(
+        Example.from_columns({"image": i, "label": int(c)} for i, c in zip(encoded, labels, strict=True))
+    )
     ours = task.collate(prepared)
     assert ours.inputs.dtype == torch.float32
     atol = 1e-6 if preprocessor else 1.01 / 127.5  # Pillow rounds to 256 values, twice
@@ -137,18 +139,18 @@ def test_an_image_of_the_models_size_is_not_resampled(task):
     import numpy as np
     from PIL import Image as Pil
 
-    (row,) = task.encode(Example.of([{"image": picture(5), "label": 0}]))
+    (row,) = task.encode(Example.from_columns([{"image": picture(5), "label": 0}]))
     values = torch.tensor(np.array(Pil.open(io.BytesIO(picture(5))))).permute(2, 0, 1)
     assert torch.allclose(row.pixels(), values / 127.5 - 1, atol=1e-6)
 
 
 def test_grey_images_and_models_of_one_channel(tmp_path):
     task = make(task__model=str(vit(tmp_path / "grey", weights=False, num_channels=1)))
-    (row,) = task.encode(Example.of([{"image": picture(2), "label": 0}]))
+    (row,) = task.encode(Example.from_columns([{"image": picture(2), "label": 0}]))
     assert row.pixels().shape == (1, 24, 24)
     other = make(task__model=str(vit(tmp_path / "four", weights=False, num_channels=4)))
     with pytest.raises(TaskError, match="expected a model of pixels in 1 or 3 channels, found ViTFor.* with 4 in"):
-        other.encode(Example.of([{"image": picture(2), "label": 0}]))
+        other.encode(Example.from_columns([{"image": picture(2), "label": 0}]))
 
 
 def test_the_company_in_a_batch_changes_nothing(task, rows):
@@ -161,7 +163,10 @@ def test_the_company_in_a_batch_changes_nothing(task, rows):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("keys", [{}, {"train__bucketing": True, "train__accumulate": 2, "train__checkpointing": True}])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"train__bucketing": True, "train__gradient_accumulation_steps": 2, "train__gradient_checkpointing": True}],
+)
 def test_training_learns_the_images(data, keys):
     task = make(train__epochs=20, train__learning_rate=2e-3, **keys)
     examples = task.examples(data, "train")
@@ -189,11 +194,11 @@ def test_scores_by_hand(task, data):
 
 def test_scored_examples_are_spread_over_the_split():
     """The first three of nine sorted examples would be of one class."""
-    task = make(evaluate__max_examples=3)
+    task = make(evaluate__eval_examples=3)
     weights = {n: torch.zeros(s.shape) for n, s in task.spec.items()} | {
         "classifier.bias": torch.tensor([2.0, 0.0, 0.0])
     }
-    examples = Example.of({"image": picture(0), "label": i // 3} for i in range(9))
+    examples = Example.from_columns({"image": picture(0), "label": i // 3} for i in range(9))
     assert task.evaluate(weights, examples, False)["accuracy"] == pytest.approx(1 / 3)
     with pytest.raises(TaskError, match="expected at least one row to score"):
         task.evaluate(weights, [], False)
@@ -223,12 +228,12 @@ def test_a_draw_leaves_the_global_generator_alone():
 
 def test_a_folder_without_weights_starts_from_scratch(tmp_path):
     folder = vit(tmp_path / "vit", weights=False, num_labels=9)
-    task = make(task__model=str(folder), task__classes=5)
+    task = make(task__model=str(folder), task__num_classes=5)
     assert task.classes == 5
     assert task.spec["classifier.weight"].shape == (5, 16)
     one, two = (
         task.initial(stream()),
-        make(task__model=str(folder), task__classes=5).initial(stream()),
+        make(task__model=str(folder), task__num_classes=5).initial(stream()),
     )
     assert all(torch.equal(one[n], two[n]) for n in one)
     assert not torch.equal(one["classifier.weight"], task.initial(stream(seed=1))["classifier.weight"])
@@ -245,7 +250,7 @@ def test_a_folder_with_weights_starts_from_those(tmp_path):
     assert not torch.equal(one["classifier.weight"], other["classifier.weight"])
 
 
-@pytest.mark.parametrize("adapter", [Lora(rank=2), HadamardLora(rank=2)], ids=["lora", "hadamard"])
+@pytest.mark.parametrize("adapter", [LoraAdapter(rank=2), HadamardLoraAdapter(rank=2)], ids=["lora", "hadamard"])
 def test_an_adapter_on_a_base_that_every_site_has(adapter, data):
     task = make(adapter, train__epochs=2)
     assert "vit.layers.2.mlp.fc2.lora_B" in task.spec
@@ -265,9 +270,9 @@ def test_an_adapter_on_a_base_that_every_site_has(adapter, data):
 
 def test_predictions_are_the_rows_own(task, rows):
     weights = randomised(task)
-    found = list(task.predict(weights, rows, generate=True))
-    assert len(found) == len(rows)
-    for row, each in zip(rows, found, strict=True):
+    predictions = list(task.predict(weights, rows, generate=True))
+    assert len(predictions) == len(rows)
+    for row, each in zip(rows, predictions, strict=True):
         assert set(each.logits) == {"target"}
         assert each.logits["target"].shape == (1, 3)
         assert each.wanted.tolist() == [row.label]
@@ -289,8 +294,8 @@ def test_a_batch_of_kept_and_of_other_images_is_in_its_order_and_kept_ones_need_
 ):
     monkeypatch.setattr(image_classification, "_KEPT_BYTES", rows[0].pixels().nbytes * 2)
     bounded = task.encode(task.examples(data, "train"))
-    asked, together = [], decoding.together
-    monkeypatch.setattr(decoding, "together", lambda works: asked.append(len(works)) or together(works))
+    asked, together = [], images.decode_parallel
+    monkeypatch.setattr(images, "decode_parallel", lambda works: asked.append(len(works)) or together(works))
     for chosen in ([2, 0, 1, 0], [3, 0, 2, 1], [0, 1]):  # two of the first three are kept
         batch = task.collate([bounded[i] for i in chosen])
         assert torch.equal(batch.inputs, torch.stack([rows[i].pixels() for i in chosen]))
@@ -310,9 +315,9 @@ def image_folder(folder: Path, numbers: range = range(12)) -> Path:
 
 def test_an_image_folder_and_a_file_read_alike(tmp_path, task, rows):
     folder = image_folder(tmp_path / "folder")
-    found = task.examples(folder, "train")
-    assert [e.where for e in found[:2]] == [str(folder / "train" / "bird" / f"{n}.png") for n in ("00", "03")]
-    prepared = task.encode(found)
+    examples = task.examples(folder, "train")
+    assert [e.where for e in examples[:2]] == [str(folder / "train" / "bird" / f"{n}.png") for n in ("00", "03")]
+    prepared = task.encode(examples)
     expected = sorted(range(12), key=lambda i: (i % 3, i))
     assert [row.label for row in prepared] == [rows[i].label for i in expected] == [0] * 4 + [1] * 4 + [2] * 4
     assert all(torch.equal(row.pixels(), rows[i].pixels()) for row, i in zip(prepared, expected, strict=True))
@@ -349,10 +354,10 @@ def test_names_of_the_model_decide_where_it_has_them(tmp_path):
 def test_shares_cut_by_label(tmp_path, form, data):
     folder = data if form == "file" else image_folder(tmp_path / "folder")
     task = make(task__partition="pathological", task__classes_per_site=1)
-    parts = [task.encode(task.examples(folder, "train", Share(i, 3))) for i in range(3)]
+    parts = [task.encode(task.examples(folder, "train", DatasetShard(i, 3))) for i in range(3)]
     assert [{row.label for row in part} for part in parts] == [{0}, {1}, {2}]
     assert [len(part) for part in parts] == [4, 4, 4]
-    few = make(task__max_examples=5)
+    few = make(task__examples_per_site=5)
     assert len(few.examples(folder, "train")) == 5
 
 
@@ -365,14 +370,14 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
         "unlabelled": ({"image": whole["image"], "label": -1}, r'"label", found -1 in row 2 of .*train.parquet'),
         "absent": ({"image": whole["image"], "label": None}, "expected a class from 0 to 2 .* found None in row 2 of"),
     }  # fmt: skip
-    for name, (bad, said) in cases.items():
+    for name, (bad, pattern) in cases.items():
         folder = save(tmp_path / name, [whole, bad])
-        with pytest.raises(TaskError, match=said) as error:
+        with pytest.raises(TaskError, match=pattern) as error:
             task.collate(list(task.encode(task.examples(folder, "train"))))  # "cut" is whole at its head
         assert "\n" not in str(error.value)
     for value in (3, True, 1.0):
         with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {value} in row 8 of f"):
-            task.encode([Example({"image": picture(0), "label": value}, Origin("f", 8))])
+            task.encode([Example({"image": picture(0), "label": value}, ExampleOrigin("f", 8))])
     folder = image_folder(tmp_path / "folder")
     (folder / "train" / "dog" / "05.png").write_bytes(b"no image")
     with pytest.raises(TaskError, match="expected an image that decodes, found that .*train/dog/05.png does not"):
@@ -393,8 +398,8 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     from transformers import ResNetConfig, ViTConfig, ViTModel
 
     with pytest.raises(TaskError, match="expected an image classification model, found that .* does not load"):
-        make(task__model=str(tiny.folder("text-generation"))).base  # noqa: B018
-    with library.quiet():
+        make(task__model=str(bundled.bundled_folder("text-generation"))).base  # noqa: B018
+    with library_logging.quiet_libraries():
         ViTModel(
             ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
         ).save_pretrained(tmp_path / "headless")
@@ -413,4 +418,4 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 
 def test_a_quantised_base_without_weights_is_refused():
     with pytest.raises(ConfigError, match='train.quantized-base: expected "none" with a model without weights'):
-        make(Lora(rank=2), train__quantized_base="8bit").base  # noqa: B018
+        make(LoraAdapter(rank=2), train__quantized_base="8bit").base  # noqa: B018

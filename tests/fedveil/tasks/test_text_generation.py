@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil import config as run_config
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.lora import Lora
-from fedveil.contract import held_out
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract import held_out_report
 from fedveil.contract.method import REPORT_FIELDS
-from fedveil.contract.task import Example, Origin, Share
+from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
+from fedveil.data.prompt_template import SEPARATOR
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library, tiny
-from fedveil.rng import Stream
-from fedveil.rows.framing import SEPARATOR
-from fedveil.tasks import load
+from fedveil.models import bundled, library_logging
+from fedveil.rng import RandomStream
+from fedveil.tasks import load_task
 from fedveil.tasks.text_generation import TextGeneration
 
 ROOT = Path(__file__).parents[3]
@@ -31,9 +31,9 @@ DATA = ROOT / "data" / "e2e"
 KEY = bytes(range(32))
 
 
-def make(adapter: Lora | AllWeights = Lora(rank=3, alpha=6.0), **keys: object) -> TextGeneration:
+def make(adapter: LoraAdapter | AllWeightsAdapter = LoraAdapter(rank=3, alpha=6.0), **keys: object) -> TextGeneration:
     flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-    task = load(run_config.parse(flat), adapter, "cpu")
+    task = load_task(run_config.parse(flat), adapter, "cpu")
     assert isinstance(task, TextGeneration)
     return task
 
@@ -71,7 +71,7 @@ def llama(tmp_path_factory) -> Path:
         num_key_value_heads=1, max_position_embeddings=128, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
     )  # fmt: skip
-    with torch.random.fork_rng(), library.quiet():
+    with torch.random.fork_rng(), library_logging.quiet_libraries():
         torch.manual_seed(1)
         LlamaForCausalLM(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -90,21 +90,21 @@ def test_the_spec_names_both_factors_of_every_linear_layer(task):
 
 
 def test_targets_choose_layers_by_regular_expression():
-    assert {n.split(".")[2] for n in make(Lora(targets=r".*\.h\.[13]\.attn\.c_attn")).spec} == {"1", "3"}
+    assert {n.split(".")[2] for n in make(LoraAdapter(targets=r".*\.h\.[13]\.attn\.c_attn")).spec} == {"1", "3"}
     with pytest.raises(ConfigError, match=r'adapter.targets: expected .* found "nothing"'):
-        _ = make(Lora(targets="nothing")).spec
+        _ = make(LoraAdapter(targets="nothing")).spec
 
 
 def test_initial_factors_start_the_model_at_its_base(task):
-    weights = task.initial(Stream(KEY))
+    weights = task.initial(RandomStream(KEY))
     for name, w in weights.items():
         if name.endswith(".lora_B"):
             assert not w.any()
         else:
             bound = 1 / math.sqrt(w.shape[1])
             assert 0.9 * bound < float(w.abs().max()) <= bound
-    again = task.initial(Stream(KEY))
-    other = task.initial(Stream(bytes(32)))
+    again = task.initial(RandomStream(KEY))
+    other = task.initial(RandomStream(bytes(32)))
     name = "transformer.h.0.mlp.c_fc.lora_A"
     assert torch.equal(weights[name], again[name])
     assert not torch.equal(weights[name], other[name])
@@ -116,8 +116,8 @@ def test_lora_is_the_base_plus_scale_b_a(task, rows):
     from transformers import GPT2LMHeadModel
 
     weights = randomised(task)
-    with library.quiet():
-        plain = GPT2LMHeadModel.from_pretrained(tiny.folder("text-generation"), dtype=torch.float32).eval()
+    with library_logging.quiet_libraries():
+        plain = GPT2LMHeadModel.from_pretrained(bundled.bundled_folder("text-generation"), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, w in weights.items():
             if name.endswith(".lora_A"):
@@ -152,15 +152,15 @@ def test_the_loss_is_the_librarys_mean_over_target_tokens(task, rows):
 
 def test_training_steps_as_a_plain_loop_does(task, rows):
     """The naive twin: the same batches one row at a time, AdamW of torch."""
-    start = task.initial(Stream(KEY))
-    kept = {name: w.clone() for name, w in start.items()}
-    local = task.trainer(task.encode(rows), Stream(KEY))
+    start = task.initial(RandomStream(KEY))
+    start_copy = {name: w.clone() for name, w in start.items()}
+    local = task.trainer(task.encode(rows), RandomStream(KEY))
     result = local.train(start)
-    assert all(torch.equal(start[name], kept[name]) for name in kept)
-    assert set(result.report) == REPORT_FIELDS - held_out.FIELDS
+    assert all(torch.equal(start[name], start_copy[name]) for name in start_copy)
+    assert set(result.report) == REPORT_FIELDS - held_out_report.FIELDS
     assert (result.report["steps"], local.num_examples) == (3, 24)
 
-    order = torch.randperm(24, generator=Stream(KEY).torch_generator()).tolist()
+    order = torch.randperm(24, generator=RandomStream(KEY).torch_generator()).tolist()
     task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=2e-3, weight_decay=1e-6)
     losses, tokens = [], 0
@@ -187,8 +187,8 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
 
 def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
     task = make(train__batch_size=5, train__epochs=2, train__max_steps=7)
-    numbered = Example.of({"mr": str(i), "ref": str(i)} for i in range(13))
-    batches = list(task.trainer(task.encode(numbered), Stream(KEY))._batches())
+    numbered = Example.from_columns({"mr": str(i), "ref": str(i)} for i in range(13))
+    batches = list(task.trainer(task.encode(numbered), RandomStream(KEY))._batches())
     assert [len(b) for b in batches] == [5, 5, 3, 5, 5, 3]
     first = [tuple(row.ids) for batch in batches[:3] for row in batch]
     second = [tuple(row.ids) for batch in batches[3:] for row in batch]
@@ -196,14 +196,14 @@ def test_every_row_comes_once_an_epoch_and_max_steps_caps(rows):
     assert len(set(first)) == 13
     assert first != second
     capped = make(train__batch_size=5, train__epochs=2, train__max_steps=4)
-    assert len(list(capped.trainer(task.encode(numbered), Stream(KEY))._batches())) == 4
+    assert len(list(capped.trainer(task.encode(numbered), RandomStream(KEY))._batches())) == 4
 
 
-@pytest.mark.parametrize("adapter", [Lora(), AllWeights()])
+@pytest.mark.parametrize("adapter", [LoraAdapter(), AllWeightsAdapter()])
 def test_no_step_returns_the_weights_bit_for_bit(adapter, rows):
     task = make(adapter, train__epochs=0)
-    weights = {n: w + 0.125 for n, w in task.initial(Stream(KEY)).items()}
-    result = task.trainer(task.encode(rows), Stream(KEY)).train(weights)
+    weights = {n: w + 0.125 for n, w in task.initial(RandomStream(KEY)).items()}
+    result = task.trainer(task.encode(rows), RandomStream(KEY)).train(weights)
     assert all(torch.equal(result.weights[n], weights[n]) for n in task.spec)
     assert all(result.weights[n].data_ptr() != weights[n].data_ptr() for n in task.spec)
     assert result.report["steps"] == 0
@@ -211,25 +211,29 @@ def test_no_step_returns_the_weights_bit_for_bit(adapter, rows):
 
 
 def test_all_weights_train_and_the_base_values_survive(rows):
-    task = make(AllWeights(), train__batch_size=8, train__learning_rate=1e-3)
-    base = task.initial(Stream(KEY))
+    task = make(AllWeightsAdapter(), train__batch_size=8, train__learning_rate=1e-3)
+    base = task.initial(RandomStream(KEY))
     assert "transformer.wte.weight" in base
     assert "lm_head.weight" not in base  # tied
-    result = task.trainer(task.encode(rows), Stream(KEY)).train(base)
+    result = task.trainer(task.encode(rows), RandomStream(KEY)).train(base)
     assert all(not torch.equal(result.weights[n], base[n]) for n in base)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(base, rows, False)["loss"]
-    again = task.initial(Stream(bytes(32)))
+    again = task.initial(RandomStream(bytes(32)))
     assert all(torch.equal(again[n], base[n]) for n in base)
 
 
 @pytest.mark.long
 def test_a_few_steps_teach_the_mapping():
     task = make(
-        Lora(), train__max_steps=25, train__learning_rate=3e-3, evaluate__max_examples=8, evaluate__max_new_tokens=32
+        LoraAdapter(),
+        train__max_steps=25,
+        train__learning_rate=3e-3,
+        evaluate__eval_examples=8,
+        evaluate__max_new_tokens=32,
     )
-    start = task.initial(Stream(KEY))
+    start = task.initial(RandomStream(KEY))
     test = task.examples(DATA, "test")
-    trained = task.trainer(task.encode(task.examples(DATA, "train")), Stream(KEY)).train(start)
+    trained = task.trainer(task.encode(task.examples(DATA, "train")), RandomStream(KEY)).train(start)
     before, after = task.evaluate(start, test, True), task.evaluate(trained.weights, test, True)
     assert set(after) == {"loss", "bleu", "rouge_l", "nist", "meteor", "cider"}
     assert after["loss"] < before["loss"] - 0.15
@@ -248,9 +252,9 @@ def test_a_few_steps_teach_the_mapping():
     ],
 )
 def test_weights_are_taken_strictly(task, rows, change, message):
-    weights = dict(task.initial(Stream(KEY)))
+    weights = dict(task.initial(RandomStream(KEY)))
     change(weights)
-    for use in (task.trainer(task.encode(rows), Stream(KEY)).train, lambda w: task.evaluate(w, rows, False)):
+    for use in (task.trainer(task.encode(rows), RandomStream(KEY)).train, lambda w: task.evaluate(w, rows, False)):
         with pytest.raises(TaskError, match=message):
             use(weights)
 
@@ -261,14 +265,14 @@ def test_a_row_fits_and_its_source_gives_way_first(source, target, limit):
     task = _unlimited()
     task.config = run_config.parse({"task.max-tokens": limit})
     tokenizer = task.base.tokenizer
-    (row,) = task.encode(Example.of([{"mr": source, "ref": target}]))
+    (row,) = task.encode(Example.from_columns([{"mr": source, "ref": target}]))
     answer = [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]
     whole = tokenizer.encode(source, add_special_tokens=False)
     separator = tokenizer.encode(SEPARATOR, add_special_tokens=False)
-    kept = min(len(answer), limit - 1)
+    num_answer_tokens = min(len(answer), limit - 1)
     assert len(row.ids) <= limit
-    assert row.ids[row.start :] == answer[:kept]
-    assert row.ids[: row.start] == whole[: limit - 1 - kept] + separator
+    assert row.ids[row.start :] == answer[:num_answer_tokens]
+    assert row.ids[: row.start] == whole[: limit - 1 - num_answer_tokens] + separator
 
 
 _CACHE: list[TextGeneration] = []
@@ -283,30 +287,32 @@ def _unlimited() -> TextGeneration:
 def test_generation_does_not_depend_on_the_batch(task):
     """Left padding must be invisible: one at a time gives the same texts."""
     sources = [row.values["mr"] for row in task.examples(DATA, "test")[:40:8]]
-    weights = task.initial(Stream(KEY))
+    weights = task.initial(RandomStream(KEY))
     together = task.generate(weights, sources)
     assert together == [task.generate(weights, [source])[0] for source in sources]
     assert any(together)
-    beams = make(Lora(rank=3, alpha=6.0), evaluate__beams=3, evaluate__max_new_tokens=12)
+    beams = make(LoraAdapter(rank=3, alpha=6.0), evaluate__num_beams=3, evaluate__max_new_tokens=12)
     assert len(beams.generate(weights, sources)) == 5
 
 
 def test_references_are_grouped_by_source():
-    task = make(evaluate__max_examples=2)
-    rows = Example.of({"mr": m, "ref": r} for m, r in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("b", "5")))
+    task = make(evaluate__eval_examples=2)
+    rows = Example.from_columns(
+        {"mr": m, "ref": r} for m, r in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("b", "5"))
+    )
     assert task._references(rows) == {"a": ["1", "3"], "b": ["2", "5"]}
 
 
 def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
-    task = make(Lora(rank=2), task__model=str(llama), train__max_steps=2, train__learning_rate=1e-2)
+    task = make(LoraAdapter(rank=2), task__model=str(llama), train__max_steps=2, train__learning_rate=1e-2)
     modules = {n.split("layers.0.")[1] for n in task.spec if "layers.0." in n}
     linear = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
     linear += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     assert modules == {f"{m}.lora_{side}" for m in linear for side in "AB"}
     assert not any("lm_head" in n for n in task.spec)
-    assert task.encode(Example.of([{"mr": "x", "ref": "y"}]))[0].ids[0] == task.base.tokenizer.bos_token_id
-    start = task.initial(Stream(KEY))
-    result = task.trainer(task.encode(rows), Stream(KEY)).train(start)
+    assert task.encode(Example.from_columns([{"mr": "x", "ref": "y"}]))[0].ids[0] == task.base.tokenizer.bos_token_id
+    start = task.initial(RandomStream(KEY))
+    result = task.trainer(task.encode(rows), RandomStream(KEY)).train(start)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
     assert len(task.generate(start, ["name[X]", "name[The Mill], area[riverside]"])) == 2
 
@@ -314,38 +320,38 @@ def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
 @pytest.mark.long
 @pytest.mark.parametrize("quantised", ["4bit", "8bit"])
 def test_a_quantised_base_trains_its_factors(quantised, rows):
-    task = make(Lora(rank=2), train__quantized_base=quantised, train__max_steps=2, train__learning_rate=5e-3)
+    task = make(LoraAdapter(rank=2), train__quantized_base=quantised, train__max_steps=2, train__learning_rate=5e-3)
     kinds = {type(m).__name__ for m in task.base.model.modules()}
     assert "Linear4bit" in kinds or "Linear8bitLt" in kinds
-    start = task.initial(Stream(KEY))
-    assert list(task.spec) == list(make(Lora(rank=2)).spec)
-    result = task.trainer(task.encode(rows), Stream(KEY)).train(start)
+    start = task.initial(RandomStream(KEY))
+    assert list(task.spec) == list(make(LoraAdapter(rank=2)).spec)
+    result = task.trainer(task.encode(rows), RandomStream(KEY)).train(start)
     assert task.evaluate(result.weights, rows, False)["loss"] < task.evaluate(start, rows, False)["loss"]
     with pytest.raises(ConfigError, match='train.quantized-base: expected "none"'):
-        make(AllWeights(), train__quantized_base=quantised)
+        make(AllWeightsAdapter(), train__quantized_base=quantised)
 
 
 @pytest.mark.long
 def test_bf16_computes_coarsely_and_keeps_fp32_weights(task, rows):
-    coarse = make(Lora(rank=3, alpha=6.0), train__precision="bf16", train__max_steps=2)
+    coarse = make(LoraAdapter(rank=3, alpha=6.0), train__precision="bf16", train__max_steps=2)
     assert {p.dtype for p in coarse.base.trained.values()} == {torch.float32}
     weights = randomised(task)
     exact = task.evaluate(weights, rows, False)["loss"]
     rounded = coarse.evaluate(weights, rows, False)["loss"]
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.02)
-    assert coarse.trainer(task.encode(rows), Stream(KEY)).train(weights).report["steps"] == 2
+    assert coarse.trainer(task.encode(rows), RandomStream(KEY)).train(weights).report["steps"] == 2
 
 
 _SCRIPT = """
 import hashlib, sys, torch
 from pathlib import Path
 from fedveil import config, rng, tasks
-from fedveil.adapters.lora import Lora
+from fedveil.adapters.lora import LoraAdapter
 torch.set_num_threads(1)
-task = tasks.load(config.parse({"train.max-steps": 4}), Lora(), "cpu")
-local = task.trainer(task.encode(task.examples(Path(sys.argv[1]), "train")[:40]), rng.Stream(bytes(range(32))))
-trained = local.train(task.initial(rng.Stream(bytes(range(32)))))
+task = tasks.load_task(config.parse({"train.max-steps": 4}), LoraAdapter(), "cpu")
+local = task.trainer(task.encode(task.examples(Path(sys.argv[1]), "train")[:40]), rng.RandomStream(bytes(range(32))))
+trained = local.train(task.initial(rng.RandomStream(bytes(range(32)))))
 print(hashlib.sha256(b"".join(trained.weights[n].numpy().tobytes() for n in sorted(trained.weights))).hexdigest())
 """
 
@@ -358,9 +364,9 @@ def test_two_processes_train_bit_identically():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        task = make(Lora(), train__max_steps=4)
-        local = task.trainer(task.encode(task.examples(DATA, "train")[:40]), Stream(KEY))
-        weights = local.train(task.initial(Stream(KEY))).weights
+        task = make(LoraAdapter(), train__max_steps=4)
+        local = task.trainer(task.encode(task.examples(DATA, "train")[:40]), RandomStream(KEY))
+        weights = local.train(task.initial(RandomStream(KEY))).weights
     finally:
         torch.set_num_threads(threads)
     here = hashlib.sha256(b"".join(weights[n].numpy().tobytes() for n in sorted(weights))).hexdigest()
@@ -368,11 +374,11 @@ def test_two_processes_train_bit_identically():
 
 
 def test_examples_of_a_share_are_capped_by_seed():
-    task = make(task__max_examples=50, run__seed=4)
-    parts = [list(task.examples(DATA, "train", Share(i, 3))) for i in range(3)]
+    task = make(task__examples_per_site=50, run__seed=4)
+    parts = [list(task.examples(DATA, "train", DatasetShard(i, 3))) for i in range(3)]
     assert [len(p) for p in parts] == [50, 50, 50]
-    assert parts[0] == list(make(task__max_examples=50, run__seed=4).examples(DATA, "train", Share(0, 3)))
-    assert parts[0] != list(make(task__max_examples=50, run__seed=5).examples(DATA, "train", Share(0, 3)))
+    assert parts[0] == list(make(task__examples_per_site=50, run__seed=4).examples(DATA, "train", DatasetShard(0, 3)))
+    assert parts[0] != list(make(task__examples_per_site=50, run__seed=5).examples(DATA, "train", DatasetShard(0, 3)))
     assert set(parts[0][0].values) == {"mr", "ref"}
     assert len(task.examples(DATA, "test")) > 1000
 
@@ -383,7 +389,7 @@ def test_parquet_and_single_files_read_as_folders_do(task, tmp_path):
     expected = list(task.examples(DATA, "test"))
     Dataset.from_list([row.values for row in expected]).to_parquet(tmp_path / "test.parquet")
     file = tmp_path / "test.parquet"
-    parquet = [Example(row.values, Origin(str(file), i + 1), str(tmp_path)) for i, row in enumerate(expected)]
+    parquet = [Example(row.values, ExampleOrigin(str(file), i + 1), str(tmp_path)) for i, row in enumerate(expected)]
     assert list(task.examples(tmp_path, "test")) == parquet
     assert list(task.examples(tmp_path / "test.parquet", "anything")) == parquet
     assert list(task.examples(DATA / "test.jsonl", "train")) == expected
@@ -419,9 +425,11 @@ def test_a_data_path_that_is_not_there_is_named(task, tmp_path):
     with pytest.raises(TaskError, match=f'found none at "{tmp_path}/nowhere"'):
         task.examples(tmp_path / "nowhere", "train")
     with pytest.raises(TaskError, match='text in column "ref" of every row, found None'):
-        task.trainer(task.encode(Example.of([{"mr": "a", "ref": None}])), Stream(KEY)).train(task.initial(Stream(KEY)))
+        task.trainer(task.encode(Example.from_columns([{"mr": "a", "ref": None}])), RandomStream(KEY)).train(
+            task.initial(RandomStream(KEY))
+        )
     with pytest.raises(TaskError, match="at least one row to train on"):
-        task.trainer([], Stream(KEY))
+        task.trainer([], RandomStream(KEY))
 
 
 def test_a_base_that_is_not_there_or_not_whole_is_refused(tmp_path, llama):
@@ -449,7 +457,7 @@ def test_a_sequence_longer_than_the_context_is_refused():
         make(task__max_tokens=193)  # by its config.json: no model is loaded for that
     task = make(evaluate__max_new_tokens=192)
     with pytest.raises(ConfigError, match="evaluate.max-new-tokens: expected less than 192"):
-        task.generate(task.initial(Stream(KEY)), ["name[X]"])
+        task.generate(task.initial(RandomStream(KEY)), ["name[X]"])
     scored = {"evaluate__max_new_tokens": 192, "task__evaluation": "/data"}
     with pytest.raises(ConfigError, match="less than 192, the context, found 192; lower"):
         make(**scored)
@@ -458,4 +466,4 @@ def test_a_sequence_longer_than_the_context_is_refused():
 
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match='device: expected "auto"'):
-        load(run_config.parse({}), Lora(), "tpu")
+        load_task(run_config.parse({}), LoraAdapter(), "tpu")

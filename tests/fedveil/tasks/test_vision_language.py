@@ -13,13 +13,13 @@ from datasets import Dataset
 
 from fedveil import config as run_config
 from fedveil import rng
-from fedveil.adapters.all_weights import AllWeights
-from fedveil.adapters.hadamard import HadamardLora
-from fedveil.adapters.lora import Lora
-from fedveil.contract.task import Example, Origin, Share
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.adapters.hadamard import HadamardLoraAdapter
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.errors import ConfigError, TaskError
-from fedveil.models import library, tiny
-from fedveil.tasks import load, vision_language
+from fedveil.models import bundled, library_logging
+from fedveil.tasks import load_task, vision_language
 from fedveil.tasks.vision_language import CAPTION_PROMPT, CHOICE_PROMPT, VisionLanguage
 
 
@@ -33,10 +33,10 @@ def picture(seed: int) -> bytes:
     return out.getvalue()
 
 
-def make(adapter=Lora(rank=2), **keys: object) -> VisionLanguage:
+def make(adapter=LoraAdapter(rank=2), **keys: object) -> VisionLanguage:
     flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
     flat = {"task.name": "vision-language", "task.target-column": "caption", "train.batch-size": 3} | flat
-    task = load(run_config.parse(flat), adapter, "cpu")
+    task = load_task(run_config.parse(flat), adapter, "cpu")
     assert isinstance(task, VisionLanguage)
     return task
 
@@ -96,7 +96,7 @@ def asking(**keys: object) -> VisionLanguage:
 
 def hinted(hint: object) -> list[Example]:
     values = {"image": picture(0), "question": "Which?", "choices": ["north", "south"], "answer": 1, "hint": hint}
-    return [Example(values, Origin("f", 7))]
+    return [Example(values, ExampleOrigin("f", 7))]
 
 
 def prompt_of(task: VisionLanguage, row) -> str:
@@ -157,7 +157,7 @@ def test_a_question_without_what_it_needs_is_refused(change, said):
     asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
     example = {"image": picture(0), "question": "Which?", "choices": ["n", "s", "w"], "answer": 2}
     with pytest.raises(TaskError, match=said):
-        asked.encode([Example(example | change, Origin("f", 7))])
+        asked.encode([Example(example | change, ExampleOrigin("f", 7))])
 
 
 def test_only_the_language_model_is_trained(task):
@@ -168,14 +168,16 @@ def test_only_the_language_model_is_trained(task):
     assert len(wanted) == len(task.spec)
 
 
-@pytest.mark.parametrize("adapter", [AllWeights(), HadamardLora(rank=2)], ids=["all", "hadamard"])
+@pytest.mark.parametrize("adapter", [AllWeightsAdapter(), HadamardLoraAdapter(rank=2)], ids=["all", "hadamard"])
 def test_other_adapters_are_of_the_language_model_too(adapter):
     other = make(adapter)
     model = other.base.model
     assert not any(p.requires_grad for n, p in model.named_parameters() if "vision" in n or "projector" in n)
     assert (
-        other.trainer(other.encode(Example.of([{"image": picture(1), "caption": "A dog."}])), rng.initial(0, "b"))
-        .train(other.initial(rng.initial(0, "weights")))
+        other.trainer(
+            other.encode(Example.from_columns([{"image": picture(1), "caption": "A dog."}])), rng.initial_stream(0, "b")
+        )
+        .train(other.initial(rng.initial_stream(0, "weights")))
         .report["steps"]
         == 1
     )
@@ -186,9 +188,9 @@ def test_loss_equals_that_of_the_original_model(data):
     from PIL import Image
     from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-    task = make(AllWeights())
-    folder = tiny.folder("vision-language")
-    with library.quiet():
+    task = make(AllWeightsAdapter())
+    folder = bundled.bundled_folder("vision-language")
+    with library_logging.quiet_libraries():
         plain = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
         processor = AutoProcessor.from_pretrained(folder)
     total = count = 0
@@ -203,7 +205,7 @@ def test_loss_equals_that_of_the_original_model(data):
         terms = int((labels != -100).sum())
         total += float(plain(**full, labels=labels).loss.detach()) * terms
         count += terms
-    task.put(task.initial(rng.initial(0, "weights")))
+    task.put(task.initial(rng.initial_stream(0, "weights")))
     mine = task.mean_loss(task.encode(list(task.examples(data, "train"))[1:3]))
     assert mine == pytest.approx(total / count, rel=1e-5)
 
@@ -229,15 +231,15 @@ def test_images_beyond_the_memory_bound_are_decoded_again(task, data, rows, monk
     bounded = task.encode(task.examples(data, "train"))
     assert bounded[0].inputs() is bounded[0].inputs()  # kept
     assert bounded[-1].inputs() is not bounded[-1].inputs()
-    for kept, again in zip(rows, bounded, strict=True):
-        assert torch.equal(kept.inputs()["pixel_values"], again.inputs()["pixel_values"])
+    for row, again in zip(rows, bounded, strict=True):
+        assert torch.equal(row.inputs()["pixel_values"], again.inputs()["pixel_values"])
 
 
 def test_predictions_are_the_rows_own(task, rows):
     weights = randomised(task)
-    found = list(task.predict(weights, rows, generate=True))
-    assert len(found) == len(rows)
-    for row, each in zip(rows, found, strict=True):
+    predictions = list(task.predict(weights, rows, generate=True))
+    assert len(predictions) == len(rows)
+    for row, each in zip(rows, predictions, strict=True):
         assert each.wanted.tolist() == row.ids[row.start :]
         assert each.logits["image"].shape == (16, len(task.base.tokenizer))
         assert len(each.logits["target"]) == len(each.wanted)
@@ -251,8 +253,8 @@ def test_predictions_are_the_rows_own(task, rows):
 def test_training_learns_the_captions(data):
     task = make(train__epochs=30, train__learning_rate=5e-3, evaluate__max_new_tokens=8)
     examples = list(task.examples(data, "train"))[2:]
-    start = task.initial(rng.initial(0, "weights"))
-    trained = task.trainer(task.encode(examples), rng.initial(0, "batches")).train(start)
+    start = task.initial(rng.initial_stream(0, "weights"))
+    trained = task.trainer(task.encode(examples), rng.initial_stream(0, "batches")).train(start)
     before, after = task.evaluate(start, examples, True), task.evaluate(trained.weights, examples, True)
     assert set(after) == {"loss", "exact_match", "bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider", "cider_r"}
     assert after["loss"] < before["loss"] / 3
@@ -263,7 +265,7 @@ def test_shares_cut_by_label(tmp_path):
     rows = [{"image": picture(0), "caption": "A dog.", "topic": str(i % 3)} for i in range(30)]
     task = make(task__partition="dirichlet", task__alpha=0.5, task__label_column="topic")
     folder = save(tmp_path / "d", rows)
-    parts = [task.examples(folder, "train", Share(i, 2)) for i in range(2)]
+    parts = [task.examples(folder, "train", DatasetShard(i, 2)) for i in range(2)]
     where = [example.where for part in parts for example in part]
     assert sorted(where) == sorted({f"row {i + 1} of {folder / 'train.parquet'}" for i in range(30)})
 
@@ -273,7 +275,7 @@ def test_images_by_path_lie_beside_the_data_file(tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps({"image": "a.png", "caption": "A dog."}) + "\n")
     task = make()
     (row,) = task.encode(task.examples(tmp_path, "train"))
-    (other,) = task.encode(Example.of([{"image": picture(3), "caption": "A dog."}]))
+    (other,) = task.encode(Example.from_columns([{"image": picture(3), "caption": "A dog."}]))
     assert torch.equal(row.inputs()["pixel_values"], other.inputs()["pixel_values"])
 
 
@@ -288,9 +290,9 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
         "none": ({"image": picture(1), "caption": None}, "expected a caption.* found None in row 2 of .*train.parquet"),
         "empty": ({"image": None, "caption": "x"}, r'expected an image in column "image".* row 2 of .*train.parquet'),
     }
-    for name, (bad, said) in cases.items():
+    for name, (bad, pattern) in cases.items():
         folder = save(tmp_path / name, [whole, bad])
-        with pytest.raises(TaskError, match=said):
+        with pytest.raises(TaskError, match=pattern):
             task.encode(task.examples(folder, "train"))
     (tmp_path / "train.jsonl").write_text(json.dumps({"image": "gone.png", "caption": "A dog."}) + "\n")
     with pytest.raises(TaskError, match=r'expected an image at the path in "image", found .*gone.png'):
@@ -310,9 +312,9 @@ def test_a_model_without_eyes_or_template_is_refused(tmp_path):
     with pytest.raises(
         TaskError, match="expected an image-text-to-text model with its processor, found that .* does not"
     ):
-        make(task__model=str(tiny.folder("text-generation"))).base  # noqa: B018
+        make(task__model=str(bundled.bundled_folder("text-generation"))).base  # noqa: B018
     copy = tmp_path / "copy"
-    shutil.copytree(tiny.folder("vision-language"), copy)
+    shutil.copytree(bundled.bundled_folder("vision-language"), copy)
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(TaskError, match="expected a processor with a chat template, found none in"):
         make(task__model=str(copy)).base  # noqa: B018

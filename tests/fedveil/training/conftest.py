@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fedveil import config as run_config
-from fedveil.rows.batches import TokenRow
+from fedveil.data.batches import TokenExample
 from fedveil.tasks.text_generation import TextGeneration
-from fedveil.training.threads import threads
+from fedveil.training.threads import limit_threads
 from tests.fedveil.training.small import DATA, make
 
 
@@ -32,12 +32,12 @@ def configured(task, monkeypatch):
 @pytest.fixture
 def one_thread():
     """How a sum is split over threads shows in its last bits."""
-    with threads(run_config.parse({"run.deterministic": True})):
+    with limit_threads(run_config.parse({"run.deterministic": True})):
         yield
 
 
 @pytest.fixture(scope="module")
-def rows(task) -> list[TokenRow]:
+def rows(task) -> list[TokenExample]:
     return task.encode(task.examples(DATA, "train")[:29])
 
 

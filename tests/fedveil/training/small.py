@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedveil import config as run_config
-from fedveil.adapters.lora import Lora
-from fedveil.rows.batches import TokenRow
-from fedveil.tasks import load
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.data.batches import TokenExample
+from fedveil.tasks import load_task
 from fedveil.tasks.text_generation import TextGeneration
 
 DATA = Path(__file__).parents[3] / "data" / "e2e"
@@ -20,7 +20,7 @@ KEY = bytes(range(32))
 
 def make(device: str = "cpu", **keys: object) -> TextGeneration:
     flat = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-    task = load(run_config.parse(flat), Lora(rank=3, alpha=6.0), device)
+    task = load_task(run_config.parse(flat), LoraAdapter(rank=3, alpha=6.0), device)
     assert isinstance(task, TextGeneration)
     return task
 
@@ -31,11 +31,11 @@ def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor], start: Mapping
     return norms[0] / norms[1]
 
 
-def gradients(task: TextGeneration, rows: list[TokenRow]) -> dict[str, torch.Tensor]:
+def gradients(task: TextGeneration, rows: list[TokenExample]) -> dict[str, torch.Tensor]:
     """Of the mean loss of one batch; the parameters are left without."""
     batch = task.collate(rows)
     (task.loss_sum(batch) / batch.terms).backward()
-    found = {name: p.grad.clone() for name, p in task.trained.items()}
+    gradient_copies = {name: p.grad.clone() for name, p in task.trained.items()}
     for p in task.trained.values():
         p.grad = None
-    return found
+    return gradient_copies

@@ -1,7 +1,11 @@
-"""Scores of held-out rows under every method: the first weights of a turn, against a naive twin."""
+"""Scores of held-out rows under every method: the first weights of a turn, against a naive twin.
+
+Which rows are held out: by hand, under appended rows, and over keys.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 
@@ -10,22 +14,26 @@ import torch
 
 from fedveil import rng, strategies
 from fedveil.config import parse
-from fedveil.contract import held_out
-from fedveil.contract.budget import Claim
+from fedveil.contract import held_out_report
+from fedveil.contract.held_out_report import LEAST_ROWS
 from fedveil.contract.layout import Payload
-from fedveil.contract.trainer import ScoresRows
+from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.contract.task import ExampleOrigin
+from fedveil.contract.trainer import ScoresExamples
 from fedveil.errors import ConfigError, UploadRefused
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.inprocess import Federation
-from fedveil.privacy.claims import checked_claim
-from fedveil.server_app.intake import Limits
-from fedveil.server_app.intake import check as check_upload
-from fedveil.training.held_out import Scored
-from fedveil.wire.envelope import Message
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.server_app.upload_validation import UploadLimits
+from fedveil.server_app.upload_validation import check_upload as check_upload
+from fedveil.training.held_out import ExampleSubset, HeldOutScoringTrainer, split_held_out
+from fedveil.wire.envelope import DecodedMessage
 from tests.conftest import ToyTrainer
 
-ROWS = [float(i) for i in range(held_out.LEAST_ROWS)]
-METHODS = [name for name in strategies.names() if not isinstance(strategies.create(name), Claim)]
+ROWS = [float(i) for i in range(held_out_report.LEAST_ROWS)]
+METHODS = [
+    name for name in strategies.list_methods() if not isinstance(strategies.create_method(name), PrivacyGuarantee)
+]
 
 
 def loss_of(weights, rows) -> float:
@@ -46,20 +54,22 @@ class Scoring(ToyTrainer):
 
 
 @pytest.fixture(params=METHODS)
-def run(request) -> Federation:
-    method = strategies.create(request.param)
+def run(request) -> InProcessFederation:
+    method = strategies.create_method(request.param)
     spec = dict(method.adapter.example_spec())
     generator = torch.Generator().manual_seed(271828)
     weights = {n: torch.randn(t.shape, generator=generator) for n, t in spec.items()}
-    state = method.init(spec, weights, rng.initial(0, "method init"))
+    state = method.init(spec, weights, rng.initial_stream(0, "method init"))
     config = parse({"run.deterministic": True, "run.rounds": 3, "evaluate.held-out": 0.2})
     made: list[Scoring] = []
 
     def trainer_for(site, ctx):
         made.append(Scoring(spec, 3 + len(site), 0.25 * (1 + ord(site[0]) % 3)))
-        return Scored(made[-1], ROWS, lambda: 0)
+        return HeldOutScoringTrainer(made[-1], ROWS, lambda: 0)
 
-    federation = Federation(Exchange(method, request.param, spec), config, trainer_for, ["a", "bb"], state)
+    federation = InProcessFederation(
+        MessageExchange(method, request.param, spec), config, trainer_for, ["a", "bb"], state
+    )
     federation.made = made
     return federation
 
@@ -72,75 +82,81 @@ def test_every_method_is_scored_on_what_it_is_about_to_train_from(run):
         for site, trainer in zip(run.last_cohort, run.made, strict=True):
             assert len(trainer.scored) == 1
             report = run.reports[site]
-            assert report[held_out.LOSS] == loss_of(trainer.started_from[0], ROWS)
-            assert report[held_out.ROWS] == len(ROWS)
-            assert held_out.REFUSED not in report
+            assert report[held_out_report.LOSS] == loss_of(trainer.started_from[0], ROWS)
+            assert report[held_out_report.ROWS] == len(ROWS)
+            assert held_out_report.REFUSED not in report
 
 
 def test_private_parts_are_in_the_score():
     """FedPer: two sites with the same shared layers and other layers of their own have other scores."""
-    method = strategies.create("fedper", "layers = 1")
+    method = strategies.create_method("fedper", "layers = 1")
     spec = dict(method.adapter.example_spec())
     weights = {n: torch.ones(t.shape) for n, t in spec.items()}
-    state = method.init(spec, weights, rng.initial(0, "m"))
-    trainer_for = lambda site, ctx: Scored(Scoring(spec, 4, 0.5 * len(site)), ROWS, lambda: 0)  # noqa: E731
+    state = method.init(spec, weights, rng.initial_stream(0, "m"))
+    trainer_for = lambda site, ctx: HeldOutScoringTrainer(Scoring(spec, 4, 0.5 * len(site)), ROWS, lambda: 0)  # noqa: E731
     config = parse({"run.deterministic": True})
-    run = Federation(Exchange(method, "fedper", spec), config, trainer_for, ["a", "bbb"], state)
+    run = InProcessFederation(MessageExchange(method, "fedper", spec), config, trainer_for, ["a", "bbb"], state)
     run.round(0)
     run.round(1)  # whose lower layers all begin with round 0's mean
-    assert run.reports["a"][held_out.LOSS] == run.reports["bbb"][held_out.LOSS]
+    assert run.reports["a"][held_out_report.LOSS] == run.reports["bbb"][held_out_report.LOSS]
     top = method._top(spec)
     assert 0 < len(top) < len(spec)
-    shared, own = run.deployed()["server"], {site: run.private.get(site).tensors for site in ("a", "bbb")}
+    shared, own = run.models()["server"], {site: run.private.get(site).tensors for site in ("a", "bbb")}
     expected = {s: loss_of({n: (shared if n in top else own[s])[n] for n in spec}, ROWS) for s in own}
     run.round(2)
-    assert {site: run.reports[site][held_out.LOSS] for site in ("a", "bbb")} == pytest.approx(expected)
+    assert {site: run.reports[site][held_out_report.LOSS] for site in ("a", "bbb")} == pytest.approx(expected)
     assert expected["a"] != expected["bbb"]
 
 
-@pytest.mark.parametrize("code", held_out.REFUSALS)
+@pytest.mark.parametrize("code", held_out_report.REFUSALS)
 def test_a_refusal_is_a_word_and_the_turn_goes_on(code):
-    trainer = Scored(Scoring({}, 4), ROWS, lambda: code)
+    trainer = HeldOutScoringTrainer(Scoring({}, 4), ROWS, lambda: code)
     report = trainer.train({}).report
-    assert {name: report[name] for name in held_out.FIELDS & set(report)} == {held_out.REFUSED: code}
+    assert {name: report[name] for name in held_out_report.FIELDS & set(report)} == {held_out_report.REFUSED: code}
     assert report["loss_trained"] == 0.25
     assert not trainer._trainer.scored
-    assert held_out.fault(report, 1000) == ""
+    assert held_out_report.find_fault(report, 1000) == ""
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_a_refusal(loss, monkeypatch):
     monkeypatch.setattr(Scoring, "mean_loss", lambda *_: loss)
-    assert Scored(Scoring({}, 4), ROWS, lambda: 0).gradient({}).report[held_out.REFUSED] == held_out.NOT_FINITE
+    assert (
+        HeldOutScoringTrainer(Scoring({}, 4), ROWS, lambda: 0).gradient({}).report[held_out_report.REFUSED]
+        == held_out_report.NOT_FINITE
+    )
 
 
 def test_a_trainer_that_cannot_score_says_so():
-    assert not isinstance(ToyTrainer({}), ScoresRows)
-    assert Scored(ToyTrainer({}), ROWS, lambda: 0).train({}).report[held_out.REFUSED] == held_out.NO_SCORE
+    assert not isinstance(ToyTrainer({}), ScoresExamples)
+    assert (
+        HeldOutScoringTrainer(ToyTrainer({}), ROWS, lambda: 0).train({}).report[held_out_report.REFUSED]
+        == held_out_report.NO_SCORE
+    )
 
 
 FAULTS = {
-    "few": {held_out.LOSS: 1.0, held_out.ROWS: 63},
-    "part of a row": {held_out.LOSS: 1.0, held_out.ROWS: 64.5},
-    "many": {held_out.LOSS: 1.0, held_out.ROWS: 1001},
-    "no count": {held_out.LOSS: 1.0},
-    "no loss": {held_out.ROWS: 64},
-    "both": {held_out.LOSS: 1.0, held_out.ROWS: 64, held_out.REFUSED: 1},
-    "no such word": {held_out.REFUSED: 9},
-    "half a word": {held_out.REFUSED: 1.5},
+    "few": {held_out_report.LOSS: 1.0, held_out_report.ROWS: 63},
+    "part of a row": {held_out_report.LOSS: 1.0, held_out_report.ROWS: 64.5},
+    "many": {held_out_report.LOSS: 1.0, held_out_report.ROWS: 1001},
+    "no count": {held_out_report.LOSS: 1.0},
+    "no loss": {held_out_report.ROWS: 64},
+    "both": {held_out_report.LOSS: 1.0, held_out_report.ROWS: 64, held_out_report.REFUSED: 1},
+    "no such word": {held_out_report.REFUSED: 9},
+    "half a word": {held_out_report.REFUSED: 1.5},
 }
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_site_s_made_up_answer_is_refused_at_the_gate(what):
     with pytest.raises(UploadRefused, match="held_out.*expected .*found"):
-        check_upload(Message(Payload({}), 4, FAULTS[what]), Limits(max_examples=1000))
-    for good in ({}, {held_out.LOSS: -1.0, held_out.ROWS: 64.0}, {held_out.REFUSED: 2.0}):
-        assert check_upload(Message(Payload({}), 4, good), Limits(max_examples=1000)) == 4
+        check_upload(DecodedMessage(Payload({}), 4, FAULTS[what]), UploadLimits(max_examples=1000))
+    for good in ({}, {held_out_report.LOSS: -1.0, held_out_report.ROWS: 64.0}, {held_out_report.REFUSED: 2.0}):
+        assert check_upload(DecodedMessage(Payload({}), 4, good), UploadLimits(max_examples=1000)) == 4
 
 
 REFUSED = {
-    "dp": {"dp.clip": 1.0, "dp.noise": 1.0},
+    "dp": {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0},
     "method": {"method.name": "dp_fpl", "task.name": "clip-prompt"},
     "secure": {"secure.enabled": True},
 }
@@ -149,7 +165,69 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_claim_and_a_sum_have_no_scores_of_single_sites(what):
     config = parse({**REFUSED[what], "evaluate.held-out": 0.1})
-    method = strategies.create(config.method.name, config.method.fields)
+    method = strategies.create_method(config.method.name, config.method.params)
     with pytest.raises(ConfigError, match=r"evaluate.held-out: expected 0 with .*; leave it out, and score on the"):
-        checked_claim(method, config, True)
-    checked_claim(method, parse(REFUSED[what]), True)
+        check_guarantee(method, config, True)
+    check_guarantee(method, parse(REFUSED[what]), True)
+
+
+KEY = bytes(range(32))
+
+
+def rows(count: int) -> list[str]:
+    return [f"row {i}" for i in range(count)]
+
+
+def origins(count: int, file: str = "a.jsonl") -> list[ExampleOrigin]:
+    return [ExampleOrigin(file, i + 1) for i in range(count)]
+
+
+def test_each_row_is_on_one_side_that_its_own_name_decides():
+    split = split_held_out(rows(1000), origins(1000), KEY, 0.3)
+    expected = []
+    for i in range(1000):
+        drawn = hashlib.blake2b(f"{i + 1} a.jsonl".encode(), digest_size=8, key=KEY).digest()
+        expected += [f"row {i}"] if int.from_bytes(drawn, "little") / 2**64 < 0.3 else []
+    assert list(split.held) == expected
+    assert sorted([*split.trained, *split.held]) == sorted(rows(1000))
+    assert not set(split.trained) & set(split.held)
+    assert 240 < len(split.held) < 360  # four deviations
+
+
+def test_rows_that_are_appended_move_no_other_one():
+    before, after = (split_held_out(rows(n), origins(n), KEY, 0.5) for n in (400, 900))
+    assert set(before.held) <= set(after.held)
+    assert set(before.trained) <= set(after.trained)
+
+
+def test_another_run_s_key_and_another_file_hold_out_other_rows():
+    sides = [set(split_held_out(rows(600), origins(600, f), k, 0.5).held)
+             for f, k in (("a", KEY), ("a", KEY[::-1]), ("b", KEY))]  # fmt: skip
+    assert len({frozenset(side) for side in sides}) == 3
+
+
+@pytest.mark.parametrize("count,part", [(0, 0.5), (100, 0.3), (LEAST_ROWS - 1, 1.0), (200, 1.0)])
+def test_too_few_rows_are_all_trained_on(count, part):
+    split = split_held_out(rows(count), origins(count), KEY, part)
+    assert list(split.trained) == rows(count)
+    assert len(split.held) == 0
+
+
+def test_rows_of_no_file_count_by_their_place():
+    split = split_held_out(rows(300), [None] * 300, KEY, 0.5)
+    assert LEAST_ROWS <= len(split.held) < 300
+
+
+@pytest.mark.parametrize("others", [99, 101])
+def test_other_origins_than_rows_are_an_error(others):
+    with pytest.raises(ValueError, match="zip"):
+        split_held_out(rows(100), origins(others), KEY, 0.5)
+
+
+def test_a_part_of_the_rows_is_read_as_a_list_is():
+    chosen = ExampleSubset(rows(10), [1, 4, 7, 9])
+    assert len(chosen) == 4
+    assert chosen[2] == "row 7"
+    assert chosen[-1] == "row 9"
+    assert chosen[1:3] == ["row 4", "row 7"]
+    assert list(chosen) == ["row 1", "row 4", "row 7", "row 9"]

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from fedveil import config as run_config
 from fedveil import strategies
-from fedveil.adapters.lora import Lora
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.errors import ConfigError
-from fedveil.rng import Stream
-from fedveil.tasks import load
+from fedveil.rng import RandomStream
+from fedveil.tasks import load_task
 from fedveil.tasks.text_generation import TextGeneration
-from fedveil.training import optimisers
+from fedveil.training import optimizers
 from tests.conftest import ROOT
 
 KEY = bytes(range(32))
-DROPPING = Lora(rank=3, alpha=6.0, dropout=0.4)
+DROPPING = LoraAdapter(rank=3, alpha=6.0, dropout=0.4)
 
 
 def model() -> torch.nn.Module:
@@ -41,7 +41,7 @@ def fill(parameters) -> None:
 @pytest.mark.parametrize("rslora,scale", [(False, 1.5), (True, 3.0)])
 def test_a_model_computes_as_pefts_own_and_as_with_the_product_added(rslora, scale):
     """alpha = 6, rank 4: 6 / 4 and 6 / 2."""
-    adapter = Lora(rank=4, alpha=6.0, rslora=rslora)
+    adapter = LoraAdapter(rank=4, alpha=6.0, rslora=rslora)
     assert adapter.scale == scale
     ours, merged, ids = model(), model(), torch.arange(12).view(2, 6)
     trained = adapter.attach(ours)
@@ -71,14 +71,14 @@ def test_a_model_computes_as_pefts_own_and_as_with_the_product_added(rslora, sca
 )
 def test_fields_are_checked(fields, match):
     with pytest.raises(ConfigError, match=match):
-        Lora(**fields)
+        LoraAdapter(**fields)
 
 
 @pytest.fixture(scope="module")
 def task() -> TextGeneration:
-    found = load(run_config.parse({}), DROPPING, "cpu")
-    assert isinstance(found, TextGeneration)
-    return found
+    text_task = load_task(run_config.parse({}), DROPPING, "cpu")
+    assert isinstance(text_task, TextGeneration)
+    return text_task
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def trained(task, monkeypatch):
         flat = {"train.batch-size": 4, "run.deterministic": True} | {f"train.{k}": v for k, v in keys.items()}
         monkeypatch.setattr(task, "config", run_config.parse(flat))
         monkeypatch.setattr(task, "adapter", adapter)
-        local = task.trainer(rows, Stream(key))
+        local = task.trainer(rows, RandomStream(key))
         return [local.train(start) for _ in range(times)][-1]
 
     return train
@@ -112,17 +112,17 @@ def test_a_deterministic_turn_repeats_and_another_drops_other_entries(trained, m
     assert not same(first, plain)
     assert first.report["loss_received"] == plain.report["loss_received"]  # scoring drops nothing
     assert first.report["loss_trained"] != plain.report["loss_trained"]
-    monkeypatch.setattr("fedveil.rng.Stream.split", lambda self, purpose: Stream(bytes(32)))
+    monkeypatch.setattr("fedveil.rng.RandomStream.split", lambda self, purpose: RandomStream(bytes(32)))
     assert not same(first, trained())  # in the same batches
 
 
 def test_a_second_training_of_the_turn_drops_other_entries(task, trained, monkeypatch):
-    monkeypatch.setattr("fedveil.rows.batches.order", lambda rows, *_: list(range(len(rows))))
+    monkeypatch.setattr("fedveil.data.batches.epoch_order", lambda rows, *_: list(range(len(rows))))
     assert not same(trained(times=1), trained(times=2))
 
 
 def test_recomputed_layers_drop_the_same_entries_twice(trained):
-    assert same(trained(), trained(checkpointing=True))
+    assert same(trained(), trained(gradient_checkpointing=True))
 
 
 def test_dropout_is_off_after_a_training_also_one_that_an_error_ended(task, trained, monkeypatch):
@@ -146,7 +146,7 @@ def test_dropout_is_off_after_a_training_also_one_that_an_error_ended(task, trai
 
 
 def test_noisy_steps_with_dropout_are_refused():
-    config = run_config.parse({"method.name": "fedavg", "dp.clip": 1.0})
-    optimisers.check(strategies.create("fedavg", "adapter = {rslora = true, alpha = 4.0}"), config)
+    config = run_config.parse({"method.name": "fedavg", "dp.clip-norm": 1.0})
+    optimizers.check_optimizer(strategies.create_method("fedavg", "adapter = {rslora = true, alpha = 4.0}"), config)
     with pytest.raises(ConfigError, match=r"adapter\.dropout: expected 0 with dp\.\*.* leave it out"):
-        optimisers.check(strategies.create("fedavg", "adapter = {dropout = 0.1}"), config)
+        optimizers.check_optimizer(strategies.create_method("fedavg", "adapter = {dropout = 0.1}"), config)

@@ -12,20 +12,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil import config as run_config
-from fedveil.contract.trainer import Batch
-from fedveil.rng import Stream
-from fedveil.training import optimisers, per_sample
+from fedveil.contract.trainer import BatchIndices
+from fedveil.rng import RandomStream
+from fedveil.training import optimizers, per_example
 from tests.fedveil.training.small import KEY, apart, make
 from tests.prompt_toy import PromptTask, examples
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "keys", [{}, {"train__bucketing": True, "train__accumulate": 2}, {"train__checkpointing": True}]
+    "keys",
+    [{}, {"train__bucketing": True, "train__gradient_accumulation_steps": 2}, {"train__gradient_checkpointing": True}],
 )
 def test_a_gpu_trains_as_the_cpu_does(gpu, rows, start, keys):
-    here = make(train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
-    there = make(gpu, train__batch_size=4, **keys).trainer(rows, Stream(KEY)).train(start)
+    here = make(train__batch_size=4, **keys).trainer(rows, RandomStream(KEY)).train(start)
+    there = make(gpu, train__batch_size=4, **keys).trainer(rows, RandomStream(KEY)).train(start)
     assert {w.device.type for w in there.weights.values()} == {"cpu"}
     assert there.report["tokens"] == here.report["tokens"]
     assert there.report["loss_trained"] == pytest.approx(here.report["loss_trained"], rel=1e-3)
@@ -35,8 +36,8 @@ def test_a_gpu_trains_as_the_cpu_does(gpu, rows, start, keys):
 @pytest.mark.gpu
 def test_bf16_trains_as_fp32_does(gpu, rows, start):
     """Weights and their changes stay fp32; a loss of bf16 has three digits."""
-    plain = make(gpu, train__batch_size=4).trainer(rows, Stream(KEY)).train(start)
-    short = make(gpu, train__batch_size=4, train__precision="bf16").trainer(rows, Stream(KEY)).train(start)
+    plain = make(gpu, train__batch_size=4).trainer(rows, RandomStream(KEY)).train(start)
+    short = make(gpu, train__batch_size=4, train__precision="bf16").trainer(rows, RandomStream(KEY)).train(start)
     assert {w.dtype for w in short.weights.values()} == {torch.float32}
     assert short.report["loss_trained"] == pytest.approx(plain.report["loss_trained"], rel=2e-2)
     assert short.report["loss_trained"] != plain.report["loss_trained"]
@@ -48,10 +49,10 @@ def test_bf16_trains_as_fp32_does(gpu, rows, start):
 def test_a_quantised_base_trains_as_on_the_cpu(gpu, rows, start, quantised, bound):
     """Of 8 bits, bitsandbytes' kernels for CUDA multiply in fp16 and those for the CPU do not; both learn."""
     keys = {"train__batch_size": 4, "train__quantized_base": quantised}
-    here = make(**keys).trainer(rows, Stream(KEY)).train(start)
+    here = make(**keys).trainer(rows, RandomStream(KEY)).train(start)
     task = make(gpu, **keys)
     assert {type(m).__name__ for m in task.base.model.modules()} & {"Linear4bit", "Linear8bitLt"}
-    there = task.trainer(rows, Stream(KEY)).train(start)
+    there = task.trainer(rows, RandomStream(KEY)).train(start)
     assert there.report["loss_trained"] < there.report["loss_received"]
     assert there.report["loss_trained"] == pytest.approx(here.report["loss_trained"], rel=1e-2)
     assert apart(here.weights, there.weights, start) < bound
@@ -63,7 +64,7 @@ def held(device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
-    return sum(found.nbytes for found in gc.get_objects() if issubclass(type(found), torch.Tensor))
+    return sum(obj.nbytes for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))
 
 
 @pytest.mark.gpu
@@ -72,7 +73,7 @@ def test_a_training_gives_its_memory_back(gpu, rows, start):
     task = make(gpu, train__batch_size=4, train__max_steps=3)
     after = []
     for _ in range(3):
-        result = task.trainer(rows, Stream(KEY)).train(start)
+        result = task.trainer(rows, RandomStream(KEY)).train(start)
         del result
         after.append(held(gpu))
     assert after[0] > 0
@@ -86,7 +87,7 @@ def test_a_task_that_is_gone_gives_its_memory_back(gpu, rows, start):
     for _ in range(2):
         before = held(gpu)
         task = make(gpu, train__batch_size=4, train__max_steps=2)
-        task.trainer(rows, Stream(KEY)).train(start)
+        task.trainer(rows, RandomStream(KEY)).train(start)
         bases.append(held(gpu) - before)
         del task
         left.append(held(gpu))
@@ -115,14 +116,14 @@ def waits(device: str) -> Iterator[list[int]]:
             yield counted
         counted.append(reads.count)
         return
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield counted
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    counted.append(sum("called a synchronizing" in str(w.message) for w in found))
+    counted.append(sum("called a synchronizing" in str(w.message) for w in caught_warnings))
 
 
 @pytest.mark.gpu
@@ -144,7 +145,7 @@ def test_the_loss_and_its_gradient_wait_for_the_gpu_no_more_than_the_library(gpu
 @pytest.mark.gpu
 def test_adamw_is_fused_there_too(gpu):
     parameter = torch.nn.Parameter(torch.ones(3, device=gpu))
-    optimiser = optimisers.create([parameter], run_config.parse({}).train)
+    optimiser = optimizers.create([parameter], run_config.parse({}).train)
     assert optimiser.param_groups[0]["fused"]
     parameter.sum().backward()
     optimiser.step()
@@ -171,10 +172,12 @@ def test_each_rows_gradient_is_that_of_the_cpu(gpu, home, chosen):
     task = PromptTask()
     all_rows = task.encode(examples(7, scale=0.7))
     weights = {"prompt": torch.randn(6, 5, generator=torch.Generator().manual_seed(9))}
-    picked = [all_rows[i] for i in Batch(chosen).rows]
-    here = per_sample.gradients(task, task.spec, picked, weights)
+    picked = [all_rows[i] for i in BatchIndices(chosen).rows]
+    here = per_example.per_example_gradients(task, task.spec, picked, weights)
     at = gpu if home == "gpu" else "cpu"
-    there = per_sample.gradients(There(task, gpu), task.spec, picked, {n: w.to(at) for n, w in weights.items()})
+    there = per_example.per_example_gradients(
+        There(task, gpu), task.spec, picked, {n: w.to(at) for n, w in weights.items()}
+    )
     assert there.gradients["prompt"].device.type == at
     assert there.gradients["prompt"].shape == (len(chosen), 6, 5)
     torch.testing.assert_close(there.gradients["prompt"].cpu(), here.gradients["prompt"], rtol=1e-4, atol=1e-5)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from fedveil import rng, tasks
-from fedveil.adapters.lora import Lora
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.config import parse
 from fedveil.contract.method import RoundContext
-from fedveil.contract.spec import Weights
-from fedveil.federation.exchange import Exchange
-from fedveil.rng import Stream
+from fedveil.contract.param_spec import Weights
+from fedveil.federation.exchange import MessageExchange
+from fedveil.rng import RandomStream
 from fedveil.strategies.fedprox import FedProx
 from tests.conftest import ROOT
 
@@ -37,25 +37,25 @@ def by_hand(task, rows, start: Weights, batches: list[list[list[int]]]) -> dict[
 def test_fedprox_in_one_file_is_its_formula(accumulate):
     flat = {
         "train.batch-size": 4,
-        "train.accumulate": accumulate,
+        "train.gradient-accumulation-steps": accumulate,
         "train.learning-rate": 1e-2,
         "run.deterministic": True,
     }
-    task = tasks.load(parse(flat), Lora(2), "cpu")
+    task = tasks.load_task(parse(flat), LoraAdapter(2), "cpu")
     rows = task.encode(task.examples(ROOT / "data" / "e2e", "train")[:12])
     generator = torch.Generator().manual_seed(1)
     start = {n: 0.05 * torch.randn(s.shape, generator=generator) for n, s in task.spec.items()}
-    exchange = Exchange(FedProx(MU), "fedprox", task.spec)
+    exchange = MessageExchange(FedProx(MU), "fedprox", task.spec)
     ctx = RoundContext(0, "a", True, KEY)
-    server = exchange.method.init(task.spec, start, rng.initial(0, "m"))
-    _, parts = exchange.participate(exchange.broadcast(server, ctx), None, task.trainer(rows, Stream(KEY)), ctx)
+    server = exchange.method.init(task.spec, start, rng.initial_stream(0, "m"))
+    _, parts = exchange.participate(exchange.broadcast(server, ctx), None, task.trainer(rows, RandomStream(KEY)), ctx)
     sent = exchange.receive(b"".join(parts), 0).payload.fields
 
-    order = torch.randperm(12, generator=Stream(KEY).torch_generator()).tolist()
+    order = torch.randperm(12, generator=RandomStream(KEY).torch_generator()).tolist()
     batches = [order[i : i + 4] for i in range(0, 12, 4)]
     steps = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
     expected = by_hand(task, rows, start, steps)
-    plain = task.trainer(rows, Stream(KEY)).train(start).weights
+    plain = task.trainer(rows, RandomStream(KEY)).train(start).weights
     for name in task.spec:
         torch.testing.assert_close(sent[name], expected[name], rtol=1e-5, atol=1e-6)
     assert max(float((sent[n] - plain[n]).abs().max()) for n in task.spec) > 1e-3  # the term was there

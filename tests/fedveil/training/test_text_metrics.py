@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.training.text_metrics import captions, cider_d, cider_r, exact_match, score, words
+from fedveil.training.text_metrics import cider_d, cider_r, exact_match, score_captions, score_texts, tokenize_words
 
 WORDS = ["the", "mill", "pub", "cheap", "riverside", "."]
 SENTENCE = st.lists(st.sampled_from(WORDS), max_size=7)
 
 
 def test_words_split_like_the_treebank():
-    assert words("It's family-friendly, costs £20-25!") == [
+    assert tokenize_words("It's family-friendly, costs £20-25!") == [
         "it", "'s", "family-friendly", ",", "costs", "£", "20-25", "!",
     ]  # fmt: skip
-    assert words("Café Rouge: 3.5 stars.") == ["café", "rouge", ":", "3.5", "stars", "."]
-    assert words("") == []
+    assert tokenize_words("Café Rouge: 3.5 stars.") == ["café", "rouge", ":", "3.5", "stars", "."]
+    assert tokenize_words("") == []
 
 
 def test_cider_d_by_hand():
@@ -51,7 +51,7 @@ def test_cider_r_by_hand():
 
 def alone(candidate: str, reference: str) -> float:
     """CIDEr-R beside a second source that has no word of either."""
-    return cider_r([words(candidate), ["x"]], [[words(reference)], [["x"]]])[0]
+    return cider_r([tokenize_words(candidate), ["x"]], [[tokenize_words(reference)], [["x"]]])[0]
 
 
 def test_repeating_costs_in_cider_r():
@@ -68,14 +68,14 @@ def test_repeating_costs_in_cider_r():
 
 def test_length_in_cider_r_is_relative_to_the_reference():
     """Half as long: the same share of the cosine is left, however long the reference; CIDEr-D leaves ever less."""
-    kept = []
+    score_ratios = []
     for size in (4, 8, 16):
         reference = [f"w{i}" for i in range(2 * size)]
         texts = [reference[:size], ["x"]], [[reference], [["x"]]]
         cosine = statistics.fmean(math.sqrt((size - n) / (2 * size - n)) for n in range(4))
-        kept.append((cider_r(*texts)[0] / cosine, cider_d(*texts)[0] / cosine))
-    assert [of_r for of_r, _ in kept] == pytest.approx([10 * math.exp(-1 / 4) ** 0.2] * 3)
-    assert kept[0][1] > kept[1][1] > kept[2][1]
+        score_ratios.append((cider_r(*texts)[0] / cosine, cider_d(*texts)[0] / cosine))
+    assert [of_r for of_r, _ in score_ratios] == pytest.approx([10 * math.exp(-1 / 4) ** 0.2] * 3)
+    assert score_ratios[0][1] > score_ratios[1][1] > score_ratios[2][1]
 
 
 def gaussian(candidate: list[str], reference: list[str]) -> float:
@@ -145,36 +145,36 @@ def test_a_text_of_the_reference_s_words_has_no_penalty_in_either(pairs):
 
 def test_a_copy_of_the_only_reference_scores_full_marks():
     sentences = ["The Mill is a cheap pub by the river .", "Bibimbap House serves English food near Clare Hall ."]
-    scores = score(sentences, [[s] for s in sentences])
+    scores = score_texts(sentences, [[s] for s in sentences])
     assert scores["bleu"] == pytest.approx(100)
     assert scores["rouge_l"] == pytest.approx(1)
     assert scores["cider"] == pytest.approx(10)
     assert scores["meteor"] > 0.99
-    assert captions(sentences, [[s] for s in sentences])["cider_r"] == pytest.approx(10)
-    swapped = score(sentences[::-1], [[s] for s in sentences])
+    assert score_captions(sentences, [[s] for s in sentences])["cider_r"] == pytest.approx(10)
+    swapped = score_texts(sentences[::-1], [[s] for s in sentences])
     assert all(swapped[name] < scores[name] / 2 for name in scores)
 
 
 def test_more_references_count_each_on_its_own():
     """The best reference decides rouge_l; a source may have more of them than another."""
     candidates = ["a cheap pub", "the riverside"]
-    one = score(candidates, [["nothing alike here"], ["the riverside"]])
-    two = score(candidates, [["nothing alike here", "a cheap pub"], ["the riverside"]])
+    one = score_texts(candidates, [["nothing alike here"], ["the riverside"]])
+    two = score_texts(candidates, [["nothing alike here", "a cheap pub"], ["the riverside"]])
     assert one["rouge_l"] == pytest.approx(0.5)
     assert two["rouge_l"] == pytest.approx(1.0)
 
 
 def test_meteor_matches_stems_without_wordnet():
-    assert score(["he walks"], [["he walked"]])["meteor"] > score(["he runs"], [["he walked"]])["meteor"]
+    assert score_texts(["he walks"], [["he walked"]])["meteor"] > score_texts(["he runs"], [["he walked"]])["meteor"]
 
 
 def test_empty_candidates_score_nothing():
-    assert set(score(["", ""], [["a pub"], ["the mill"]]).values()) == {0.0}
+    assert set(score_texts(["", ""], [["a pub"], ["the mill"]]).values()) == {0.0}
 
 
 def test_a_source_without_reference_is_refused():
     with pytest.raises(ValueError, match="found 2 and 2"):
-        score(["a", "b"], [["a"], []])
+        score_texts(["a", "b"], [["a"], []])
 
 
 def test_exact_match_by_hand():
@@ -186,9 +186,9 @@ def test_exact_match_by_hand():
 
 def test_captions_by_hand():
     """One candidate of four words, three of them in the reference, two pairs, one triple, no four in a row."""
-    found = captions(["a red boat sinks"], [["a red boat floats"]])
-    assert set(found) == {"bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider", "cider_r"}
-    assert found["bleu_1"] == pytest.approx(75.0)
-    assert found["bleu_2"] == pytest.approx(100 * (3 / 4 * 2 / 3) ** (1 / 2))
-    assert found["bleu_3"] == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3))
-    assert found["rouge_l"] == pytest.approx(0.75)
+    scores = score_captions(["a red boat sinks"], [["a red boat floats"]])
+    assert set(scores) == {"bleu_1", "bleu_2", "bleu_3", "bleu_4", "rouge_l", "cider", "cider_r"}
+    assert scores["bleu_1"] == pytest.approx(75.0)
+    assert scores["bleu_2"] == pytest.approx(100 * (3 / 4 * 2 / 3) ** (1 / 2))
+    assert scores["bleu_3"] == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3))
+    assert scores["rouge_l"] == pytest.approx(0.75)

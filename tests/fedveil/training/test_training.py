@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedveil import config as run_config
 from fedveil import strategies
+from fedveil.data import batches
 from fedveil.errors import ConfigError, TaskError
-from fedveil.rng import Stream
-from fedveil.rows import batches
-from fedveil.tasks import load
+from fedveil.rng import RandomStream
+from fedveil.tasks import load_task
 from fedveil.tasks.text_generation import TextGeneration
-from fedveil.training import optimisers, per_sample, progress
+from fedveil.training import loss_log, optimizers, per_example
 from tests.fedveil.training.small import KEY, gradients, make
 
 
@@ -27,11 +27,11 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
     """The naive twin: batches in the drawn order, one AdamW step each, the loss picked out by a mask of labels."""
     task = configured(train__batch_size=8, train__epochs=2, train__learning_rate=1e-3)
     seen = []
-    result = task.trainer(rows, Stream(KEY), seen.append).train(start)
+    result = task.trainer(rows, RandomStream(KEY), seen.append).train(start)
 
     task.base.put(start)
     optimiser = torch.optim.AdamW(list(task.base.trained.values()), lr=1e-3, weight_decay=1e-6, fused=True)
-    generator = Stream(KEY).torch_generator()
+    generator = RandomStream(KEY).torch_generator()
     losses = []
     for _ in range(2):
         shuffled = torch.randperm(29, generator=generator).tolist()
@@ -61,10 +61,12 @@ def test_the_defaults_are_a_plain_loop_bit_for_bit(configured, rows, start):
 def test_accumulated_batches_step_as_one_batch_of_all_their_rows(configured, rows, start):
     """29 rows, 4 x 3 a step: the third step has 5 rows in batches of 3 and 2."""
     joint = (
-        configured(train__batch_size=12, train__epochs=2, train__max_steps=4).trainer(rows, Stream(KEY)).train(start)
+        configured(train__batch_size=12, train__epochs=2, train__max_steps=4)
+        .trainer(rows, RandomStream(KEY))
+        .train(start)
     )
-    task = configured(train__batch_size=3, train__accumulate=4, train__epochs=2, train__max_steps=4)
-    parts = task.trainer(rows, Stream(KEY)).train(start)
+    task = configured(train__batch_size=3, train__gradient_accumulation_steps=4, train__epochs=2, train__max_steps=4)
+    parts = task.trainer(rows, RandomStream(KEY)).train(start)
     assert (parts.report["steps"], parts.report["tokens"]) == (4, joint.report["tokens"])
     assert parts.report["loss_trained"] == pytest.approx(joint.report["loss_trained"], rel=1e-6)
     # AdamW's first steps follow the sign of a gradient, so where one is rounding noise the weights differ by the rate.
@@ -79,9 +81,9 @@ def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, m
     monkeypatch.setattr(
         torch.optim.AdamW, "step", lambda self: given.append([p.grad.clone() for p in self.param_groups[0]["params"]])
     )
-    task = configured(train__batch_size=2, train__accumulate=3, train__max_steps=1)
-    task.trainer(rows[:6], Stream(KEY)).train(start)
-    chosen = next(task.trainer(rows[:6], Stream(KEY))._batches())
+    task = configured(train__batch_size=2, train__gradient_accumulation_steps=3, train__max_steps=1)
+    task.trainer(rows[:6], RandomStream(KEY)).train(start)
+    chosen = next(task.trainer(rows[:6], RandomStream(KEY))._batches())
     joint = gradients(task, chosen)
     means = [gradients(task, chosen[i : i + 2]) for i in (0, 2, 4)]
     assert len(given) == 1
@@ -92,8 +94,8 @@ def test_the_accumulated_gradient_is_no_mean_of_means(configured, rows, start, m
 
 
 def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, monkeypatch):
-    task = configured(train__batch_size=4, train__accumulate=2, train__max_steps=1)
-    expected = task.trainer(rows, Stream(KEY)).train(start)
+    task = configured(train__batch_size=4, train__gradient_accumulation_steps=2, train__max_steps=1)
+    expected = task.trainer(rows, RandomStream(KEY)).train(start)
     honest, seen = task.loss_sum, itertools.count(1)
 
     def loss_sum(batch):
@@ -103,9 +105,9 @@ def test_what_an_error_left_of_a_gradient_is_dropped(configured, rows, start, mo
 
     monkeypatch.setattr(task, "loss_sum", loss_sum)
     with pytest.raises(MemoryError):
-        task.trainer(rows, Stream(KEY)).train(start)
+        task.trainer(rows, RandomStream(KEY)).train(start)
     assert any(p.grad is not None for p in task.trained.values())
-    again = task.trainer(rows, Stream(KEY)).train(start)
+    again = task.trainer(rows, RandomStream(KEY)).train(start)
     assert all(torch.equal(again.weights[n], expected.weights[n]) for n in start)
 
 
@@ -123,18 +125,20 @@ def poisoned(task: TextGeneration, monkeypatch: pytest.MonkeyPatch, at: int) -> 
 @pytest.mark.parametrize("every", [0.0, 3600.0])
 def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, monkeypatch, every):
     """However late it is read, and although every loss after it is no number either."""
-    monkeypatch.setattr(progress, "_READ_SECONDS", every)
-    task = configured(train__batch_size=2, train__accumulate=2, train__epochs=1, train__learning_rate=0.05)
+    monkeypatch.setattr(loss_log, "_READ_SECONDS", every)
+    task = configured(
+        train__batch_size=2, train__gradient_accumulation_steps=2, train__epochs=1, train__learning_rate=0.05
+    )
     poisoned(task, monkeypatch, at=5)
     seen = []
-    third = torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[8:12]
+    third = torch.randperm(29, generator=RandomStream(KEY).torch_generator()).tolist()[8:12]
     named = ", ".join(str(row + 1) for row in sorted(third))
     expected = (
         f"train.learning-rate: expected a finite loss, found nan at step 3 with 0.05, made from this site's rows "
-        f"{named}; lower it, set train.max-gradient-norm, or mend a row that is not as the others"
+        f"{named}; lower it, set train.max-grad-norm, or mend a row that is not as the others"
     )
     with pytest.raises(TaskError) as error:
-        task.trainer(rows, Stream(KEY), seen.append).train(start)
+        task.trainer(rows, RandomStream(KEY), seen.append).train(start)
     assert str(error.value) == expected
     assert [step.step for step in seen] == ([1, 2] if every == 0 else [])
     assert all(p.grad is None for p in task.trained.values())
@@ -143,7 +147,7 @@ def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, mon
 @pytest.mark.long
 def test_weights_that_the_last_step_broke_do_not_leave(configured, rows, start, monkeypatch):
     """Its loss is finite, its gradient is not; and of many rows a few are named."""
-    task = configured(train__batch_size=1, train__accumulate=40, train__epochs=2, train__max_steps=2)
+    task = configured(train__batch_size=1, train__gradient_accumulation_steps=40, train__epochs=2, train__max_steps=2)
     honest, seen = task.loss_sum, itertools.count(1)
 
     def loss_sum(batch):
@@ -153,30 +157,30 @@ def test_weights_that_the_last_step_broke_do_not_leave(configured, rows, start, 
         return loss
 
     monkeypatch.setattr(task, "loss_sum", loss_sum)
-    monkeypatch.setattr(progress, "_NAMED", 3)
+    monkeypatch.setattr(loss_log, "_NAMED", 3)
     many = [*rows, *rows[:11]]
     with pytest.raises(TaskError, match=r"finite weight, found another in the result at step 2 .* 1, 2, 3 and 37 more"):
-        task.trainer(many, Stream(KEY)).train(start)
+        task.trainer(many, RandomStream(KEY)).train(start)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0.0, [1, 2, 3, 4, 5]), (3600.0, [5])])
 def test_the_watch_sees_the_last_step_once(configured, rows, start, monkeypatch, every, steps):
-    monkeypatch.setattr(progress, "_READ_SECONDS", every)
+    monkeypatch.setattr(loss_log, "_READ_SECONDS", every)
     seen = []
-    task = configured(train__batch_size=3, train__accumulate=2)
-    result = task.trainer(rows, Stream(KEY), seen.append).train(start)
+    task = configured(train__batch_size=3, train__gradient_accumulation_steps=2)
+    result = task.trainer(rows, RandomStream(KEY), seen.append).train(start)
     assert [step.step for step in seen] == steps
     assert {step.steps for step in seen} == {5}
     assert all(a.tokens < b.tokens and a.seconds < b.seconds for a, b in itertools.pairwise(seen))
     assert seen[-1].tokens == result.report["tokens"] == sum(len(row.ids) for row in rows)
     nothing = []
-    configured(train__epochs=0).trainer(rows, Stream(KEY), nothing.append).train(start)
+    configured(train__epochs=0).trainer(rows, RandomStream(KEY), nothing.append).train(start)
     assert nothing == []
 
 
 def test_what_the_watch_raises_ends_the_training(configured, rows, start, monkeypatch):
-    monkeypatch.setattr(progress, "_READ_SECONDS", 0.0)
-    task = configured(train__batch_size=2, train__checkpointing=True)
+    monkeypatch.setattr(loss_log, "_READ_SECONDS", 0.0)
+    task = configured(train__batch_size=2, train__gradient_checkpointing=True)
     seen = []
 
     def stop(step):
@@ -185,7 +189,7 @@ def test_what_the_watch_raises_ends_the_training(configured, rows, start, monkey
             raise InterruptedError("enough")
 
     with pytest.raises(InterruptedError, match="enough"):
-        task.trainer(rows, Stream(KEY), stop).train(start)
+        task.trainer(rows, RandomStream(KEY), stop).train(start)
     assert seen == [1, 2]
     assert not any(m.training for m in task.base.model.modules())
     assert all(p.grad is None for p in task.trained.values())
@@ -233,22 +237,22 @@ def test_batches_are_made_one_ahead_in_a_thread():
         return 10 * i
 
     got = []
-    made = batches.ahead(range(5), work)
+    made = batches.prefetch(range(5), work)
     for _ in range(3):
         got.append(next(made))
         assert begun[len(got)].wait(5)
     with pytest.raises(ValueError, match="row 3"):
         next(made)
     assert got == [0, 10, 20]
-    assert list(batches.ahead([], work)) == []
+    assert list(batches.prefetch([], work)) == []
 
 
 def test_loss_on_all_learns_the_sources_too_and_scores_the_targets(configured, rows, start):
     """By hand: every token of a row but its first, from the logits before it."""
-    plain = configured(train__batch_size=4).trainer(rows, Stream(KEY)).gradient(start)
-    task = configured(train__batch_size=4, train__loss_on="all")
-    found = task.trainer(rows, Stream(KEY)).gradient(start)
-    chosen = [rows[i] for i in torch.randperm(29, generator=Stream(KEY).torch_generator()).tolist()[:4]]
+    plain = configured(train__batch_size=4).trainer(rows, RandomStream(KEY)).gradient(start)
+    task = configured(train__batch_size=4, train__loss_mask="all")
+    result = task.trainer(rows, RandomStream(KEY)).gradient(start)
+    chosen = [rows[i] for i in torch.randperm(29, generator=RandomStream(KEY).torch_generator()).tolist()[:4]]
     task.base.put(start)
     terms = []
     for row in chosen:
@@ -257,24 +261,24 @@ def test_loss_on_all_learns_the_sources_too_and_scores_the_targets(configured, r
     loss = torch.cat(terms).mean()
     loss.backward()
     for name, p in task.trained.items():
-        torch.testing.assert_close(found.weights[name], p.grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(result.weights[name], p.grad, rtol=1e-3, atol=1e-6)
         p.grad = None
-    assert found.report["loss_received"] == pytest.approx(loss.item(), rel=1e-5)
-    assert found.report["loss_received"] != pytest.approx(plain.report["loss_received"], rel=1e-2)
-    other = make(train__loss_on="all")  # rows have no gradients once a base was recomputed
-    samples = per_sample.gradients(other, other.spec, chosen, start)
+    assert result.report["loss_received"] == pytest.approx(loss.item(), rel=1e-5)
+    assert result.report["loss_received"] != pytest.approx(plain.report["loss_received"], rel=1e-2)
+    other = make(train__loss_mask="all")  # rows have no gradients once a base was recomputed
+    samples = per_example.per_example_gradients(other, other.spec, chosen, start)
     assert samples.losses.tolist() == pytest.approx([of.mean().item() for of in terms], rel=1e-4)
-    trained = task.trainer(rows, Stream(KEY)).train(start)
-    on_targets = configured().trainer(rows, Stream(KEY)).train(start).report["loss_received"]
+    trained = task.trainer(rows, RandomStream(KEY)).train(start)
+    on_targets = configured().trainer(rows, RandomStream(KEY)).train(start).report["loss_received"]
     assert trained.report["loss_received"] == pytest.approx(on_targets, rel=1e-6)  # to rounding, which CPUs differ in
 
 
 @pytest.mark.parametrize("name", ["vision-language", "image-classification", "clip-prompt"])
 def test_tasks_without_sources_refuse_a_loss_on_them(name):
-    method = strategies.create("promptfl" if name == "clip-prompt" else "fedavg")
-    config = run_config.parse({"task.name": name, "train.loss-on": "all"})
-    with pytest.raises(ConfigError, match=f"train.loss-on: expected 'targets' with the task \"{name}\", found 'all'"):
-        load(config, method.adapter, "cpu")
+    method = strategies.create_method("promptfl" if name == "clip-prompt" else "fedavg")
+    config = run_config.parse({"task.name": name, "train.loss-mask": "all"})
+    with pytest.raises(ConfigError, match=f"train.loss-mask: expected 'targets' with the task \"{name}\", found 'all'"):
+        load_task(config, method.adapter, "cpu")
 
 
 @pytest.mark.long
@@ -291,17 +295,21 @@ def test_a_gradient_is_clipped_once_a_step_with_the_penalty_and_without_what_is_
             [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.param_groups[0]["params"]]
         ),
     )
-    held = {name: torch.ones_like(w, dtype=torch.bool) for name, w in start.items() if ".h.1." in name}
+    frozen_masks = {name: torch.ones_like(w, dtype=torch.bool) for name, w in start.items() if ".h.1." in name}
     penalty = lambda weights: 0.3 * sum(w.square().sum() for w in weights.values())  # noqa: E731
-    keys = {"train__batch_size": 4, "train__accumulate": accumulate, "train__max_steps": 2}
+    keys = {"train__batch_size": 4, "train__gradient_accumulation_steps": accumulate, "train__max_steps": 2}
 
     def gradients_of(limit: float) -> list[torch.Tensor]:
         given.clear()
-        configured(**keys, train__max_gradient_norm=limit).trainer(rows, Stream(KEY)).train(start, held, penalty)
+        configured(**keys, train__max_grad_norm=limit).trainer(rows, RandomStream(KEY)).train(
+            start, frozen_masks, penalty
+        )
         assert len(given) == 2
         return given[0]
 
-    free = [torch.zeros_like(g) if name in held else g for name, g in zip(start, gradients_of(0.0), strict=True)]
+    free = [
+        torch.zeros_like(g) if name in frozen_masks else g for name, g in zip(start, gradients_of(0.0), strict=True)
+    ]
     norm = float(torch.cat([g.flatten() for g in free]).norm())
     for got, expected in zip(gradients_of(norm / 5), free, strict=True):
         torch.testing.assert_close(got, expected / 5, rtol=1e-4, atol=1e-8)
@@ -313,7 +321,10 @@ def test_a_gradient_is_clipped_once_a_step_with_the_penalty_and_without_what_is_
     ("keys", "message"),
     [
         ({"train__quantized_base": "4bit"}, 'expected false with train.quantized-base = "4bit", found true; set'),
-        ({"train__checkpointing": True}, "expected false with train.checkpointing = true, found true; torch cannot"),
+        (
+            {"train__gradient_checkpointing": True},
+            "expected false with train.gradient-checkpointing = true, found true; torch cannot",
+        ),
         ({"run__deterministic": True}, "expected false with run.deterministic = true, found true; a compiled"),
     ],
 )
@@ -329,21 +340,21 @@ def test_a_machine_that_cannot_compile_says_so_before_the_first_step(rows, start
     monkeypatch.setattr(torch, "compile", broken)
     task = make(train__compile=True)
     with pytest.raises(ConfigError, match=r"train.compile: expected a machine .* it fails \(no C\+\+ compiler\); inst"):
-        task.trainer(rows, Stream(KEY)).train(start)
+        task.trainer(rows, RandomStream(KEY)).train(start)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_model_trains_as_the_plain_one(configured, rows, start):
-    plain = configured(train__batch_size=4).trainer(rows, Stream(KEY)).train(start)
-    compiled = make(train__batch_size=4, train__compile=True).trainer(rows, Stream(KEY)).train(start)
+    plain = configured(train__batch_size=4).trainer(rows, RandomStream(KEY)).train(start)
+    compiled = make(train__batch_size=4, train__compile=True).trainer(rows, RandomStream(KEY)).train(start)
     assert compiled.report["loss_trained"] == pytest.approx(plain.report["loss_trained"], rel=1e-4)
     assert compiled.report["loss_received"] == plain.report["loss_received"]  # scoring stays as it is
 
 
 def test_adamw_is_fused_on_a_cpu_too(task):
-    group = optimisers.create(list(task.trained.values()), task.config.train).param_groups[0]
+    group = optimizers.create(list(task.trained.values()), task.config.train).param_groups[0]
     assert group["fused"]
     assert (group["lr"], group["weight_decay"]) == (3e-4, 1e-6)
-    with pytest.raises(ConfigError, match="train.accumulate: .*found 0"):
-        run_config.parse({"train.accumulate": 0})
+    with pytest.raises(ConfigError, match="train.gradient-accumulation-steps: .*found 0"):
+        run_config.parse({"train.gradient-accumulation-steps": 0})

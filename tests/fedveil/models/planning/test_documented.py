@@ -1,4 +1,4 @@
-"""The tables of docs/deploy.md are what the planning says."""
+"""The tables of docs/sizing.md are what the planning says."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 import pytest
 
 from fedveil import strategies
-from fedveil.adapters.lora import Lora
+from fedveil.adapters.lora import LoraAdapter
 from fedveil.config import parse
-from fedveil.federation.exchange import Exchange
-from fedveil.federation.summed.summands import Slots
-from fedveil.models.planning import base, memory, work
-from fedveil.models.planning.settings import Settings
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.flatten import VectorLayout
+from fedveil.models.planning import flops, memory, meta_model
+from fedveil.models.planning.model_config import ModelConfig
 from tests.conftest import ROOT
-from tests.fedveil.models.planning.test_base import EIGHT, SEVENTY
+from tests.fedveil.models.planning.test_meta_model import EIGHT, SEVENTY
 
-TEXT = (ROOT / "docs" / "deploy.md").read_text().partition("### Before there is a machine")[2]
-CONFIG = parse({"train.quantized-base": "4bit", "train.precision": "bf16", "train.checkpointing": True,
+TEXT = (ROOT / "docs" / "sizing.md").read_text().partition("## Plan before there is a machine")[2]
+CONFIG = parse({"train.quantized-base": "4bit", "train.precision": "bf16", "train.gradient-checkpointing": True,
                 "train.batch-size": 4, "task.max-tokens": 512})  # fmt: skip
 
 
@@ -30,9 +30,9 @@ def row(name: str, text: str = TEXT) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (1, SEVENTY)])
 def test_memory_by_part_and_seconds(column, settings):
-    plan = memory.plan(settings, CONFIG, Lora(), on_gpu=True)
+    plan = memory.plan_memory(settings, CONFIG, LoraAdapter(), on_gpu=True)
     parts = {part.name: part.nbytes / 1e9 for part in plan.phases["training"]}
-    assert row("parameters")[column] == f"{base.of(settings).parameters:,}"
+    assert row("parameters")[column] == f"{meta_model.build_meta_model(settings).parameters:,}"
     trained = ("adapter, fp32", "gradients beyond what is kept", "states of adamw")
     for name, wanted in {
         "base in 4 bits": ["base, NF4, the rest bf16"],
@@ -44,15 +44,15 @@ def test_memory_by_part_and_seconds(column, settings):
     }.items():
         assert row(name)[column] == f"{sum(parts[part] for part in wanted):.3f}", name
     assert row("while it scores")[column] == f"{plan.needs('scoring') / 1e9:.3f}"
-    four = memory.plan(settings, CONFIG, Lora(), on_gpu=True, ranks=memory.Ranks(4))
+    four = memory.plan_memory(settings, CONFIG, LoraAdapter(), on_gpu=True, ranks=memory.RankLayout(4))
     assert row("4 GPUs, the base on each")[column] == f"{four.needed / 1e9:.3f}"
     whole = parse({**CONFIG.flat(), "train.quantized-base": "none"})
-    split = memory.plan(settings, whole, Lora(), on_gpu=True, ranks=memory.Ranks(4, is_split=True))
+    split = memory.plan_memory(settings, whole, LoraAdapter(), on_gpu=True, ranks=memory.RankLayout(4, is_split=True))
     assert row("4 GPUs, the base in bf16")[column] == f"{split.needed / 1e9:.3f}"
-    done = work.of(settings, CONFIG, Lora(), 1000)
+    done = flops.training_flops(settings, CONFIG, LoraAdapter(), 1000)
     assert f"{(done.training + done.scoring) / 1e12:,.0f}" in TEXT
     for gpus in (1, 4):
-        assert f"{done.seconds(300e12, gpus):.0f}" in TEXT.partition("A round of 1,000 rows")[2][:400]
+        assert f"{done.seconds(300e12, gpus):.0f}" in TEXT.partition("A round of 1,000 examples")[2][:400]
 
 
 EIGHT_BITS = "upload_bits = 8"
@@ -75,19 +75,19 @@ MESSAGES = [
 ]  # fmt: skip
 
 
-def exchange(name: str, fields: str, settings: Settings) -> Exchange:
-    method = strategies.create(name, fields)
-    return Exchange(method, name, base.spec(settings, method.adapter))
+def exchange(name: str, fields: str, settings: ModelConfig) -> MessageExchange:
+    method = strategies.create_method(name, fields)
+    return MessageExchange(method, name, meta_model.param_specs(settings, method.adapter))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (2, SEVENTY)])
 def test_bytes_of_messages(column, settings):
     for words, name, fields, downloaded, variants in MESSAGES:
-        found = exchange(name, fields, settings)
-        down, up = found.sizes("down"), found.sizes("up")
-        said = row(words)[column : column + 2]
-        assert said == [f"{down[downloaded]:,}", " or ".join(f"{up[v]:,}" for v in variants)], (name, fields)
+        message_exchange = exchange(name, fields, settings)
+        down, up = message_exchange.sizes("down"), message_exchange.sizes("up")
+        table_cells = row(words)[column : column + 2]
+        assert table_cells == [f"{down[downloaded]:,}", " or ".join(f"{up[v]:,}" for v in variants)], (name, fields)
     pairs, three = (exchange("fedavg", f"adapter = {{rank = {r}}}", settings).largest("down") for r in (8, 3 * 8))
     for words, name in (("FedEx-LoRA, a", "fedex_lora"), ("FLoRA, a", "flora")):
         sizes = exchange(name, "", settings).sizes("down")
@@ -98,23 +98,26 @@ def test_bytes_of_messages(column, settings):
 @pytest.mark.long
 @pytest.mark.parametrize(("column", "settings"), [(0, EIGHT), (1, SEVENTY)])
 def test_bytes_of_masked_uploads(column, settings):
-    said = TEXT.partition("| method, secure |")[2]
+    section = TEXT.partition("| method, secure |")[2]
 
     def shown(name: str) -> str:
-        found = (Slots.of(exchange(name, "", settings), round_).length for round_ in (1, 2))
-        return " or ".join(dict.fromkeys(f"{4 * length:,}" for length in sorted(found)))
+        lengths = (VectorLayout.from_exchange(exchange(name, "", settings), round_).length for round_ in (1, 2))
+        return " or ".join(dict.fromkeys(f"{4 * length:,}" for length in sorted(lengths)))
 
     for words, names in {
         "FedAvg, FedRand": ("fedavg", "fedrand", "fedlpp", "hetlora"),
         "FFA-LoRA": ("ffa_lora",), "FedSA-LoRA": ("fedsa_lora",), "RoLoRA": ("rolora",), "FedPer": ("fedper",),
         "FedEx-LoRA": ("fedex_lora",), "FLoRA": ("flora",),
     }.items():  # fmt: skip
-        assert {shown(name) for name in names} == {row(words, said)[column]}, words
+        assert {shown(name) for name in names} == {row(words, section)[column]}, words
 
 
 def test_the_methods_whose_uploads_may_be_codes():
     line = next(line for line in TEXT.splitlines() if line.startswith("`upload_bits` is a field of"))
-    of = {name: {field.name for field in dataclasses.fields(strategies.load(name))} for name in strategies.names()}
+    of = {
+        name: {field.name for field in dataclasses.fields(strategies.load_method(name))}
+        for name in strategies.list_methods()
+    }
     codes = [name for name, fields in of.items() if "upload_bits" in fields]
     assert codes
     named = line.partition("field of ")[2].partition(", not")[0].replace(" and ", ", ").split(", ")

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.rows.batches import LabelledBatch, TokenRow, collate
-from fedveil.training.ranks.channel import Channel, Said, batch_of, of_batch
+from fedveil.data.batches import LabelledBatch, TokenExample, collate_batch
+from fedveil.training.ranks.channel import RankChannel, RankMessage, batch_message, message_batch
 
 
 @pytest.fixture
 def ends():
-    one, other = map(Channel, socket.socketpair())
+    one, other = map(RankChannel, socket.socketpair())
     yield one, other
     one.close()
     other.close()
@@ -25,12 +25,12 @@ def ends():
 def test_a_message_comes_as_it_was_said_also_one_that_no_buffer_holds(ends):
     one, other = ends
     large = {"w": torch.randn(700, 1000), "none": torch.empty(0, 3), "b": torch.tensor([True, False])}
-    said = Said({"do": "x", "n": [1, 2.5, None, "ü"]}, large)
-    speaker = threading.Thread(target=one.say, args=(said,))
+    message = RankMessage({"do": "x", "n": [1, 2.5, None, "ü"]}, large)
+    speaker = threading.Thread(target=one.say, args=(message,))
     speaker.start()
     heard = other.hear()
     speaker.join()
-    assert heard.head == said.head
+    assert heard.head == message.head
     assert heard.tensors.keys() == large.keys()
     assert all(torch.equal(heard.tensors[name], tensor) for name, tensor in large.items())
 
@@ -38,7 +38,7 @@ def test_a_message_comes_as_it_was_said_also_one_that_no_buffer_holds(ends):
 def test_messages_keep_their_order(ends):
     one, other = ends
     for i in range(5):
-        one.say(Said({"i": i}))
+        one.say(RankMessage({"i": i}))
     assert [other.hear().head["i"] for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
@@ -47,7 +47,7 @@ def test_an_end_that_closes_is_heard_as_none_also_within_a_message(bytes_):
     raw, end = socket.socketpair()
     raw.sendall(bytes_)
     raw.close()
-    channel = Channel(end)
+    channel = RankChannel(end)
     assert channel.hear() is None
     channel.close()
 
@@ -56,25 +56,25 @@ def test_saying_to_an_end_that_is_closed_is_an_oserror(ends):
     one, other = ends
     other.close()
     with pytest.raises(OSError):
-        one.say(Said({}))
+        one.say(RankMessage({}))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans())
 def test_a_batch_of_tokens_is_the_same_on_the_other_side(lengths, whole):
-    rows = [TokenRow(list(range(10 * i, 10 * i + n)), n // 2) for i, n in enumerate(lengths)]
-    batch = collate(rows, 99, whole)
+    rows = [TokenExample(list(range(10 * i, 10 * i + n)), n // 2) for i, n in enumerate(lengths)]
+    batch = collate_batch(rows, 99, whole)
     object.__setattr__(batch, "inputs", {"pixel_values": torch.randn(len(rows), 3, 2, 2)})
-    said = of_batch(batch, {"do": "gradient", "terms": 7})
-    found = batch_of(said)
-    assert (said.head["do"], said.head["terms"]) == ("gradient", 7)
-    assert (found.tokens, found.terms) == (batch.tokens, batch.terms)
+    message = batch_message(batch, {"do": "gradient", "terms": 7})
+    received_batch = message_batch(message)
+    assert (message.head["do"], message.head["terms"]) == ("gradient", 7)
+    assert (received_batch.tokens, received_batch.terms) == (batch.tokens, batch.terms)
     for name in ("ids", "mask", "positions", "wanted"):
-        assert torch.equal(getattr(found, name), getattr(batch, name))
-    assert torch.equal(found.inputs["pixel_values"], batch.inputs["pixel_values"])
+        assert torch.equal(getattr(received_batch, name), getattr(batch, name))
+    assert torch.equal(received_batch.inputs["pixel_values"], batch.inputs["pixel_values"])
 
 
 def test_a_batch_of_images_is_the_same_on_the_other_side():
     batch = LabelledBatch(torch.randn(2, 3, 4, 4), torch.tensor([1, 0]))
-    found = batch_of(of_batch(batch, {}))
-    assert torch.equal(found.inputs, batch.inputs)
-    assert torch.equal(found.labels, batch.labels)
+    received_batch = message_batch(batch_message(batch, {}))
+    assert torch.equal(received_batch.inputs, batch.inputs)
+    assert torch.equal(received_batch.labels, batch.labels)

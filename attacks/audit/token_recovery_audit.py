@@ -1,0 +1,147 @@
+"""Audit `token_recovery`: compare tokens recovered from single training steps with the sites' own examples.
+
+The attack reads one step of plain SGD on a LoRA pair after the embeddings. A run contains such steps if a
+site trains one step of `dp.*` without noise, or if it sends the gradient of one batch. For all other runs
+the audit reports why it skips the attack (`explain_misfit`).
+
+| asked about | is |
+|---|---|
+| a site's row | of the auditor's rows of that site the one of which most tokens were read off its uploads |
+| to lose: a row of no site | the same of as many rows that no site trained on; the first tokens of rows may be alike |
+| to win: one step on one row | a row of no site, one step from the same start, made by the auditor |
+
+The auditor's examples are a sample. If it has few of a site's examples, an upload may reveal one outside
+the sample.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.membership.client_updates import ObservedClientUpdate, ObservedClientUpdates
+from fedveil.attacks.membership.per_example_gradients import row_gradient
+from fedveil.attacks.reconstruction import token_recovery
+from fedveil.attacks.samples import AuditSample
+from fedveil.config import RunConfig
+from fedveil.contract.task import Task
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training.adapter_task import AdaptedTask
+
+POSITIONS = 12  # tokens of a row that are read; fewer where rows are shorter
+_SITES, _A_SITE = 4, 4  # sites, and the last uploads of each, that are tried
+_WHOLE = 0.9  # of the tokens, from which on a row counts as read
+
+
+def explain_misfit(view: AdversaryView, task: Task, config: RunConfig) -> str:
+    """Why tokens cannot be read off a run, in words that follow a colon; "" where they can be tried."""
+    method, dp = view.exchange.method, config.dp
+    if not isinstance(task, TextGeneration):
+        return "the sites' rows are no texts"
+    if view.is_unseen:
+        return "uploads were summed unseen"
+    if method.upload_kind == "changes":
+        return "it reads LoRA factors or their gradients, and the sites of this run send changes of a proxy"
+    if config.train.precision != "fp32":
+        return f"it needs single precision, and the sites of this run train in {config.train.precision}"
+    if method.upload_kind == "gradients":
+        whole = getattr(method, "exchange", "batch") == "batch"
+        return "" if whole else "it reads one step, and the sites of this run send what many steps made"
+    if not dp.clip_norm:
+        return (
+            "it reads one step of plain SGD, and the sites of this run train by AdamW, whose step spans another space"
+        )
+    if dp.noise_multiplier or config.secure.noise == "sum":
+        return "the sites of this run add noise to every step, which hides the span"
+    if config.train.max_steps != 1:
+        asked = config.train.max_steps or "as many as their epochs have"
+        return f"it reads one step, and the sites of this run make {asked} in a participation (train.max-steps)"
+    return ""
+
+
+def describe_recovery(
+    view: AdversaryView,
+    knowledge: AdversaryKnowledge,
+    members: Mapping[str, AuditSample],
+    non_members: AuditSample,
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """Sentences on what was read of a run that fits. After `is_over` says so, no further site is tried.
+
+    Args:
+        view: the server's.
+        members, non_members: the auditor's rows.
+    """
+    task = knowledge.task
+    assert isinstance(task, AdaptedTask)
+    layer = token_recovery.first_layer(task, knowledge.initial)
+    if layer is None:
+        return [_left_out("no layer with a pair reads the embeddings alone")]
+    turns, name = ObservedClientUpdates(view, knowledge.initial), f"{layer}.lora_A"
+    b = f"{layer}.lora_B"
+    everyone = [*non_members.rows, *(row for site in members for row in members[site].rows)]
+    positions = min(POSITIONS, *(len(row.ids) for row in everyone))
+    places = [token_recovery.token_inputs(task, knowledge.initial, layer, position) for position in range(positions)]
+    mine, others, control, uploads = list[float](), list[float](), list[float](), 0
+    for site in [site for site in members if site in turns.sites][:_SITES]:
+        rows = [list(row.ids) for row in members[site].rows]
+        beside = [list(row.ids) for row in non_members.rows[: len(rows)]]
+        for index in range(len(turns.rounds(site)))[-_A_SITE:]:
+            turn = turns.at(site, index)
+            if name not in turn.moved or not turn.start[b].any() or is_over():
+                continue
+            tokens, uploads = token_recovery.read_tokens(turn.moved[name], places), uploads + 1
+            mine.append(max(token_recovery.recovered_share(tokens, row) for row in rows))
+            others.append(max(token_recovery.recovered_share(tokens, row) for row in beside))
+            control.append(_one_step(task, turn, name, places, non_members.rows[index % len(non_members.rows)]))
+    if not uploads:
+        reason = "the time did not suffice" if is_over() else "no upload has an A beside a B that was seen and is not 0"
+        return [_left_out(reason)]
+    return _words(mine, others, control, positions, len(knowledge.initial[name]))
+
+
+def _one_step(task: AdaptedTask, turn: ObservedClientUpdate, name: str, places: Sequence[object], row: object) -> float:
+    """The share of a row's tokens that its own gradient at the turn's start spells out."""
+    task.put(turn.start)
+    moved = row_gradient(task, row)[name]
+    return token_recovery.recovered_share(token_recovery.read_tokens(moved, places), list(row.ids))  # type: ignore[arg-type, attr-defined]
+
+
+def _words(
+    mine: Sequence[float], others: Sequence[float], control: Sequence[float], positions: int, rank: int
+) -> list[str]:
+    whole, beside = (sum(share >= _WHOLE for share in shares) for shares in (mine, others))
+    sentence = (
+        f"Tokens read off the span of one step, the first {positions} of a row: {whole} of {len(mine)} uploads spell "
+        f"out a row of their site (to {100 * _WHOLE:.0f} % or more; mean of the nearest row "
+        f"{statistics.fmean(mine):.2f}), and {beside} one that no site trained on ({statistics.fmean(others):.2f}, the "
+        f"control to lose). One step on one row gives {statistics.fmean(control):.2f} (the control to win)."
+    )
+    if statistics.fmean(control) < _WHOLE:
+        sentence += (
+            f" NOT usable here: it does not win on one row. Its different tokens are as many as the rank ({rank}) or "
+            "more, or B has too few directions yet."
+        )
+    elif not whole:
+        sentence += (
+            f" Texts are NOT shown to be safe by it: batches of fewer different tokens than the rank ({rank}) are read."
+        )
+    return [sentence]
+
+
+def _left_out(reason: str) -> str:
+    return f"Left out: tokens off the span of one step: {reason}."
+
+
+def audit_notes(
+    view: AdversaryView,
+    knowledge: AdversaryKnowledge,
+    config: RunConfig,
+    members: Mapping[str, AuditSample],
+    non_members: AuditSample,
+    is_over: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """Return the audit's notes: those of `describe_recovery`, or the reason why tokens were skipped."""
+    reason = explain_misfit(view, knowledge.task, config) or ("the time did not suffice" if is_over() else "")
+    return [_left_out(reason)] if reason else describe_recovery(view, knowledge, members, non_members, is_over)

@@ -1,0 +1,187 @@
+"""Updates of a run's sites as seen by one adversary: where each client round started and ended.
+
+The server broadcast the start of each sent tensor and sees its end, so it knows both exactly. A tensor that
+the site kept is set to the last value the server saw, as in `factor_pairing`. If the method lets sites keep
+nothing (FedRand w/o past), the broadcast is the exact start. The same holds with a residual, whose start
+`residual_replay` gives.
+
+SCAFFOLD corrects every step by c - c_i. The server knows this correction: it broadcasts c, and the changes
+of c_i add up to it. AdamW scales a correction per entry, down to its signs if it has no other input. So the
+update is read without its components along c - c_i and along the signs of it. Adaptive note: measured on
+the tiny LLaVA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, five seeds). `alignment` reached
+0.72 from the raw updates and 0.91 from the projected ones. On two of the seeds, `fedmia` rose from 0.88 to
+0.97, `projection` of B from 0.85 to 0.90, and of A from 0.80 to 0.82.
+
+| case | result |
+|---|---|
+| a site that lost its c_i | the sum is off by it, and what is taken off is another plane of two dimensions |
+| sums of several sites | as they are: with all sites in every round their corrections cancel |
+| a view without the turn's broadcast | as it is: c is not known |
+
+Messages are decoded only when a client update is requested, and then only its own two. Earlier messages are
+decoded for c_i, and for tensors whose start the update's own broadcast does not give. For the latter the
+search goes back from the most recent message until it finds one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedveil.attacks.base import AdversaryView, ObservedMessage, ObservedParticipation
+from fedveil.attacks.model_extraction import residual_replay
+from fedveil.attacks.reconstruction.observed_gradients import observe_upload
+from fedveil.contract.param_spec import Weights
+from fedveil.strategies.scaffold import CONTROL, Scaffold
+from fedveil.wire.payloads import payload_tensors
+
+__all__ = ["ObservedClientUpdate", "ObservedClientUpdates", "remove_correction"]
+
+_ALIKE = 1e-9  # of a vector's length: what is left of it beside another that points as it does, by rounding
+
+
+@dataclass(frozen=True)
+class ObservedClientUpdate:
+    """One participation of a site, as the server knows it.
+
+    Attributes:
+        round: in which it was.
+        start: every tensor of the spec.
+        moved: where the site left each tensor that it sent, less its start, and under SCAFFOLD less its correction.
+        probe: of the B in `start` the number of its draw, where the server never saw one; None: as it was seen.
+    """
+
+    round: int
+    start: Weights
+    moved: Mapping[str, Tensor]
+    probe: int | None = None
+
+    @cached_property
+    def starts_at(self) -> bytes:
+        """Equal for turns whose starts are equal to the bit."""
+        return _digest(self.start)
+
+    @cached_property
+    def moves_by(self) -> bytes:
+        """Equal for turns whose moves are equal to the bit."""
+        return _digest(self.moved)
+
+
+class ObservedClientUpdates:
+    """Every turn in a view, none of them decoded yet.
+
+    Attributes:
+        sites: names of the sites with an accepted upload, sorted.
+    """
+
+    def __init__(self, view: AdversaryView, initial: Weights) -> None:
+        """Reads the tap's index. `initial`: the weights of round 0, which everybody can draw."""
+        self._view, self._initial, self._of = view, initial, view.participations()
+        self.sites = sorted(self._of)
+        self._controls: dict[str, tuple[int, Mapping[str, Tensor]]] = {}
+
+    def rounds(self, site: str) -> list[int]:
+        """The round of each turn of a site, in their order; none for a site without one."""
+        return [part.up.round for part in self._of.get(site, ())]
+
+    def of_round(self, site: str, round_: int) -> list[ObservedClientUpdate]:
+        """A site's turns in a round: several where the server repeated it."""
+        return [self.at(site, i) for i, round_number in enumerate(self.rounds(site)) if round_number == round_]
+
+    def at(self, site: str, index: int) -> ObservedClientUpdate:
+        """One turn of a site; -1 is its last."""
+        parts = self._of[site]
+        index %= len(parts)
+        got = self._got(parts[index])
+        upload = self._view.read(parts[index].up)
+        if residual_replay.has_residual(self._view.exchange.spec):
+            start, pairs = (
+                residual_replay.starting_weights(self._view, parts, index),
+                residual_replay.final_factors(self._view, upload),
+            )
+            return ObservedClientUpdate(upload.round, start, {n: w - start[n] for n, w in pairs.items()})
+        sent = self._left(upload, got)
+        past = self._past(parts[:index], {n for n in self._initial if n not in sent or n not in got})
+        fallback = {**self._initial, **got, **past}  # a tensor that is not sent: the site's own past, where it was seen
+        start = {n: (got.get(n, fallback[n]) if n in sent else fallback[n]).float() for n in self._initial}
+        moved = {n: w - start[n] for n, w in sent.items()}
+        if isinstance(self._view.exchange.method, Scaffold) and got and not self._view.is_unseen:
+            own = self._control(site, index)
+            moved = remove_correction(moved, {n: got[CONTROL + n].double() - own.get(CONTROL + n, 0.0) for n in moved})
+        return ObservedClientUpdate(upload.round, start, moved)
+
+    def _control(self, site: str, index: int) -> Mapping[str, Tensor]:
+        """SCAFFOLD's c_i before a turn of the site, as its changes of it add up; without names before the first."""
+        done, total = self._controls.get(site, (0, {}))
+        if done > index:
+            done, total = 0, {}
+        total = dict(total)
+        for part in self._of[site][done:index]:
+            for name, change in payload_tensors(self._view.read(part.up).payload).items():
+                if name.startswith(CONTROL):
+                    total[name] = total.get(name, 0.0) + change.double()  # two bounded ones could pass fp32's end
+        self._controls[site] = index, total
+        return total
+
+    def _got(self, part: ObservedParticipation) -> Weights:
+        exchange = self._view.exchange
+        received = payload_tensors(self._view.read(part.down).payload) if part.down else {}
+        return exchange.method.starting_weights(received, exchange.spec)
+
+    def _left(self, upload: ObservedMessage, got: Weights) -> dict[str, Tensor]:
+        """Return the values of each tensor that the site sent, at the end of its training.
+
+        A gradient counts as one step of rate 1 that changes no withheld entry.
+        """
+        exchange = self._view.exchange
+        if exchange.method.upload_kind != "gradients":
+            return {n: w.float() for n, w in self._view.added(upload).items() if n in self._initial}
+        observation = observe_upload(exchange.method, upload.payload, exchange.spec)
+        return {
+            n: got[n].float() - torch.where(observation.seen[n], g.float(), 0.0)
+            for n, g in observation.values.items()
+            if n in got and n in self._initial
+        }
+
+    def _past(self, before: Sequence[ObservedParticipation], names: set[str]) -> dict[str, Tensor]:
+        """Return the values of these tensors when the site last sent them, omitting tensors that it never sent."""
+        past_tensors: dict[str, Tensor] = {}
+        if not self._view.exchange.method.keeps_past:
+            return past_tensors
+        needs_got = self._view.exchange.method.upload_kind == "gradients"
+        for part in reversed(before):
+            if past_tensors.keys() >= names:
+                break
+            sent = self._left(self._view.read(part.up), self._got(part) if needs_got else {})
+            past_tensors |= {n: w for n, w in sent.items() if n in names and n not in past_tensors}
+        return past_tensors
+
+
+def remove_correction(moved: Mapping[str, Tensor], correction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The moves less their parts along the correction of the same names and along its signs, over all tensors."""
+    names = sorted(moved)
+    whole = torch.cat([moved[n].double().flatten() for n in names])
+    along = torch.cat([correction[n].double().flatten() for n in names])
+    if along.any():
+        first, signs = along / along.norm(), along.sign()
+        whole = whole - (whole @ first) * first
+        second = signs - (signs @ first) * first
+        if second.norm() > _ALIKE * signs.norm():
+            whole = whole - (whole @ second) / (second @ second) * second
+    left = torch.split(whole.float(), [moved[n].numel() for n in names])
+    return {n: part.view_as(moved[n]) for n, part in zip(names, left, strict=True)}
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return a hash of names, shapes and bits."""
+    made = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        values = tensors[name].detach().cpu().contiguous()
+        made.update(f"{name} {tuple(values.shape)} {values.dtype}\0".encode())
+        made.update(values.reshape(-1).numpy().data)
+    return made.digest()

@@ -1,0 +1,136 @@
+"""Recover a site's start and final pairs in training with a residual (`fedveil.adapters.residual_aggregation`).
+
+FedEx-LoRA and FLoRA send a residual R, or its change, with their pairs, and no training changes R. The
+site's whole start was thus transmitted, and the server has it exactly. The attack runs the client side of
+the method again on the broadcasts that the site answered, with a trainer that does nothing.
+
+| case | result |
+|---|---|
+| a broadcast of a change alone | the site's earlier broadcasts are read back to one that needs none |
+| a repeated round | each attempt begins from what the site had kept of an earlier round |
+| a broadcast that the view lacks | StateError, with the site and the round |
+| a lower rank of the site (FLoRA) | its pairs, with zeros beyond the rank |
+| uploads in codes | the weights that they stand for |
+| sums unseen | FedEx-LoRA's mean pairs; of FLoRA products alone are summed, in which there are no pairs |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from torch import Tensor
+from typing_extensions import override
+
+from fedveil.adapters import heterogeneous_ranks
+from fedveil.attacks.base import AdversaryView, ObservedMessage, ObservedParticipation
+from fedveil.contract.layout import Payload
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.param_spec import Spec, Weights, movable_names
+from fedveil.contract.trainer import Frozen, Penalty, Trainer, TrainingResult
+from fedveil.errors import StateError
+from fedveil.ops.upload_quantization import UploadQuantization
+from fedveil.sanitize import sanitize
+from fedveil.strategies.fedex_lora import FedExLoRA
+from fedveil.strategies.flora import FLoRA
+
+__all__ = ["explain_misfit", "final_factors", "has_residual", "starting_weights"]
+
+
+def has_residual(spec: Spec) -> bool:
+    """Return whether sites train with tensors that no training changes."""
+    return any(tensor.fixed for tensor in spec.values())
+
+
+def explain_misfit(view: AdversaryView) -> str:
+    """Return why a run with a residual cannot be replayed, in words; "" if it can."""
+    method, spec = view.exchange.method, view.exchange.spec
+    if not isinstance(method, FedExLoRA | FLoRA):
+        return "the sites train beside a residual, and only FedEx-LoRA's and FLoRA's can be rebuilt"
+    if view.is_unseen and not set(method.aggregate_shapes(spec, 0)) & set(movable_names(spec)):
+        return "what was summed unseen are products of the pairs alone: where a site left its pairs is not known"
+    return ""
+
+
+def starting_weights(view: AdversaryView, answered: Sequence[ObservedParticipation], index: int) -> Weights:
+    """Every tensor of the spec as the site began with it in one of its participations.
+
+    Args:
+        view: of the server.
+        answered: all participations of the site, in their order.
+        index: which of them.
+
+    Raises:
+        StateError: a broadcast that this needs is not in the view.
+    """
+    turns = [index]  # back to a broadcast that needs nothing of an earlier one
+    while True:
+        try:
+            state, trained = _again(view, answered[turns[0]], None)
+            break
+        except StateError:
+            earlier = [i for i in range(turns[0]) if answered[i].up.round < answered[turns[0]].up.round]
+            if not earlier:
+                raise
+            turns.insert(0, earlier[-1])
+    for turn in turns[1:]:
+        state, trained = _again(view, answered[turn], state)
+    return trained
+
+
+def _again(
+    view: AdversaryView, part: ObservedParticipation, private: FederatedState | None
+) -> tuple[FederatedState | None, Weights]:
+    """Return the site's private state after that client round, and the weights it started from."""
+    if part.down is None:
+        raise StateError(
+            f"tap: expected the broadcast that site {sanitize(part.up.site, 80)} answered in round {part.up.round}, "
+            "found none; audit a run whose tap is whole"
+        )
+    still = _Still(view.exchange.spec)
+    ctx = RoundContext(part.up.round, part.up.site, False, bytes(32), address=MessageAddress(site=part.up.site))
+    state, _ = view.exchange.method.client(private, view.read(part.down).payload, still, ctx)
+    return state, still.began
+
+
+class _Still(Trainer):
+    """Remembers what it was to train from, and leaves it there."""
+
+    num_examples = 1
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self.began: Weights = {}
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        return self._spec
+
+    @property
+    @override
+    def rows(self) -> NoReturn:
+        raise NotImplementedError("a method whose start is rebuilt makes no steps of its own")
+
+    @override
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        self.began = weights
+        return TrainingResult(weights, {})
+
+    @override
+    def gradient(self, weights: Weights) -> NoReturn:
+        raise NotImplementedError("a method whose start is rebuilt sends no gradient")
+
+
+def final_factors(view: AdversaryView, upload: ObservedMessage) -> dict[str, Tensor]:
+    """The pairs that an upload holds, fp32, in the spec's shapes; of sums the mean pairs, where these are summed."""
+    spec, method = view.exchange.spec, view.exchange.method
+    assert isinstance(method, FedExLoRA | FLoRA), "see misfit"
+    uploads = UploadQuantization(method.wire_dtype, method.upload_bits)
+    factors: Mapping[str, Tensor] = {}
+    for name, value in upload.payload.fields.items():
+        if name in spec and not spec[name].fixed:
+            weights = {name: value} if isinstance(value, Tensor) else uploads.opened(Payload({name: value}))
+            factors = {**factors, **{n: w.float() for n, w in weights.items()}}
+    return heterogeneous_ranks.pad_to_rank(factors, spec)

@@ -1,0 +1,96 @@
+"""Residual between the gradient of a candidate image and a client's upload, at the observed entries.
+
+    r(u) = m o (grad_w L(f_w(T u), y) - g) / ||m o g||       (see `gradient_matching`)
+
+| case | result |
+|---|---|
+| nothing observed | ValueError |
+| several exchanges | one residual over all, each at its own weights |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional
+
+from fedveil.attacks.reconstruction.observed_gradients import ObservedGradient
+
+__all__ = ["GradientResidual", "Map", "residual_of"]
+
+Map = Callable[[Tensor], Tensor]
+
+_CHUNK = 64  # columns of the Jacobian at a time
+
+
+@dataclass(frozen=True)
+class GradientResidual:
+    """r(u) over all exchanges.
+
+    Attributes:
+        sent: the observed entries of the gradient of the mean loss of images with these labels.
+        targets: those entries as the client sent them.
+        labels: of the batch.
+        size: ||m o g||.
+    """
+
+    sent: Callable[[Tensor, Tensor], Tensor]
+    targets: Tensor
+    labels: Tensor
+    size: Tensor
+
+    def __call__(self, unknown: Tensor) -> Tensor:
+        """(entries,) of these images."""
+        return (self.sent(unknown, self.labels) - self.targets) / self.size
+
+    def jacobian(self, unknown: Tensor) -> Tensor:
+        """(entries, unknowns), image by image: a mean of losses has the mean of the images' gradients."""
+        count, each = len(self.labels), unknown[0].numel()
+        eye = torch.eye(each, dtype=unknown.dtype, device=unknown.device)
+        columns = []
+        for image, label in zip(unknown.flatten(1), self.labels, strict=True):
+
+            def alone(flat: Tensor, label: Tensor = label) -> Tensor:
+                return self.sent(flat.reshape(1, *unknown.shape[1:]), label[None])
+
+            columns.append(vmap(lambda v, at=image, f=alone: jvp(f, (at,), (v,))[1], chunk_size=_CHUNK)(eye))
+        return torch.cat(columns).T / (count * self.size)
+
+
+def residual_of(
+    model: nn.Module, observed: Sequence[ObservedGradient], labels: Tensor, upsample: Map | None, kind: torch.dtype
+) -> GradientResidual:
+    """The residual of what was observed, in this precision. Raises ValueError where nothing was."""
+    parts: list[tuple[dict[str, Tensor], dict[str, Tensor], Tensor]] = []
+    targets: list[Tensor] = []
+    device = labels.device
+    for each in observed:
+        state = {**model.state_dict(), **(each.weights or {})}
+        state = {n: t.to(device, kind if t.is_floating_point() else t.dtype) for n, t in state.items()}
+        matched = {n: state.pop(n) for n in each.values}
+        # An index, not a mask: under vmap no shape may depend on values.
+        index = torch.cat([each.seen[n].flatten() for n in matched]).nonzero().flatten().to(device)
+        targets.append(torch.cat([each.values[n].detach().flatten() for n in matched]).to(device, kind)[index])
+        parts.append((matched, state, index))
+    if not sum(target.numel() for target in targets):
+        raise ValueError("expected at least one observed entry, found none")
+
+    def sent(unknown: Tensor, of: Tensor) -> Tensor:
+        images = upsample(unknown) if upsample else unknown
+        rows = []
+        for matched, rest, index in parts:
+
+            def loss(weights: dict[str, Tensor], rest: dict[str, Tensor] = rest) -> Tensor:
+                logits = functional_call(model, {**rest, **weights}, (images,)).logits
+                mean: Tensor = functional.cross_entropy(logits, of)
+                return mean
+
+            rows.append(torch.cat([g.flatten() for g in grad(loss)(matched).values()])[index])
+        return torch.cat(rows)
+
+    joined = torch.cat(targets)
+    return GradientResidual(sent, joined, labels, joined.norm().clamp_min(torch.finfo(kind).tiny))

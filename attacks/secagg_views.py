@@ -1,0 +1,234 @@
+"""A secure run as its server could read it: each site's masked vector at face value, and the sums, which it really has.
+
+Both are views, so that every attack runs on them as on a run in the clear.
+
+| view | in the place of a site's upload |
+|---|---|
+| `MaskedUploadView` | its masked vector, the integers taken as if they were not masked, under the spec's names |
+| `MaskedUploadView`, `off` given | the same less the masks that the adversary knows: a site's own, a colluder's |
+| `SecureSumView` | the sum that it is in, as the broadcast after it shows it |
+
+A linear reading is all that there is to try: decoding a vector is linear, and without one of its masks it is uniform.
+With every mask taken off it is what the site sent, to the rounding, which tells that the view reads it as it should.
+
+| the method sends | its sum is |
+|---|---|
+| weights | the mean, which is the next broadcast, or the final model |
+| gradients, which the server's plain SGD takes a step along | (w_t - w_{t+1}) / eta |
+| anything else | not shown by broadcasts: there is no `SecureSumView` |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fedveil.attacks.base import AdversaryView, ObservedMessage
+from fedveil.config import RunConfig, SecureConfig
+from fedveil.contract.layout import Direction, Payload
+from fedveil.contract.method import Method
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import Task
+from fedveil.encrypted_files import FileSeal
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg import mask_streams
+from fedveil.federation.secagg.adversary_model import single_site
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.flatten import VectorLayout
+from fedveil.federation.secagg.mask_streams import Integers, MaskStream
+from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.ops import fedsgd
+from fedveil.records.tensor_state import load_state
+from fedveil.strategies.fixed_position import FixedPosition
+from fedveil.strategies.random_binary import RandomBinary
+from fedveil.wire.capture import CapturedMessage, MessageCapture
+from fedveil.wire.payloads import payload_tensors
+
+__all__ = ["MaskedUploadView", "SecureSumView", "Turn", "read_unmasked", "secagg_view_of_run", "secagg_views"]
+
+Turn = tuple[int, int, str]  # round, attempt, site
+
+
+@dataclass(frozen=True)
+class _WithoutUploads(AdversaryView, ABC):
+    """A view that replaces individual uploads with other tensors.
+
+    Attributes:
+        exchange: exchange as attacks read it: masks are the zeros of a tensor, regardless of their
+            encoding.
+        sent: exchange as it was transmitted.
+    """
+
+    sent: MessageExchange = field(kw_only=True)
+    is_unseen = True
+
+    @override
+    def added(self, upload: ObservedMessage) -> dict[str, Tensor]:
+        return dict(payload_tensors(upload.payload))
+
+    @override
+    def _decode(self, seen: CapturedMessage) -> ObservedMessage:
+        down = seen.direction == "down"
+        payload = self._message(seen, self.sent).payload if down else Payload(self._in_place_of(seen))
+        return ObservedMessage(seen.round, seen.attempt, seen.site, seen.direction, payload, 0, {}, bool(seen.accepted))
+
+    @abstractmethod
+    def _in_place_of(self, seen: CapturedMessage) -> dict[str, Tensor]:
+        """Return the tensors that replace an upload, by parameter name."""
+
+
+@final
+@dataclass(frozen=True)
+class MaskedUploadView(_WithoutUploads):
+    """The masked vectors.
+
+    Attributes:
+        secure: of the run's config.
+        off: masks that are taken off first, by round, attempt and site.
+    """
+
+    secure: SecureConfig = field(kw_only=True)
+    off: Mapping[Turn, Sequence[MaskStream]] = field(kw_only=True, default_factory=dict)
+
+    @classmethod
+    def from_capture(
+        cls,
+        tap: MessageCapture,
+        exchange: MessageExchange,
+        secure: SecureConfig,
+        off: Mapping[Turn, Sequence[MaskStream]] | None = None,
+    ) -> MaskedUploadView:
+        """Create the view from a run's captured messages."""
+        return cls(tap, _read_as(exchange), sent=exchange, secure=secure, off=off or {})
+
+    @override
+    def _in_place_of(self, seen: CapturedMessage) -> dict[str, Tensor]:
+        turn, secure = (seen.round, seen.attempt, seen.site), self.secure
+        summed = MaskedUploadCodec.from_exchange(self.sent, seen.round, secure.ring_bits)
+        with self._named(seen):
+            _, vector, _ = summed.receive(self.tap.read(seen), None)
+        vector = vector.copy()
+        mask_streams.add_masks(vector, self.off.get(turn, ()))
+        cohort = {s.site for s in self._seen("down") if (s.round, s.attempt) == turn[:2]}
+        return read_unmasked(
+            summed.slots, FixedPointRing(secure.ring_bits, len(cohort), secure.max_weight, secure.clip_bound), vector
+        )
+
+
+def read_unmasked(slots: VectorLayout, ring: FixedPointRing, vector: Integers) -> dict[str, Tensor]:
+    """A vector as if it were not masked: each name's values by weight, zero where its weight is zero.
+
+    A weight that no site can have counts as the nearest that one can. A name of one weight, which is zero, is left out.
+    """
+    means: dict[str, Tensor] = {}
+    for slot in slots.slots:
+        values = ring.decode(vector[slot.start : slot.start + slot.values]).reshape(slot.shape)
+        weights = torch.from_numpy(vector[slot.start + slot.values : slot.end].astype(float)).reshape(
+            slot.weights_shape
+        )
+        if slot.weights_shape or bool(weights.any()):
+            mean = values / weights.clamp(1, ring.most_weight)
+            means[slot.name] = torch.where(weights > 0, mean, 0.0).to(torch.float32)
+    return means
+
+
+@final
+@dataclass(frozen=True)
+class SecureSumView(_WithoutUploads):
+    """The round's sum in the place of every upload that is in it.
+
+    Attributes:
+        final: weights of the last model, which no broadcast follows.
+    """
+
+    final: Weights = field(kw_only=True)
+
+    @classmethod
+    def from_capture(cls, tap: MessageCapture, exchange: MessageExchange, final_: Weights) -> SecureSumView | None:
+        """Create the view from a run's captured messages; None if broadcasts do not reveal the sums."""
+        method = exchange.method
+        if method.upload_kind == "weights" or _rate(method) is not None:
+            return cls(tap, _read_as(exchange), sent=exchange, final=final_)
+        return None
+
+    @override
+    def _seen(self, direction: Direction) -> Iterator[CapturedMessage]:
+        """An attempt after which the round was repeated has no sum."""
+        last = {s.round: s.attempt for s in sorted(self.tap.messages(), key=lambda s: s.attempt)}
+        return (s for s in super()._seen(direction) if s.attempt == last[s.round])
+
+    @override
+    def _in_place_of(self, seen: CapturedMessage) -> dict[str, Tensor]:
+        later = [s for s in self._seen("down") if s.round > seen.round]
+        after = payload_tensors(self._decode(min(later, key=lambda s: s.round)).payload) if later else self.final
+        names = [n for n in self.sent.method.aggregate_shapes(self.sent.spec, seen.round) if n in after]
+        rate = _rate(self.sent.method)
+        if rate is None:
+            return {n: after[n].float() for n in names}
+        asked = [s for s in self._seen("down") if (s.round, s.site) == (seen.round, seen.site)]
+        before = payload_tensors(self._decode(asked[-1]).payload)
+        return {n: (before[n].float() - after[n].float()) / rate for n in names}
+
+
+def _rate(method: Method) -> float | None:
+    """The step along a mean gradient; None where the model shows no such step."""
+    if isinstance(method, RandomBinary | FixedPosition) and method.optimiser == "sgd":
+        return fedsgd.learning_rate_of(method.learning_rate, method.exchange, method.optimiser)
+    return None
+
+
+def _read_as(exchange: MessageExchange) -> MessageExchange:
+    method = exchange.method
+    return replace(exchange, method=replace(method, wire="implicit")) if isinstance(method, RandomBinary) else exchange
+
+
+def secagg_view_of_run(
+    folder: Path, config: RunConfig, method: Method, task: Task
+) -> tuple[AdversaryView, AdversaryView | None, Sequence[str], Weights]:
+    """`secagg_views` of the run in that folder, and its final model. Raises StateError where tap or model are
+    missing.
+    """
+    tap = MessageCapture(folder / "tap", FileSeal.of_environment())
+    list(tap.messages())  # there, or an error that says how to get one
+    server = method.models(load_state(folder / "final" / "server.safetensors"))["server"]
+    return *secagg_views(tap, MessageExchange(method, config.method.name, task.spec), config, server), server
+
+
+def secagg_views(
+    tap: MessageCapture, exchange: MessageExchange, config: RunConfig, server: Weights
+) -> tuple[AdversaryView, AdversaryView | None, Sequence[str]]:
+    """Return the server's view; for a secure run also its sums and sentences on what it could not see."""
+    if not config.secure.enabled:
+        return AdversaryView.server(tap, exchange), None, ()
+    view, sums = (
+        MaskedUploadView.from_capture(tap, exchange, config.secure),
+        SecureSumView.from_capture(tap, exchange, server),
+    )
+    return view, sums, secagg_notes(view, sums)
+
+
+def secagg_notes(view: MaskedUploadView, sums: SecureSumView | None) -> list[str]:
+    """Return report sentences on what a protocol-following server could not see in a secure run."""
+    method, exception = view.exchange.name, single_site(view.exchange.method.has_partial_uploads)
+    exceptions = [exception] if exception else []
+    return [
+        "Secure aggregation: a server that kept to the protocol could NOT see a single upload, nor its norm, its "
+        "examples or its figures. It had one masked vector of each site and round, the sums, and its own broadcasts. "
+        "What stands under a site's name is what the attacks make of the masked vectors, read as if they were not "
+        "masked: there they should be at their lost controls, and another finding is a fault.",
+        *exceptions,
+        "The tap does not hold the shares that sites opened, so each site's own mask stayed on here; the server itself "
+        "can take it off, which leaves the masks that pairs of sites share (`fedveil bench secure/attacks` takes it "
+        "off and attacks the rest).",
+        '"<site>, the sum" is what stays: the round\'s sum, as the next broadcast shows it, attacked as if it were the '
+        "upload of that site. The sum and the model protect nobody by themselves: the fewer sites, the more they show."
+        if sums
+        else f"The sums are NOT attacked here: broadcasts of {method} do not show them. The server had them.",
+    ]

@@ -1,0 +1,173 @@
+"""`fedveil bench`: runs a benchmark and compares it with its paper's numbers.
+
+--list names the benchmarks; each is a preset. The result is also written to a JSON file. With --dry-run
+nothing runs: the command lists what is missing, and how long the preset took when it last ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedveil.errors import ConfigError
+from fedveil.testing import deployment
+from fedveil.testing.simulation import LocalSimulation
+from fedveil_bench import folders, requirements
+from fedveil_bench import runner as benchmarks
+
+COMMAND_GROUP = "getting_started"
+
+_METRICS = 6  # a table: more columns break their numbers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
+    parser.add_argument("--list", action="store_true", help="list the presets")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check data, packages and device, of all presets where none is named"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--small", dest="form", action="store_const", const="small",
+        help="with the bundled base: what docs/results.md shows of tables whose full form wants a GPU",
+    )  # fmt: skip
+    form.add_argument(
+        "--quick", dest="form", action="store_const", const="quick", help="see it work, in less than four minutes"
+    )
+    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="number of seeds; default: the preset's own")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N",
+        help="begin no further training after N minutes, and make the table of what there is; 0: of earlier runs alone",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file for the JSON; default: in benchmarks/results/, or results/; --quick beside --small: in quick/ there",
+    )
+    parser.set_defaults(run=run, form="full")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists the presets, or runs one."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 160)  # a table that breaks its numbers helps nobody
+    if args.list:
+        console.print("\n".join(benchmarks.list_presets()) or "no presets", markup=False)
+        return 0
+    if args.seeds < 0:
+        raise ConfigError(f"--seeds: expected 0 or more, found {args.seeds}")
+    if args.minutes is not None and not args.minutes >= 0:
+        raise ConfigError(f"--minutes: expected 0 or more, found {args.minutes:g}")
+    if args.dry_run:
+        return _dry_run(args, console)
+    if args.preset is None:
+        raise ConfigError(f"preset: expected one of {benchmarks.list_presets()}, found none; name one")
+    file: Path = args.out or _file(args.preset, args.form)
+    options = benchmarks.BenchOptions(
+        form=args.form,
+        seeds=args.seeds,
+        device=args.device,
+        launch=deployment,
+        simulation=LocalSimulation,
+        say=lambda text: console.print(text, markup=False, style="dim"),
+        pieces=file.with_suffix(".pieces.jsonl"),
+        minutes=args.minutes,
+    )
+    if args.minutes != 0:  # else nothing is trained, and a table of earlier runs may need no rows
+        requirements.require_ready(args.preset, options)
+    result, files = benchmarks.run_preset(args.preset, options)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    for table in result_tables(result):
+        console.print(table)
+    for line in [*result.get("verdicts", []), *(f"Differs from the paper: {d}" for d in result["differences"])]:
+        console.print(f"- {line}", markup=False)
+    for suffix, content in files.items():
+        (beside := file.with_suffix(f".{suffix}")).write_bytes(content)
+        console.print(f"Beside it: {beside}", soft_wrap=True)
+    console.print(f"Result: {file}", soft_wrap=True)
+    return 0
+
+
+def _dry_run(args: argparse.Namespace, console: Console) -> int:
+    """1 where something is missing, else 0."""
+    lacks = 0
+    options = benchmarks.BenchOptions(form=args.form, seeds=args.seeds, device=args.device)
+    every = [name for name in benchmarks.list_presets() if args.form in benchmarks.check_forms(name)]
+    for name in [args.preset] if args.preset else every:
+        readiness = requirements.check_ready(name, options, _results())
+        console.print(f"{_command(name, args)}: {'NOT READY' if readiness.missing else 'ready'}", markup=False)
+        for line in [*readiness.there, *(f"MISSING {text}" for text in readiness.missing), readiness.time]:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+        lacks += bool(readiness.missing)
+    return 1 if lacks else 0
+
+
+def _command(name: str, args: argparse.Namespace) -> str:
+    seeds = f" --seeds {args.seeds}" if args.seeds else ""
+    device = "" if args.device == "auto" else f" --device {args.device}"
+    form = "" if args.form == "full" else f" --{args.form}"
+    return f"fedveil bench {name}{form}{seeds}{device}"
+
+
+def _file(name: str, form: benchmarks.Form) -> Path:
+    """Return the result path. A quick run of a preset must not overwrite a measured result."""
+    trial = form == "quick" and "small" in benchmarks.read_preset(name, form)
+    return _results() / ("quick" if trial else "") / f"{name.replace('/', '_')}.json"
+
+
+def _results() -> Path:
+    """Return the results folder: in a checkout the committed results, elsewhere one in the working directory."""
+    return folders.results_folder() or Path("results")
+
+
+def result_tables(result: Mapping[str, Any]) -> list[Table]:
+    """The rows, a table for every few metrics: mean [low, high], and what the paper reports."""
+    rows = result["rows"]
+    metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics", {})))
+    parts = [metrics[i : i + _METRICS] for i in range(0, len(metrics), _METRICS)] or [[]]
+    return [_table(result, part, part is parts[0]) for part in parts]
+
+
+def _table(result: Mapping[str, Any], metrics: Sequence[str], first: bool) -> Table:
+    rows, paper = result["rows"], result.get("paper", {})
+    if not first:
+        rows = [row for row in rows if any(name in row.get("metrics", {}) for name in metrics)]
+    counts = [
+        key
+        for key in ("upload_bytes", "download_bytes", "rounds", "seconds")
+        if first and any(key in row for row in rows)
+    ]
+    form = "" if result["form"] == "full" else f" ({result['form']})"
+    table = Table("row", title=f"{result['preset']}{form}: {result.get('title', '')}")
+    for name in [*metrics, *(key.replace("_", " ") for key in counts)]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        reported = paper.get(row["name"], {})
+        cells = [_cell(row.get("metrics", {}).get(name), reported.get(name)) for name in metrics]
+        table.add_row(row["name"], *cells, *(_count(row.get(key)) for key in counts))
+    return table
+
+
+def _cell(metric: Mapping[str, float] | None, paper: float | None) -> str:
+    text = "-"
+    if metric:
+        text = f"{metric['mean']:.4g}"
+        if metric["n"] > 1:
+            text += f" \\[{metric['low']:.4g}, {metric['high']:.4g}]"
+    return text if paper is None else f"{text}\npaper {paper:g}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

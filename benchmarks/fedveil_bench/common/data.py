@@ -1,0 +1,116 @@
+"""Where the data of the presets lie: $FEDVEIL_DATA/<name>, else shared/data/<name> beside a checkout, else bundled.
+
+A runner whose preset has one folder `data` with train and test rows, and a base in its config, needs nothing more for
+`fedveil bench --dry-run`. Any other has a function `needs(settings) -> list[Need]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import resources
+from fedveil.errors import ConfigError
+from fedveil_bench import folders
+
+VARIABLE = "FEDVEIL_DATA"
+ROWS = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class DataRequirement:
+    """A folder that a preset reads.
+
+    Attributes:
+        name: of the folder.
+        splits: files of rows in it, without suffix; none where the folder is a base model.
+        suffixes: any of which such a file may have.
+    """
+
+    name: str
+    splits: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ROWS
+
+
+def folder(name: str) -> Path:
+    """The data folder of that name. Raises ConfigError with the places where it was looked for."""
+    root = folders.checkout_folder()
+    looked_in = [resources.data_folder()]
+    if VARIABLE in os.environ:
+        looked_in.insert(0, Path(os.environ[VARIABLE]))
+    elif root:
+        looked_in.insert(0, root.parent / "shared" / "data")
+    for place in looked_in:
+        if (place / name).is_dir():
+            return place / name
+    looked = ", ".join(str(p / name) for p in looked_in)
+    raise ConfigError(
+        f"data {name}: expected a folder, found none at {looked}; set {VARIABLE} to the folder that holds {name}"
+    )
+
+
+def with_model(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat run config whose `task.model` is a path: the data folder of that name, unless it is "tiny"."""
+    model = flat.get("task.model", "tiny")
+    return dict(flat) if model == "tiny" else {**flat, "task.model": str(folder(model))}
+
+
+def needs(settings: Mapping[str, Any]) -> list[DataRequirement]:
+    """What the settings of a preset name: rows to train and test on, and a base."""
+    rows = [DataRequirement(settings["data"], ("train", "test"))] if "data" in settings else []
+    return [*rows, *base(settings)]
+
+
+def base(settings: Mapping[str, Any]) -> list[DataRequirement]:
+    """The base that the settings' run config names; none where it is bundled."""
+    model = settings.get("config", {}).get("task.model", "tiny")
+    return [] if model == "tiny" else [DataRequirement(model)]
+
+
+def look(need: DataRequirement) -> str:
+    """What is there, in words. Opens every file and reads no more than its ends.
+
+    Raises:
+        ConfigError: a folder or file that is missing, or that cannot be read.
+    """
+    place = folder(need.name)
+    try:
+        return f"{need.name}: {place}, " + (_rows(place, need) if need.splits else _base(place))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data {need.name}: expected files that can be read in {place}, found {error}") from None
+
+
+def _rows(place: Path, need: DataRequirement) -> str:
+    found = []
+    for split in need.splits:
+        file = next((f for suffix in need.suffixes if (f := place / f"{split}{suffix}").is_file()), None)
+        if file is None:
+            asked = " or ".join(f"{split}{suffix}" for suffix in need.suffixes)
+            raise ConfigError(f"data {need.name}: expected {asked} in {place}, found none")
+        with file.open("rb") as content:
+            if file.suffix == ".parquet":
+                begin = content.read(4)
+                content.seek(-4, os.SEEK_END)
+                if begin + content.read(4) != b"PAR1PAR1":
+                    raise ValueError(f"{file.name}, which is no whole parquet file")
+            elif not isinstance(json.loads(content.readline()), dict):
+                raise ValueError(f"{file.name}, whose first line is no row")
+        found.append(f"{file.name} {file.stat().st_size / 1e6:.1f} MB")
+    return ", ".join(found)
+
+
+def _base(place: Path) -> str:
+    kind = json.loads((place / "config.json").read_text()).get("model_type", "a model of no type")
+    index = place / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    files = [place / name for name in sorted(named)] or sorted([*place.glob("*.safetensors"), *place.glob("*.bin")])
+    if not files:
+        raise ConfigError(f"data {place.name}: expected *.safetensors in {place}, found none")
+    for file in files:
+        with file.open("rb") as content:
+            content.read(8)
+    return f"{kind}, {sum(file.stat().st_size for file in files) / 1e9:.2f} GB of weights"

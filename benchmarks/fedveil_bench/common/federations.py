@@ -1,0 +1,68 @@
+"""What every table of methods does first: a task and a method of the kind it needs, and a federation in process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fedveil import rng, strategies, tasks
+from fedveil.config import RunConfig
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import Rows, Task
+from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.wire.capture import MessageCapture
+from fedveil_bench.runner import BenchOptions
+
+Around = Callable[[str, RoundContext, Trainer], Trainer]
+_Task = TypeVar("_Task", bound=Task)
+_Method = TypeVar("_Method", bound=Method)
+
+
+def method_of(kind: type[_Method], config: RunConfig) -> _Method:
+    """The config's method with its fields. Raises ConfigError where it is no `kind`."""
+    method = strategies.create_method(config.method.name, config.method.params)
+    if not isinstance(method, kind):
+        raise ConfigError(
+            f'method.name: expected {kind.__name__}, found "{config.method.name}"; name that method in the preset'
+        )
+    return method
+
+
+def task_of(kind: type[_Task], config: RunConfig, options: BenchOptions, adapter: Any = None) -> _Task:
+    """The config's task with `adapter`, by default its method's. Raises ConfigError where it is no `kind`."""
+    adapter = adapter or strategies.create_method(config.method.name, config.method.params).adapter
+    task = tasks.load_task(config, adapter, options.device)
+    if not isinstance(task, kind):
+        raise ConfigError(
+            f'task.name: expected the task {kind.__name__}, found "{config.task.name}"; mend it in the preset'
+        )
+    return task
+
+
+def federation(
+    exchange: MessageExchange,
+    config: RunConfig,
+    task: Task,
+    rows: Mapping[str, Rows],
+    initial: Weights,
+    tap: MessageCapture | None = None,
+    around: Around = lambda site, ctx, local: local,
+) -> InProcessFederation:
+    """A federation before its first round, with a site for each entry of `rows`.
+
+    Args:
+        rows: each site's, as `task` prepared them.
+        initial: weights that the method starts from.
+        tap: records every message, where it is given.
+        around: puts something in front of a site's training for one round.
+    """
+
+    def trainer_for(site: str, ctx: RoundContext) -> Trainer:
+        return around(site, ctx, task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round))
+
+    state = exchange.method.init(exchange.spec, initial, rng.initial_stream(config.run.seed, "method init"))
+    return InProcessFederation(exchange, config, trainer_for, list(rows), state, tap=tap)

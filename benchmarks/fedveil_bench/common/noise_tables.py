@@ -1,0 +1,105 @@
+"""What tables of noise at the site beside noise in the sum have in common: rows, keys of the run config, and costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fedveil.config import DpConfig, RunConfig
+from fedveil.contract.privacy import Adjacency, SamplingPlan, Spent
+from fedveil.privacy import accounting
+from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.training import per_example
+from fedveil_bench.common import resampling, verdicts
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.common.verdicts import ClaimSentence
+
+CLEAR, SITE, SUM, ONLY = "no noise", "at the site", "in the sum", "noise only"
+
+
+def label(count: int, name: str) -> str:
+    """A row's name."""
+    return f"{count} sites, {name}"
+
+
+def rows_of(
+    answers: Sequence[Mapping[str, Any]], score: str
+) -> tuple[dict[str, ResampledMetric], list[dict[str, Any]]]:
+    """The scores over all seeds by row, and a result's rows: beside the score, the first seed's costs."""
+    figures = {
+        name: resampling.over_seeds([ResampledMetric.from_json(answer[name][score]) for answer in answers])
+        for name in answers[0]
+    }
+    rows = []
+    for name, figure in figures.items():
+        costs = {key: value for key, value in answers[0][name].items() if key != score}
+        metrics = {key: resampling.interval(resampling.fixed(value)) for key, value in costs.items()}
+        rows.append({"name": name, "metrics": {score: resampling.interval(figure)} | metrics})
+    return figures, rows
+
+
+def said_of(
+    found: Sequence[tuple[str, ClaimSentence]], sites: Sequence[int], won: str, side: str, seeds: int
+) -> list[str]:
+    """The sentences of a table.
+
+    Args:
+        found: for each of `sites` four, of CLEAR, SITE and SUM against their controls and of SUM against SITE, each a
+            text and its word.
+        won: the word of a row that stands on the right `side` of its controls.
+    """
+    *sentences, how = verdicts.table(found, seeds)
+    words = verdicts.words([each for _, each in found])
+    said, private = [], False
+    for i, count in enumerate(sites):
+        at = slice(4 * i, 4 * i + 4)
+        clear, *noisy = (word == won for word in words[at][:3])
+        private = private or (clear and any(noisy))
+        said += sentences[at][: 4 if clear else 3]
+        if not clear:
+            said.append(
+                f"{count} sites: noise is not compared, for the row without it does not stand {side} its controls."
+            )
+    last = f"A private row stands {side} its controls."
+    return [*said, how, last if private else f"Not decided: no private row stands {side} its controls."]
+
+
+def honest(count: int, where: str) -> int:
+    """Sites whose noise nobody else knows: two thirds of a sum's, rounded up; at the site, the site alone."""
+    return math.ceil(2 * count / 3) if where == SUM else 1
+
+
+def keys(count: int, where: str) -> dict[str, Any]:
+    """Of the run config: what says that the noise is in the sum of so many sites."""
+    if where != SUM:
+        return {}
+    secure = {"enabled": True, "noise": "sum", "min-sites": count, "max-colluders": count - honest(count, where)}
+    return {f"secure.{key}": value for key, value in secure.items()}
+
+
+def unseeded(dp: DpConfig) -> str:
+    """What `epsilon_of` is called in a table: noise of a benchmark is drawn from its seed, and protects nobody."""
+    return f"epsilon at delta {dp.delta:g} ({dp.adjacency}), were its noise not seeded"
+
+
+def epsilon_of(dp: DpSgdConfig, config: RunConfig, rows: int) -> float:
+    """Of a row of a site with so many rows, if the site is in every round."""
+    train, budget = config.train, dp.budget
+    steps = per_example.count_steps(rows, train.batch_size, train.epochs, train.max_steps)
+    plan = SamplingPlan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours)
+    return accounting.compute_epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
+
+
+def costs(charges: Callable[[float], Spent], epsilon: float, delta: float, neighbours: Adjacency) -> dict[str, float]:
+    """The multiplier z that an epsilon takes, and both epsilons of what is charged with it."""
+    z = accounting.noise_multiplier_for(charges, epsilon, delta, neighbours)
+    spent = charges(z)
+    found = {"z": z, "epsilon": accounting.compute_epsilon(spent, delta, neighbours)}
+    alone = accounting.compute_epsilon(accounting.epsilon_against_all(spent), delta, neighbours)
+    return found | ({"epsilon against all": alone} if alone < math.inf else {})
+
+
+def on_the_mean(z: float, entries: int, count: int, where: str) -> float:
+    """Norm of the noise on the mean over the sites, over the bound of a row's part in what one site sends."""
+    return z * math.sqrt(entries / count / honest(count, where))

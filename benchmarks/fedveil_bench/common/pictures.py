@@ -1,0 +1,119 @@
+"""The pictures of the FedRand presets, as examples of the task vision-language.
+
+| name | rows | columns beside `image` | source below the data folder |
+|---|---|---|---|
+| caltech-caption | Caltech-101, what the tiny base has not seen | caption, label | caltech101 |
+| caltech-choice | the same, four choices a picture | question, choices, answer, label | caltech101 |
+| cifar-choice, cifar-caption | CIFAR-10, its test pictures | the same | cifar10 |
+| coco-caption | COCO 2017, five captions a picture | caption (a list), label | coco_captions_mini |
+| any other | train.parquet and test.parquet of the user, columns as above for their form | | a folder of that name |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedveil.data import tables
+from fedveil.testing.pretraining import CHOICES, caption, is_public
+from fedveil_bench.common import data
+
+QUESTION = "What is in the image?"
+# Categories of COCO that its captions name often; the first one in a picture's captions is its label.
+_OBJECT = re.compile(
+    r"\b(person|man|woman|people|boy|girl|child|baby|dog|cat|horse|sheep|cow|elephant|bear|zebra|giraffe|bird|car|bus|train"
+    r"|truck|boat|plane|motorcycle|bicycle|bike|pizza|cake|sandwich|food|table|kitchen|bathroom|toilet|bed|couch|clock|sign"
+    r"|hydrant|bench|umbrella|kite|surfboard|skateboard|snowboard|tennis|baseball|laptop)s?\b"
+)
+
+Example = Mapping[str, Any]
+
+
+def columns(name: str) -> dict[str, str]:
+    """The columns of the task section for examples of that name."""
+    chosen = {"task.choices-column": "choices", "task.source-column": "question", "task.target-column": "answer"}
+    return {"task.label-column": "label", **(chosen if is_choice(name) else {"task.target-column": "caption"})}
+
+
+def is_choice(name: str) -> bool:
+    """Whether the rows of that name are questions with choices. Else they are captions."""
+    return name.endswith("-choice")
+
+
+def source(name: str, split: str) -> tuple[str, str]:
+    """The folder and the split of it that hold the rows of that name."""
+    match name:
+        case "caltech-caption" | "caltech-choice":
+            return "caltech101", split
+        case "cifar-choice" | "cifar-caption":
+            return "cifar10", "test"
+        case "coco-caption":
+            return "coco_captions_mini", "train"
+    return name, split
+
+
+def examples(name: str, split: str) -> list[Example]:
+    """All rows of "train" or "test". Raises ConfigError or TaskError where the data are not there."""
+    folder, part = source(name, split)
+    found = _parquet(folder, part)
+    if folder == name:
+        return found
+    match folder:
+        case "caltech101":
+            found = [row for row in found if part != "train" or not is_public(row["source_path"], folder)]
+            return _of_classes(found, [row["class_name"] for row in found], name)
+        case "cifar10":
+            names = _class_names(folder, part)
+            return _of_classes(found, [names[row["label"]] for row in found], name)
+    return [_coco(row) for row in found]
+
+
+def _parquet(folder: str, split: str) -> list[Example]:
+    table = tables.read_table(tables.split_file(data.folder(folder), split), ("image",))
+    found: list[Example] = table.to_list()
+    return found
+
+
+def _class_names(folder: str, split: str) -> list[str]:
+    table = tables.read_table(tables.split_file(data.folder(folder), split), ("label",))
+    return list(table.features["label"].names)
+
+
+def _of_classes(found: Sequence[Example], names: Sequence[str], form: str) -> list[Example]:
+    distinct = sorted(set(names))
+    shown: list[Example] = []
+    for row, name in zip(found, names, strict=True):
+        example: dict[str, Any] = {"image": row["image"], "label": name}
+        if is_choice(form):
+            # The same choices for a picture in every run: they are part of the data.
+            rng = random.Random(hashlib.sha256(row["source_path"].encode()).digest())
+            choices = [name, *rng.sample([other for other in distinct if other != name], CHOICES - 1)]
+            rng.shuffle(choices)
+            example |= {"question": QUESTION, "choices": choices, "answer": choices.index(name)}
+        else:
+            example["caption"] = caption(name)
+        shown.append(example)
+    return shown
+
+
+def _coco(row: Example) -> Example:
+    named = _OBJECT.search(" ".join(row["captions"]).lower())
+    return {"image": row["image"], "caption": row["captions"], "label": named[1] if named else "none"}
+
+
+def coloured(at: Path, names: Sequence[str], each: int) -> Path:
+    """A folder with `each` pictures of every class in either split, whose colour says the class. Always the same."""
+    from PIL import Image
+
+    draw = random.Random(3)
+    for split in ("train", "test"):
+        for number, name in enumerate(names):
+            (at / split / name).mkdir(parents=True)
+            for i in range(each):
+                pixels = [draw.randrange(90) + 40 * number * (c == number % 3) for _ in range(1600) for c in range(3)]
+                Image.frombytes("RGB", (40, 40), bytes(pixels)).save(at / split / name / f"{i}.png")
+    return at

@@ -1,0 +1,81 @@
+"""Rows of a preset that runs in pieces: what the file of pieces has already is not measured again.
+
+Several processes can work on one file: each takes what no other is at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedveil.records.provenance import git_commit
+
+_DIGITS = 14  # hexadecimal, of a name's place among the locks: a file offset has 63 bits
+
+
+def row(pieces: Path | None, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row of that name: the file's, or else what `measure` returns, which is kept there.
+
+    A row has the commit that it was measured at, so that a table of several says so.
+    """
+    for found in kept(pieces):
+        if found["name"] == name:
+            return found
+    made = {"name": name, "commit": git_commit(), **measure()}
+    keep(pieces, made)
+    return made
+
+
+def rows(
+    pieces: Path | None, measures: Mapping[str, Callable[[], dict[str, Any]]], minutes: float | None = None
+) -> list[dict[str, Any]]:
+    """The rows of those names, in order, as `row` has each; without those that another process is at when this ends,
+    and without those that had not begun after so many minutes."""
+    began, made = time.monotonic(), dict[str, dict[str, Any]]()
+    for name, measure in measures.items():
+        if minutes is not None and time.monotonic() - began >= 60 * minutes:
+            break
+        with alone(pieces, _place(name)) as mine:
+            if mine:
+                made[name] = row(pieces, name, measure)
+    made |= {found["name"]: found for found in kept(pieces)}
+    return [made[name] for name in measures if name in made]
+
+
+@contextlib.contextmanager
+def alone(pieces: Path | None, number: int) -> Iterator[bool]:
+    """Whether no other process is at the piece of that number; none will be meanwhile. One at a time in a process."""
+    if pieces is None:
+        yield True
+        return
+    pieces.parent.mkdir(parents=True, exist_ok=True)
+    with pieces.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def kept(pieces: Path | None) -> list[dict[str, Any]]:
+    """What the file has, by line."""
+    lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
+    return [dict(json.loads(line)) for line in lines]
+
+
+def keep(pieces: Path | None, made: Mapping[str, Any]) -> None:
+    """Adds a line."""
+    if pieces:
+        with pieces.open("a") as file:
+            file.write(json.dumps(made) + "\n")
+
+
+def _place(name: str) -> int:
+    return int(hashlib.sha256(name.encode()).hexdigest()[:_DIGITS], 16)

@@ -1,0 +1,43 @@
+"""Shares of independent trials that succeed, such as searches that found a picture: exact intervals and words.
+
+Where all of a few trials end alike they have no spread, and Student's t would be sure of the share. So the interval is
+that of Clopper and Pearson (1934), and a word's probability twice the smaller tail of the binomial.
+
+| trials | what |
+|---|---|
+| all alike | an interval of some width: of 12 in 12 it is 0.735 to 1 |
+| one or two | an interval, and no word |
+| none | ValueError |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from scipy.stats import binom
+
+from fedveil.attacks.statistics import clopper_pearson
+from fedveil_bench.common import resampling
+from fedveil_bench.common.verdicts import FAILS, HOLDS, OPEN, ClaimSentence
+
+
+def interval(found: Sequence[bool]) -> dict[str, Any]:
+    """The share of trials that succeeded with its 95 % interval, as a result file has them; a trial is a seed."""
+    low, high = clopper_pearson(sum(found), len(found))
+    return {
+        "mean": sum(found) / len(found),
+        "low": low,
+        "high": high,
+        "n": len(found),
+        "seeds": list(map(float, found)),
+    }
+
+
+def claimed(found: Sequence[bool], side: Literal["higher", "lower"], than: float) -> ClaimSentence:
+    """Whether the probability of success lies on that side of `than`."""
+    count, trials = sum(found), len(found)
+    above = count > trials * than
+    tail = binom.sf(count - 1, trials, than) if above else binom.cdf(count, trials, than)
+    p = min(1.0, 2 * float(tail)) if trials >= resampling.SEEDS_TO_DECIDE else 1.0
+    return ClaimSentence(HOLDS if above == (side == "higher") else FAILS, p, OPEN)

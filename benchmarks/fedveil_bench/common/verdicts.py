@@ -1,0 +1,207 @@
+"""What figures say of each other, in words: which is higher, whether a claim holds, whether an order does.
+
+A word is an error where it is said of methods that are alike. All words of one table (a preset's claims, an order's
+pairs) are corrected together, by Holm, so that one such error or more stands in at most one table of twenty. What is
+left is "not told apart" or "not decided", which says nothing either way. One seed or two decide nothing.
+
+| a claim | holds where the difference lies in | does not hold where it lies beyond that |
+|---|---|---|
+| lower, higher | below 0, above 0 | above 0, below 0 |
+| equal | -margin to margin | either side |
+| not lower, not higher | above -margin, below margin | below -margin, above margin |
+
+So whoever claims that two methods are equal says within what margin.
+
+A control is judged as a claim on where its figure lies beside chance (an AUROC's is 0.5), and may be not decided too:
+
+| a control must be | held where its figure less chance lies | NOT HELD where it lies |
+|---|---|---|
+| won | above margin | below it |
+| lost | within -margin to margin | beyond either |
+| not won | below margin | above it |
+
+One that must be won must be so over the seeds. One that must not is asked of these trainings alone, over the rows: what
+tells these rows apart spoils this table, whatever other seeds would say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fedveil.attacks.statistics import holm_correction
+from fedveil.errors import ConfigError
+from fedveil_bench.common import resampling
+from fedveil_bench.common.resampling import ResampledMetric
+
+ALPHA = 0.04  # of all words of a table together: room below 5 % for trainings whose spread is not a normal one
+HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not decided"
+HELD, NOT_HELD = "held", "NOT HELD"
+CHANCE = 0.5  # an AUROC's
+CONTROL_MARGIN = 0.05  # of an AUROC, where a preset states no other: a tenth of what lies between chance and certainty
+Must = Literal["won", "lost", "not won"]
+_CLAIMS = ("lower", "higher", "equal", "not lower", "not higher")
+_NEED_MARGIN = ("equal", "not lower", "not higher")
+
+
+@dataclass(frozen=True)
+class ClaimSentence:
+    """What a figure would say, and how sure it is.
+
+    Attributes:
+        word: where it is sure.
+        p: of that word.
+        otherwise: where it is not.
+    """
+
+    word: str
+    p: float
+    otherwise: str
+
+
+def told(
+    d: ResampledMetric, below: str = "lower", above: str = "higher", otherwise: str = "not told apart"
+) -> ClaimSentence:
+    """On which side of 0 a difference lies."""
+    return ClaimSentence(below if d.value < 0 else above, resampling.p_value(d), otherwise)
+
+
+def claimed(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
+    """Whether a difference is as `claim` has it, a table of a preset with the keys "is" and, for some, "margin".
+
+    Raises:
+        ConfigError: another claim, or one that needs a margin and has none.
+    """
+    asked, margin = claim["is"], claim.get("margin", 0.0)
+    if asked not in _CLAIMS:
+        raise ConfigError(f"claims.is: expected one of {', '.join(_CLAIMS)}, found {asked}; mend the claim")
+    if (asked in _NEED_MARGIN) != (margin > 0):
+        expected = "above 0" if asked in _NEED_MARGIN else "none"
+        raise ConfigError(f'claims.margin of "{asked}": expected {expected}, found {margin:g}; mend the claim')
+    low = -math.inf if asked in ("lower", "not higher") else -margin
+    high = math.inf if asked in ("higher", "not lower") else margin
+    bounds = [at for at in (low, high) if math.isfinite(at)]
+    if low < d.value < high:
+        return ClaimSentence(HOLDS, max(resampling.p_value(d, at) for at in bounds), OPEN)
+    nearest = min(bounds, key=lambda at: abs(d.value - at))
+    return ClaimSentence(FAILS, resampling.p_value(d, nearest), OPEN)
+
+
+def control(
+    figure: ResampledMetric, must: Must, margin: float = CONTROL_MARGIN, chance: ResampledMetric | None = None
+) -> ClaimSentence:
+    """Whether a control is as it must be.
+
+    Args:
+        margin: how far from chance an attack may be that tells nothing; one that wins must be farther.
+        chance: what is scored where nothing can be told, paired with `figure`; by default CHANCE.
+    """
+    gain = resampling.less(figure, chance or resampling.fixed(CHANCE))
+    if must == "won":
+        said = claimed(resampling.less(gain, resampling.fixed(margin)), {"is": "higher"})
+    else:
+        claim = {"is": "equal" if must == "lost" else "not higher", "margin": margin}
+        said = claimed(resampling.of_rows(gain), claim)
+    return replace(said, word=HELD if said.word == HOLDS else NOT_HELD)
+
+
+def expected(must: Must, margin: float = CONTROL_MARGIN) -> str:
+    """Where the AUROC of a control must lie, in words."""
+    low, high = f"{CHANCE - margin:g}", f"{CHANCE + margin:g}"
+    return {"won": f"above {high}", "lost": f"within {low} to {high}", "not won": f"below {high}"}[must]
+
+
+def controls(found: Sequence[tuple[str, ClaimSentence]]) -> list[str]:
+    """A sentence for each control of a table, ending in its word, and one on how the words were found."""
+    told_ = [f"{text}: {word}." for (text, _), word in zip(found, words([said for _, said in found]), strict=True)]
+    return [*told_, f"Words on controls are corrected for {len(found)} controls (Holm)."] if found else []
+
+
+def claim_in_words(claim: Mapping[str, Any]) -> str:
+    """What a claim of a preset says, with its margin."""
+    return f"it {claim['is']}" + (f" (within {claim['margin']:g})" if "margin" in claim else "")
+
+
+def claims_of(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A preset's claims; those that need a margin and have none have that of the settings, where it has one."""
+    shared = {"margin": settings["margin"]} if "margin" in settings else {}
+    return [(shared if claim["is"] in _NEED_MARGIN else {}) | claim for claim in settings.get("claims", [])]
+
+
+def compared(
+    rows: Mapping[str, Mapping[str, ResampledMetric]], claims: Sequence[Mapping[str, Any]], form: str = "+.3f"
+) -> list[tuple[str, ClaimSentence]]:
+    """What each claim of a preset says, and whether it holds: on one metric of two rows, paired by resample and seed.
+
+    A claim's "than" is another row, or a number that every seed is held to.
+
+    Raises:
+        ConfigError: a claim about a row or a metric that the table does not have.
+    """
+    found = []
+    for claim in claims:
+        metric, mine, other = (claim[key] for key in ("metric", "row", "than"))
+        for name in (mine, other):
+            if isinstance(name, str) and metric not in rows.get(name, {}):
+                raise ConfigError(
+                    f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; mend the claim'
+                )
+        against = rows[other][metric] if isinstance(other, str) else resampling.fixed(float(other))
+        d = resampling.less(rows[mine][metric], against)
+        than = f"that of {other}" if isinstance(other, str) else f"{other:g}"
+        text = f"{metric} of {mine} less {than}: {resampling.shown(resampling.interval(d), form)}"
+        found.append((f"{text}; the claim has {claim_in_words(claim)}", claimed(d, claim)))
+    return found
+
+
+def words(said: Sequence[ClaimSentence]) -> list[str]:
+    """The word of each, corrected for the others."""
+    corrected = holm_correction([each.p for each in said])
+    return [each.word if p <= ALPHA else each.otherwise for each, p in zip(said, corrected, strict=True)]
+
+
+def all_of(
+    differences: Sequence[ResampledMetric], side: Literal["lower", "higher"], word: str, otherwise: str
+) -> ClaimSentence:
+    """Whether every one of the differences lies on that side of 0. Each must by itself, so none corrects another."""
+    found = [told(d) for d in differences]
+    return ClaimSentence(word, max(each.p if each.word == side else 1.0 for each in found), otherwise)
+
+
+def table(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> list[str]:
+    """A sentence for each text, ending in its word, and one on how the words were found."""
+    said = [each for _, each in found]
+    told_ = [f"{text}: {word}." for (text, _), word in zip(found, words(said), strict=True)]
+    return [*told_, how(f"{len(said)} comparisons", seeds)] if found else []
+
+
+def how(comparisons: str, seeds: int) -> str:
+    """The sentence below a table on how its words were found."""
+    text = f"Intervals are of 95 % each, over rows and seeds; words are corrected for {comparisons} (Holm)"
+    few = f"; {seeds} {'seed is' if seeds == 1 else 'seeds are'} too few to decide"
+    return f"{text}{few if 0 < seeds < resampling.SEEDS_TO_DECIDE else ''}."
+
+
+def ordering(figures: Mapping[str, ResampledMetric], order: Sequence[str], what: str) -> str:
+    """A sentence on whether `figures` fall in the order that a paper has, from its first (highest) to its last."""
+    names = [name for name in order if name in figures]
+    pairs = [(high, low) for i, high in enumerate(names) for low in names[i + 1 :]]
+    differences = [resampling.less(figures[high], figures[low]) for high, low in pairs]
+    found = words([told(d) for d in differences])
+    held, turned = found.count("higher"), found.count("lower")
+    reversed_ = [
+        f"{high} over {low} ({resampling.shown(resampling.interval(d), '+.3g')})"
+        for (high, low), d, word in zip(pairs, differences, found, strict=True)
+        if word == "lower"
+    ]
+    said = f"{what}: the paper's order {' > '.join(names)} "
+    if held == len(pairs):
+        return said + f"holds in all {held} pairs."
+    if not held and not turned:
+        return said + f"is not decided: no pair of {len(pairs)} is told apart."
+    return said + (
+        f"{'does not hold' if turned else 'holds in part'}: {held} of {len(pairs)} pairs hold, {turned} are reversed"
+        f"{': ' + '; '.join(reversed_) if reversed_ else ''}, {len(pairs) - held - turned} are not told apart."
+    )

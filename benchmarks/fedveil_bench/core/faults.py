@@ -1,0 +1,259 @@
+"""Kills one process of a real run at a drawn point, resumes, and compares with an undisturbed run.
+
+Every point is a run of its own over gRPC (killer.py says who is killed, and when). What died for good is started again.
+
+| compared | in a deterministic run | in one under differential privacy |
+|---|---|---|
+| weights after the last round, private states | equal, bit for bit | - : its noise comes from the system |
+| fields of every accepted upload, masks and draws among them | equal, bit for bit; not those of secure aggregation,
+  whose keys come from the system: its sum is what the weights show | - |
+| ledger | not charged | what the undisturbed run charges, and the same once more for each turn that was repeated |
+| rounds and sites whose uploads the record has | equal | equal |
+| the server's audit log | unbroken | unbroken |
+
+It runs in pieces: points that the file of pieces has are not run again, but those that did not end equal at another
+commit. The table says how many are of which commit. Several of it can run at once: each takes points that no other has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedveil import resources
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.records import audit_log
+from fedveil.records.provenance import git_commit
+from fedveil.testing.messages import header_of_slices
+from fedveil.wire.capture import MessageCapture
+from fedveil_bench.common import resumable_rows
+from fedveil_bench.common.pictures import coloured
+from fedveil_bench.core.killer import PROGRAMS, ROUNDS, SITES, VICTIMS, KillPoint, ProcessKiller, drawn
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+_SECONDS = 300.0
+_MASKED = ("sum", "attached")  # fields of masks and keys, which are new each time
+_RESUMED = 5
+_REASON_CHARACTERS = 400  # of a point that did not end
+_PAUSE_SECONDS = 8.0  # between two starts of a site, as compose pauses: each start costs some CPU seconds
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """One row for each case and victim: points, how many ended equal, and every other one in words.
+
+    Raises:
+        ConfigError: no launcher.
+    """
+    if options.launch is None:
+        raise ConfigError("core/faults: expected a launcher, found none; run it as `fedveil bench core/faults`")
+    cases = sorted(settings["cases"])
+    found, most = _kept(options.pieces), options.seeds or settings["points"]
+    with tempfile.TemporaryDirectory() as scratch:
+        pictures = coloured(Path(scratch) / "pictures", ("cat", "dog", "ox"), 12)
+        named = [options.launch.LocalSite(site) for site in SITES]
+        with options.launch.LocalDeployment(named, Path(scratch) / "federation", database=True) as federation:
+            bench = _Bench(federation, Path(scratch) / "runs", pictures, settings)
+            for number in range(settings["points"]):
+                with resumable_rows.alone(options.pieces, number) as mine:
+                    found |= _kept(options.pieces)
+                    if not mine or number in found or not most:
+                        continue
+                    most -= 1
+                    point = drawn(number, cases)
+                    found[number] = {**asdict(point), **bench.tried(point), "commit": git_commit()}
+                    options.say(json.dumps(found[number]))
+                    resumable_rows.keep(options.pieces, found[number])
+    return _outcome([found[number] for number in sorted(found)])
+
+
+def _kept(file: Path | None) -> dict[int, dict[str, Any]]:
+    now = git_commit()
+    counts = (point for point in resumable_rows.kept(file) if point["end"] == "equal" or point["commit"] == now)
+    return {point["number"]: point for point in counts}
+
+
+def _outcome(points: list[dict[str, Any]]) -> BenchOutcome:
+    rows = []
+    for case in sorted({point["case"] for point in points}):
+        for victim in VICTIMS:
+            of = [point for point in points if (point["case"], point["victim"]) == (case, victim)]
+            ends = Counter(point["end"] for point in of)
+            metrics = {
+                "points": len(of),
+                "equal": ends["equal"],
+                "different": len(of) - ends["equal"],
+                "resumed": sum(point["resumed"] for point in of),
+                "killed": sum(point["killed"] for point in of),
+            }
+            shown = {name: {"mean": n, "low": n, "high": n, "n": 1} for name, n in metrics.items()}
+            rows += [{"name": f"{case}: {victim}", "metrics": shown}] if of else []
+    other = [f"point {p['number']} ({p['case']}, {p['victim']}): {p['end']}" for p in points if p["end"] != "equal"]
+    equal = sum(point["end"] == "equal" for point in points)
+    killed = sum(point["killed"] for point in points)
+    commits = ", ".join(f"{n} of {name}" for name, n in Counter(point["commit"] for point in points).items())
+    return BenchOutcome(
+        rows,
+        [
+            f"{equal} of {len(points)} points ended as the undisturbed run does; in {killed} something was killed.",
+            f"By commit: {commits}.",
+            *other,
+        ],
+    )
+
+
+class _Bench:
+    """A federation on which points are tried; the undisturbed run of a case is made when it is first asked for."""
+
+    def __init__(self, federation: Any, runs: Path, pictures: Path, settings: dict[str, Any]) -> None:
+        self._federation, self._runs, self._settings = federation, runs, settings
+        self._data = {"text": resources.data_folder("e2e"), "pictures": pictures}
+        self._whole: dict[str, dict[str, Any]] = {}
+        self._started: dict[str, float] = {}  # sites that had ended, and when
+
+    def tried(self, point: KillPoint) -> dict[str, Any]:
+        """How the point ended, whether something was killed, how often the run was resumed, and seconds."""
+        if point.case not in self._whole:
+            spent = self._charged()
+            self._ended(point.case, f"whole-{point.case}")
+            self._whole[point.case] = self._facts(f"whole-{point.case}", spent)
+        name, began = f"point-{point.number}", time.monotonic()
+        spent = self._charged()
+        killer = ProcessKiller(point, self._victims(point), self._places(point, name))
+        killer.start()
+        try:
+            resumed, end = self._ended(point.case, name, killer), ""
+        except FedVeilError as error:
+            resumed, end = _RESUMED, f"did not end: {str(error)[:_REASON_CHARACTERS]}"
+        killer.over()
+        self._restored(killer)
+        again = point.site if point.victim == "worker" and killer.killed else ""
+        end = end or _compared(self._whole[point.case], self._facts(name, spent), again)
+        seconds = round(time.monotonic() - began, 1)
+        return {"end": end, "killed": killer.killed, "resumed": resumed, "seconds": seconds}
+
+    def _ended(self, case: str, name: str, killer: ProcessKiller | None = None) -> int:
+        """Runs until it is completed; what was killed is started again, and the run resumed. Returns how often."""
+        config = dict(self._settings["config"]) | self._settings["cases"][case]
+        config["task.data"] = config["task.evaluation"] = str(self._data[str(config.pop("data"))])
+
+        def restore(status: Mapping[str, Any]) -> None:
+            self._restored(killer)
+
+        config |= {"run.dir": str(self._runs), "run.name": name, "run.rounds": ROUNDS, "run.capture-messages": True}
+        reasons = []
+        for resumed in range(_RESUMED):
+            try:
+                run = self._federation.run(None, config | {"run.resume": resumed > 0})
+                ended = self._federation.wait(run, _SECONDS, restore)
+            except FedVeilError as error:  # the SuperLink died
+                if killer is None or not killer.killed:
+                    raise
+                reasons.append(str(error))
+                self._restored(killer)
+                continue
+            if ended.completed:
+                return resumed
+            reasons.append(ended.reason)
+            if killer is None:
+                break
+        raise ConfigError(f"{name}: expected a completed run, found: {'; then '.join(reasons)}")
+
+    def _restored(self, killer: ProcessKiller | None) -> None:
+        """Starts again what has ended: the server's machine where it was killed, and any site.
+
+        A site as often as its SuperNode ends, as compose does: a SuperLink that has the dead one online still, until
+        its heartbeat is missed, sends the new one away. That may be so when the next run has begun.
+        """
+        for site in SITES:
+            since = time.monotonic() - self._started.get(site, -math.inf)
+            if since > _PAUSE_SECONDS and self._federation.processes.ended(site) is not None:
+                self._started[site] = time.monotonic()
+                self._federation.kill_site(site)  # what it had started
+                self._federation.start_site(site)
+        if killer and killer.killed and not killer.restored and killer.point.victim == "superlink":
+            self._federation.processes.kill("superlink")
+            self._federation.start_superlink()
+            killer.restored = True
+
+    def _victims(self, point: KillPoint) -> Callable[[], list[int]]:
+        whose = "superlink" if point.victim in ("serverapp", "superlink") else point.site
+        program = PROGRAMS.get(point.victim, "")
+
+        def found() -> list[int]:
+            pids = []
+            for process in self._federation.processes.alive(whose):
+                with suppress(Exception):  # it may end meanwhile
+                    pids += [process.pid] if program in " ".join([process.name(), *process.cmdline()]) else []
+            return pids
+
+        return found
+
+    def _places(self, point: KillPoint, name: str) -> Callable[[], Iterator[Path]]:
+        sites, run = self._federation.folder / "sites", self._runs / name
+        files = {
+            "sent": (run, "disclosure.jsonl"),
+            "checkpoint": (run, "checkpoint.safetensors"),
+            "recorded": (run, "metrics.jsonl"),
+            "counted": (sites / point.site, f"{name}-*/{point.site}/served.json"),
+            "kept": (sites / point.site, f"{name}-*/{point.site}/turn-*.safetensors"),
+            "charged": (sites / point.site, f".ledger/{point.site}.json"),
+        }
+        folder, pattern = files[point.event]
+        return lambda: folder.glob(pattern)
+
+    def _charged(self) -> dict[str, int]:
+        """Steps charged so far to the most charged record of every site."""
+        found = {}
+        for file in self._federation.folder.glob("sites/*/.ledger/*.json"):
+            histories = json.loads(file.read_text())["spent"]
+            found[file.stem] = max(sum(count for _, count in history) for history, _ in histories)
+        return found
+
+    def _facts(self, name: str, spent: Mapping[str, int]) -> dict[str, Any]:
+        """What is compared. `spent`: charged before the run."""
+        run = self._runs / name
+        audit_log.verify_log(self._runs / audit_log.NAME)
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        tap = MessageCapture(run / "tap")
+        uploads = {}
+        for seen in tap.messages():
+            if seen.direction == "up" and seen.accepted:
+                fields = header_of_slices([tap.read(seen)])["fields"]
+                uploads[f"{seen.round} {seen.site}"] = [field for field in fields if field[0] not in _MASKED]
+        states = {}
+        for site in SITES:
+            found = (self._federation.folder / "sites" / site).glob(f"{name}-*/{site}/turn-{ROUNDS - 1:016x}.*")
+            states[site] = [file.read_bytes() for file in found]
+        accepted = {m["round"]: sorted(m["accepted"]) for m in metrics if len(m.get("accepted", [])) == len(SITES)}
+        weights = [m["weights"] for m in metrics if m.get("weights")][-1]
+        charged = {site: steps - spent.get(site, 0) for site, steps in self._charged().items()}
+        lines = [
+            line for line in audit_log.read_log(self._runs / audit_log.NAME) if str(line["run"]).startswith(f"{name}-")
+        ]
+        orders = Counter(str(line["site"]) for line in lines if line["event"] == "sent")
+        return {
+            "weights": weights, "private states": states, "uploads": uploads, "rounds": accepted, "charged": charged,
+            "orders": dict(orders),
+        }  # fmt: skip
+
+
+def _compared(whole: Mapping[str, Any], found: Mapping[str, Any], again: str = "") -> str:
+    """Either "equal" or what differs. `again`: a site whose worker was killed: its client process repeats that turn."""
+    keys = ["rounds", *(["weights", "private states", "uploads"] if not any(whole["charged"].values()) else [])]
+    for key in keys:
+        if whole[key] != found[key]:
+            return f"different {key}"
+    for site, steps in whole["charged"].items():
+        a_turn, turns = steps // ROUNDS, found["orders"][site] + (site == again)
+        charged = found["charged"].get(site, 0)
+        if steps and not (charged % a_turn == 0 and steps <= charged <= a_turn * turns):
+            return f"different ledger of {site}: {charged} steps charged, {turns} turns of {a_turn} asked for"
+    return "equal"

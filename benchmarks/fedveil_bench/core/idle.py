@@ -1,0 +1,88 @@
+"""What a site costs while it waits for a run: CPU of its processes as a share of one core, ours and stock Flower's.
+
+A federation of one site. The first seconds are left out: processes start, and what waits looks again soon at first
+(fedveil/guard/poll_backoff.py). Then the CPU seconds of window after window, by program.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil import resources
+from fedveil.attacks.statistics import confidence_interval
+from fedveil.errors import ConfigError
+from fedveil_bench.process_monitor.no_op import held_to
+from fedveil_bench.process_monitor.usage import ProcessUsage, program
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+_SITE = "site-0"
+
+
+@dataclass(frozen=True)
+class IdleWindow:
+    """Some time in which a site waited.
+
+    Attributes:
+        seconds: how long.
+        cpu: CPU seconds by program.
+    """
+
+    seconds: float
+    cpu: Mapping[str, float]
+
+    def percent(self, kind: str | None = None) -> float:
+        """Of one core; of all programs, or of one."""
+        cpu = sum(self.cpu.values()) if kind is None else self.cpu.get(kind, 0.0)
+        return 100.0 * cpu / self.seconds
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """The rows "fedveil" and "flower": per cent of a core, together and by program.
+
+    Raises:
+        ConfigError: no launcher, or a site that ended while it waited.
+    """
+    if options.launch is None:
+        raise ConfigError("core/idle: expected a launcher, found none; run it as `fedveil bench core/idle`")
+    found: dict[str, list[IdleWindow]] = {}
+    for name, own_waits in (("fedveil", False), ("flower", True)):
+        named = [options.launch.LocalSite(_SITE, resources.data_folder("e2e"))]
+        with options.launch.LocalDeployment(named, own_waits=own_waits) as federation:
+            time.sleep(settings["settle_seconds"])
+            found[name] = []
+            for _ in range(settings["windows"]):
+                found[name].append(_window(federation, settings["seconds"]))
+                options.say(f"{name}: {found[name][-1].percent():.3f} % of a core")
+    return outcome(found, float(settings["asked_percent"]))
+
+
+def _window(federation: Any, seconds: float) -> IdleWindow:
+    started = time.monotonic()
+    with ProcessUsage(lambda: federation.processes.alive(_SITE), program, every=0.5) as usage:
+        time.sleep(seconds)
+    if not federation.processes.alive(_SITE) or federation.processes.ended(_SITE) is not None:
+        raise ConfigError(f"core/idle: expected a site that waits, found it ended: {federation.processes.tail(_SITE)}")
+    return IdleWindow(time.monotonic() - started, usage.cpu_by_kind())
+
+
+def outcome(found: Mapping[str, Sequence[IdleWindow]], asked: float) -> BenchOutcome:
+    """Rows and verdicts of the windows of each way; `asked`: the most per cent of a core that a waiting site of ours
+    should take.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, windows in found.items():
+        kinds = sorted({kind for window in windows for kind in window.cpu})
+        metrics = {"percent_of_a_core": confidence_interval([window.percent() for window in windows])}
+        metrics |= {f"% {kind}": confidence_interval([window.percent(kind) for window in windows]) for kind in kinds}
+        rows.append({"name": name, "seconds": sum(window.seconds for window in windows), "metrics": metrics})
+    ours, stock = (row["metrics"]["percent_of_a_core"] for row in rows)
+    return BenchOutcome(
+        rows,
+        [
+            f"A waiting site takes {ours['mean']:.2f} % of a core ({ours['low']:.2f} to {ours['high']:.2f}; asked: at "
+            f"most {asked:g} %: {held_to(ours, asked)}), stock Flower's {stock['mean']:.2f} %."
+        ],
+    )

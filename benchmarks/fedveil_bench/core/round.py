@@ -1,0 +1,113 @@
+"""A round that trains nothing: ours beside stock Flower's with the same payload, one after the other, by sites.
+
+Its seconds, and the CPU seconds of one site's processes by program. What the worker needs is told apart: it is the work
+itself, the others are what a message costs. Stock Flower has a federation with its own programs and waits, and its CPU
+is the mean of all rounds. The first round of each is left out otherwise: it waits for the sites.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import resources
+from fedveil.errors import ConfigError
+from fedveil.records import disclosure_ledger
+from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, held_to, with_median
+from fedveil_bench.process_monitor.usage import program
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+_SITE = "site-0"  # whose processes are watched
+_WORKER = "worker"
+
+
+@dataclass(frozen=True)
+class PairedRound:
+    """Both ways with one number of sites.
+
+    Attributes:
+        ours, stock: their rounds.
+        upload_bytes: of our last message.
+        beyond: bytes of our largest message beyond its payload.
+    """
+
+    ours: NoOpRun
+    stock: NoOpRun
+    upload_bytes: int
+    beyond: int
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """Two rows for each number of sites: seconds a round, and the CPU seconds of one site.
+
+    Raises:
+        ConfigError: no launcher, or a run that did not complete.
+    """
+    if options.launch is None:
+        raise ConfigError("core/round: expected a launcher, found none; run it as `fedveil bench core/round`")
+    pairs = {}
+    for sites in settings["sites"]:
+        pairs[sites] = pair = _pair(settings, options, sites)
+        for name, way in (("fedveil", pair.ours), ("flower", pair.stock)):
+            options.say(f"{sites} sites, {name}: {[round(s, 2) for s in way.seconds]} s")
+    asked = {int(sites): float(seconds) for sites, seconds in settings["asked_seconds"].items()}
+    return outcome(pairs, asked, float(settings["asked_cpu_seconds"]))
+
+
+def _pair(settings: dict[str, Any], options: BenchOptions, sites: int) -> PairedRound:
+    named = [options.launch.LocalSite(f"site-{i}", resources.data_folder("e2e")) for i in range(sites)]
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalDeployment(named) as federation:
+        config = settings["config"] | {"run.dir": scratch, "cohort.min-sites": sites, "cohort.sites": sites}
+        ours = NoOp(federation, Path(scratch), config, sites, program, _SITE).ours("ours", settings["rounds"], {})
+        ledger = disclosure_ledger.read_messages(Path(scratch) / "ours" / disclosure_ledger.NAME)
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalDeployment(named, own_waits=True) as federation:
+        bench = NoOp(federation, Path(scratch), {}, sites, program, _SITE)
+        stock = bench.stock("stock", settings["rounds"], ours.payload_bytes)
+    beyond = max(message["bytes"] - message["payload_bytes"] for message in ledger)
+    return PairedRound(ours, stock, ledger[-1]["bytes"], beyond)
+
+
+def beside_worker(way: NoOpRun) -> list[float]:
+    """CPU seconds of a site's processes but the worker, by round."""
+    return [sum(seconds for kind, seconds in of.items() if kind != _WORKER) for of in way.cpu]
+
+
+def outcome(pairs: Mapping[int, PairedRound], asked_seconds: Mapping[int, float], asked_cpu: float) -> BenchOutcome:
+    """Rows and verdicts.
+
+    Args:
+        pairs: by number of sites.
+        asked_seconds: the most that a round should take, by number of sites; none is said of a number without one.
+        asked_cpu: the most CPU seconds a round of a site's processes beside the worker.
+    """
+    rows, said = [], []
+    for sites, pair in pairs.items():
+        ours, theirs = _row(f"fedveil, {sites} sites", pair.ours), _row(f"flower, {sites} sites", pair.stock)
+        payload = pair.ours.payload_bytes
+        rows += [ours | {"upload_bytes": pair.upload_bytes, "payload_bytes": payload}, theirs]
+        took, cpu = ours["metrics"]["seconds_a_round"], ours["metrics"]["cpu_seconds_beside_worker"]
+        their, their_cpu = (theirs["metrics"][name] for name in ("seconds_a_round", "cpu_seconds_beside_worker"))
+        most = asked_seconds.get(sites)
+        bound = f" (asked: at most {most:g} s: {held_to(took, most)})" if most is not None else ""
+        said += [
+            f"{sites} sites: a round that trains nothing takes {took['mean']:.2f} s{bound}, stock Flower's with the "
+            f"same {payload} bytes {their['mean']:.2f} s.",
+            f"{sites} sites: a site's processes beside the worker need {cpu['mean']:.2f} CPU-seconds a round (asked: "
+            f"at most {asked_cpu:g}: {held_to(cpu, asked_cpu)}), stock Flower's {their_cpu['mean']:.2f}.",
+            f"{sites} sites: a message has at most {pair.beyond} bytes beyond its payload: "
+            f"{pair.beyond / payload:.3%} (asked: below 1 % at 1 MB).",
+        ]
+    return BenchOutcome(rows, said)
+
+
+def _row(name: str, way: NoOpRun) -> dict[str, Any]:
+    programs = sorted({kind for of in way.cpu for kind in of})
+    by_program = {f"CPU s {kind}": with_median([of.get(kind, 0.0) for of in way.cpu]) for kind in programs}
+    metrics = {
+        "seconds_a_round": with_median(way.seconds),
+        "cpu_seconds_beside_worker": with_median(beside_worker(way)),
+    }
+    return {"name": name, "rounds": len(way.seconds), "metrics": metrics | by_program}

@@ -1,0 +1,115 @@
+"""The memory that `fedveil doctor` plans for a training, beside what the training took.
+
+Each row is a turn on rows of all of task.max-tokens, all of them targets, so the plan is no mere bound. "compared" is
+what the plan means: on a GPU what torch's tensors took at most ("in use") and what the process holds there besides
+("CUDA": the context and its libraries' own, for which the plan assumes a size), on a CPU the kernel's peak (VmHWM) with
+all of Python. "measured" has what the GPU's allocator kept unused between blocks, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil import config, rng
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.attacks.statistics import confidence_intervals
+from fedveil.contract.adapter import Adapter
+from fedveil.data.batches import TokenExample
+from fedveil.models import loading
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.testing.planner import plan_memory, read_model_config
+from fedveil_bench.common import bases
+from fedveil_bench.common.federations import task_of
+from fedveil_bench.process_monitor.usage import high_mb
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+_MB = 1e6
+_SEED = 20261126
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """A row for each training: MB planned and measured, their ratio, tokens a second, and parts on a GPU."""
+    device = loading.pick_device(options.device)
+    if device.type != "cuda":
+        settings = settings | settings["cpu"]
+    rows, verdicts = [], []
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as scratch:
+        # Apart from this process, so that what it holds is not counted.
+        with context.Pool(1) as pool:
+            pool.apply(_save, (scratch, settings["kind"], settings["shape"], str(device)))
+        for name, found in _each(context, scratch, settings, device):
+            options.say(f"{name}: " + ", ".join(f"{key} {value:,.0f}" for key, value in found.items()))
+            found["planned by measured"] = found["planned MB"] / found["compared MB"]
+            rows.append({"name": name, "metrics": confidence_intervals([found])})
+            verdicts.append(_verdict(name, found, settings["within"]))
+    return BenchOutcome(rows, verdicts)
+
+
+def _each(
+    context: Any, folder: str, settings: Mapping[str, Any], device: torch.device
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """On a CPU each turn has a process of its own; a GPU's allocator counts anew, so there one has all of them."""
+    pool = context.Pool(1, maxtasksperchild=None if device.type == "cuda" else 1)
+    with pool:
+        for name, keys in settings["runs"].items():
+            yield name, pool.apply(measured, (folder, settings, keys, str(device)))
+
+
+def _verdict(name: str, found: Mapping[str, float], within: float) -> str:
+    held = "held" if abs(found["planned by measured"] - 1) <= within else "NOT HELD"
+    return (
+        f"{name}: planned {found['planned MB']:,.0f} MB, took {found['compared MB']:,.0f} MB: "
+        f"{found['planned by measured']:.2f} (asked: within {within:.0%}, {held})."
+    )
+
+
+def _save(folder: str, kind: str, shape: Mapping[str, Any], device: str) -> None:
+    with torch.device(device):
+        {"gpt2": bases.random_gpt2, "llama": bases.random_llama}[kind](Path(folder), shape)
+
+
+def chosen(keys: Mapping[str, Any]) -> tuple[Adapter, dict[str, Any]]:
+    """What is trained in a row of the preset, and its keys of the run config."""
+    adapter: Adapter = AllWeightsAdapter() if keys.get("adapter") == "all" else LoraAdapter()
+    return adapter, {key: value for key, value in keys.items() if key != "adapter"}
+
+
+def measured(folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], device: str) -> dict[str, float]:
+    """One turn: what was planned for it and what it took, in MB, and its tokens a second."""
+    adapter, chosen_keys = chosen(keys)
+    fixed = {"task.model": folder, "train.max-steps": settings["steps"]}
+    run_config = config.parse(fixed | settings["config"] | chosen_keys)
+    on_gpu = device != "cpu"
+    if on_gpu:
+        gc.collect()  # of the turn before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    plan = plan_memory(read_model_config(Path(folder)), run_config, adapter, on_gpu)
+    task = task_of(TextGeneration, run_config, BenchOptions(device=device), adapter)
+    draw, length = random.Random(_SEED), run_config.task.max_tokens
+    known = range(1, settings["shape"]["vocab_size"])
+    rows = [TokenExample(draw.choices(known, k=length), 1) for _ in range(settings["rows"])]
+    weights = task.initial(rng.initial_stream(_SEED, "benchmark"))
+    report = task.trainer(rows, rng.initial_stream(_SEED, "batches")).train(weights).report
+    found = {"planned MB": plan.needed / _MB, "tokens a second": report["tokens"] / report["train_seconds"]}
+    if not on_gpu:
+        return found | {"compared MB": high_mb()}
+    free, total = torch.cuda.mem_get_info()
+    in_use, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    beside = total - free - torch.cuda.memory_reserved()
+    return found | {
+        "CUDA MB": beside / _MB,
+        "in use MB": in_use / _MB,
+        "measured MB": (reserved + beside) / _MB,
+        "compared MB": (in_use + beside) / _MB,
+    }

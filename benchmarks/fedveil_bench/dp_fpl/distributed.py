@@ -1,0 +1,185 @@
+"""At one epsilon, noise at every site beside noise in the sum of all sites, at several numbers of sites.
+
+A seed takes `rows_a_site` training pictures for each of the most sites, at random, and every number of sites uses as
+many of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. What is scored
+is the shared prompt alone, for only it gains, as the mean of the last `averaged` rounds': from one round to the next it
+moves by more than rows of the table differ, and a mean of what was published costs no epsilon. Rows of a result:
+
+| row | which model |
+|---|---|
+| zero-shot | the CLIP as it is, "a photo of a" before the names: nothing was learned |
+| one class | the sites' most frequent class, whatever the picture |
+| N sites, start | the shared prompt before the first round |
+| N sites, no noise | rows' gradients are clipped as in the others |
+| N sites, at the site | every site adds all of the noise |
+| N sites, in the sum | each of N sites adds a share; two thirds of them, rounded up, are counted on |
+| ..., noise only | the same run with every row's gradient set to zero |
+
+| metric | what |
+|---|---|
+| right | per cent of the test pictures, all classes |
+| z | noise on what is summed over the clipping bound, wherever it is |
+| noise on the mean | its norm, over the clipping bound of one row's part in the mean of a site |
+| epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
+
+Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. They
+do not cover the draws of the noise, of which each seed has one. Where the row without noise does not stand above its
+controls, private rows are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fedveil import rng, strategies
+from fedveil.config import RunConfig
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import SamplingPlan
+from fedveil.contract.trainer import Trainer
+from fedveil.federation.exchange import MessageExchange
+from fedveil.models.clip import EncodedImage
+from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.strategies.dp_fpl import DPFPL
+from fedveil_bench.common import noise_tables, resampling, seeds
+from fedveil_bench.common import verdicts as common
+from fedveil_bench.common.federations import federation
+from fedveil_bench.common.noise_only_trainer import NoiseOnlyTrainer
+from fedveil_bench.common.noise_tables import CLEAR, SITE, SUM, label
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.common.verdicts import ClaimSentence
+from fedveil_bench.dp_fpl import accuracy, federated_prompts
+from fedveil_bench.dp_fpl.federated_prompts import PromptSites
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+ZERO, ONE, START = "zero-shot", "one class", "start"
+ABOVE = "above all of them"
+_DRAW = "rows"
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """Every number of sites, one run for each seed."""
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    figures, rows = noise_tables.rows_of(answers, "right")
+    config = settings["config"]
+    said = (
+        f"this run: {settings['rows_a_site']} rows a site, {config['run.rounds']} rounds of one step on all of them, "
+        f"the last {settings['averaged']} averaged, {settings['classes']} classes, epsilon {settings['epsilon']:g}; "
+        f"{len(answers)} seeds"
+    )
+    return BenchOutcome(rows, verdicts(figures, settings["sites"]), [said])
+
+
+def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
+    """Whether each row stands above its controls, and the noise in the sum above that at the site."""
+    found: list[tuple[str, ClaimSentence]] = []
+    for count in sites:
+        pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
+        for mine, control in pairs:
+            others = [ZERO, ONE, label(count, START), *([label(count, control)] if control else [])]
+            less = [resampling.less(figures[label(count, mine)], figures[other]) for other in others]
+            shown = "; ".join(
+                f"less {other}: {resampling.shown(resampling.interval(d), '+.1f')}"
+                for other, d in zip(others, less, strict=True)
+            )
+            found.append((f"{label(count, mine)}: {shown}", common.all_of(less, "higher", ABOVE, "not told from all")))
+        d = resampling.less(figures[label(count, SUM)], figures[label(count, SITE)])
+        shown = resampling.shown(resampling.interval(d), "+.1f")
+        found.append((f"{label(count, SUM)} less {SITE}: {shown}", common.told(d)))
+    return noise_tables.said_of(found, sites, ABOVE, "above", len(figures[ZERO].seeds))
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
+    """What `run` asks of each seed."""
+    most = max(settings["sites"])
+    loaded = federated_prompts.load({**settings, "clients": 1}, seed, options)
+    pool = [row for rows in loaded.rows.values() for row in rows]
+    random.Random(seed).shuffle(pool)
+    each = min(settings["rows_a_site"], len(pool) // most)
+    parts = {f"site-{i:02d}": pool[i * each : (i + 1) * each] for i in range(most)}
+    options.say(f"seed {seed}: {each} rows at each of {most} sites")
+    labels = np.array([row.label for row in loaded.test])
+    one = np.bincount([row.label for row in pool]).argmax()
+    always = {ZERO: loaded.zero_shot(), ONE: (labels == one).astype(float)}
+    rows: dict[str, Any] = {name: {"right": _figure(right, loaded)} for name, right in always.items()}
+    for count in settings["sites"]:
+        sites = replace(loaded, rows=dict(list(parts.items())[:count]))
+        for name in (START, CLEAR, SITE, federated_prompts.blind(SITE), SUM, federated_prompts.blind(SUM)):
+            started = time.perf_counter()
+            found = _federated(sites, settings, name)
+            row = label(count, name)
+            rows[row] = {"right": _figure(found.pop("right"), sites), **found}
+            options.say(f"seed {seed}: {row}: {rows[row]['right'][0]:.1f}; {time.perf_counter() - started:.0f} s")
+    return rows
+
+
+def _federated(sites: PromptSites, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """One run: what its shared prompt names rightly, and its costs."""
+    where, dark = name.partition(",")[0], name.endswith("noise only")
+    count, each = len(sites.rows), len(next(iter(sites.rows.values())))
+    flat = {
+        **sites.flat, **settings["config"], "train.batch-size": each, "train.max-steps": 1, "method.name": "dp_fpl",
+        "method.params": settings["fields"],
+    }  # fmt: skip
+    flat |= noise_tables.keys(count, where)
+    if where == START:
+        flat["run.rounds"] = 1
+    task = federated_prompts.prompt_task(sites, {"name": "dp_fpl", "fields": settings["fields"], "config": flat})
+    plan = SamplingPlan(settings["config"]["run.rounds"], 1, each, each, _plain(settings).neighbours)
+    method, costs = _noised(settings, task.config, plan, where)
+    exchange = MessageExchange(method, "dp_fpl", task.spec)
+
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
+        return NoiseOnlyTrainer(local) if dark else local
+
+    initial = task.initial(rng.initial_stream(sites.seed, "weights"))
+    done = federation(exchange, task.config, task, sites.rows, initial, around=around)
+    published = deque[Weights](maxlen=settings["averaged"])
+    if where == START:
+        published.append(done.models()["server"])
+    else:
+        done.run(lambda running, round_: published.append(running.models()["server"]))
+    test: Sequence[EncodedImage] = sites.test
+    if "z" in costs:
+        entries = sum(math.prod(t.shape) for t in task.spec.values())
+        costs["noise on the mean"] = noise_tables.on_the_mean(costs["z"], entries, count, where)
+    return {"right": federated_prompts.right(task, federated_prompts.mean(published), test), **costs}
+
+
+def _plain(settings: Mapping[str, Any]) -> DPFPL:
+    method = strategies.create_method("dp_fpl", settings["fields"])
+    assert isinstance(method, DPFPL), "the preset's fields are DP-FPL's"
+    return method
+
+
+def _noised(
+    settings: Mapping[str, Any], config: RunConfig, plan: SamplingPlan, where: str
+) -> tuple[Method, dict[str, float]]:
+    """The method with the noise that the preset's epsilon takes, most of it on what stays at the site."""
+    plain, share = _plain(settings), float(settings["local_over_global"])
+    if where in (START, CLEAR):
+        return replace(plain, noise_local=0.0, noise_global=0.0), {}
+
+    def noisy(z: float) -> DPFPL:
+        return replace(plain, noise_local=share * z, noise_global=z)
+
+    def charges(z: float) -> Any:
+        claim = guarantee_of(noisy(z), config)
+        assert claim is not None
+        return claim.privacy_spent(plan)
+
+    costs = noise_tables.costs(charges, settings["epsilon"], plain.delta, plain.neighbours)
+    return noisy(costs["z"]), costs
+
+
+def _figure(right: Any, sites: PromptSites) -> Any:
+    labels = [row.label for row in sites.test]
+    return accuracy.accuracy([right], labels, [set(labels)], True).to_json()

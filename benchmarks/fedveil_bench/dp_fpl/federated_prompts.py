@@ -1,0 +1,296 @@
+"""Sites with pictures for the presets of DP-FPL: their rows, and a whole federation of one row of a table.
+
+Caltech-101 or CIFAR-10 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
+`test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public. A preset may
+call classes otherwise, several by one name.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from fedveil import rng, strategies
+from fedveil.config import RunConfig, parse
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import PrivacyGuarantee, SamplingPlan, stated_guarantee
+from fedveil.contract.task import DatasetShard, Example
+from fedveil.contract.trainer import Trainer
+from fedveil.data import partition
+from fedveil.data import tables as files
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.models.clip import EncodedImage
+from fedveil.privacy import accounting
+from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.privacy.guarantee_source import check_guarantee, guarantee_of
+from fedveil.strategies.dp_fpl import DPFPL
+from fedveil.tasks.clip_prompt import ClipPrompt
+from fedveil.testing.pretraining import PUBLIC_DIGITS, is_public
+from fedveil.training import per_example
+from fedveil_bench.common import data
+from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.noise_only_trainer import NoiseOnlyTrainer
+from fedveil_bench.common.resampling import Numbers
+from fedveil_bench.runner import BenchOptions
+
+_CUT = {"task.partition": "pathological", "task.classes-per-site": 0}
+
+
+@dataclass(frozen=True)
+class PromptSites:
+    """What a seed works on.
+
+    Attributes:
+        settings: of the preset.
+        flat: the run config that all rows of the table share.
+        rows: each site's.
+        classes: those that each site has rows of.
+        test: rows of all classes.
+        task: with no prompt of its own, for the zero-shot model.
+    """
+
+    settings: Mapping[str, Any]
+    flat: Mapping[str, Any]
+    seed: int
+    options: BenchOptions
+    rows: Mapping[str, Sequence[EncodedImage]]
+    classes: Mapping[str, frozenset[int]]
+    test: Sequence[EncodedImage]
+    task: ClipPrompt
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sites."""
+        return list(self.rows)
+
+    def zero_shot(self) -> Numbers:
+        """(test rows,) 1 where the untrained model names the row's class, else 0."""
+        labels = torch.tensor([row.label for row in self.test])
+        return (self.task.zero_shot_logits(self.test).argmax(-1) == labels).double().numpy()
+
+
+@dataclass(frozen=True)
+class FederatedPrompts:
+    """One row of a table, after its run.
+
+    Attributes:
+        task: with the row's prompt.
+        models: each site's own where the method has one, else the server's; the mean of the row's last rounds.
+        last: the same after the last round alone.
+        costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
+        privacy: the same in words, with delta and relation.
+        upload_bytes: of all messages.
+        claim, plans: with its noise, None where there is none; and what the most asked sites' records are asked for.
+    """
+
+    task: ClipPrompt
+    models: Mapping[str, Weights]
+    last: Mapping[str, Weights]
+    costs: Mapping[str, float]
+    privacy: str
+    upload_bytes: int
+    claim: PrivacyGuarantee | None
+    plans: Sequence[SamplingPlan]
+
+
+def load(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> PromptSites:
+    """The sites of a seed. Every picture goes through the image tower here, once. Raises ConfigError without data."""
+    folder = data.folder(settings["data"])
+    flat = {
+        "task.name": "clip-prompt", "task.target-column": "label", "task.label-column": "label", **_CUT,
+        **settings["config"], "run.seed": seed,
+    }  # fmt: skip
+    flat = data.with_model(flat)
+    # Patches where a row of the table needs them; all others look at the first point alone.
+    transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
+    widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
+    found = files.read_table(files.split_file(folder, "train"), ("label",)).features["label"].names
+    names = [settings.get("called", {}).get(name, name) for name in found]
+    kinds = list(dict.fromkeys(names))
+    kept = sorted(random.Random(seed).sample(kinds, settings.get("classes", len(kinds))))
+    flat["task.class-names"] = ",".join(kept)
+    task = task_of(ClipPrompt, parse({**flat, "method.name": "fedotp", "method.params": widest}), options)
+
+    def examples(split: str) -> list[Example]:
+        found = (
+            replace(e, values={**e.values, "label": names[e.values["label"]]}) for e in task.examples(folder, split)
+        )
+        federated = [e for e in found if e.values["label"] in kept and is_federated(settings["data"], split, e.values)]
+        return federated[: settings.get("rows_read", len(federated))]
+
+    train = examples("train")
+    table = Dataset.from_list([{"label": example.values["label"]} for example in train])
+    shares = [DatasetShard(i, settings["clients"]) for i in range(settings["clients"])]
+    parts = [[train[j] for j in partition.partition_indices(table, share, task.config.task, seed)] for share in shares]
+    parts = parts[: settings.get("take", len(parts))]
+    rows = {f"site-{i:02d}": task.encode(part) for i, part in enumerate(parts)}
+    test = task.encode(examples("test"))
+    classes = {site: frozenset(row.label for row in of_site) for site, of_site in rows.items()}
+    options.say(f"seed {seed}: {sum(map(len, rows.values()))} rows at {len(rows)} sites, {len(test)} test rows")
+    return PromptSites(settings, flat, seed, options, rows, classes, test, task)
+
+
+def _form(row: Mapping[str, Any]) -> str:
+    return str(getattr(strategies.create_method(row["name"], row.get("fields", "")).adapter, "form", ""))
+
+
+def is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
+    """Whether a site may have this row: the tiny CLIP has not seen it."""
+    return split != "train" or name not in PUBLIC_DIGITS or not is_public(row["source_path"], name)
+
+
+def prompt_task(sites: PromptSites, chosen: Mapping[str, Any]) -> ClipPrompt:
+    """The task of one row of a table."""
+    flat = {**sites.flat, **chosen.get("config", {})}
+    flat |= {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}
+    return task_of(ClipPrompt, parse(flat), sites.options)
+
+
+def federate(
+    sites: PromptSites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[EncodedImage]], dark: bool
+) -> FederatedPrompts:
+    """Runs one row of a table on these rows of the sites.
+
+    The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most. A baseline's is
+    DP-SGD's, on the gradients of all that it trains, clipped together to the row's `dp.clip-norm`.
+
+    Args:
+        chosen: the row, as the preset has it. With `averaged`, a model is the mean of that many last rounds'.
+        dark: every gradient is zero, so that noise alone is left.
+
+    Raises:
+        ConfigError: an epsilon for a row without a claim of privacy, or a claim that its method cannot have.
+    """
+    task = prompt_task(sites, chosen)
+    config = task.config
+    method = strategies.create_method(config.method.name, config.method.params)
+    check_guarantee(method, config, has_row_gradients=_form(chosen) != "transport")
+    plans = _plans(config, rows, method)
+    method, config = _with_noise(method, config, chosen.get("epsilon"), plans)
+    claim = guarantee_of(method, config)
+    exchange = MessageExchange(method, config.method.name, task.spec)
+    initial = task.initial(rng.initial_stream(sites.seed, "weights"))
+
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
+        return NoiseOnlyTrainer(local) if dark else local
+
+    last = deque[Mapping[str, Weights]](maxlen=chosen.get("averaged", 1))
+
+    def keep(running: InProcessFederation, round_: int) -> None:
+        last.append({site: (views := running.models(site)).get("client", views["server"]) for site in rows})
+
+    done = federation(exchange, config, task, rows, initial, around=around)
+    done.run(keep)
+    models = {site: mean([models[site] for models in last]) for site in rows}
+    costs, words = _costs(claim, plans)
+    return FederatedPrompts(task, models, last[-1], costs, words, done.upload_bytes, claim, plans)
+
+
+def mean(models: Sequence[Weights]) -> Weights:
+    """The mean of models, tensor by tensor."""
+    return {name: torch.stack([model[name] for model in models]).mean(0) for name in models[0]}
+
+
+def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[SamplingPlan]:
+    """What the most asked sites' records are asked for; none where neither the method nor `dp.*` makes a claim.
+
+    A site costs no more than one with at least as many steps and no more rows.
+    """
+    if (claim := guarantee_of(method, config)) is None:
+        return []
+    train = config.train
+    plans = []
+    for of_site in rows.values():
+        steps = 1
+        if not isinstance(method, DPFPL) or method.exchange == "epoch":
+            steps = per_example.count_steps(len(of_site), train.batch_size, train.epochs, train.max_steps)
+        plans.append(SamplingPlan(config.run.rounds, steps, train.batch_size, len(of_site), claim.budget.neighbours))
+    each = sorted(set(plans), key=lambda p: (-p.steps, p.examples))
+    return [p for i, p in enumerate(each) if all(p.examples < q.examples for q in each[:i])]
+
+
+def _with_noise(
+    method: Method, config: RunConfig, wished: float | None, plans: Sequence[SamplingPlan]
+) -> tuple[Method, RunConfig]:
+    """The method, or `dp.*`, with the noise that is worth `wished`, and that epsilon as its bound.
+
+    DP-FPL has equal multipliers, which are worth `wished` together.
+    """
+    if wished is None:
+        return method, config
+    found = guarantee_of(method, config)
+    noisy: Callable[[float], DPFPL | DpSgdConfig]
+    if isinstance(found, DPFPL):
+        noisy = partial(_noisy_prompts, found, wished)
+    elif isinstance(found, DpSgdConfig):
+        noisy = partial(_noisy_steps, found, wished)
+    else:
+        raise ConfigError(
+            f"epsilon: expected DP-FPL or a row whose config has dp.clip-norm, found {type(method).__name__} without; "
+            "set dp.clip-norm, or leave epsilon out"
+        )
+    budget = found.budget
+    z = max(
+        accounting.noise_multiplier_for(
+            lambda z, p=plan: noisy(z).privacy_spent(p),  # type: ignore[misc]
+            wished,
+            budget.delta,
+            budget.neighbours,
+        )
+        for plan in plans
+    )
+    with_noise = noisy(z)
+    if isinstance(with_noise, DPFPL):
+        return with_noise, config
+    dp = config.dp.model_copy(update={"noise_multiplier": z, "epsilon": wished})
+    return method, config.model_copy(update={"dp": dp})
+
+
+def _noisy_prompts(method: DPFPL, wished: float, z: float) -> DPFPL:
+    return replace(method, noise_local=z, noise_global=z, epsilon=wished)
+
+
+def _noisy_steps(steps: DpSgdConfig, wished: float, z: float) -> DpSgdConfig:
+    return replace(steps, noise=z, epsilon=wished)
+
+
+def _costs(claim: PrivacyGuarantee | None, plans: Sequence[SamplingPlan]) -> tuple[dict[str, float], str]:
+    if claim is None:
+        return {}, "epsilon infinite: no claim"
+    budget = claim.budget
+    exact = max(accounting.compute_epsilon(claim.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
+    nominal = budget.nominal if budget.nominal is not None else budget.epsilon
+    costs = {"nominal epsilon": nominal, f"epsilon, {budget.neighbours.value}": exact}
+    said = "none" if math.isinf(nominal) else f"{nominal:g}"
+    words = f"nominal epsilon {said}; {stated_guarantee(exact, budget.delta, budget.neighbours)}"
+    return costs, words + ("; against the server infinite" if budget.server_trusted else "")
+
+
+def epsilon_of(done: FederatedPrompts, times: int) -> float:
+    """The accountant's epsilon of so many runs like this one on the same rows. It is infinite without a claim."""
+    if done.claim is None:
+        return math.inf
+    budget, plans = done.claim.budget, [replace(plan, rounds=times * plan.rounds) for plan in done.plans]
+    return max(accounting.compute_epsilon(done.claim.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
+
+
+def right(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:
+    """(rows,) 1 where the model names the row's class, else 0."""
+    return np.array([float(int(p.logits["target"].argmax()) == int(p.wanted)) for p in task.predict(weights, rows)])
+
+
+def blind(name: str) -> str:
+    """The name of a row's control that sees no row."""
+    return f"{name}, noise only"

@@ -1,0 +1,183 @@
+"""Whether a private prompt learns more than its noise does, than the CLIP as it is, and than one name for all pictures.
+
+A seed cuts the training pictures over the sites, and each site keeps `validation` of its rows apart. Every row of the
+table runs once for each of `learning_rates`, which all rows share, and the run that is best on the sites' validation
+rows is the one that is scored. A model is the mean of its last `averaged` rounds': it comes after the noise, so it
+costs no epsilon. A row with `sites` has that many instead of `clients`, each with the rows of several of them, so all
+rows of the table have the same pictures. Rows of a result:
+
+| row | which model |
+|---|---|
+| zero-shot | the CLIP as it is, "a photo of a" before the names: nothing was learned |
+| most frequent class | every site names its most frequent class, whatever the picture |
+| <row> | each site's own model, the mean over sites |
+| <row>, noise only | the same with every row's gradient set to zero, at the learning rate that is best for that |
+
+| metric | what |
+|---|---|
+| right | per cent of the test pictures of a site's own classes; all classes compete |
+| right, last round | the same without averaging |
+| nominal epsilon | the one that sets the noise |
+| epsilon, <relation> | the accountant's, of the one run that is scored |
+| epsilon with the search | the accountant's, of the runs at all learning rates together |
+
+Accuracies have 95 % intervals over test pictures and seeds, paired between rows, see `resampling`. `learning_rates` of
+a row are those chosen, by seed. Noise and private batches are the operating system's, so a second run differs.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fedveil.contract.param_spec import Weights
+from fedveil.errors import ConfigError
+from fedveil.models.clip import EncodedImage
+from fedveil_bench.common import resampling, seeds
+from fedveil_bench.common import verdicts as common
+from fedveil_bench.common.resampling import Numbers, ResampledMetric
+from fedveil_bench.dp_fpl import accuracy, federated_prompts
+from fedveil_bench.dp_fpl.accuracy import ZERO
+from fedveil_bench.dp_fpl.federated_prompts import FederatedPrompts, PromptSites
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+FREQUENT = "most frequent class"
+RIGHT, LAST = "right", "right, last round"
+Rows = Mapping[str, Sequence[EncodedImage]]
+_Row = TypeVar("_Row")
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """Every row of the preset at every learning rate, one run for each seed."""
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    figures: dict[str, dict[str, ResampledMetric]] = {}
+    rows = []
+    for name, first in answers[0].items():
+        of_seeds = [answer[name] for answer in answers]
+        figures[name] = {
+            metric: resampling.over_seeds([ResampledMetric.from_json(each["figures"][metric]) for each in of_seeds])
+            for metric in first["figures"]
+        }
+        metrics = {metric: resampling.interval(figure) for metric, figure in figures[name].items()}
+        costs = {k: max(each["costs"][k] for each in of_seeds) for k in first["costs"]}
+        metrics |= {k: resampling.interval(resampling.fixed(v)) for k, v in costs.items() if np.isfinite(v)}
+        row: dict[str, Any] = {"name": name, "metrics": metrics}
+        if "privacy" in first:
+            row |= {key: first[key] for key in ("privacy", "upload_bytes")}
+            row["learning_rates"] = [each["learning_rate"] for each in of_seeds]
+            row["seconds"] = round(statistics.fmean(each["seconds"] for each in of_seeds), 1)
+        rows.append(row)
+    config = settings["config"]
+    done = (
+        f"this run: {settings['clients']} sites, of whose rows {settings['validation']} each choose the learning rate, "
+        f"{config['run.rounds']} rounds of {config['train.max-steps']} steps of {config['train.batch-size']} rows, "
+        f"the last {settings['averaged']} rounds averaged; {len(answers)} seeds"
+    )
+    said = common.table(common.compared(figures, common.claims_of(settings), "+.1f"), len(answers))
+    return BenchOutcome(rows, said, [done])
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
+    """What `run` asks of each seed."""
+    loaded = federated_prompts.load(settings, seed, options)
+    train, validation = parted(loaded.rows, settings["validation"], seed)
+    sites = replace(loaded, rows=train)
+    always = [frequent(train[site], sites.test) for site in sites.names]
+    rows: dict[str, Any] = {
+        ZERO: {"figures": {RIGHT: _figure([sites.zero_shot()] * len(sites.names), sites)}, "costs": {}},
+        FREQUENT: {"figures": {RIGHT: _figure(always, sites)}, "costs": {}},
+    }
+    for name, chosen in settings["rows"].items():
+        count = chosen.get("sites", len(train))
+        fewer, kept = merged(sites, count), joined(validation, count)
+        rows[name] = _best(fewer, kept, name, chosen, False)
+        if chosen.get("control", False):
+            rows[federated_prompts.blind(name)] = _best(fewer, kept, name, chosen, True)
+    return rows
+
+
+def merged(sites: PromptSites, count: int) -> PromptSites:
+    """`count` sites with the rows and classes of all. Raises ConfigError as `joined`."""
+    classes = joined({site: sorted(own) for site, own in sites.classes.items()}, count)
+    found = {site: frozenset(own) for site, own in classes.items()}
+    return replace(sites, rows=joined(sites.rows, count), classes=found)
+
+
+def joined(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Row]]:
+    """The rows of all sites at `count` of them, those of equally many at each.
+
+    Raises:
+        ConfigError: no such number divides that of the sites.
+    """
+    names = list(rows)
+    if count < 1 or len(names) % count:
+        raise ConfigError(f"sites: expected a number that divides {len(names)} (clients), found {count}; mend the row")
+    return {names[i]: [row for name in names[i::count] for row in rows[name]] for i in range(count)}
+
+
+def parted(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
+    """Each site's rows to train on, and `kept_apart` of them, drawn at random, to choose by."""
+    train, validation = {}, {}
+    for site, of_site in rows.items():
+        drawn = random.Random(f"{seed} {site}").sample(list(of_site), len(of_site))
+        validation[site], train[site] = drawn[:kept_apart], drawn[kept_apart:]
+    return train, validation
+
+
+def frequent(train: Sequence[EncodedImage], test: Sequence[EncodedImage]) -> Numbers:
+    """(test rows,) 1 where the row's class is the most frequent of `train`, else 0."""
+    most = np.bincount([row.label for row in train]).argmax()
+    return np.array([float(row.label == most) for row in test])
+
+
+def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str, Any]:
+    """A row of the preset at one learning rate, on both prompts, with its averaging.
+
+    A baseline's is that of its noisy steps where the row's config has `dp.clip-norm`, else that of its optimiser.
+    """
+    if chosen["name"] == "dp_fpl":
+        both = f"learning_rate = {rate!r}\nlearning_rate_local = {rate!r}\n"
+        return {**chosen, "averaged": averaged, "fields": chosen.get("fields", "") + "\n" + both}
+    config = chosen.get("config", {})
+    key = "dp.learning-rate" if "dp.clip-norm" in config else "train.learning-rate"
+    return {**chosen, "averaged": averaged, "config": {**config, key: rate}}
+
+
+def _best(sites: PromptSites, validation: Rows, name: str, chosen: Mapping[str, Any], dark: bool) -> dict[str, Any]:
+    """The run of the learning rate that is best on the validation rows, the least of equals, scored on test rows."""
+    settings, label = sites.settings, federated_prompts.blind(name) if dark else name
+    started, tried = time.perf_counter(), list[tuple[float, float, FederatedPrompts]]()
+    for rate in sorted(settings["learning_rates"]):
+        done = federated_prompts.federate(sites, with_rate(chosen, rate, settings["averaged"]), sites.rows, dark)
+        right = [federated_prompts.right(done.task, done.models[s], validation[s]).mean() for s in sites.names]
+        tried.append((float(np.mean(right)), rate, done))
+        sites.options.say(f"seed {sites.seed}: {label}: rate {rate:g}: {100 * tried[-1][0]:.1f} on validation rows")
+    _, rate, best = max(tried, key=lambda each: each[0])
+    models = {RIGHT: best.models, LAST: best.last}
+    figures = {metric: _figure(_right(best, of_sites, sites), sites) for metric, of_sites in models.items()}
+    costs = dict(best.costs)
+    if costs:
+        costs["epsilon with the search"] = federated_prompts.epsilon_of(best, len(tried))
+    sites.options.say(
+        f"seed {sites.seed}: {label}: rate {rate:g}: {figures[RIGHT][0]:.1f}, last round {figures[LAST][0]:.1f}; "
+        f"{best.privacy}; {time.perf_counter() - started:.0f} s"
+    )
+    return {
+        "figures": figures, "costs": costs, "learning_rate": rate, "privacy": best.privacy,
+        "upload_bytes": best.upload_bytes, "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+
+
+def _right(done: FederatedPrompts, models: Mapping[str, Weights], sites: PromptSites) -> list[Numbers]:
+    return [federated_prompts.right(done.task, models[site], sites.test) for site in sites.names]
+
+
+def _figure(right: Sequence[Numbers], sites: PromptSites) -> list[Any]:
+    labels = [row.label for row in sites.test]
+    return accuracy.accuracy(right, labels, [sites.classes[site] for site in sites.names], True).to_json()

@@ -1,0 +1,170 @@
+"""What a client wins back of FedQSN's model by waiting, collusion, the public base and training, round by round.
+
+The adversary holds the proxies that it got, and knows the hyper-parameters. After every round, on the same test rows:
+
+| row | which model |
+|---|---|
+| server | the truth after the round before, which the proxies of this round are of |
+| public base; public base, fine-tuned | W_0, and W_0 after one client's training: what costs no proxy |
+| received | the last proxy of one client |
+| averaged | the mean of all proxies it got so far, the scale undone |
+| colluding | the mean of all proxies that all clients got so far |
+| <one>, filled | what is missing there taken from the public base |
+| <one>, filled, fine-tuned | and trained on the client's own rows, nothing held still |
+
+| metric | what |
+|---|---|
+| loss | a token, on test rows |
+| visible | part of the columns of masked layers that it has seen |
+| similarity, to the difference | cosine to the server's attention and MLP matrices; of the differences to the base |
+
+The metrics are of the last round, `curve` has the loss of every round. Intervals are of 95 %, see `resampling`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil import rng
+from fedveil.attacks.base import AdversaryView
+from fedveil.attacks.model_extraction import proxy as attack
+from fedveil.attacks.model_extraction.proxy import ProxyModel
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import Example
+from fedveil.federation.exchange import MessageExchange
+from fedveil.strategies.fedqsn import FedQSN
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.wire.capture import MessageCapture
+from fedveil_bench.common import resampling, seeds, texts, verdicts
+from fedveil_bench.common.federations import federation, method_of, task_of
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.common.verdicts import ClaimSentence
+from fedveil_bench.fedqsn.similarity import merged
+from fedveil_bench.fedqsn.text_partition import TextPartition, configured, cut
+from fedveil_bench.fedqsn.text_partition import needs as needs
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """Every setting of `settings["methods"]`, one run for each seed."""
+    answers = seeds.run(__name__, settings, options)
+    rows, last = [], {}
+    for name in answers[0]:
+        of_seeds = [answer[name] for answer in answers]
+        curve = [
+            resampling.over_seeds([ResampledMetric.from_json(found) for found in each])
+            for each in zip(*(a["loss"] for a in of_seeds), strict=True)
+        ]
+        last[name] = curve[-1]
+        fixed = {m: float(np.mean([a[m] for a in of_seeds])) for m in of_seeds[0] if m not in ("loss", "seconds")}
+        figures = {"loss": curve[-1], **{m: resampling.fixed(v) for m, v in fixed.items()}}
+        rows.append(
+            {
+                "name": name,
+                "metrics": {m: resampling.interval(f) for m, f in figures.items()},
+                "curve": [resampling.interval(f) for f in curve],
+            }
+        )
+    said: list[tuple[str, ClaimSentence]] = []
+    for label in settings["methods"]:
+        for name, figure in last.items():
+            if name.startswith(f"{label}, ") and name.endswith("fine-tuned"):
+                said.append(_told(name, figure, last["public base, fine-tuned"], "the public base fine-tuned"))
+                said.append(_told(name, figure, last[f"{label}, server"], "the server's model"))
+    return BenchOutcome(rows, verdicts.table(said, len(answers)), [f"this run: {len(answers)} seeds"])
+
+
+def _told(name: str, mine: ResampledMetric, other: ResampledMetric, what: str) -> tuple[str, ClaimSentence]:
+    d = resampling.less(mine, other)
+    shown = resampling.shown(resampling.interval(d), "+.3f")
+    return f"{name}: loss {shown} beside {what}", verdicts.told(d, "better", "worse")
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
+    """What `run` asks of each seed."""
+    found = cut(settings["data"], settings, seed)
+    rows: dict[str, Any] = {}
+    for label, chosen in settings["methods"].items():
+        started = time.perf_counter()
+        _method(label, chosen, found, settings, seed, options, rows)
+        options.say(
+            f"seed {seed}: {label}: last losses "
+            + ", ".join(f"{n.removeprefix(label + ', ')} {r['loss'][-1][0]:.3f}" for n, r in rows.items())
+            + f" in {time.perf_counter() - started:.0f} s"
+        )
+    return rows
+
+
+def _method(
+    label: str,
+    chosen: Mapping[str, Any],
+    found: TextPartition,
+    settings: Mapping[str, Any],
+    seed: int,
+    options: BenchOptions,
+    rows: dict[str, Any],
+) -> None:
+    """Adds to `rows` what the clients know after each round."""
+    config = configured(settings, chosen, seed)
+    method = method_of(FedQSN, config)
+    task = task_of(TextGeneration, config, options)
+    clients = {site: task.encode(Example.from_columns(of_site)) for site, of_site in found.clients.items()}
+    base = task.initial(rng.initial_stream(seed, "weights"))
+    own, matrices = min(clients), list(merged(task, base))
+
+    def note(name: str, weights: Weights, **more: float) -> None:
+        row = rows.setdefault(name, {"loss": []})
+        row["loss"].append(texts.loss(task, weights, found.test).to_json())
+        row |= more
+
+    def tuned(weights: Weights) -> Weights:
+        return attack.fine_tune_proxy(
+            ProxyModel(weights, {}), task.trainer(clients[own], rng.initial_stream(seed, "attack"))
+        ).weights
+
+    alone = tuned(base)
+    with tempfile.TemporaryDirectory() as folder:
+        exchange, tap = MessageExchange(method, "fedqsn", task.spec), MessageCapture(Path(folder))
+        running = federation(exchange, config, task, clients, base, tap)
+        for round_ in range(config.run.rounds):
+            server = running.models()["server"]
+            running.round(round_)
+            note(f"{label}, server", server)
+            if "public base" not in rows or len(rows["public base"]["loss"]) <= round_:
+                note("public base", base)
+                note("public base, fine-tuned", alone)
+            view = AdversaryView.server(tap, exchange)
+            received = list(attack.list_proxies(view, [own], method.scale))
+            kept = {
+                "received": received[-1],
+                "averaged": attack.average_proxies(received),
+                "colluding": attack.average_proxies(attack.list_proxies(view, None, method.scale)),
+            }
+            for name, proxy in kept.items():
+                whole = attack.fill_from_base(proxy, base)
+                note(
+                    f"{label}, {name}", proxy.weights, visible=_visible(proxy, received[0]),
+                    **_alike(proxy, whole, {n: server[n] for n in matrices}, base),
+                )  # fmt: skip
+                note(f"{label}, {name}, filled", whole.weights)
+                note(f"{label}, {name}, filled, fine-tuned", tuned(whole.weights))
+
+
+def _alike(proxy: ProxyModel, whole: ProxyModel, true: Weights, base: Weights) -> dict[str, float]:
+    """Of the proxy, and of what it makes when it is filled from the base (`whole`), to the server's matrices `true`."""
+    return {
+        "similarity": attack.proxy_similarity(proxy, true, true).visible,
+        "to the difference": attack.proxy_similarity(whole, true, true, base).whole,
+    }
+
+
+def _visible(proxy: ProxyModel, masked: ProxyModel) -> float:
+    """Part of the columns of masked tensors that are known; 1 where nothing was masked."""
+    known = [1.0 - float(proxy.missing[n].float().mean()) if n in proxy.missing else 1.0 for n in masked.missing]
+    return float(np.mean(known)) if known else 1.0

@@ -1,0 +1,173 @@
+"""FedQSN's noisy steps at one epsilon: noise at every site beside noise in the sum, at several numbers of sites.
+
+A seed takes `rows_a_site` training rows for each of the most sites, at random, and every number of sites uses as many
+of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. Rows of a result:
+
+| row | which model |
+|---|---|
+| public base | W_0: what everybody has |
+| N sites, no noise | rows' gradients are clipped as in the others |
+| N sites, at the site | every site adds all of the noise |
+| N sites, in the sum | each of N sites adds a share; two thirds of them, rounded up, are counted on |
+| ..., noise only | the same run with every row's gradient set to zero |
+
+| metric | what |
+|---|---|
+| loss | nats a token of the server's model, on test rows |
+| z | noise on what is summed over the clipping bound, wherever it is |
+| noise on the mean | norm of the noise on the mean gradient, over the clipping bound of a row |
+| epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
+
+Losses have 95 % intervals over test sources and seeds, paired between rows, see `resampling`; each seed has a draw of
+the noise of its own. Where the row without noise does not stand below the base, private rows are not compared.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil import rng, strategies
+from fedveil.adapters.all_weights import AllWeightsAdapter
+from fedveil.config import RunConfig, parse
+from fedveil.contract.method import RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import Adjacency, SamplingPlan
+from fedveil.contract.task import Example, Rows
+from fedveil.contract.trainer import Trainer
+from fedveil.federation.exchange import MessageExchange
+from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil_bench.common import data, noise_tables, resampling, seeds, texts
+from fedveil_bench.common import verdicts as common
+from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.noise_only_trainer import NoiseOnlyTrainer
+from fedveil_bench.common.noise_tables import CLEAR, ONLY, SITE, SUM, label
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.common.verdicts import ClaimSentence
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+BASE = "public base"
+BELOW = "below all of them"
+_METHOD = "fedqsn"
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+    """Rows to train and test on, and the base."""
+    return [texts.need(settings["data"], "train", "test"), *data.base(settings)]
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """Every number of sites, one run for each seed."""
+    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    figures, rows = noise_tables.rows_of(answers, "loss")
+    said = (
+        f"this run: {settings['rows_a_site']} rows a site, {settings['config']['run.rounds']} rounds of one step on "
+        f"all of them, epsilon {settings['epsilon']:g}; {len(answers)} seeds"
+    )
+    return BenchOutcome(rows, verdicts(figures, settings["sites"]), [said])
+
+
+def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
+    """Whether each row stands below its controls, and the noise in the sum below that at the site."""
+    found: list[tuple[str, ClaimSentence]] = []
+    for count in sites:
+        for mine in (CLEAR, SITE, SUM):
+            controls = [BASE] if mine == CLEAR else [BASE, label(count, f"{mine}, {ONLY}")]
+            less = [resampling.less(figures[c], figures[label(count, mine)]) for c in controls]
+            shown = "; ".join(
+                f"{c} less it: {resampling.shown(resampling.interval(d), '+.2f')}"
+                for c, d in zip(controls, less, strict=True)
+            )
+            found.append((f"{label(count, mine)}: {shown}", common.all_of(less, "higher", BELOW, "not told from all")))
+        d = resampling.less(figures[label(count, SITE)], figures[label(count, SUM)])
+        text = f"{label(count, SITE)} less {SUM}, loss: {resampling.shown(resampling.interval(d), '+.2f')}"
+        found.append((text, common.told(d, "the site is better", "the sum is better")))
+    return noise_tables.said_of(found, sites, BELOW, "below", len(figures[BASE].seeds))
+
+
+@dataclass(frozen=True)
+class _Seed:
+    """What the rows of one seed share."""
+
+    settings: Mapping[str, Any]
+    number: int
+    parts: Mapping[str, list[texts.Row]]
+    test: Sequence[texts.Row]
+    options: BenchOptions
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
+    """What `run` asks of each seed."""
+    train, each, most = texts.rows(settings["data"], "train"), settings["rows_a_site"], max(settings["sites"])
+    random.Random(seed).shuffle(train)
+    parts = {f"site-{i:02d}": train[i * each : (i + 1) * each] for i in range(most)}
+    test = texts.chosen(texts.rows(settings["data"], "test"), settings["test_sources"], settings["references"], seed)
+    found = _Seed(settings, seed, parts, test, options)
+    task, base = _task(found, _flat(found, 1, CLEAR))
+    rows: dict[str, Any] = {BASE: {"loss": texts.loss(task, base, test).to_json()}}
+    for count in settings["sites"]:
+        for name in (CLEAR, SITE, f"{SITE}, {ONLY}", SUM, f"{SUM}, {ONLY}"):
+            started = time.perf_counter()
+            rows[label(count, name)] = _federated(found, count, name)
+            loss, seconds = rows[label(count, name)]["loss"][0], time.perf_counter() - started
+            options.say(f"seed {seed}: {label(count, name)}: loss {loss:.3f}; {seconds:.0f} s")
+    return rows
+
+
+def _flat(found: _Seed, count: int, where: str) -> dict[str, Any]:
+    flat = {
+        **found.settings["config"], "run.seed": found.number, "train.batch-size": found.settings["rows_a_site"],
+        "train.max-steps": 1, "method.name": _METHOD, "method.params": found.settings["fields"],
+    }  # fmt: skip
+    return data.with_model(flat | noise_tables.keys(count, where))
+
+
+def _task(found: _Seed, flat: Mapping[str, Any]) -> tuple[TextGeneration, Weights]:
+    task = task_of(TextGeneration, parse(flat), found.options, AllWeightsAdapter())
+    return task, task.initial(rng.initial_stream(found.number, "weights"))
+
+
+def _federated(found: _Seed, count: int, name: str) -> dict[str, Any]:
+    """One run: the loss of its server's model, and its costs."""
+    where, dark = name.partition(",")[0], name.endswith(ONLY)
+    flat = _flat(found, count, where)
+    costs: dict[str, float] = {}
+    if where != CLEAR:
+        costs = _costs(flat, found.settings)
+        flat |= {"dp.noise-multiplier": costs["z"]}
+    task, base = _task(found, flat)
+    exchange = MessageExchange(strategies.create_method(_METHOD, found.settings["fields"]), _METHOD, task.spec)
+    rows: dict[str, Rows] = {
+        site: task.encode(Example.from_columns(r)) for site, r in list(found.parts.items())[:count]
+    }
+
+    def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
+        return NoiseOnlyTrainer(local) if dark else local
+
+    done = federation(exchange, parse(flat), task, rows, base, around=around)
+    done.run()
+    if costs:
+        entries = sum(math.prod(t.shape) for t in task.spec.values())
+        of_sums = noise_tables.on_the_mean(costs["z"], entries, count, where)
+        costs["noise on the mean"] = of_sums / found.settings["rows_a_site"]
+    return {"loss": texts.loss(task, done.models()["server"], found.test).to_json(), **costs}
+
+
+def _costs(flat: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
+    """The noise that the preset's epsilon takes, and what is spent with it."""
+    method, each = strategies.create_method(_METHOD, settings["fields"]), settings["rows_a_site"]
+    config: RunConfig = parse(flat)
+    relation, delta = Adjacency(config.dp.adjacency), config.dp.delta
+    plan = SamplingPlan(config.run.rounds, 1, each, each, relation)
+
+    def spent(z: float) -> Any:
+        claim = guarantee_of(method, parse({**flat, "dp.noise-multiplier": z}))
+        assert claim is not None, "dp.clip-norm is set"
+        return claim.privacy_spent(plan)
+
+    return noise_tables.costs(spent, settings["epsilon"], delta, relation)

@@ -1,0 +1,73 @@
+"""Gaps between a server's model and its proxies, beside those of a control that hides nothing.
+
+A preset's method names its `control`: a method of the same preset that trains the same weights and hides nothing. The
+control's gaps are not 0. A client's own training moves its model away from the mean of all, and a received model is a
+round older than the server's. So a gap is judged less its control's, paired by test row and seed.
+
+| row of a result | what is said of its loss |
+|---|---|
+| <method> gap less control, <method> tuned gap less control | "a gap" above 0, "no gap can be told" around it |
+| the control's own gaps | the figure |
+| gaps of a method without a control | the figure, and that it is not judged |
+| <method> tuned | whether it is better than the public base that one client trained alone |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedveil.errors import ConfigError
+from fedveil_bench.common import resampling, verdicts
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.common.verdicts import ClaimSentence
+
+LESS = " less control"
+Rows = Mapping[str, Mapping[str, ResampledMetric]]
+
+
+def controls_of(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The control of each method that names one. Raises ConfigError for one that is no other method of the preset."""
+    others = [label for label, chosen in methods.items() if "control" not in chosen]
+    found = {label: chosen["control"] for label, chosen in methods.items() if "control" in chosen}
+    for label, control in found.items():
+        if control not in others:
+            raise ConfigError(
+                f"methods.{label}.control: expected one of {others}, found {control!r}; name one that hides nothing"
+            )
+    return found
+
+
+def less_controls(rows: Rows, controls: Mapping[str, str]) -> dict[str, dict[str, ResampledMetric]]:
+    """The gaps of each method less those of its control, paired by test row and seed."""
+    pairs = {
+        f"{label} {kind}{LESS}": (rows[f"{label} {kind}"], rows[f"{control} {kind}"])
+        for label, control in controls.items()
+        for kind in ("gap", "tuned gap")
+    }
+    return {
+        name: {metric: resampling.less(mine[metric], nothing[metric]) for metric in mine}
+        for name, (mine, nothing) in pairs.items()
+    }
+
+
+def judged(rows: Rows, controls: Mapping[str, str], seeds_: int) -> list[str]:
+    """Sentences on gaps, each beside its control, and on tuned proxies beside the base that one client trained."""
+    plain, found = [], list[tuple[str, ClaimSentence]]()
+    for name, figures in rows.items():
+        if "loss" not in figures:
+            continue
+        text = f"{name}, loss: {resampling.shown(resampling.interval(figures['loss']), '+.3f')}"
+        if name.endswith(LESS):
+            words = ("less than where nothing is hidden", "a gap", "no gap can be told")
+            found.append((text, verdicts.told(figures["loss"], *words)))
+        elif name.endswith(" gap") and f"{name}{LESS}" not in rows:
+            is_control = name.removesuffix(" gap").removesuffix(" tuned") in controls.values()
+            why = "the control: nothing is hidden" if is_control else "not judged, for no control stands beside it"
+            plain.append(f"{text}; {why}.")
+        elif name.endswith(" tuned"):
+            d = resampling.less(rows["public base, fine-tuned"]["loss"], figures["loss"])
+            shown = resampling.shown(resampling.interval(d), "+.3f")
+            text = f"{name} against the public base fine-tuned alone, loss: {shown} lower"
+            found.append((text, verdicts.told(d, "worse", "better")))
+    return [*plain, *verdicts.table(found, seeds_)]

@@ -1,0 +1,56 @@
+"""The texts of one seed, cut over the server and its clients, and the run config of one method."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil.config import RunConfig, parse
+from fedveil_bench.common import data, texts
+
+
+@dataclass(frozen=True)
+class TextPartition:
+    """Rows of one data set and seed.
+
+    Attributes:
+        clients: of each client.
+        validation: that models are chosen by.
+        test: that models are scored on.
+        server: the server's own, for its work before round 0. No client has them.
+    """
+
+    clients: Mapping[str, list[texts.Row]]
+    validation: list[texts.Row]
+    test: list[texts.Row]
+    server: list[texts.Row]
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+    """The three splits of every data set, and the base."""
+    names = [settings["data"]] if isinstance(settings["data"], str) else settings["data"]
+    return [*(texts.need(name, "train", "validation", "test") for name in names), *data.base(settings)]
+
+
+def cut(name: str, settings: Mapping[str, Any], seed: int) -> TextPartition:
+    """Cuts the rows by the seed: the server's, then equal parts for the clients. Raises ConfigError without data."""
+    train = texts.rows(name, "train")
+    random.Random(seed).shuffle(train)
+    train = train[: settings["rows"] + settings["server_rows"]] if settings["rows"] else train
+    server, rest = train[: settings["server_rows"]], train[settings["server_rows"] :]
+    count = settings["clients"]
+    return TextPartition(
+        {f"client-{i:02d}": rest[i::count] for i in range(count)},
+        texts.chosen(texts.rows(name, "validation"), settings["validation_sources"], settings["references"], seed),
+        texts.chosen(texts.rows(name, "test"), settings["test_sources"], settings["references"], seed),
+        server,
+    )
+
+
+def configured(settings: Mapping[str, Any], chosen: Mapping[str, Any], seed: int) -> RunConfig:
+    """The run config of one method."""
+    flat = {**settings["config"], **chosen.get("config", {}), "run.seed": seed, "run.deterministic": True}
+    flat |= {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}
+    return parse(data.with_model(flat))

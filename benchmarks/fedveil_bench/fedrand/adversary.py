@@ -1,0 +1,189 @@
+"""The attacks of a seed, as figures with replicates: on models, on uploads, and on the overfitted control."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil import rng
+from fedveil.attacks.audit import controls
+from fedveil.attacks.audit.controls import TrainedControl
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.membership import alignment, lira
+from fedveil.attacks.membership import model_scores as membership
+from fedveil.attacks.membership.loss import CalibratedLossAttack, LossAttack
+from fedveil.attacks.membership.max_renyi import MaxRenyiAttack
+from fedveil.config import RunConfig
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import Rows, Task
+from fedveil.wire.capture import MessageCapture
+from fedveil_bench.common import resampling
+from fedveil_bench.common.resampling import Numbers, ResampledMetric
+
+_MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of draws; those of a client's members have its number too
+_TAUGHT = 0.5  # of their loss is left to the rows that teach the control of other rows
+_ATTACKS = (MaxRenyiAttack(), LossAttack(), CalibratedLossAttack())
+Figures = dict[str, ResampledMetric]
+
+
+@dataclass(frozen=True)
+class AttackTarget:
+    """A model that an adversary holds, and the rows it was trained on.
+
+    Attributes:
+        name: of its draws; () for the server's model.
+        weights: of the model.
+        members: the rows that it was trained on.
+        labels: of the members, where scores are to be compared within a label; () for the server's model.
+    """
+
+    name: tuple[int, ...]
+    weights: Weights
+    members: Rows
+    labels: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class NonMembers:
+    """Rows of no client: held-out ones of the members' distribution, with their labels, and shifted ones."""
+
+    held_out: Rows
+    labels: Sequence[str]
+    shifted: Rows
+
+
+class ControlYardstick:
+    """LiRA, with shadows of the same base on random halves of `pool`: the members and as many held-out rows."""
+
+    def __init__(self, task: Task, initial: Weights, pool: Rows, count: int, seed: int) -> None:
+        def train(indices: list[int], number: int) -> Weights:
+            rows = [pool[i] for i in indices]
+            return task.trainer(rows, rng.initial_stream(seed, f"shadow {number}")).train(initial).weights
+
+        shadows = lira.train_shadows(train, len(pool), count, np.random.default_rng(seed))
+        self._members = shadows.members
+        losses = [[membership.target_loss(p) for p in task.predict(w, pool)] for w in shadows.weights]
+        self._phi = lira.target_confidence(np.array(losses))
+        self._index = {id(row): i for i, row in enumerate(pool)}
+
+    def scores(self, rows: Rows, losses: Numbers) -> Numbers:
+        """LiRA's scores of those of `rows` that are in the pool. `losses` are of `rows`, under the attacked model."""
+        known = [i for i, row in enumerate(rows) if id(row) in self._index]
+        at = [self._index[id(rows[i])] for i in known]
+        return lira.lira_scores(lira.target_confidence(losses[known]), self._phi[:, at], self._members[:, at])
+
+
+@dataclass(frozen=True)
+class FedRandAdversary:
+    """What every attack of a seed shares.
+
+    Attributes:
+        settings: `settings.attack` of the preset.
+    """
+
+    base: membership.PublicBaseScores
+    yardstick: ControlYardstick | None
+    non_members: NonMembers
+    settings: Mapping[str, Any]
+    seed: int
+
+    def attacked(self, task: Task, targets: Sequence[AttackTarget]) -> Figures:
+        """AUROC of each attack by name, the mean over `targets`. "shifted " before a name: against shifted non-members.
+
+        The slice "generated" and LiRA are of the server's model alone.
+        """
+        figures: dict[str, list[ResampledMetric]] = {}
+        for target in targets:
+            for attack, figure in self._of_model(task, target).items():
+                figures.setdefault(attack, []).append(figure)
+        return {attack: resampling.average(each) for attack, each in figures.items()}
+
+    def _of_model(self, task: Task, target: AttackTarget) -> Figures:
+        members, labels = self._some(target)
+        generated = 0 if target.name else self.settings["generated_rows"]
+        mine = self.base.scores(_ATTACKS, task, target.weights, members, generated)
+        figures = {}
+        for prefix, others, draw in (
+            ("", self.non_members.held_out, _HELD_OUT),
+            ("shifted ", self.non_members.shifted, _SHIFTED),
+        ):
+            if not others:
+                continue
+            theirs = self.base.scores(_ATTACKS, task, target.weights, others, generated)
+            if self.yardstick and not target.name and not prefix:
+                mine["LiRA"] = self.yardstick.scores(members, -mine["loss"])
+                theirs["LiRA"] = self.yardstick.scores(others, -theirs["loss"])
+            for attack in self.settings["shifted"] if prefix else list(theirs):
+                pair = mine[attack], theirs[attack]
+                if labels and not prefix:
+                    pair = membership.center_scores(*pair, labels, self.non_members.labels)
+                if min(map(len, pair)):  # no label may have rows on both sides
+                    figures[prefix + attack] = self._auroc(*pair, target.name, draw)
+        return figures
+
+    def _some(self, target: AttackTarget) -> tuple[Rows, Sequence[str]]:
+        """At most `settings["rows"]` of the members, a seeded choice, with their labels."""
+        most = self.settings["rows"]
+        if len(target.members) <= most:
+            return target.members, target.labels
+        at = random.Random(self.seed).sample(range(len(target.members)), most)
+        return [target.members[i] for i in at], [target.labels[i] for i in at] if target.labels else ()
+
+    def _auroc(
+        self, members: Numbers, non_members: Numbers, name: tuple[int, ...], draw: int = _HELD_OUT
+    ) -> ResampledMetric:
+        return resampling.auroc(members, non_members, (_MEMBERS, *name), (draw,))
+
+    def aligned(
+        self, view: AdversaryView, task: Task, initial: Weights, clients: Mapping[str, tuple[Rows, Sequence[str]]]
+    ) -> Figures:
+        """AUROC of each row's gradient against its site's last upload, within a label, the mean over `clients`.
+
+        "alignment, wrong site" is its control: the same rows against another site's upload, which they did not move.
+        Where all rows score alike it could tell nothing whatever they are, and there is no figure.
+        """
+        knowledge, sites = AdversaryKnowledge(task, initial), sorted(clients)
+        figures: dict[str, list[ResampledMetric]] = {}
+        for i, site in enumerate(sites):
+            rows, labels = clients[site]
+            alike = [j for j, label in enumerate(self.non_members.labels) if label in set(labels)]
+            alike = alike[: self.settings["aligned_rows"]]
+            others, other_labels = (
+                [of[j] for j in alike] for of in (self.non_members.held_out, self.non_members.labels)
+            )
+            for name, of_site in (("alignment", site), ("alignment, wrong site", sites[i - 1])):
+                if name != "alignment" and of_site == site:
+                    continue
+                scores = [alignment.alignment_scores(view, of_site, knowledge, side) for side in (rows, others)]
+                pair = membership.center_scores(scores[0], scores[1], labels, other_labels)
+                if min(map(len, pair)) and len({*scores[0], *scores[1]}) > 1:
+                    figures.setdefault(name, []).append(self._auroc(*pair, (10 + i,)))
+        return {name: resampling.average(each) for name, each in figures.items()}
+
+    def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, TrainedControl]:
+        """Every attack on the control, a FedAvg that knows `members` by heart, and the control.
+
+        `config` is that of `controls.settings`, and `task` was loaded with it.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            done = controls.train_overfitted_control(task, members, config, MessageCapture(Path(folder)))
+            knowledge = AdversaryKnowledge(task, self.base.initial)
+            sides = done.members[::2], self.non_members.held_out[: self.settings["aligned_rows"]]
+            scores = [alignment.alignment_scores(done.view, "a", knowledge, rows) for rows in sides]
+        figures = self.attacked(task, [AttackTarget((), done.weights, members)])
+        return figures | {"alignment": self._auroc(scores[0], scores[1], (9,))}, done
+
+    def other_rows(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, TrainedControl]:
+        """Every attack on the control that half of `members` taught, asked about the other half, and the control.
+
+        `config` is that of `controls.gently`, and `task` was loaded with it.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            done = controls.train_control(task, members[::2], config, MessageCapture(Path(folder)), _TAUGHT)
+        return self.attacked(task, [AttackTarget((), done.weights, members[1::2])]), done

@@ -1,0 +1,221 @@
+"""How the server's model becomes better by round, and what a quality costs in bytes (FedRand, Figures 2 and 3).
+
+A runner whose preset has `curve_every` runs its federations by `followed`. Each row of the result then has a `curve`:
+a list of {round, upload_bytes, download_bytes, metrics: {name: interval}}, from round 0, the model before any, to the
+last. Each of `curve_targets`, {row, metric, margin}, asks every row with a curve after how many bytes its metric, of
+which less is better, is down to what that row has at the end, plus the margin (`costs`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from fedveil.contract.param_spec import Weights
+from fedveil.errors import ConfigError
+from fedveil.federation.in_process import InProcessFederation, OnRound
+from fedveil_bench.common import resampling, verdicts
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.common.verdicts import ClaimSentence
+
+_MEGA = 1e6
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The server's model after some rounds.
+
+    Attributes:
+        round: how many are done; 0 = none.
+        upload_bytes, download_bytes: of all messages until then.
+        figures: what the model scores.
+    """
+
+    round: int
+    upload_bytes: float
+    download_bytes: float
+    figures: Mapping[str, ResampledMetric]
+
+    def to_json(self) -> list[Any]:
+        """For the way between processes."""
+        figures = {metric: figure.to_json() for metric, figure in self.figures.items()}
+        return [self.round, self.upload_bytes, self.download_bytes, figures]
+
+    @classmethod
+    def from_json(cls, found: Sequence[Any]) -> CurvePoint:
+        """The point that `to_json` wrote."""
+        done, up, down, figures = found
+        return cls(done, up, down, {metric: ResampledMetric.from_json(figure) for metric, figure in figures.items()})
+
+
+@dataclass(frozen=True)
+class FollowedRun:
+    """What `followed` saw.
+
+    Attributes:
+        points: from round 0 to the last; none where no curve was asked for.
+        seconds: that went into scores. They are no part of what the method takes.
+    """
+
+    points: list[CurvePoint]
+    seconds: float
+
+
+def followed(
+    running: InProcessFederation,
+    every: int,
+    score: Callable[[Weights], Mapping[str, ResampledMetric]],
+    tell: OnRound | None = None,
+) -> FollowedRun:
+    """Runs all rounds, and scores the server's model before them, after each `every`-th and at the end.
+
+    Args:
+        every: 0 = no curve: the rounds are run, and nothing is scored.
+        score: of the server's model; cheap, for it is called for each point.
+        tell: is called after each round.
+    """
+    points: list[CurvePoint] = []
+    seconds = 0.0
+
+    def note(done: int) -> None:
+        nonlocal seconds
+        started = time.perf_counter()
+        figures = score(running.models()["server"])
+        points.append(CurvePoint(done, running.upload_bytes, running.download_bytes, figures))
+        seconds += time.perf_counter() - started
+
+    def on_round(of: InProcessFederation, round_: int) -> None:
+        done = round_ + 1
+        if every and (done % every == 0 or done == of.config.run.rounds):
+            note(done)
+        if tell:
+            tell(of, round_)
+
+    if every:
+        note(0)
+    running.run(on_round)
+    return FollowedRun(points, seconds)
+
+
+def in_result(of_seeds: Sequence[Sequence[CurvePoint]]) -> list[dict[str, Any]]:
+    """The `curve` of a row: means of bytes, and intervals, over the seeds' curves of the same rounds."""
+    return [
+        {
+            "round": points[0].round,
+            "upload_bytes": round(statistics.fmean(p.upload_bytes for p in points)),
+            "download_bytes": round(statistics.fmean(p.download_bytes for p in points)),
+            "metrics": {
+                metric: resampling.interval(resampling.over_seeds([p.figures[metric] for p in points]))
+                for metric in points[0].figures
+            },
+        }
+        for points in zip(*of_seeds, strict=True)
+    ]
+
+
+def costs(curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Sentences on the bytes that each row took to a quality, and whether they are fewer than another row's.
+
+    Every seed has its own target, that of the row asked about in the same seed, so each row can reach it. Between two
+    points of a curve both the metric and the bytes lie on a line. Intervals are over the seeds.
+
+    Args:
+        curves: of each row, that of each seed.
+        targets: of the preset, each with "row", "metric" and "margin".
+
+    Raises:
+        ConfigError: a row without that metric in its curve, or a margin that is not above 0.
+    """
+    said: list[str] = []
+    compared: list[tuple[str, ClaimSentence]] = []
+    seeds = 0
+    for target in targets:
+        row, metric, margin = target["row"], target["metric"], target["margin"]
+        of_rows = {name: found for name, each in curves.items() if all(found := [_of(c, metric) for c in each])}
+        if row not in of_rows or not margin > 0:
+            raise ConfigError(
+                f'curve_targets: expected a row with "{metric}" in its curve and a margin above 0, found "{row}" and '
+                f"{margin:g}; mend the target, or set curve_every"
+            )
+        wanted = [points[-1].figures[metric].value + margin for points in of_rows[row]]
+        what = f"a {metric} of {statistics.fmean(wanted):.3f}"
+        said.append(f"The target, {what} in the mean, is that of {row} at the end plus {margin:g}, in each seed.")
+        seeds = max(seeds, len(wanted))
+        spent = {
+            name: [reached(points, metric, at) for points, at in zip(each, wanted, strict=True)]
+            for name, each in of_rows.items()
+        }
+        for name, of_seeds in spent.items():
+            said.append(f"Bytes to {what}: {name}: {_in_words(of_seeds, of_rows[name])}.")
+            if name != row and None not in of_seeds:
+                compared += _compared(f"to {what}", name, of_seeds, row, spent[row])
+    return [*said, *verdicts.table(compared, seeds)]
+
+
+@dataclass(frozen=True)
+class SpentBytes:
+    """What it took to get somewhere: rounds, and bytes in them."""
+
+    rounds: float
+    upload: float
+    download: float
+
+
+def reached(points: Sequence[CurvePoint], metric: str, at: float) -> SpentBytes | None:
+    """What was spent when the metric was first at or below `at`; None where it never was."""
+    for before, after in pairwise([points[0], *points]):
+        above, below = before.figures[metric].value, after.figures[metric].value
+        if below <= at:
+            share = (above - at) / (above - below) if below < above < math.inf else 1.0
+            ends = ((p.round, p.upload_bytes, p.download_bytes) for p in (before, after))
+            return SpentBytes(*(old + share * (new - old) for old, new in zip(*ends, strict=True)))
+    return None
+
+
+def _of(points: Sequence[CurvePoint], metric: str) -> list[CurvePoint]:
+    return [p for p in points if metric in p.figures]
+
+
+def _in_words(of_seeds: Sequence[SpentBytes | None], curves: Sequence[Sequence[CurvePoint]]) -> str:
+    there = [spent for spent in of_seeds if spent]
+    if len(there) < len(of_seeds):
+        sent = statistics.fmean(points[-1].upload_bytes for points in curves) / _MEGA
+        missed = f"not reached in {len(of_seeds) - len(there)} of {len(of_seeds)} seeds"
+        return f"{missed}, in {curves[0][-1].round} rounds with {sent:.3g} MB up"
+    up, down = (_shown([getattr(s, side) / _MEGA for s in there]) for side in ("upload", "download"))
+    return f"{up} MB up and {down} MB down, in {_shown([s.rounds for s in there])} rounds"
+
+
+def _compared(
+    what: str, name: str, mine: Sequence[SpentBytes | None], row: str, other: Sequence[SpentBytes | None]
+) -> list[tuple[str, ClaimSentence]]:
+    found = []
+    for side, of in (("Uploads", _uploads), ("Uploads and downloads", _both)):
+        pair = [_figure([of(s) / _MEGA for s in each if s]) for each in (mine, other)]
+        d = resampling.less(*pair)
+        less = resampling.shown(resampling.interval(d), "+.3g")
+        share = f", {pair[0].value / pair[1].value:.2f} of them" if pair[1].value else ""
+        text = f"{side} {what}, of {name} less those of {row}: {less} MB{share}"
+        found.append((text, verdicts.told(d, "fewer", "more")))
+    return found
+
+
+def _uploads(spent: SpentBytes) -> float:
+    return spent.upload
+
+
+def _both(spent: SpentBytes) -> float:
+    return spent.upload + spent.download
+
+
+def _figure(values: Sequence[float]) -> ResampledMetric:
+    return resampling.over_seeds([resampling.fixed(value) for value in values])
+
+
+def _shown(values: Sequence[float]) -> str:
+    return resampling.shown(resampling.interval(_figure(values)), ".3g")

@@ -1,0 +1,302 @@
+"""FedRand and its baselines on pictures: quality of server and clients, ablations, and what membership attacks see.
+
+A seed draws members (cut over the clients), held-out rows of the same distribution, and test rows; every method runs
+the same federation in process, with a tap. Rows of a result:
+
+| row | which model |
+|---|---|
+| round 0 | the model before any round: the control that an attack must lose |
+| other rows | half of the members taught it, and the others are asked about: a control that an attack must lose |
+| overfitted FedAvg | a few members, many epochs, no defence: the control that an attack must win |
+| <method> server | the model that the server holds at the end |
+| <method> client | quality: of the models that some clients hold, the mean; under attack: what the server rebuilds |
+| <method> client, merged | the client's last upload, the rest from the broadcast it answered |
+
+With `curve_every` the rows of servers have a curve of the loss on the test rows, where a part has any (see `curves`).
+
+The shifted non-members come from another data set, as NoCaps beside COCO in the paper: an attack wins there without any
+membership. All intervals are of 95 %, see `resampling`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedveil import rng, strategies
+from fedveil.attacks.audit import controls
+from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, AdversaryView
+from fedveil.attacks.membership import model_scores as membership
+from fedveil.attacks.model_extraction import factor_pairing
+from fedveil.attacks.model_extraction.factor_pairing import RebuiltClient
+from fedveil.config import RunConfig, parse
+from fedveil.contract.method import RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import Task
+from fedveil.contract.trainer import Frozen, Penalty, Trainer, TrainingResult
+from fedveil.contract.trainer_wrappers import TrainerWrapper
+from fedveil.federation.exchange import MessageExchange
+from fedveil.tasks.vision_language import VisionLanguage
+from fedveil.wire.capture import MessageCapture
+from fedveil_bench.common import data, pictures, quality, resampling, seeds
+from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.fedrand import curves
+from fedveil_bench.fedrand.adversary import AttackTarget, ControlYardstick, FedRandAdversary, Figures, NonMembers
+from fedveil_bench.fedrand.picture_partition import PicturePartition, drawn
+from fedveil_bench.fedrand.verdicts import verdicts
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+_SITES = 4  # the name of the draws over sites
+_CURVE = ("test loss",)  # what is scored by round: nothing is generated for it
+
+
+@dataclass
+class _Row:
+    """One row of one seed."""
+
+    figures: Figures = field(default_factory=dict)
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    seconds: float = 0.0
+    curve: list[curves.CurvePoint] = field(default_factory=list)
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+    """The folders behind the pictures of every part, and the base."""
+    asked = [(part["data"], "train") for part in settings["parts"]]
+    asked += [(part[key], "test") for part in settings["parts"] for key in ("test", "shifted") if part.get(key)]
+    splits: dict[str, dict[str, None]] = {}
+    for folder, split in itertools.starmap(pictures.source, asked):
+        splits.setdefault(folder, {})[split] = None
+    return [*(data.DataRequirement(folder, tuple(found)) for folder, found in splits.items()), *data.base(settings)]
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """Every part of `settings["parts"]` under every method of `settings["methods"]`, a run a seed."""
+    answers = [_from_json(answer) for answer in seeds.run(__name__, settings, options)]
+    rows: dict[str, Figures] = {}
+    listed = []
+    for name in answers[0]:
+        of_seeds = [answer[name] for answer in answers]
+        shared = [m for m in of_seeds[0].figures if all(m in row.figures for row in of_seeds)]
+        figures = {m: resampling.over_seeds([row.figures[m] for row in of_seeds]) for m in shared}
+        rows[name] = figures
+        shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures.items()}}
+        if of_seeds[0].upload_bytes:
+            shown |= {
+                "upload_bytes": round(statistics.fmean(r.upload_bytes for r in of_seeds)),
+                "download_bytes": round(statistics.fmean(r.download_bytes for r in of_seeds)),
+                "rounds": settings["config"]["run.rounds"],
+                "seconds": round(statistics.fmean(r.seconds for r in of_seeds), 1),
+            }
+        if of_seeds[0].curve:
+            shown["curve"] = curves.in_result([row.curve for row in of_seeds])
+        listed.append(shown)
+    followed = {name: [answer[name].curve for answer in answers] for name in answers[0]}
+    config = settings["config"]
+    done = (
+        f"this run: {settings['clients']} clients, {config['run.rounds']} rounds of {config['train.epochs']} epochs, "
+        f"at most {config.get('train.max-steps') or 'all'} steps of {config['train.batch-size']} rows, at "
+        f"{config['train.learning-rate']:g}; {len(answers)} seeds"
+    )
+    said = [*verdicts(rows, settings), *curves.costs(followed, settings.get("curve_targets", []))]
+    return BenchOutcome(listed, said, [done])
+
+
+class _Remembering(TrainerWrapper):
+    """Leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
+
+    def __init__(self, truth: dict[str, Weights], site: str, ctx: RoundContext, local: Trainer) -> None:
+        super().__init__(local)
+        self._site, self._truth = site, truth
+
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        trained = super().train(weights, frozen, penalty)
+        self._truth[self._site] = trained.weights
+        return trained
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
+    """What `run` asks of each seed."""
+    rows: dict[str, _Row] = {}
+    for part in settings["parts"]:
+        for name, row in _part(settings, part, seed, options).items():
+            kept = rows.setdefault(name, _Row())
+            prefix = f"{part['name']} " if part["name"] else ""
+            kept.figures |= {prefix + metric: figure for metric, figure in row.figures.items()}
+            kept.upload_bytes += row.upload_bytes
+            kept.download_bytes += row.download_bytes
+            kept.seconds += row.seconds
+            for point in row.curve:
+                kept.curve.append(replace(point, figures={prefix + m: f for m, f in point.figures.items()}))
+    return _to_json(rows)
+
+
+def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, _Row]:
+    flat = {"task.name": "vision-language", **settings["config"], **part.get("config", {})}
+    flat |= pictures.columns(part["data"]) | {"run.seed": seed, "run.deterministic": True}
+    flat = data.with_model(flat)
+    config = parse(flat)
+    task = task_of(VisionLanguage, parse(flat | {"method.name": "fedavg"}), options)
+    found = drawn(settings, part, task, seed)
+    rows: dict[str, _Row] = {"round 0": _Row()}
+    initial = task.initial(rng.initial_stream(seed, "weights"))
+    rows["round 0"].figures |= _quality(task, [initial], found, part)
+    adversary = None
+    if settings["attack"]:
+        adversary = _adversary(settings["attack"], flat, task, initial, found, options)
+        rows["round 0"].figures |= adversary.attacked(task, [AttackTarget((), initial, found.members)])
+        rows |= _trained_controls(adversary, config, found, settings["overfitted_members"], options)
+    for label in part.get("methods", settings["methods"]):
+        chosen = settings["methods"][label]
+        fields = {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}
+        rows |= _method(label, parse(flat | fields), settings, part, found, adversary, seed, options)
+    return rows
+
+
+def _trained_controls(
+    adversary: FedRandAdversary, config: RunConfig, found: PicturePartition, members: int, options: BenchOptions
+) -> dict[str, _Row]:
+    """A model that knows `members` rows by heart, and one that other rows taught; neither where `members` is 0."""
+    if not members:
+        return {}
+    rows = {}
+    own, started = controls.control_config(config), time.perf_counter()
+    figures, done = adversary.overfitted(task_of(VisionLanguage, own, options), found.members[:members], own)
+    rows[OVERFITTED] = _Row(figures, seconds=time.perf_counter() - started)
+    options.say(f"seed {config.run.seed}: {OVERFITTED}: {done.loss_share:.3f} of the loss is left")
+    gentle, started = controls.gentle_config(own), time.perf_counter()
+    figures, done = adversary.other_rows(task_of(VisionLanguage, gentle, options), found.members, gentle)
+    rows[OTHER_ROWS] = _Row(figures, seconds=time.perf_counter() - started)
+    options.say(f"seed {config.run.seed}: {OTHER_ROWS}: {done.loss_share:.3f} of the loss is left")
+    return rows
+
+
+def _adversary(
+    settings: Mapping[str, Any],
+    flat: Mapping[str, Any],
+    task: Task,
+    initial: Weights,
+    found: PicturePartition,
+    options: BenchOptions,
+) -> FedRandAdversary:
+    seed, yardstick = flat["run.seed"], None
+    if settings["shadows"]:
+        members = found.members
+        config = parse({**flat, "method.name": "fedavg", "train.max-steps": settings["shadow_steps"]})
+        pool = [*members, *found.held_out[: len(members)]]
+        yardstick = ControlYardstick(task_of(VisionLanguage, config, options), initial, pool, settings["shadows"], seed)
+    others = NonMembers(found.held_out, found.labels[""], found.shifted)
+    return FedRandAdversary(membership.PublicBaseScores(task, initial), yardstick, others, settings, seed)
+
+
+def _method(
+    label: str,
+    config: RunConfig,
+    settings: Mapping[str, Any],
+    part: Mapping[str, Any],
+    found: PicturePartition,
+    adversary: FedRandAdversary | None,
+    seed: int,
+    options: BenchOptions,
+) -> dict[str, _Row]:
+    task = task_of(VisionLanguage, config, options)
+    method = strategies.create_method(config.method.name, config.method.params)
+    exchange = MessageExchange(method, config.method.name, task.spec)
+    rows = {f"{label} server": _Row(), f"{label} client": _Row()}
+    with tempfile.TemporaryDirectory() as folder:
+        tap = MessageCapture(Path(folder))
+        truth: dict[str, Weights] = {}
+        started, initial = time.perf_counter(), task.initial(rng.initial_stream(seed, "weights"))
+        remembering = partial(_Remembering, truth)
+        running = federation(exchange, config, task, found.clients, initial, tap, remembering)
+        every = settings.get("curve_every", 0) if found.test else 0
+        followed = curves.followed(running, every, lambda weights: quality.scores(task, weights, found.test, _CURVE))
+        seconds = time.perf_counter() - started - followed.seconds
+        server = running.models()["server"]
+        view = AdversaryView.server(tap, exchange)
+        last_first = list(dict.fromkeys(s.site for s in reversed(list(view.uploads()))))
+        latest = {site: factor_pairing.latest_factors(view, site, server) for site in last_first}
+        merged = {site: factor_pairing.merge_with_broadcast(view, site, server) for site in last_first}
+        scored = last_first[: settings["clients_scored"]]
+        if adversary:
+            clients = {site: (found.clients[site], found.labels[site]) for site in scored}
+            rows[f"{label} client"].figures |= adversary.aligned(view, task, initial, clients)
+    rows[f"{label} server"] = _Row({}, running.upload_bytes, running.download_bytes, seconds, followed.points)
+    rows[f"{label} server"].figures |= _quality(task, [server], found, part)
+    rows[f"{label} client"].figures |= _quality(task, [truth[site] for site in scored], found, part)
+    if adversary:
+        rows[f"{label} client"].figures |= _rebuilt(latest, merged, truth)
+        of_all = [row for site in last_first for row in found.clients[site]]
+        rows[f"{label} server"].figures |= adversary.attacked(task, [AttackTarget((), server, of_all)])
+        for name, rebuilt in (("client", latest), ("client, merged", merged)):
+            targets = [
+                AttackTarget((i,), rebuilt[site].weights, found.clients[site], found.labels[site])
+                for i, site in enumerate(sorted(scored), 10)
+            ]
+            if name == "client" or config.method.name == "fedrand":
+                rows.setdefault(f"{label} {name}", _Row()).figures |= adversary.attacked(task, targets)
+    options.say(f"seed {seed}: {part['name']} {label}: {_brief(rows)} in {seconds:.0f} s")
+    return rows
+
+
+def _rebuilt(
+    latest: Mapping[str, RebuiltClient], merged: Mapping[str, RebuiltClient], truth: Mapping[str, Weights]
+) -> Figures:
+    """How far clients rebuilt by either pairing are from the true ones; means over sites."""
+    errors = [factor_pairing.reconstruction_error(latest[site].weights, truth[site]) for site in latest]
+    others = [factor_pairing.reconstruction_error(merged[site].weights, truth[site]) for site in latest]
+    values = {
+        # The better of the two pairings: which one it is depends on how far clients drift.
+        "reconstruction error": [min(e.products, o.products) for e, o in zip(errors, others, strict=True)],
+        "latest error": [e.products for e in errors],
+        "merged error": [o.products for o in others],
+        "tensor error": [e.tensors for e in errors],
+        "coverage": [rebuilt.coverage for rebuilt in latest.values()],
+    }
+    return {name: resampling.mean(each, _SITES) for name, each in values.items()}
+
+
+def _quality(
+    task: VisionLanguage, models: Sequence[Weights], found: PicturePartition, part: Mapping[str, Any]
+) -> Figures:
+    """Scores of the mean model, each on the same test rows."""
+    if not found.test or not models:
+        return {}
+    each = [quality.scores(task, weights, found.test, part["metrics"]) for weights in models]
+    return {name: resampling.average([scores[name] for scores in each]) for name in each[0]}
+
+
+def _brief(rows: Mapping[str, _Row]) -> str:
+    return "; ".join(
+        f"{name.rpartition(' ')[2]} {', '.join(f'{m} {f.value:.3f}' for m, f in list(row.figures.items())[:3])}"
+        for name, row in rows.items()
+    )
+
+
+def _to_json(rows: Mapping[str, _Row]) -> dict[str, Any]:
+    return {
+        name: {
+            "figures": {m: f.to_json() for m, f in row.figures.items()},
+            "rest": [row.upload_bytes, row.download_bytes, row.seconds],
+            "curve": [point.to_json() for point in row.curve],
+        }
+        for name, row in rows.items()
+    }
+
+
+def _from_json(rows: Mapping[str, Any]) -> dict[str, _Row]:
+    found = {}
+    for name, row in rows.items():
+        figures = {m: ResampledMetric.from_json(f) for m, f in row["figures"].items()}
+        found[name] = _Row(figures, *row["rest"])
+        found[name].curve = [curves.CurvePoint.from_json(point) for point in row["curve"]]
+    return found

@@ -1,0 +1,204 @@
+"""Methods beside each other on texts: the same federation in process, once a method and seed.
+
+Beside the methods stand "round 0" (the model before any round) and "one client alone" (the client of median size, which
+trains in every round on its own rows and shares nothing). With `settings["client"]`, a method that leaves its clients a
+model of their own has that client's scores too, as "client_<score>"; without a turn in the run it has none. With
+`client = "all"` it has "clients_loss" and "clients_bleu" too, the mean over all clients that have a model, on
+`clients_test` sources of the test rows. With `curve_every` the methods have a curve of the server's loss on
+`curve_test` sources of the test rows (see `curves`).
+
+With `settings["learning_rates"]` every method first runs with each of them in the seed `rate_seed`, which no figure of
+the table has. The rate whose model, or clients' models where they have their own, have the least loss on `rate_test`
+sources of the validation rows is the method's in every seed. "one client alone" takes the run config's.
+
+A method may have keys of the run config of its own (`config`): more rounds, for one that sends half in each.
+
+It runs in pieces, one for a row and a seed: what the file of pieces has is not run again. A seed is in the table once
+all its rows are there. Every figure has each seed's value (`resampling`); claims of a preset are judged by them,
+corrected for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from fedveil.attacks.statistics import confidence_intervals
+from fedveil_bench.common import data, resampling, resumable_rows, seeds, texts
+from fedveil_bench.common import verdicts as common
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.fedrand import curves
+from fedveil_bench.fedrand.text_federation import RATE_KEY, VALIDATION, TextFederationRun, TextFederationSeed
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+IN_PIECES = True  # so that --minutes may be asked for
+BEFORE, ALONE = "round 0", "one client alone"
+# All that a piece's figures hang on, but its method, seed and rate.
+_OF_A_PIECE = ("data", "clients", "client", "clients_test", "rate_test", "curve_every", "curve_test", "config")
+
+Settings = Mapping[str, Any]
+Asked = tuple[str, int, float]  # row, seed, learning rate
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """The rows "round 0", "one client alone", and one for each of `settings["methods"]`, over the seeds."""
+    began = time.monotonic()
+    chosen = rates(settings, options)
+    asked = settings | {"chosen": chosen}
+    answers = seeds.run(__name__, asked, options.after(time.monotonic() - began), in_pieces=True)
+    return outcome(
+        [{name: TextFederationRun(**measured) for name, measured in each.items()} for each in answers], asked
+    )
+
+
+def rates(settings: dict[str, Any], options: BenchOptions) -> dict[str, float]:
+    """The learning rate of each method. One of whose trials some are missing has none yet."""
+    given = settings.get("learning_rates", [settings["config"][RATE_KEY]])
+    if len(given) == 1:
+        return dict.fromkeys(settings["methods"], given[0])
+    # A process for each rate, in the place of a seed's.
+    trials = seeds.run(__name__, settings | {"seeds": len(given)}, replace(options, seeds=0), in_pieces=True)
+    return {
+        method: least([(trial[method]["scores"][VALIDATION], rate) for trial, rate in zip(trials, given, strict=True)])
+        for method in settings["methods"]
+        if all(method in trial for trial in trials)
+    }
+
+
+def least(tried: Sequence[tuple[float, float]]) -> float:
+    """The rate of least loss; the first of equals. A loss that is not finite is never the least."""
+    return min(tried, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)[1]
+
+
+def outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Settings) -> BenchOutcome:
+    """The table of the seeds of which every row is there. `settings` have the rates that were "chosen"."""
+    names = [BEFORE, ALONE, *settings["methods"]]
+    whole = [of_seed for of_seed in done if set(names) <= set(of_seed)]
+    said = [_counted(done, len(names), len(whole)), *_on_rates(settings)]
+    if not whole:
+        return BenchOutcome([], said)
+    runs = {name: [of_seed[name] for of_seed in whole] for name in names}
+    figures = {name: figures_of([r.scores for r in measured]) for name, measured in runs.items()}
+    rows = [_row(name, measured, figures[name]) for name, measured in runs.items()]
+    claims = common.table(common.compared(figures, common.claims_of(settings)), len(whole))
+    followed = {name: [_curve(r) for r in measured] for name, measured in runs.items()}
+    costs = curves.costs(followed, settings.get("curve_targets", []))
+    return BenchOutcome(rows, [*_verdicts(runs, settings), *claims, *costs, *said], [f"this run: {len(whole)} seeds"])
+
+
+def needs(settings: Settings) -> list[data.DataRequirement]:
+    """Rows to train and test on, and to choose learning rates on; the base."""
+    splits = ("train", "validation", "test") if "learning_rates" in settings else ("train", "test")
+    return [texts.need(settings["data"], *splits, by_task=True), *data.base(settings)]
+
+
+def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, ResampledMetric]:
+    """Of every score that all seeds have, a figure with each one's value. Test rows count as given."""
+    shared = [name for name in scores[0] if all(name in each for each in scores)]
+    return {name: resampling.over_seeds([resampling.fixed(each[name]) for each in scores]) for name in shared}
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
+    """What `run` asks of each seed, and `rates` of each rate: the rows that are there, by name."""
+    measures = dict(_rows(settings, seed, options) if "chosen" in settings else _trials(settings, seed, options))
+    names = {_name(settings, asked): asked[0] for asked in measures}
+    named = {_name(settings, asked): partial(_measured, measure) for asked, measure in measures.items()}
+    found = resumable_rows.rows(options.pieces, named, options.minutes)
+    return {names[piece["name"]]: piece["run"] | {"commit": piece["commit"]} for piece in found}
+
+
+def _trials(
+    settings: Settings, index: int, options: BenchOptions
+) -> Iterator[tuple[Asked, Callable[[], TextFederationRun]]]:
+    """Each method with the rate of that index."""
+    rate, number = settings["learning_rates"][index], settings["rate_seed"]
+    seed = TextFederationSeed(settings, number, options)
+    for label in settings["methods"]:
+        yield (label, number, rate), partial(seed.trial, label, rate)
+
+
+def _rows(
+    settings: Settings, number: int, options: BenchOptions
+) -> Iterator[tuple[Asked, Callable[[], TextFederationRun]]]:
+    """Every row of a seed: the same partition, initial weights and test rows for all."""
+    seed = TextFederationSeed(settings, number, options)
+    yield (BEFORE, number, 0.0), seed.before
+    yield (ALONE, number, settings["config"][RATE_KEY]), seed.alone
+    for label, rate in settings["chosen"].items():
+        yield (label, number, rate), partial(seed.method, label, rate)
+
+
+def _measured(measure: Callable[[], TextFederationRun]) -> dict[str, Any]:
+    return {"run": asdict(measure())}
+
+
+def _name(settings: Settings, asked: Asked) -> str:
+    """Of a piece: what was asked for, and a digest of every setting that its figures hang on."""
+    label, seed, rate = asked
+    parts = [{key: settings.get(key) for key in _OF_A_PIECE}, settings["methods"].get(label), "chosen" in settings]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{label}, seed {seed}, rate {rate:g}, settings {digest}"
+
+
+def _curve(done: TextFederationRun) -> list[curves.CurvePoint]:
+    return [curves.CurvePoint.from_json(point) for point in done.curve]
+
+
+def _row(name: str, done: list[TextFederationRun], figures: Mapping[str, ResampledMetric]) -> dict[str, Any]:
+    shown = {
+        "name": name,
+        "metrics": {metric: resampling.interval(figure) for metric, figure in figures.items()},
+        "upload_bytes": round(sum(r.upload_bytes for r in done) / len(done)),
+        "download_bytes": round(sum(r.download_bytes for r in done) / len(done)),
+        "rounds": done[0].rounds,
+        "seconds": round(sum(r.seconds for r in done) / len(done), 1),
+    }
+    return shown | {"curve": curves.in_result([_curve(r) for r in done])} if done[0].curve else shown
+
+
+def _counted(done: Sequence[Mapping[str, TextFederationRun]], rows: int, whole: int) -> str:
+    commits = Counter(each.commit for of_seed in done for each in of_seed.values() if each.commit)
+    by = ", ".join(f"{n} of {commit}" for commit, n in commits.items()) or "none"
+    return (
+        f"Rows: {sum(map(len, done))} of {rows * len(done)}; seeds of which all are there: {whole} of {len(done)}; "
+        f"by commit: {by}."
+    )
+
+
+def _on_rates(settings: Settings) -> Iterator[str]:
+    """What was chosen of which grid, with those at its edge: another rate might have been better for them."""
+    grid = sorted(settings.get("learning_rates", []))
+    if len(grid) < 2:
+        return
+    for rate in grid:
+        of_it = [method for method, chosen in settings["chosen"].items() if chosen == rate]
+        edge = ", at the grid's edge" if rate in (grid[0], grid[-1]) else ""
+        yield f"Learning rate {rate:g}{edge}: {', '.join(of_it) or 'none'}."
+
+
+def _verdicts(runs: Mapping[str, list[TextFederationRun]], settings: Settings) -> list[str]:
+    """Sentences from the intervals of ratios, in which each seed is compared with itself."""
+    said = []
+    against = runs[settings["reference"]]
+    for name, done in runs.items():
+        if name == settings["reference"]:
+            continue
+        for metric in settings["compare"]:
+            ratios = [
+                {"r": mine.scores[metric] / theirs.scores[metric]} for mine, theirs in zip(done, against, strict=True)
+            ]
+            ratio = confidence_intervals(ratios)["r"]
+            width = f"95 % interval {ratio['low']:.3f} to {ratio['high']:.3f}, {ratio['n']} seeds"
+            width = width if ratio["n"] > 1 else "one seed: no interval"
+            said.append(f"{name}: {metric} is {ratio['mean']:.3f} of {settings['reference']}'s ({width}).")
+        if done[0].upload_bytes:
+            share = sum(r.upload_bytes for r in done) / sum(r.upload_bytes for r in against)
+            said.append(f"{name}: uploads are {share:.4f} of {settings['reference']}'s bytes.")
+    return said

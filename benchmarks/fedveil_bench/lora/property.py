@@ -1,0 +1,182 @@
+"""Which sites hold more rows of a kind than others, read off what the server saw of a run of each row of the table.
+
+Sites have equally many rows, and shares of those with the property that are evenly spread. The attacker has as many
+rows with the property as without, of no site. "meaningless" in a row of the preset takes another property: the parity
+of a hash of the row, which nothing can learn; there the attack must lose.
+
+| column | is |
+|---|---|
+| concordance | of pairs of sites of different shares, how many the attack orders rightly; 0.5 is a guess |
+| of the first round | the same from one round's messages |
+| members | AUROC of `alignment` on rows of a site beside rows of none, of the same kind; mean of kinds and sites |
+| loss, loss of round 0 | of the server's model, and of what it began with, on rows of no site, in nats |
+| epsilon at delta ..., were its noise not seeded | of a row, as the sites' ledgers would have it; of plain steps none |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil import rng, strategies
+from fedveil.attacks.base import AdversaryKnowledge, AdversaryView
+from fedveil.attacks.membership.alignment import AlignmentAttack
+from fedveil.attacks.membership.gradient_attacks import SharedGradientScorer
+from fedveil.attacks.secagg_views import SecureSumView
+from fedveil.attacks.sites import property_inference as inference
+from fedveil.attacks.statistics import area_under_roc
+from fedveil.config import RunConfig, parse
+from fedveil.contract.task import Example, Examples, Rows
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.wire.capture import MessageCapture
+from fedveil_bench.common import data, noise_tables, seeds
+from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.lora import tables
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """A row of the table for each of `settings["rows"]`."""
+    answers = seeds.run(__name__, settings, options)
+    return tables.outcome(answers, settings)
+
+
+def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+    """Rows of the sites and of the attacker; the base."""
+    return [data.DataRequirement(settings["data"], ("train", "test")), *data.base(settings)]
+
+
+def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, float]]:
+    """What `run` asks of each seed: the metrics of each row of the table."""
+    cuts: dict[bool, _Cut] = {}
+    found = {}
+    for name, row in settings["rows"].items():
+        config = parse(settings["config"] | row.get("config", {}) | _method(row) | {"run.seed": seed, **_SEEDED})
+        task = task_of(TextGeneration, config, options)
+        meaningless = row.get("meaningless", False)
+        if meaningless not in cuts:
+            examples = task.examples(data.folder(settings["data"]), "train")
+            cuts[meaningless] = _Cut.of(examples, settings, seed, meaningless)
+        found[name] = _measured(task, config, cuts[meaningless], row.get("sees", "uploads"), settings)
+        options.say(f"seed {seed}: {name}: " + ", ".join(f"{m} {value:.3f}" for m, value in found[name].items()))
+    return found
+
+
+_SEEDED = {"run.deterministic": True}
+_FEWEST, _ASKED = 3, 16  # rows of a kind that membership is asked of
+
+
+def _method(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {"method.name": row["name"], "method.params": row.get("fields", "")}
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Rows of the sites and of the attacker, all different.
+
+    Attributes:
+        shares: of each site, the share of its rows that have the property.
+        having, lacking: the attacker's.
+    """
+
+    sites: Mapping[str, Examples]
+    shares: Mapping[str, float]
+    having: Examples
+    lacking: Examples
+
+    @classmethod
+    def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, meaningless: bool) -> _Cut:
+        """Evenly spread shares from `settings["least_share"]` to as far below 1, given to the sites by chance."""
+        count, size = settings["clients"], settings["rows_a_site"]
+        stream = rng.RandomStream.derive(bytes(32), seed, "", "sites")
+        pools: dict[bool, list[Example]] = {True: [], False: []}
+        for number in stream.choice(len(examples), len(examples)):
+            example = examples[number]
+            if re.search(settings["pool"], str(example.values[settings["column"]])):
+                pools[_has(example, settings, meaningless)].append(example)
+        least = settings["least_share"]
+        spread = np.linspace(least, 1 - least, count)
+        shares = {f"site-{i:02d}": float(spread[k]) for i, k in enumerate(stream.choice(count, count))}
+        sites, taken = {}, {True: settings["rows_known"], False: settings["rows_known"]}
+        for site, share in shares.items():
+            parts = {True: round(share * size), False: size - round(share * size)}
+            sites[site] = [row for has, n in parts.items() for row in pools[has][taken[has] : taken[has] + n]]
+            taken = {has: taken[has] + n for has, n in parts.items()}
+            if len(sites[site]) < size:
+                raise ConfigError(f"rows_a_site: expected {size} for each of {count} sites, found too few; lower it")
+        known = settings["rows_known"]
+        return cls(sites, shares, pools[True][:known], pools[False][:known])
+
+
+def _has(example: Example, settings: Mapping[str, Any], meaningless: bool) -> bool:
+    text = str(sorted(example.values.items()))
+    if meaningless:
+        return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
+    return bool(re.search(settings["property"], str(example.values[settings["column"]])))
+
+
+def _measured(
+    task: TextGeneration, config: RunConfig, cut: _Cut, sees: str, settings: Mapping[str, Any]
+) -> dict[str, float]:
+    method = strategies.create_method(config.method.name, config.method.params)
+    exchange = MessageExchange(method, config.method.name, task.spec)
+    initial = task.initial(rng.initial_stream(config.run.seed, "weights"))
+    rows = {site: task.encode(of) for site, of in cut.sites.items()}
+    having, lacking = list(task.encode(cut.having)), list(task.encode(cut.lacking))
+    with tempfile.TemporaryDirectory() as scratch:
+        tap = MessageCapture(Path(scratch))
+        run = federation(exchange, config, task, rows, initial, tap)
+        run.run()
+        knowledge = AdversaryKnowledge(task, initial, run.models()["server"])
+        view = (
+            AdversaryView.server(tap, exchange)
+            if sees == "uploads"
+            else SecureSumView.from_capture(tap, exchange, knowledge.server or {})
+        )
+        if view is None:
+            raise ConfigError(f"rows: expected a method whose broadcasts show the sums, found {exchange.name}")
+        found = inference.property_scores(view, knowledge, having, lacking)
+        metrics = {
+            "concordance": _ordered(found, cut.shares, sees),
+            "of the first round": _ordered([each for each in found if each.round == 0], cut.shares, sees),
+            "members": _members(view, knowledge, rows, (having, lacking), cut),
+        }
+    for name, weights in (("loss", knowledge.server or {}), ("loss of round 0", initial)):
+        metrics[name] = task.evaluate(weights, [*cut.having, *cut.lacking], generate=False)["loss"]
+    if dp := DpSgdConfig.from_config(config.dp):
+        metrics[noise_tables.unseeded(config.dp)] = noise_tables.epsilon_of(dp, config, settings["rows_a_site"])
+    return metrics
+
+
+def _ordered(found: Sequence[inference.PropertyScore], shares: Mapping[str, float], sees: str) -> float:
+    guessed = inference.estimate_from_sums(found) if sees == "sums" else inference.estimate_from_uploads(found)
+    return inference.pairwise_concordance(guessed, shares)
+
+
+def _members(
+    view: AdversaryView, knowledge: AdversaryKnowledge, rows: Mapping[str, Rows], known: tuple[Rows, Rows], cut: _Cut
+) -> float:
+    """Of a site those rows that have the property come first. A kind of which it has fewer than three is left out."""
+    attack = AlignmentAttack()
+    shared, areas = SharedGradientScorer([attack]), []
+    for site in view.sites:
+        first = round(cut.shares[site] * len(rows[site]))
+        held = list(rows[site])  # the same objects for every question
+        for mine, others in zip((held[:first][:_ASKED], held[first:][:_ASKED]), known, strict=True):
+            if len(mine) >= _FEWEST:
+                scores = [
+                    shared.scores(attack, view, site, knowledge, of)["alignment"] for of in (mine, others[:_ASKED])
+                ]
+                areas.append(area_under_roc(*scores))
+    return statistics.fmean(areas)

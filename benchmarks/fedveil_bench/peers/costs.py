@@ -1,0 +1,71 @@
+"""What a run of the comparison leaves: its loss, its costs, and what the server saw."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fedveil.errors import ConfigError
+from fedveil_bench.process_monitor.usage import ProcessUsage, program
+
+T = TypeVar("T")
+COSTS = ("s a round", "s", "MB up", "MB down", "server MB", "site MB")
+TIMEOUT = 3600.0  # seconds of one run
+
+
+@dataclass(frozen=True)
+class PeerRun:
+    """One run.
+
+    Attributes:
+        scores: by the names of the table in e2e.py.
+        seen: of each upload, what the server sees: "A and B", "A alone" or "B alone".
+    """
+
+    scores: Mapping[str, float]
+    seen: Sequence[str]
+
+
+@dataclass(frozen=True)
+class PeerCosts:
+    """The costs of a run: its seconds, bytes up and down, peak MB of server and site."""
+
+    whole: float
+    up: int
+    down: int
+    server_mb: float
+    site_mb: float
+
+    def scores(self, loss: float, seconds: Sequence[float]) -> dict[str, float]:
+        """With the loss, and the seconds of each round. Raises ConfigError for a single round."""
+        if len(seconds) < 2:
+            raise ConfigError(f"run.rounds: expected at least 2, for the first is not timed, found {len(seconds)}")
+        values = (sum(seconds[1:]) / len(seconds[1:]), self.whole, self.up / 1e6, self.down / 1e6)
+        return {"loss": loss, **dict(zip(COSTS, (*values, self.server_mb, self.site_mb), strict=True))}
+
+
+def watched(federation: Any, server: str, site: str, run: Callable[[], T]) -> tuple[T, PeerCosts]:
+    """What `run` returns, and what it cost.
+
+    Args:
+        federation: with the processes of both names, and a relay between them.
+        server, site: whose memory is watched.
+        run: a whole run, from its submission.
+    """
+
+    def memory(name: str) -> ProcessUsage:
+        return ProcessUsage(lambda: federation.processes.alive(name), program, 0.5, shared=True)
+
+    with memory(server) as of_server, memory(site) as of_site:
+        up, down, began = federation.relay.up, federation.relay.down, time.monotonic()
+        ended = run()
+        whole = time.monotonic() - began
+        up, down = federation.relay.up - up, federation.relay.down - down
+    return ended, PeerCosts(whole, up, down, _peak(of_server), _peak(of_site))
+
+
+def _peak(usage: ProcessUsage) -> float:
+    """The most MB at a time of all processes watched."""
+    return max(sum(by_kind.values()) for _, by_kind in usage.timeline)

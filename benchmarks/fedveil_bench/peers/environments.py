@@ -1,0 +1,106 @@
+"""Environments of peers: FedVeil's own has none of their programs.
+
+A variable names the Python of one that has; where it names none, the peer's row is left out, and the table says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.errors import ConfigError
+from fedveil_bench import folders
+
+_READY = 180.0  # seconds of an import
+_HOWTO = "benchmarks/README.md says how to make one"
+_PROBE = """
+import importlib, json, sys
+from importlib.metadata import version
+for name in sys.argv[1].split(","):
+    importlib.import_module(name)
+print(json.dumps({name: version(name) for name in sys.argv[2:]}))
+"""
+
+
+@dataclass(frozen=True)
+class PeerPackage:
+    """A program that has an environment of its own.
+
+    Attributes:
+        name: of its row.
+        variable: that names the environment's Python.
+        folder: with its requirements.txt.
+        imports: what must be found there; the first is the program.
+    """
+
+    name: str
+    variable: str
+    folder: str
+    imports: Sequence[str]
+
+
+@dataclass(frozen=True)
+class PeerEnvironment:
+    """Where a peer is.
+
+    Attributes:
+        python: its Python; None = there is none, and the row is left out.
+        said: a sentence on what is not as it should be, "" where all is.
+    """
+
+    python: Path | None
+    said: str
+
+
+def found(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
+    """The environment that the peer's variable names, tried by importing it there. No sentence names a path."""
+    expected, program = pins((folders.find_folder(peer.folder) / "requirements.txt").read_text()), peer.imports[0]
+    out = (
+        f"{peer.name} is left out: {peer.variable}: expected the Python of an environment with {program.split('.')[0]}"
+    )
+    if not variables.get(peer.variable):
+        return PeerEnvironment(None, f"{out}, found no such variable; {_HOWTO}")
+    python = Path(variables[peer.variable]).absolute().with_name("python3")  # the one that NVFlare's own scripts take
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE, ",".join(peer.imports), *expected],
+            capture_output=True, text=True, timeout=_READY, env=inherited(variables),
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return PeerEnvironment(
+            None, f"{out}, found none that runs beside what it names ({type(error).__name__}); {_HOWTO}"
+        )
+    if done.returncode:
+        why = re.sub(r"\S*/\S*", "...", (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+        return PeerEnvironment(None, f"{out}, found one where the import fails ({why}); {_HOWTO}")
+    others = differing(expected, json.loads(done.stdout.splitlines()[-1]))
+    return PeerEnvironment(
+        python, f"{peer.name} ran with other versions than those of requirements.txt: {others}" * bool(others)
+    )
+
+
+def pins(text: str) -> dict[str, str]:
+    """The versions that a requirements.txt pins. Raises ConfigError for a line that pins none."""
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+    for line in lines:
+        if line.count("==") != 1:
+            raise ConfigError(f"requirements.txt: expected NAME==VERSION in each line, found {line!r}; pin it")
+    return dict(line.split("==") for line in lines)
+
+
+def differing(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    """What is installed in another version than expected; a build ("+cpu") is none."""
+    return ", ".join(
+        f"{name} {versions[name]} in place of {version}"
+        for name, version in expected.items()
+        if versions[name].partition("+")[0] != version
+    )
+
+
+def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    """What of this process's environment a peer's get: nothing that leads Python to FedVeil's packages."""
+    return {key: value for key, value in variables.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR_"))}

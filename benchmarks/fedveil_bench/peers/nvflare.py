@@ -1,0 +1,196 @@
+"""NVIDIA FLARE at the same work: stock_nvflare/ is the job, and runs in an environment of its own.
+
+Server and sites are provisioned, with keys and TLS both ways,
+and started by the scripts of their startup kits: each has a process that stays, and one of each job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fedveil.errors import ConfigError
+from fedveil_bench import folders
+from fedveil_bench.peers import environments
+from fedveil_bench.peers.costs import TIMEOUT, PeerRun, watched
+from fedveil_bench.peers.shared import SharedInputs, factors
+from fedveil_bench.process_monitor.relay import TcpRelay
+from fedveil_bench.runner import BenchOptions
+
+NVFLARE, VARIABLE = "NVFlare FedAvg", "FEDVEIL_NVFLARE_PYTHON"
+JOB = "peers/stock_nvflare"
+_USER, _SERVER, _SITE = "lead@bench.org", "localhost", "site-0"
+_STORES = "/tmp/nvflare/"  # of its template
+_READY, _PREPARED = 180.0, 300.0
+PEER = environments.PeerPackage(NVFLARE, VARIABLE, JOB, ("nvflare.recipe", "peft", "torch", "transformers"))
+
+
+def project(port: int, relay: int, sites: int) -> str:
+    """NVFlare's description of a federation, in JSON, which is YAML; its default scheme would be HTTP.
+
+    Args:
+        port: of the server.
+        relay: the port at which sites reach it.
+        sites: how many.
+    """
+    server = {"name": _SERVER, "type": "server", "org": "bench", "fed_learn_port": port, "admin_port": port}
+    site = {"type": "client", "org": "bench", "connect_to": {"host": "localhost", "port": relay}}
+    user = {"name": _USER, "type": "admin", "org": "bench", "role": "lead"}
+    parts = {
+        "workspace.WorkspaceBuilder": {"template_file": ["master_template.yml"]},
+        "static_file.StaticFileBuilder": {"config_folder": "config", "scheme": "grpc"},
+        "cert.CertBuilder": {},
+        "signature.SignatureBuilder": {},
+    }
+    return json.dumps(
+        {
+            "api_version": 3,
+            "name": "peers",
+            "participants": [server, *({"name": f"site-{i}", **site} for i in range(sites)), user],
+            "builders": [{"path": f"nvflare.lighter.impl.{name}", "args": args} for name, args in parts.items()],
+        }
+    )
+
+
+def stored(resources: str, folder: Path) -> str:
+    """The server's resources, with jobs and snapshots below `folder`.
+
+    By default all servers on a machine share a folder, and a server first runs what a killed one has left there.
+
+    Raises:
+        ConfigError: resources that do not name that folder.
+    """
+    if resources.count(_STORES) != 2:
+        raise ConfigError(f"resources.json.default: expected {_STORES} for jobs and for snapshots, found another text")
+    return resources.replace(_STORES, json.dumps(f"{folder}/")[1:-1])
+
+
+def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
+    """The environment of NVFlare's processes: their own Python first, and for the rest what the other sides have."""
+    return {
+        **environments.inherited(os.environ),
+        "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
+        "HOME": str(home),
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1"),
+    }
+
+
+def run(
+    shared: SharedInputs, settings: Mapping[str, Any], scratch: Path, options: BenchOptions, python: Path
+) -> PeerRun:
+    """One run in a federation of its own. Raises ConfigError or the launcher's error where it does not complete."""
+    out, sites = scratch / "out", settings["sites"]
+    out.mkdir()
+    shared.write(scratch / "task")
+    with NVFlareFederation(options.launch, python, sites, scratch / "nvflare") as federation:
+        job = federation.export(scratch / "task", out, settings["config"]["run.rounds"])
+        said, costs = watched(federation, _SERVER, _SITE, lambda: federation.admin("run", job, timeout=TIMEOUT))
+        name, status = ended(said)
+        if status != "FINISHED:COMPLETED":
+            raise ConfigError(f"{NVFLARE}: expected a completed run, found: {status}; {federation.tails()}")
+        federation.admin("result", name, out, timeout=_READY)
+    seconds, seen = noted((out / "server.json").read_text(), settings["config"]["run.rounds"], sites)
+    loss = shared.loss(shared.read(out / "weights.safetensors"))
+    return PeerRun(costs.scores(loss, seconds), seen)
+
+
+def ended(said: str) -> tuple[str, str]:
+    """The id and the status of the job, which are the last line of what the console printed."""
+    last = said.strip().splitlines()[-1:] or [""]
+    name, _, status = last[0].partition(" ")
+    if not status.startswith("FINISHED"):
+        raise ConfigError(f"{NVFLARE}: expected the job's id and how it finished, found {last[0]!r}")
+    return name, status
+
+
+def noted(text: str, rounds: int, sites: int) -> tuple[list[float], list[str]]:
+    """The seconds of each round and what was seen of each upload. Raises ConfigError where one of them is missing."""
+    notes = json.loads(text)
+    seconds, seen = notes["seconds"], [factors(names) for names in notes["seen"]]
+    if (len(seconds), len(seen)) != (rounds, rounds * sites):
+        raise ConfigError(
+            f"server.json: expected {rounds} rounds and {rounds * sites} uploads, found {len(seconds)} and "
+            f"{len(seen)}; a site has failed, and its rows are missing"
+        )
+    return seconds, seen
+
+
+class NVFlareFederation:
+    """NVFlare's server and sites on this machine. Nothing of it outlives the `with` block.
+
+    Args:
+        launch: `Options.launch`, whose processes and free ports it takes.
+        python: of the environment with NVFlare.
+        sites: how many, "site-0" and so on.
+        folder: new; for keys, logs and the job.
+
+    Attributes:
+        processes: by the names of their startup kits.
+        relay: between sites and server.
+    """
+
+    def __init__(self, launch: Any, python: Path, sites: int, folder: Path) -> None:
+        (folder / "logs").mkdir(parents=True)
+        self._folder, self._sites = folder, [f"site-{i}" for i in range(sites)]
+        self._env = variables_of(python, folder, max(1, launch.count_cores() // sites))
+        self.processes = launch.ProcessGroup(folder / "logs")
+        (self._port,) = launch.free_ports(1)
+
+    def __enter__(self) -> Self:
+        self.relay = TcpRelay(self._port)
+        try:
+            (self._folder / "project.yml").write_text(project(self._port, self.relay.port, len(self._sites)))
+            self._call("provision", "-p", "project.yml", "-w", "kits", program="nvflare", timeout=_PREPARED)
+            resources = self._kit(_SERVER) / "local" / "resources.json.default"
+            resources.write_text(stored(resources.read_text(), self._folder))
+            for name in (_SERVER, *self._sites):
+                # --once: the process itself, without the loop that starts it again after its end.
+                script = self._kit(name) / "startup" / "sub_start.sh"
+                self.processes.start(name, ["bash", str(script), "--once"], self._env, cwd=self._folder)
+            self.admin("ready", len(self._sites), timeout=_READY)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.processes.stop()
+        self.relay.close()
+
+    def export(self, task: Path, out: Path, rounds: int) -> Path:
+        """The folder of the job, which is made as its job.py says."""
+        source = self._folder / "source"
+        shutil.copytree(folders.find_folder(JOB), source)
+        shutil.copy(folders.find_folder("peers/stock_flower") / "tuned" / "training.py", source)
+        arguments = (task, out, len(self._sites), rounds, self._folder / "job")
+        self._call("job.py", *arguments, timeout=_PREPARED, cwd=source)
+        (found,) = (self._folder / "job").iterdir()
+        return found
+
+    def admin(self, what: str, *more: object, timeout: float) -> str:
+        """What admin.py says."""
+        script = folders.find_folder(JOB) / "admin.py"
+        return self._call(script, what, self._kit(_USER), *more, timeout=timeout)
+
+    def tails(self) -> str:
+        """The ends of the logs."""
+        return "; ".join(f"the log of {name} ends: {self.processes.tail(name)}" for name in (_SERVER, _SITE))
+
+    def _call(self, *command: object, program: str = "python3", timeout: float, cwd: Path | None = None) -> str:
+        words = [program, *map(str, command)]
+        return str(self.processes.call("admin", words, self._env, timeout, cwd or self._folder))
+
+    def _kit(self, name: str) -> Path:
+        return self._folder / "kits" / "peers" / "prod_00" / name

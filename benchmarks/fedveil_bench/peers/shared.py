@@ -1,0 +1,139 @@
+"""What every peer gets: the same rows by site, the same initial LoRA factors and the same settings, as plain files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fedveil import resources, rng, strategies
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.config import RunConfig, parse
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import DatasetShard
+from fedveil.errors import ConfigError, StateError
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil_bench.common import data
+from fedveil_bench.common.federations import task_of
+from fedveil_bench.runner import BenchOptions
+
+# Of a section's keys, those that a peer's training takes too. Any other must have its default.
+_TAKEN = {"batch_size", "learning_rate", "max_steps", "weight_decay", "received_loss_examples"}
+_BEFORE, _AFTER = "base_model.model.", ".weight"  # around FedVeil's name of a factor in PEFT's
+
+
+class SharedInputs:
+    """The task of one seed.
+
+    Args:
+        settings: of the preset.
+        seed: the run's: it cuts the rows and draws the factors.
+        options: whose device scores.
+
+    Attributes:
+        data: the folder of the rows.
+        flat: the run config of FedAvg.
+
+    Raises:
+        ConfigError: no data, or settings that a peer's training has not.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], seed: int, options: BenchOptions) -> None:
+        self.data = data.folder(settings["data"])
+        self.flat = data.with_model(settings["config"]) | {"run.seed": seed, "method.name": "fedavg"}
+        self._config, self._sites, self._options = parse(self.flat), settings["sites"], options
+        self._peers = of_peers(self._config)
+
+    def write(self, folder: Path) -> None:
+        """The files that a peer's training reads; see stock_flower/tuned/training.py."""
+        folder.mkdir()
+        (folder / "task.json").write_text(json.dumps(self._peers | {"padding": self._task.base.tokenizer.eos_token_id}))
+        initial = self._task.initial(rng.initial_stream(self._config.run.seed, "weights"))
+        save_file(
+            {to_peft(name): tensor.contiguous() for name, tensor in initial.items()}, folder / "initial.safetensors"
+        )
+        for site in range(self._sites):
+            rows = self._task.encode(self._task.examples(self.data, "train", DatasetShard(site, self._sites)))
+            lines = [json.dumps({"ids": row.ids, "start": row.start}) for row in rows]
+            (folder / f"site-{site}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    def loss(self, weights: Weights) -> float:
+        """Of the test rows, in nats a token: FedVeil's own evaluation, whoever has trained."""
+        return self._task.evaluate(weights, self._test, generate=False)["loss"]
+
+    def read(self, file: Path) -> dict[str, Tensor]:
+        """The factors that a peer's server has left, under FedVeil's names. Raises StateError for others."""
+        found = {from_peft(name): tensor for name, tensor in load_file(file).items()}
+        if set(found) != set(self._task.spec):
+            raise StateError(
+                f"{file.name}: expected the {len(self._task.spec)} factors of the task, found {len(found)} tensors, "
+                f"among them {sorted(found)[:1]}; the peer has trained another adapter"
+            )
+        return found
+
+    @cached_property
+    def initial_loss(self) -> float:
+        """Of the test rows before any round."""
+        return self.loss(self._task.initial(rng.initial_stream(self._config.run.seed, "weights")))
+
+    @cached_property
+    def _task(self) -> TextGeneration:
+        return task_of(TextGeneration, self._config, self._options)
+
+    @cached_property
+    def _test(self) -> Any:
+        return self._task.examples(self.data, "test")
+
+
+def of_peers(config: RunConfig) -> dict[str, Any]:
+    """What `task.json` says of a run config. Raises ConfigError for a setting that a peer's training has not."""
+    train = config.train
+    for name, value in type(train)().model_dump().items():
+        if name not in _TAKEN and getattr(train, name) != value:
+            key = f"train.{name.replace('_', '-')}"
+            raise ConfigError(f"{key}: expected {value!r}, which the peers have, found {getattr(train, name)!r}")
+    if train.max_steps < 1:
+        raise ConfigError("train.max-steps: expected at least 1, the peers' steps a round, found 0; set it")
+    adapter = strategies.create_method("fedavg", config.method.params).adapter
+    if not isinstance(adapter, LoraAdapter):
+        raise ConfigError(f"method.params: expected a LoRA adapter, found {adapter}; the peers train LoRA alone")
+    base = resources.base_folder("text-generation") if config.task.model == "tiny" else config.task.model
+    fields = adapter.as_lora({})[0].for_peft() | {"target_modules": adapter.targets}
+    return {
+        "base": str(base),
+        "lora": fields,
+        "steps": train.max_steps,
+        "batch_size": train.batch_size,
+        "learning_rate": train.learning_rate,
+        "weight_decay": train.weight_decay,
+        "seed": config.run.seed,
+    }
+
+
+def to_peft(name: str) -> str:
+    """PEFT's name of a factor, from FedVeil's, "<module>.lora_A"."""
+    return f"{_BEFORE}{name}{_AFTER}"
+
+
+def from_peft(name: str) -> str:
+    """The other way. Raises StateError for a name that is none of PEFT's."""
+    if not (name.startswith(_BEFORE) and name.endswith(_AFTER)):
+        raise StateError(f"weights: expected names {_BEFORE}...{_AFTER}, found {name[:80]!r}")
+    return name.removeprefix(_BEFORE).removesuffix(_AFTER)
+
+
+def factors(names: Iterable[str]) -> str:
+    """Which LoRA factors stand in a message with these fields, in words; the names are FedVeil's or PEFT's."""
+    kinds = {part for name in names for part in name.split(".") if part in ("lora_A", "lora_B")}
+    match sorted(kinds):
+        case ["lora_A", "lora_B"]:
+            return "A and B"
+        case [one]:
+            return f"{one[-1]} alone"
+        case _:
+            return "no factor"

@@ -1,0 +1,123 @@
+"""Rounds that train nothing, of ours and of stock Flower's own, under watch: where their seconds go."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil.attacks.statistics import confidence_interval
+from fedveil.errors import ConfigError
+from fedveil.records import disclosure_ledger
+from fedveil_bench import folders
+from fedveil_bench.common import verdicts
+from fedveil_bench.process_monitor.usage import ProcessUsage
+
+
+@dataclass
+class NoOpRun:
+    """One run.
+
+    Attributes:
+        seconds: of each round but the first.
+        cpu: CPU seconds by kind of process, of each round but the first; of stock Flower the mean of all rounds.
+        usage: all that was watched.
+        payload_bytes: of one message.
+    """
+
+    seconds: list[float]
+    cpu: list[dict[str, float]]
+    usage: ProcessUsage
+    payload_bytes: int
+
+    @property
+    def cpu_seconds(self) -> list[float]:
+        """Of all kinds together."""
+        return [sum(of.values()) for of in self.cpu]
+
+
+@dataclass
+class NoOp:
+    """Rounds of a federation.
+
+    Attributes:
+        federation: that runs.
+        folder: for the runs.
+        config: of ours.
+        sites: how many take part.
+        kind: names a watched process.
+        watched: the site whose processes are watched; "" = all processes of the federation.
+    """
+
+    federation: Any
+    folder: Path
+    config: dict[str, Any]
+    sites: int
+    kind: Callable[[list[str]], str]
+    watched: str = ""
+
+    def ours(self, name: str, rounds: int, changes: dict[str, Any], every: float = 0.1) -> NoOpRun:
+        """A run of FedVeil. Raises ConfigError where it does not complete."""
+        file = self.folder / name / "metrics.jsonl"
+        overrides = self.config | changes | {"run.rounds": rounds + 1, "run.name": name}
+        usage, cpu = self._watch(None, overrides, file, every)
+        seconds = [m["seconds"] for m in lines(file) if m["round"] > 0]
+        return NoOpRun(
+            seconds,
+            cpu,
+            usage,
+            disclosure_ledger.read_messages(self.folder / name / disclosure_ledger.NAME)[-1]["payload_bytes"],
+        )
+
+    def stock(self, name: str, rounds: int, payload: int, every: float = 0.1) -> NoOpRun:
+        """A run of stock Flower with a payload of that size. Raises ConfigError where it does not complete."""
+        out = self.folder / f"{name}.json"
+        overrides = {"bytes": payload, "rounds": rounds + 1, "sites": self.sites, "out": str(out)}
+        usage, _ = self._watch(folders.find_folder("core/stock_flower"), overrides, None, every)
+        cpu = {kind: seconds / (rounds + 1) for kind, seconds in usage.cpu_by_kind().items()}
+        return NoOpRun(json.loads(out.read_text())[1:], [cpu], usage, payload)
+
+    def _watch(
+        self, app: Path | None, overrides: dict[str, Any], rounds: Path | None, every: float
+    ) -> tuple[ProcessUsage, list[dict[str, float]]]:
+        """The run under watch, and the CPU seconds between the ends of two rounds, which are lines of `rounds`."""
+        marks: dict[int, dict[str, float]] = {}
+        with ProcessUsage(lambda: self.federation.processes.alive(self.watched or None), self.kind, every) as usage:
+            ended = self.federation.wait(
+                self.federation.run(app, overrides),
+                1800,
+                lambda status: marks.setdefault(len(lines(rounds)) if rounds else 0, usage.cpu_by_kind()),
+            )
+        if not ended.completed:
+            raise ConfigError(f"{(app.name if app else 'fedveil')}: expected a completed run, found: {ended.reason}")
+        ends = [marks[n] for n in sorted(marks) if n > 0]
+        return usage, [_less(later, earlier) for earlier, later in itertools.pairwise(ends)]
+
+
+def _less(later: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
+    before = defaultdict(float, earlier)
+    return {kind: seconds - before[kind] for kind, seconds in later.items()}
+
+
+def with_median(values: Sequence[float]) -> dict[str, float]:
+    """An interval, and the median beside it."""
+    return {**confidence_interval(values), "median": statistics.median(values)}
+
+
+def held_to(found: Mapping[str, float], at_most: float) -> str:
+    """A word of verdicts.py: whether a mean is within a bound; its whole interval must lie on one side."""
+    if found["n"] > 1 and found["high"] <= at_most:
+        return verdicts.HOLDS
+    return verdicts.FAILS if found["n"] > 1 and found["low"] > at_most else verdicts.OPEN
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The rounds of a metrics.jsonl; [] where there is none yet."""
+    return (
+        [line for line in map(json.loads, file.read_text().splitlines()) if line["round"] >= 0] if file.exists() else []
+    )

@@ -1,0 +1,186 @@
+"""Accuracy of a ViT by epoch under methods that withhold entries of gradients, and how often entries move.
+
+| base | the model starts | its pictures |
+|---|---|---|
+| scratch | from a draw | as they are |
+| pre-trained | from training on a public part, which no client has, or from a named folder; under a head drawn anew |
+  as they are |
+| position | from a draw, without positions | faint, with a square whose place is the class: the control. With fixed
+  position the model is blind to the order of patches, so it must lose |
+
+| metric | what |
+|---|---|
+| accuracy | per cent of the test pictures, by the server's model after the last epoch; `curve` holds every epoch |
+| entries moved | mean share of epochs in which an entry of the weights changed |
+| expected | the same by Eq. 13, corrected: 1 - R^N |
+| count distance | total variation of how often entries moved (`counts`) from Binomial(epochs, 1 - R^N); locked: all or
+  nothing |
+
+Intervals are of 95 %: of accuracy over test pictures and seeds (see `resampling`), of all else over seeds.
+
+It runs in pieces, one for a base, a method and a seed (federation.py): what the file of pieces has is not run again,
+and several processes can work on one file. A base comes after the other, and all methods of a seed before the next
+seed. A table of fewer trainings than asked for, because no further one was begun after `--minutes`, says so; methods
+are compared on the seeds that both have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from fedveil.attacks.statistics import confidence_interval
+from fedveil_bench.common import data, resampling, resumable_rows, verdicts
+from fedveil_bench.common.resampling import ResampledMetric
+from fedveil_bench.common.verdicts import ClaimSentence
+from fedveil_bench.random_binary import federation, figures
+from fedveil_bench.random_binary.vit import from_scratch
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+IN_PIECES = True  # so that --minutes may be asked for
+_TEST = 6  # the name of the draws
+_OF_A_ROW = ("data", "classes", "clients", "epochs", "exchanges", "test_rows", "fields", "model", "config")
+Piece = Mapping[str, Any]
+Settings = Mapping[str, Any]
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """A row for each base and method, over the seeds that there are, and the figures."""
+    asked = list(_asked(settings, options))
+    with tempfile.TemporaryDirectory() as folder:
+        vit = from_scratch(settings["model"], settings["classes"], Path(folder) / "vit")
+        # The methods of a base and a seed follow each other.
+        begun = lru_cache(1)(lambda base, seed: federation.start(settings, vit, base, seed, options))
+
+        def measure(base: str, method: str, seed: int) -> dict[str, Any]:
+            chosen = settings["methods"][method]
+            found = federation.row(settings, vit, chosen, begun(base, seed), seed, options)
+            options.say(f"{base}, {method}, seed {seed}: {' '.join(f'{a:.1f}' for a in found['curve'])}")
+            return {"base": base, "method": method, "seed": seed, **found}
+
+        measures: dict[str, Callable[[], dict[str, Any]]] = {
+            _name(settings, *which): partial(measure, *which) for which in asked
+        }
+        found = resumable_rows.rows(options.pieces, measures, options.minutes)
+    return outcome(found, settings, len(asked))
+
+
+def needs(settings: Settings) -> list[data.DataRequirement]:
+    """Pictures, and the folders with weights that bases name."""
+    named = [of["task.model"] for of in settings["bases"].values() if "task.model" in of]
+    return [data.DataRequirement(settings["data"], ("train", "test")), *map(data.DataRequirement, named)]
+
+
+def _asked(settings: Settings, options: BenchOptions) -> Iterator[tuple[str, str, int]]:
+    """Base, method and seed."""
+    for base, of in settings["bases"].items():
+        for seed in range(options.seeds or of["seeds"]):
+            yield from ((base, method, seed) for method in of["methods"])
+
+
+def _name(settings: Settings, base: str, method: str, seed: int) -> str:
+    """Of a piece: what was asked for, and a digest of every setting that its figures hang on."""
+    of_base = {key: value for key, value in settings["bases"][base].items() if key not in ("seeds", "methods")}
+    parts = [{key: settings[key] for key in _OF_A_ROW}, of_base, settings["methods"][method]]
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{base}, {method}, seed {seed}, settings {digest}"
+
+
+def outcome(found: Sequence[Piece], settings: Settings, asked: int) -> BenchOutcome:
+    """The table of these pieces. `asked`: how many there are to be."""
+    groups: dict[tuple[str, str], dict[int, Piece]] = {}
+    for piece in found:
+        groups.setdefault((piece["base"], piece["method"]), {})[piece["seed"]] = piece
+    laws = {method: _law(settings, method) for method in settings["methods"] if "rate" in settings["methods"][method]}
+    rows = [_row(list(of.values()), settings, laws.get(method)) for (_, method), of in groups.items()]
+    commits = ", ".join(f"{n} of {name}" for name, n in Counter(piece["commit"] for piece in found).items()) or "none"
+    said = [
+        *_claims(groups, settings),
+        *_counted(groups, laws),
+        f"Trainings: {len(found)} of {asked}; by commit: {commits}.",
+    ]
+    steps = settings["epochs"] * settings["exchanges"]
+    done = f"this run: {settings['clients']} clients, {steps} steps of the server in {settings['epochs']} epochs"
+    return BenchOutcome(rows, said, [done], {"png": figures.drawn(rows, laws)} if rows else {})
+
+
+def _row(of: Sequence[Piece], settings: Settings, law: Sequence[float] | None) -> dict[str, Any]:
+    metrics = {"accuracy": resampling.interval(_accuracy(of, settings))}
+    if law is not None:
+        epochs = settings["epochs"]
+        moved = [sum(k * share for k, share in enumerate(piece["counts"])) / epochs for piece in of]
+        expected = sum(k * share for k, share in enumerate(law)) / epochs
+        metrics["entries moved"] = confidence_interval(moved)
+        metrics["expected"] = {"mean": expected, "low": expected, "high": expected, "n": 1}
+        metrics["count distance"] = confidence_interval([_distance(piece["counts"], law) for piece in of])
+    base, method = of[0]["base"], of[0]["method"]
+    return {
+        "name": f"{base}, {method}", "base": base, "method": method, "metrics": metrics,
+        "curve": [confidence_interval(points) for points in zip(*(piece["curve"] for piece in of), strict=True)],
+        "counts": [statistics.fmean(shares) for shares in zip(*(piece["counts"] for piece in of), strict=True)],
+        "upload_bytes": round(statistics.fmean(piece["upload_bytes"] for piece in of)),
+        "seconds": round(statistics.fmean(piece["seconds"] for piece in of), 1),
+    }  # fmt: skip
+
+
+def _accuracy(of: Sequence[Piece], settings: Settings) -> ResampledMetric:
+    right = [federation.unpacked(piece["right"], settings["test_rows"]) for piece in of]
+    return resampling.over_seeds([resampling.mean(each, _TEST) for each in right])
+
+
+def _claims(groups: Mapping[tuple[str, str], Mapping[int, Piece]], settings: Settings) -> list[str]:
+    found: list[tuple[str, ClaimSentence]] = []
+    seeds = 0
+    for claim in settings["claims"]:
+        for base in claim["bases"]:
+            mine, other = (groups.get((base, claim[side]), {}) for side in ("row", "than"))
+            if not (both := sorted(set(mine) & set(other))):
+                continue
+            seeds = max(seeds, len(both))
+            d = resampling.less(*(_accuracy([side[seed] for seed in both], settings) for side in (mine, other)))
+            shown = resampling.shown(resampling.interval(d), "+.1f")
+            text = (
+                f"Accuracy of {base}, {claim['row']} less that of {claim['than']}: {shown} points, seeds: {len(both)}; "
+            )
+            text += "a control, which must have " if claim.get("control") else "the paper has "
+            found.append((text + verdicts.claim_in_words(claim), verdicts.claimed(d, claim)))
+    return verdicts.table(found, seeds)
+
+
+def _law(settings: Settings, method: str) -> list[float]:
+    """Shares of entries by the number of epochs in which they move (Eq. 13, corrected)."""
+    chosen, epochs = settings["methods"][method], settings["epochs"]
+    missed = chosen["rate"] ** settings["clients"]
+    if "never" in chosen["fields"]:
+        return [missed, *[0.0] * (epochs - 1), 1 - missed]
+    return [math.comb(epochs, k) * (1 - missed) ** k * missed ** (epochs - k) for k in range(epochs + 1)]
+
+
+def _distance(counts: Sequence[float], law: Sequence[float]) -> float:
+    """Total variation: 0 = the same, 1 = nothing in common."""
+    return sum(abs(a - b) for a, b in zip(counts, law, strict=True)) / 2
+
+
+def _counted(groups: Mapping[tuple[str, str], Mapping[int, Piece]], laws: Mapping[str, Sequence[float]]) -> list[str]:
+    """A sentence on how far the counts lie from their laws, and whether another method's law would fit better."""
+    apart, nearest = dict[str, float](), 0
+    for (base, method), of in groups.items():
+        for seed, piece in of.items() if method in laws else ():
+            distances = {name: _distance(piece["counts"], law) for name, law in laws.items()}
+            apart[f"{base}, {method}, seed {seed}"] = distances[method]
+            nearest += distances[method] <= min(distances.values())
+    if not apart:
+        return []
+    most = max(apart, key=lambda name: apart[name])
+    return [
+        f"How often entries moved, beside the corrected Eq. 13: at most {apart[most]:.2g} apart (total variation; "
+        f"{most}); nearest to the law of its own method, of {len(laws)}, in {nearest} of {len(apart)} trainings."
+    ]

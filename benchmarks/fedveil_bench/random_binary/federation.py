@@ -1,0 +1,193 @@
+"""One federation of the table of accuracy: a base, a method and a seed.
+
+A seed cuts the training pictures into a public part, on which the pre-trained base was trained in one place, and a part
+for the clients; every method runs the same federation in process from the same weights. A base with a "task.model"
+starts from the weights in that folder of the data, under a head drawn anew.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from fedveil import rng, strategies
+from fedveil.config import parse
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import DatasetShard, Example, Rows
+from fedveil.data import partition
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.tasks.image_classification import ImageClassification
+from fedveil.testing.training import limit_threads
+from fedveil_bench.common import data
+from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.random_binary.position_task import marked, without_positions
+from fedveil_bench.runner import BenchOptions
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FederationStart:
+    """What all methods of a base and a seed share.
+
+    Attributes:
+        weights: that they start from.
+        clients: each one's rows.
+        test: rows of the test pictures.
+    """
+
+    weights: Weights
+    clients: Mapping[str, Rows]
+    test: Rows
+
+
+def start(settings: Settings, vit: Settings, base: str, seed: int, options: BenchOptions) -> FederationStart:
+    """The weights of that base, and the rows.
+
+    Args:
+        settings: of the preset.
+        vit: the task section of the model.
+        base: a name in settings["bases"].
+        seed: of every draw.
+        options: the device is read.
+
+    Raises:
+        ConfigError: fewer pictures than the base asks for, or a folder whose model is another one than the preset's.
+        TaskError: a folder whose model does not load.
+    """
+    task, asked = _task(settings, {**vit, "method.name": "random_binary"}, seed, options), settings["bases"][base]
+    public, members, test = _parts(settings, asked, task, seed)
+    weights: Weights = task.initial(rng.initial_stream(seed, "weights"))
+    if public:
+        first = task.trainer(task.encode(public), rng.initial_stream(seed, "pre-training"))
+        other = task.initial(rng.initial_stream(seed, "head"))  # the body was trained to fit the first one
+        weights = _new_head(first.train(weights).weights, other)
+    if "task.model" in asked:
+        found = data.with_model({"task.model": asked["task.model"]})
+        kept = {k: v for k, v in vit.items() if k not in ("task.from-scratch", "task.num-classes")}
+        named = _task(settings, {**kept, **found, "method.name": "random_binary"}, seed, options)
+        weights = _of_folder(asked["task.model"], named.initial(rng.initial_stream(seed, "weights")), weights)
+    if asked.get("marked"):
+        weights = without_positions(weights)
+    table = Dataset.from_list([dict(example.values) for example in members])
+    clients: dict[str, Rows] = {}
+    for i in range(settings["clients"]):
+        of_one = partition.partition_indices(table, DatasetShard(i, settings["clients"]), task.config.task, seed)
+        clients[f"client-{i}"] = task.encode([members[j] for j in of_one])
+    return FederationStart(weights, clients, task.encode(test))
+
+
+def row(
+    settings: Settings, vit: Settings, chosen: Settings, begun: FederationStart, seed: int, options: BenchOptions
+) -> dict[str, Any]:
+    """What a federation under the method `chosen` shows.
+
+    | key | what |
+    |---|---|
+    | curve | per cent of the test pictures whose class the server's model names: at the start, and after each epoch |
+    | right | after the last epoch, a bit a test picture, packed (base64) |
+    | counts | share of the entries of the weights that moved in 0, 1, ... of the epochs |
+    | upload_bytes | of all clients together |
+    | seconds | of everything |
+    """
+    started, exchanges = time.perf_counter(), settings["exchanges"]
+    fields = settings["fields"] + chosen.get("fields", "")
+    if chosen["name"] == "random_binary" and "never" not in fields:
+        fields += f"\nepoch_batches = {exchanges}"
+    task = _task(settings, {**vit, "method.name": chosen["name"], "method.params": fields}, seed, options)
+    config = task.config
+    exchange = MessageExchange(
+        strategies.create_method(config.method.name, config.method.params), config.method.name, task.spec
+    )
+    with limit_threads(config):
+        running = federation(exchange, config, task, begun.clients, begun.weights)
+        right = [_right(task, begun.weights, begun.test)]
+        moved = {name: torch.zeros(w.shape) for name, w in begun.weights.items()}
+        for epoch in range(settings["epochs"]):
+            before = running.models()["server"]
+            for round_ in range(epoch * exchanges, (epoch + 1) * exchanges):
+                running.round(round_)
+            after = running.models()["server"]
+            for name, count in moved.items():
+                count += after[name] != before[name]
+            right.append(_right(task, after, begun.test))
+    counts = torch.cat([count.flatten() for count in moved.values()])
+    histogram = torch.bincount(counts.int(), minlength=settings["epochs"] + 1).double() / counts.numel()
+    return {
+        "curve": [round(100 * float(np.mean(r)), 3) for r in right],
+        "right": base64.b64encode(np.packbits(right[-1]).tobytes()).decode(),
+        "counts": [round(share, 7) for share in histogram.tolist()],
+        "upload_bytes": running.upload_bytes,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def unpacked(right: str, rows: int) -> list[float]:
+    """Of each test row: 100 where its class was named, else 0."""
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(right), np.uint8), count=rows)
+    return [100.0 * float(bit) for bit in bits]
+
+
+def _new_head(trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
+    """The trained body under another head: pre-training leaves what it has seen, not the answer."""
+    return {name: other[name] if name.startswith("classifier.") else w for name, w in trained.items()}
+
+
+def _of_folder(name: str, trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
+    """`_new_head` of a model that must be the preset's, but for its classes. Raises ConfigError where it is not."""
+    shapes = ({n: tuple(w.shape) for n, w in of.items() if not n.startswith("classifier.")} for of in (trained, other))
+    mine, wanted = shapes
+    if apart := sorted(n for n in mine.keys() | wanted.keys() if mine.get(n) != wanted.get(n)):
+        at = apart[0]
+        raise ConfigError(
+            f"task.model {name}: expected the model of the preset, {at} of {wanted.get(at, 'no shape')}, found "
+            f"{mine.get(at, 'none')}; name a folder with that model, or mend settings.model"
+        )
+    return _new_head(trained, other)
+
+
+def _task(settings: Settings, sections: Settings, seed: int, options: BenchOptions) -> ImageClassification:
+    """The task under the run config of the settings and of `sections` (task and method)."""
+    flat = {
+        "task.label-column": "label",
+        **settings["config"],
+        **sections,
+        "run.seed": seed,
+        "run.deterministic": True,
+        "run.rounds": settings["epochs"] * settings["exchanges"],
+    }
+    return task_of(ImageClassification, parse(flat), options)
+
+
+def _parts(
+    settings: Settings, asked: Settings, task: ImageClassification, seed: int
+) -> tuple[list[Example], list[Example], list[Example]]:
+    """The public part, the clients' pictures and the test pictures."""
+    folder, members, public = data.folder(settings["data"]), asked["members"], asked.get("public", 0)
+    examples, test = list(task.examples(folder, "train")), list(task.examples(folder, "test")[: settings["test_rows"]])
+    if len(examples) < members + public:
+        raise ConfigError(
+            f"{settings['data']}: expected {members + public} rows, found {len(examples)}; lower members or public"
+        )
+    random.Random(seed).shuffle(examples)
+    examples = examples[: public + members]
+    if asked.get("marked"):
+        grid = settings["model"]["image_size"] // settings["model"]["patch_size"]
+        classes = settings["classes"]
+        examples, test = marked(examples, classes, grid, 2 * seed), marked(test, classes, grid, 2 * seed + 1)
+    return examples[:public], examples[public:], test
+
+
+def _right(task: ImageClassification, weights: Weights, rows: Rows) -> list[bool]:
+    """Of each row, whether the model names its class."""
+    found = task.predict(weights, rows)
+    return [int(p.logits["target"].argmax()) == int(p.wanted) for p in found]

@@ -1,0 +1,46 @@
+"""Pictures whose class is where a square lies: without positions a ViT cannot know it."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fedveil.contract.task import Example
+from fedveil.data import images
+
+_COLOUR = (255, 0, 255)
+_GREY = (128, 128, 128)
+_CONTRAST = 0.1  # of the picture behind the square: at 1, 300 steps learn nothing of the square's place
+
+
+def marked(examples: Sequence[Example], classes: int, grid: int, seed: int) -> list[Example]:
+    """The pictures in the column `image`, each almost grey, with one of the first `classes` cells covered.
+
+    The cell of grid x grid, counted by rows from the upper left, is the new `label`; it is drawn from `seed`. Where
+    `grid` is image_size / patch_size of a ViT, cells are its patches, and every class has the same ones in another
+    order.
+    """
+    drawn = random.Random(seed)
+    return [_covered(example, drawn.randrange(classes), grid) for example in examples]
+
+
+def _covered(example: Example, cell: int, grid: int) -> Example:
+    picture = images.decode_image(images.image_bytes(example, "image"), example.where, "RGB")
+    faint = Image.blend(Image.new("RGB", picture.size, _GREY), picture, _CONTRAST)
+    across, down = picture.width // grid, picture.height // grid
+    left, top = cell % grid * across, cell // grid * down
+    faint.paste(_COLOUR, (left, top, left + across, top + down))
+    held = io.BytesIO()
+    faint.save(held, format="png")
+    return replace(example, values={**example.values, "image": {"bytes": held.getvalue(), "path": None}, "label": cell})
+
+
+def without_positions(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with a position embedding of zeros: a ViT whose answers no order of patches changes."""
+    return {name: torch.zeros_like(w) if "position_embeddings" in name else w for name, w in weights.items()}

@@ -1,0 +1,21 @@
+"""A ViT that is drawn at random: what both tables of random binary weights train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import ViTConfig
+
+
+def from_scratch(model: Mapping[str, Any], classes: int, home: Path) -> dict[str, Any]:
+    """The task section for a ViT of that configuration. `home` becomes a folder with it and no weights."""
+    ViTConfig(**model, num_labels=classes).save_pretrained(home)
+    return {
+        "task.name": "image-classification",
+        "task.model": str(home),
+        "task.from-scratch": True,
+        "task.target-column": "label",
+        "task.num-classes": classes,
+    }

@@ -1,0 +1,157 @@
+"""Whether a preset could run here, and how long it took where it ran last. Nothing is loaded, trained or written.
+
+A runner may name what it reads (`preset_needs`, see `common/data.py`) and packages beyond FedVeil's own (`PACKAGES`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import ConfigError
+from fedveil_bench import runner
+from fedveil_bench.common import data
+from fedveil_bench.runner import BenchOptions
+
+_PICTURES = "`image` (bytes), `label` (ClassLabel), `class_name`, `source_path`"
+_CAPTIONS = "train.parquet and test.parquet with `image`, `caption` (a list), `label` (the object)"
+# Where the folder of a need comes from, and what stands in it.
+SOURCES = {
+    "e2e_nlg": "github.com/tuetschek/e2e-dataset; lines {mr, ref}",
+    "viggo": "huggingface.co/datasets/GEM/viggo; lines {mr, ref}",
+    "dart": "github.com/Yale-LILY/dart; lines {tripleset, refs}",
+    "dialogsum": "github.com/cylnlp/dialogsum; lines {dialogue, summary or summary1 to summary3}",
+    "caltech101": f"Caltech-101 (Fei-Fei et al. 2004); {_PICTURES}",
+    "cifar10": "cs.toronto.edu/~kriz/cifar.html; `image` (bytes), `label` (ClassLabel), `source_path`",
+    "coco_captions_mini": "some pictures of cocodataset.org; train.parquet with `image`, `captions` (a list)",
+    "coco2017-caption": f"cocodataset.org; {_CAPTIONS}",
+    "nocaps-caption": f"nocaps.org; {_CAPTIONS}",
+    "scienceqa-choice": "scienceqa.github.io; `image`, `question`, `hint`, `choices`, `answer` (index), `label`",
+    "gpt2-medium": "hf download openai-community/gpt2-medium --local-dir $FEDVEIL_DATA/gpt2-medium",
+    "clip-vit-base-patch16": "hf download openai/clip-vit-base-patch16 --local-dir $FEDVEIL_DATA/clip-vit-base-patch16",
+    "vit-small-patch16-224": "hf download WinKawaks/vit-small-patch16-224 --local-dir "
+    "$FEDVEIL_DATA/vit-small-patch16-224; or another ViT-S/16 at 224 of transformers' own classes",
+    "vlm-base": "an image-text-to-text model of transformers' own classes, as `save_pretrained` writes it",
+    "ray": "pip install --require-hashes --no-deps -r lock/simulation.txt",
+    "opacus": "pip install 'fedveil[test]'",
+}
+
+
+@dataclass(frozen=True)
+class PresetReadiness:
+    """What is there, what is missing, each with the next step, and a sentence on the time."""
+
+    there: Sequence[str]
+    missing: Sequence[str]
+    time: str
+
+
+def preset_needs(preset: Mapping[str, Any]) -> list[data.DataRequirement]:
+    """What the preset's runner reads with these settings."""
+    module = runner.load_runner(preset)
+    found: list[data.DataRequirement] = getattr(module, "needs", data.needs)(preset["settings"])
+    return found
+
+
+def check_ready(name: str, options: BenchOptions, results: Path) -> PresetReadiness:
+    """Folders, packages, device and time of one preset; `results` is the folder of results. Raises ConfigError."""
+    preset = runner.read_preset(name, options.form)
+    there, missing = _found(preset)
+    from fedveil.models import loading  # torch
+
+    kind = options.device.partition(":")[0]
+    try:
+        kind = loading.pick_device(options.device).type
+        there.append(f"device: {kind}")
+    except ConfigError as error:
+        missing.append(f"{error}. A GPU needs its driver, and a torch that is built for it")
+    return PresetReadiness(there, missing, recorded_time(name, preset["settings"], options, results, kind))
+
+
+def require_ready(name: str, options: BenchOptions) -> None:
+    """Raises ConfigError where a folder or package of a preset is missing; it says where each one comes from."""
+    if missing := _found(runner.read_preset(name, options.form))[1]:
+        form = "" if options.form == "full" else f" --{options.form}"
+        raise ConfigError(
+            f"{name}: expected all that it reads, found that {len(missing)} are missing: {'; '.join(missing)}; "
+            f"fedveil bench {name}{form} --dry-run looks again and runs nothing"
+        )
+
+
+def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Folders and packages that are there, and those that are missing, each with the way to it."""
+    there: list[str] = []
+    missing: list[str] = []
+    for need in preset_needs(preset):
+        try:
+            there.append(data.look(need))
+        except ConfigError as error:
+            missing.append(f"{error}. From: {SOURCES.get(need.name, 'your own preset')}")
+    for package in getattr(runner.load_runner(preset), "PACKAGES", ()):
+        if importlib.util.find_spec(package) is None:
+            missing.append(f"package {package}: expected it, found none. From: {SOURCES[package]}")
+    return there, missing
+
+
+def recorded_time(name: str, settings: Mapping[str, Any], options: BenchOptions, results: Path, device: str) -> str:
+    """How long the last run took, whose result is there, and what follows for this one."""
+    found = _last(results, name, device, options.form)
+    if found is None:
+        return f"time: not known, no result of {name} is in {results}"
+    where, count, asked = found["environment"], recorded_seeds(found), options.seeds or settings.get("seeds", 0)
+    machine = where.get("gpu") or f"{where['cores']} cores of {where['cpu'].strip()}"
+    with_seeds = f" with {_count(count)}" if count else ""
+    said = f"time: last run, {found['form']}{with_seeds}, on {machine}, commit {found['commit'] or 'unknown'}: "
+    took, of_rows = found.get("seconds"), sum(row.get("seconds") or 0 for row in found["rows"])
+    if took is None and not of_rows:
+        return said + "its result holds no seconds, so this run's are not known"
+    said += f"took {took:,.0f} s" if took is not None else f"its rows say {of_rows:,.0f} s, the whole is not recorded"
+    if found["form"] != options.form:
+        return f"{said}; the {options.form} form was not measured, so its seconds are not known"
+    if bool(where.get("gpu")) != (device == "cuda"):
+        return f"{said}; on a {'GPU' if device == 'cuda' else 'CPU'} it was not measured, so its seconds are not known"
+    if took is None:
+        return f"{said}; about that on such a machine, or longer"
+    if not asked:
+        return f"{said}; about as long on such a machine"
+    if not count:
+        return f"{said}; its result does not count its seeds, so the seconds of {_count(asked)} are not known"
+    return f"{said}; about {took * asked / count:,.0f} s on such a machine with {_count(asked)}"
+
+
+def _count(seeds: int) -> str:
+    return f"{seeds} seed{'' if seeds == 1 else 's'}"
+
+
+def recorded_seeds(result: Mapping[str, Any]) -> int | None:
+    """How many seeds the sentences of a result count; None where they count none."""
+    for text in [*result["differences"], *result["verdicts"]]:
+        if said := re.search(r"\b(\d+) seeds", text):
+            return int(said[1])
+    return None
+
+
+def _last(results: Path, name: str, device: str, form: runner.Form) -> dict[str, Any] | None:
+    """The result of the preset; that of a quick run, or of `make gpu`, before others where it is asked for."""
+    file = f"{name.replace('/', '_')}.json"
+    folders = [*(["gpu"] if device == "cuda" else []), *(["quick"] if form == "quick" else []), ""]
+    for place in (results / folder / file for folder in folders):
+        if place.is_file():
+            try:
+                found: dict[str, Any] = json.loads(place.read_text())
+            except ValueError as error:
+                raise ConfigError(
+                    f"{place}: expected a result, found no JSON ({error}); run the preset again"
+                ) from None
+            if "form" not in found:
+                raise ConfigError(
+                    f'{place}: expected a result that says its "form" (full, small or quick), found none, as before '
+                    "0.2.0; run the preset again, or move the file away"
+                )
+            return found
+    return None

@@ -1,0 +1,180 @@
+"""What secure aggregation costs: at a site, at the server, on the wire, and over gRPC beside a run in the clear.
+
+The keys and shares of all sites are real, and so is one site's masked vector and the whole unmasking. The other sites'
+vectors are zeros: what the server adds up, rebuilds and takes off does not depend on what is in them.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from fedveil import resources
+from fedveil.attacks.statistics import confidence_interval
+from fedveil.errors import ConfigError
+from fedveil.testing.secagg import (
+    KEY_BYTES,
+    FixedPointRing,
+    InProcessSecureSums,
+    MaskStream,
+    SecAggConfig,
+    UnmaskingAttempt,
+    UnmaskRequest,
+    UnmaskResponse,
+    add_masks,
+)
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+_GB = 1e9
+
+
+def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """One row for each number of sites, weights and silent sites, one for the masks alone, and two over gRPC."""
+    rows = [_masking(settings["weights"][-1])]
+    for weights in settings["weights"]:
+        for sites in settings["sites"]:
+            for silent in sorted({0, 1, (sites - 1) // 3}):  # no holder opens a sum with more of them missing
+                if sites - silent >= 3:
+                    rows.append(_apart(sites, weights, silent))
+                    options.say(json.dumps(rows[-1]))
+    verdicts = _verdicts(rows)
+    if options.launch is not None:
+        for sites in settings["over_grpc"]:
+            found = _over_grpc(sites, settings, options)
+            rows += found
+            clear, secure = (row["metrics"]["seconds_a_round"]["median"] for row in found)
+            verdicts.append(
+                f"Over gRPC with {sites} sites a secure round takes {secure - clear:.1f} s more than the clear one's "
+                f"{clear:.1f} s (asked: at most 6 s at 8 sites)."
+            )
+    return BenchOutcome(rows, verdicts)
+
+
+def _masking(weights: int) -> dict[str, Any]:
+    """GB of vector a second and core, for one mask, and for the integers of one vector."""
+    torch.set_num_threads(1)
+    ring = FixedPointRing(32, 8, 1, 64.0)
+    values, vector = torch.randn(weights), np.zeros(weights, ring.dtype)
+    speeds: dict[str, list[float]] = {"mask_gb_per_second": [], "encode_gb_per_second": []}
+    for _ in range(5):
+        started = time.perf_counter()
+        ring.encode(values, 1, None, vector)
+        speeds["encode_gb_per_second"].append(vector.nbytes / _GB / (time.perf_counter() - started))
+        started = time.perf_counter()
+        add_masks(vector, [MaskStream(os.urandom(KEY_BYTES), 1)])
+        speeds["mask_gb_per_second"].append(vector.nbytes / _GB / (time.perf_counter() - started))
+    return {"name": f"one core, {weights} weights", "metrics": {k: confidence_interval(v) for k, v in speeds.items()}}
+
+
+def _apart(sites: int, weights: int, silent: int) -> dict[str, Any]:
+    """The row of one size, measured in a process of its own, so that its memory is its own."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        found: Mapping[str, float] = pool.apply(measured, (sites, weights, silent))
+    metrics = {name: {"mean": value, "low": value, "high": value, "n": 1} for name, value in found.items()}
+    return {"name": f"{sites} sites, {weights} weights, {silent} silent", "metrics": metrics}
+
+
+def measured(sites: int, weights: int, silent: int) -> dict[str, float]:
+    """Seconds, bytes and memory of one attempt. CPU seconds where a neighbour on the machine would be counted else."""
+    torch.set_num_threads(1)
+    names = [f"site-{i:05}" for i in range(sites)]
+    local = InProcessSecureSums("cost", SecAggConfig(least=3), names)
+    setup = time.process_time()
+    attempt = local.begin(0, 0, names)
+    setup = time.process_time() - setup
+    plan, first = attempt.plan, names[0]
+    values, vector = torch.zeros(weights), np.zeros(weights, FixedPointRing.from_plan(plan).dtype)
+    started = time.process_time()
+    FixedPointRing.from_plan(plan).encode(values, 1, None, vector)
+    attached = {first: local.sites[first].mask(plan, vector)}
+    site = time.process_time() - started
+    del values
+    empty, small = np.zeros(weights, vector.dtype), np.zeros(1, vector.dtype)
+    before = _memory_mb()
+    added: list[float] = []
+    for name in names[: sites - silent]:
+        if name not in attached:
+            attached[name] = local.sites[name].mask(plan, small)
+        started = time.process_time()
+        attempt.add(name, vector if name == first else empty, attached[name])
+        added.append(time.process_time() - started)
+    memory = _memory_mb() - before
+    opened, holder = _opened(local, attempt)
+    started = time.process_time()
+    attempt.total()
+    unmasked = time.process_time() - started
+    upload = vector.nbytes + len(attached[first].to_bytes())
+    return {
+        "setup_seconds_a_site": setup / sites,
+        "site_seconds": site,
+        "upload_bytes": upload,
+        "upload_bytes_beyond_the_vector": upload - vector.nbytes,
+        "plan_bytes": len(plan.to_bytes()),
+        "add_seconds_an_upload": statistics.median(added),
+        "holder_seconds": holder,
+        "unmask_bytes_a_holder": opened,
+        "unmask_seconds": unmasked,
+        "server_memory_mb": memory,
+    }
+
+
+def _opened(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[float, float]:
+    """All holders open their shares. Returns the bytes of one's question and answer, and its CPU seconds: medians."""
+    sizes, seconds = [], []
+    for holder, asked in attempt.questions().items():
+        data = asked.to_bytes()
+        started = time.process_time()
+        answer = local.sites[holder].unmask(UnmaskRequest.from_bytes(data)).to_bytes()
+        seconds.append(time.process_time() - started)
+        attempt.answer(holder, UnmaskResponse.from_bytes(answer))
+        sizes.append(len(data) + len(answer))
+    return statistics.median(sizes), statistics.median(seconds)
+
+
+def _memory_mb() -> float:
+    return float(psutil.Process().memory_info().rss) / 1e6
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    speed = rows[0]["metrics"]
+    both = [speed[name]["mean"] for name in ("mask_gb_per_second", "encode_gb_per_second")]
+    memory = {row["name"]: row["metrics"]["server_memory_mb"]["mean"] for row in rows[1:]}
+    return [
+        f"One core masks at {both[0]:.2f} GB/s, and makes integers of weights at {both[1]:.2f} GB/s (asked: 0.8).",
+        f"The server's memory beyond one upload, MB: {', '.join(f'{k}: {v:.0f}' for k, v in memory.items())}.",
+    ]
+
+
+def _over_grpc(sites: int, settings: dict[str, Any], options: BenchOptions) -> list[dict[str, Any]]:
+    shares = [(("partition-id", i), ("num-partitions", sites)) for i in range(sites)]
+    named = [
+        options.launch.LocalSite(f"site-{i}", resources.data_folder("e2e"), share) for i, share in enumerate(shares)
+    ]
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch, options.launch.LocalDeployment(named) as federation:
+        for kind in ("clear", "secure"):
+            config = settings["config"] | {"run.dir": scratch, "run.name": kind, "run.rounds": settings["rounds"] + 1}
+            config |= {"cohort.sites": sites, "cohort.min-sites": sites, "secure.enabled": kind == "secure"}
+            ended = federation.wait(federation.run(None, config), timeout=1800)
+            if not ended.completed:
+                raise ConfigError(f"{kind}: expected a completed run, found: {ended.reason}")
+            lines = (Path(scratch) / kind / "metrics.jsonl").read_text().splitlines()
+            metrics = [m for m in map(json.loads, lines) if m.get("accepted")]
+            seconds = [m["seconds"] for m in metrics][1:]  # the first one waits for the sites' keys
+            found = {"seconds_a_round": {**confidence_interval(seconds), "median": statistics.median(seconds)}}
+            about = {"upload_bytes": metrics[-1]["upload_bytes"] // sites, "rounds": len(seconds)}
+            rows.append({"name": f"over gRPC, {sites} sites, {kind}", "metrics": found, **about})
+            options.say(json.dumps(rows[-1]))
+    return rows

@@ -1,0 +1,193 @@
+"""Tables on texts: a seed's rows, which learning rate is kept, what is not run twice, and what the claims say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fedveil.errors import ConfigError
+from fedveil_bench.common import resampling
+from fedveil_bench.fedrand import curves, on_texts
+from fedveil_bench.fedrand.text_federation import TextFederationRun
+from fedveil_bench.runner import BenchOptions
+
+CLAIM = {"metric": "loss", "row": "FedRand", "than": "FedAvg", "is": "not higher", "margin": 0.02}
+SETTINGS = {
+    "seeds": 2,
+    "reference": "FedAvg",
+    "compare": ["loss"],
+    "config": {"train.learning-rate": 1e-3, "run.rounds": 3},
+    "methods": {"FedAvg": {"name": "fedavg"}, "FedRand": {"name": "fedrand"}},
+}
+GRID = SETTINGS | {"learning_rates": [3e-4, 1e-3, 3e-3], "rate_seed": 100}
+
+
+def run_of(loss: float, bytes_: int = 10, **more: float) -> TextFederationRun:
+    return TextFederationRun({"loss": loss, **more}, bytes_, 7, 1.0, 3, "0123")
+
+
+def of_seed(loss: float, more: float = 0.0, bytes_: int = 10) -> dict[str, TextFederationRun]:
+    around = {on_texts.BEFORE: run_of(9.0, 0), on_texts.ALONE: run_of(8.0)}
+    return around | {"FedAvg": run_of(loss), "FedRand": run_of(loss + more, bytes_)}
+
+
+def outcome(done, **settings):
+    return on_texts.outcome(done, SETTINGS | {"chosen": dict.fromkeys(SETTINGS["methods"], 1e-3)} | settings)
+
+
+@pytest.mark.parametrize(("more", "word"), [(0.004, "holds here."), (0.1, "does not hold here.")])
+def test_claims_are_judged_over_the_seeds_which_keep_their_values(more, word):
+    losses = (1.6, 1.9, 1.7, 1.8, 1.5)
+    done = [of_seed(v, more * (1 + i / 9), 5) for i, v in enumerate(losses)]
+    found = outcome(done, claims=[CLAIM])
+    by_name = {row["name"]: row for row in found.rows}
+    assert by_name["FedAvg"]["metrics"]["loss"]["seeds"] == list(losses)
+    assert by_name["FedRand"]["upload_bytes"] == 5
+    assert any(said.endswith(f"the claim has it not higher (within 0.02): {word}") for said in found.verdicts)
+    assert "FedRand: uploads are 0.5000 of FedAvg's bytes." in found.verdicts
+    assert "5 seeds" in found.differences[-1]
+
+
+def test_two_seeds_decide_no_claim():
+    said = outcome([of_seed(1.5), of_seed(1.6)], claims=[CLAIM]).verdicts
+    assert any("not decided." in each for each in said)
+    assert any("2 seeds are too few to decide" in each for each in said)
+
+
+def with_curve(done: TextFederationRun, first: float, per_round: int) -> TextFederationRun:
+    """Down to its own loss in three rounds, in equal steps."""
+    last = done.scores["loss"]
+    at = [first + (last - first) * i / 3 for i in range(4)]
+    points = [curves.CurvePoint(i, per_round * i, 0, {"loss": resampling.fixed(loss)}) for i, loss in enumerate(at)]
+    return replace(done, curve=[point.to_json() for point in points])
+
+
+def test_rows_with_a_curve_show_it_and_say_what_the_reference_s_loss_cost_them():
+    done = []
+    for loss in (1.5, 1.6, 1.7):
+        each = of_seed(loss)
+        curved = {
+            "FedAvg": with_curve(each["FedAvg"], 3.0, 2_000_000),
+            "FedRand": with_curve(each["FedRand"], 3.0, 10**6),
+        }
+        done.append(each | curved)
+    found = outcome(done, curve_targets=[{"row": "FedAvg", "metric": "loss", "margin": 0.02}])
+    by_name = {row["name"]: row for row in found.rows}
+    assert "curve" not in by_name["round 0"]
+    assert [(at["round"], at["upload_bytes"]) for at in by_name["FedRand"]["curve"]][-1] == (3, 3_000_000)
+    assert by_name["FedAvg"]["curve"][-1]["metrics"]["loss"]["mean"] == pytest.approx(1.6)
+    assert any("of FedRand less those of FedAvg" in said and "0.50 of them: fewer" in said for said in found.verdicts)
+
+
+def test_a_seed_of_which_a_row_is_missing_is_in_no_row_and_said_so():
+    half = of_seed(5.0)
+    del half["FedRand"]
+    found = outcome([of_seed(1.5), half])
+    assert found.rows[2]["metrics"]["loss"]["mean"] == 1.5
+    assert "Rows: 7 of 8; seeds of which all are there: 1 of 2; by commit: 7 of 0123." in found.verdicts
+    assert outcome([half]).rows == []
+
+
+def test_a_score_that_a_seed_lacks_is_left_out():
+    assert list(on_texts.figures_of([{"loss": 1.0, "client_loss": 2.0}, {"loss": 3.0}])) == ["loss"]
+
+
+def test_the_learning_rate_of_least_validation_loss_is_kept_and_one_that_diverged_never():
+    given = (3e-4, 1e-3, 3e-3)
+    assert on_texts.least(list(zip((1.7, 1.5, 1.6), given, strict=True))) == 1e-3
+    assert on_texts.least(list(zip((math.nan, 1.7, math.inf), given, strict=True))) == 1e-3
+    assert on_texts.least(list(zip((1.5, 1.5, 1.6), given, strict=True))) == 3e-4
+
+
+class Seeds:
+    """In place of `TextFederationSeed`: remembers what ran. FedAvg is best at 1e-3 and FedRand at 3e-3."""
+
+    ran: list[tuple]
+
+    def __init__(self, settings, number, options):
+        self.number = number
+
+    def before(self):
+        return self.note("before", 0.0)
+
+    def alone(self):
+        return self.note("alone", 0.0)
+
+    def trial(self, label, rate):
+        self.note(label, rate, "trial")
+        return TextFederationRun({"validation_loss": abs(rate - (1e-3 if label == "FedAvg" else 3e-3))}, 1, 1, 0.0)
+
+    def method(self, label, rate):
+        return self.note(label, rate)
+
+    def note(self, label, rate, *more):
+        Seeds.ran.append((label, self.number, rate, *more))
+        return run_of(rate)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    Seeds.ran = []
+    monkeypatch.setattr(on_texts, "TextFederationSeed", Seeds)
+    monkeypatch.setattr(
+        on_texts.seeds,
+        "run",
+        lambda module, settings, options, in_pieces: [
+            on_texts.of_seed(settings, seed, options) for seed in range(options.seeds or settings["seeds"])
+        ],
+    )
+    return Seeds.ran
+
+
+def test_rates_are_chosen_on_a_seed_that_is_in_no_row_and_every_seed_has_the_same(ran):
+    found = on_texts.run(GRID, BenchOptions())
+    trials = [each for each in ran if each[-1] == "trial"]
+    assert trials == [(name, 100, rate, "trial") for rate in GRID["learning_rates"] for name in GRID["methods"]]
+    rows = [each for each in ran if each[0] in GRID["methods"] and each not in trials]
+    assert rows == [(name, seed, rate) for seed in (0, 1) for name, rate in (("FedAvg", 1e-3), ("FedRand", 3e-3))]
+    assert "Learning rate 0.003, at the grid's edge: FedRand." in found.verdicts
+    assert "Learning rate 0.001: FedAvg." in found.verdicts
+
+
+def test_one_rate_needs_no_trial(ran):
+    found = on_texts.run(SETTINGS, BenchOptions())
+    assert not [each for each in ran if each[-1] == "trial"]
+    assert [row["name"] for row in found.rows] == ["round 0", "one client alone", "FedAvg", "FedRand"]
+    assert not [said for said in found.verdicts if "Learning rate" in said]
+
+
+def test_what_the_file_has_is_not_run_again_but_for_other_settings(ran, tmp_path):
+    options = BenchOptions(pieces=tmp_path / "x.pieces.jsonl")
+    first = on_texts.run(GRID, options)
+    once = list(ran)
+    again = on_texts.run(GRID, options)
+    assert ran == once
+    assert again.rows == first.rows
+    changed = GRID["methods"] | {"FedRand": {"name": "fedrand", "fields": "rho = 0.3"}}
+    on_texts.run(GRID | {"methods": changed}, options)
+    assert {each[0] for each in ran[len(once) :]} == {"FedRand"}
+    before = len(ran)
+    on_texts.run(GRID | {"config": GRID["config"] | {"run.rounds": 4}}, options)
+    assert len(ran) == before + len(once)
+
+
+def test_without_time_there_is_no_rate_and_no_row(ran, tmp_path):
+    options = BenchOptions(pieces=tmp_path / "x.pieces.jsonl", minutes=0.0)
+    assert on_texts.rates(GRID, options) == {}
+    assert on_texts.run(GRID, options).rows == []
+    assert ran == []
+    on_texts.run(GRID, replace(options, minutes=None))
+    assert len(on_texts.run(GRID, options).rows) == 4
+
+
+def test_validation_rows_are_asked_for_where_rates_are_chosen():
+    settings = {"data": "e2e_nlg", "config": {}}
+    assert on_texts.needs(settings)[0].splits == ("train", "test")
+    assert on_texts.needs(settings | {"learning_rates": [1e-3]})[0].splits == ("train", "validation", "test")
+
+
+def test_a_claim_about_no_row_is_refused():
+    with pytest.raises(ConfigError, match='claims: expected a row with that metric, found none of "FedPer"'):
+        outcome([of_seed(1.0)] * 3, claims=[CLAIM | {"row": "FedPer"}])

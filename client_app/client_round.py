@@ -1,0 +1,144 @@
+"""Everything that one round of this site depends on, as values that are read before a row is. No Flower.
+
+`ClientRound.open` reads all of it once. A policy that is changed while a round trains takes effect in the next round.
+Only what leaves the site is judged by the file as it is then (`decisions.check_upload`, in another process).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedveil.client_app.guards.broadcast_guard import BroadcastReferenceStore
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
+from fedveil.client_app.secure_round import SecureClientRound, begin_secure_round
+from fedveil.client_app.state.client_state import ClientStateStore
+from fedveil.client_app.state.replay_guard import ReplayGuard
+from fedveil.config import RunConfig
+from fedveil.contract.codec import Buffer
+from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.task import PreparedData, Task
+from fedveil.encrypted_files import FileSeal
+from fedveil.federation.exchange import MessageExchange, Participate
+from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.training.held_out import HeldOutSplit
+from fedveil.wire import header
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """The task with its base model in memory, and the exchange of the method's messages for it."""
+
+    task: Task
+    exchange: MessageExchange
+
+
+@dataclass(frozen=True)
+class SiteData:
+    """The site's prepared rows, and their split into rows to train on and rows held out."""
+
+    prepared: PreparedData
+    split: HeldOutSplit
+
+
+@dataclass(frozen=True)
+class ClientRoundResult:
+    """The result of a round.
+
+    Attributes:
+        parts: the upload, to be joined; dense parts are views of the trained tensors.
+        load_seconds: time to load the base model and the rows before the training; almost 0 once they are in memory.
+    """
+
+    parts: list[Buffer]
+    load_seconds: float
+
+
+@dataclass(frozen=True)
+class ClientRound:
+    """The inputs of one client round, loaded before any example is read.
+
+    Attributes:
+        assignment: the server's instruction, the run config, the node config.
+        policy: the site's policy, read once a round.
+        seal: encryption of the files that the site keeps.
+        states: private state of the run, by round.
+        secret: the secret that the site's random draws of the run derive from.
+        replays: rounds that the site has already served.
+        references: the weights that the site last trained from.
+        secagg: this round's part in secure aggregation; None if uploads are in the clear.
+    """
+
+    assignment: ClientAssignment
+    policy: SitePolicy
+    seal: FileSeal
+    states: ClientStateStore
+    secret: bytes
+    replays: ReplayGuard
+    references: BroadcastReferenceStore
+    secagg: SecureClientRound | None
+
+    @classmethod
+    def open(cls, assignment: ClientAssignment) -> ClientRound:
+        """Read policy, key file and state folder, and agree to the plan of secure aggregation.
+
+        Raises:
+            PolicyError, WireError: the policy cannot be read, or the site does not agree to the plan.
+            StateError, ConfigError: what the site keeps of the run cannot be read.
+        """
+        site, run, name, config = assignment.site, assignment.order.run, assignment.name, assignment.config
+        policy = load_policy(site)
+        secagg = begin_secure_round(assignment, policy)
+        seal = FileSeal.from_key_file(site.key_file)
+        states = ClientStateStore.open(site.state_dir, run, name, seal)
+        return cls(
+            assignment,
+            policy,
+            seal,
+            states,
+            states.secret(config.run.seed, name, config.run.deterministic),
+            ReplayGuard.open(site.state_dir, run, name),
+            BroadcastReferenceStore.open(site.state_dir, run, name, seal),
+            secagg,
+        )
+
+    def build_context(self, method: Method, task: Task) -> RoundContext:
+        """Return the method's context: who and when, its draws, and the device for whole tensors."""
+        order, config = self.assignment.order, self.assignment.config
+        return RoundContext(
+            order.round,
+            self.assignment.name,
+            order.is_new,
+            self.secret,
+            config.run.deterministic,
+            order.address,
+            config.secure.noise == "sum",
+            device_for(method, task, config, is_masked=self.secagg is not None),
+        )
+
+    def select_participate(self, exchange: MessageExchange) -> Participate:
+        """Return the site's half of the exchange, which masks the upload under secure aggregation."""
+        if self.secagg is None:
+            return exchange.participate
+        guarantee = guarantee_of(exchange.method, self.assignment.config)
+        codec = MaskedUploadCodec.from_exchange(exchange, self.assignment.order.round, self.secagg.plan.bits, guarantee)
+        return codec.of_site(self.secagg.site, self.secagg.plan)
+
+    def require_same(self, message: Buffer) -> Buffer:
+        """Return the message, if the round was served with no other one, from no other state. Raises PolicyError."""
+        order = self.assignment.order
+        self.replays.require_same(order.round, f"{header.message_digest(message)} {order.last}")
+        return message
+
+
+def device_for(method: Method, task: Task, config: RunConfig, is_masked: bool) -> torch.device | None:
+    """Return where the method works on whole tensors; None: on the CPU.
+
+    Masks of secure aggregation, and noise of steps, are made on the CPU, of tensors that lie there.
+    """
+    works_there = method.on_device and not is_masked and DpSgdConfig.from_config(config.dp) is None
+    return task.accelerator if works_there else None

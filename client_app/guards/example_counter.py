@@ -1,0 +1,97 @@
+"""Count the examples behind an upload, as the trainers report them and not as the upload claims.
+
+| rows | counted |
+|---|---|
+| of a plain training or gradient | those of its steps, as the trainer reports them (`TrainingResult.looked`) |
+| of batches that a method or a privacy mechanism drew | those of the batches |
+| of Poisson batches | as many as are expected, and batch-size as the smallest step: who was drawn must stay secret,
+  and a refusal would tell something of it |
+| behind the report's `loss_received` | not counted: no step was made from them |
+| a trainer that does not report its rows | none |
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from typing_extensions import override
+
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import Sampling
+from fedveil.contract.trainer import (
+    BatchIndices,
+    ExamplesUsed,
+    Frozen,
+    Penalty,
+    PerExampleGradientSource,
+    Trainer,
+    TrainingResult,
+)
+from fedveil.contract.trainer_wrappers import TrainerWrapper, WrappedGradientSource
+from fedveil.rng import RandomStream
+
+
+@final
+class ExampleCounter(TrainerWrapper):
+    """A trainer that counts the rows behind everything that it gives."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._rows: set[int] = set()
+        self._least: list[int] = []
+        self._missed = 1.0  # the chance of a row to be in none of the Poisson batches
+
+    @property
+    def distinct(self) -> int:
+        """Different rows so far."""
+        return max(len(self._rows), int(self.num_examples * (1 - self._missed) + 1e-9))
+
+    @property
+    def least(self) -> int:
+        """Rows of the smallest step so far; 0 before the first one."""
+        return min(self._least, default=0)
+
+    def saw(self, looked: ExamplesUsed) -> None:
+        """Counts the rows of a training."""
+        self._rows |= looked.rows
+        self._least += [looked.min_batch] if looked.rows else []
+
+    def saw_poisson(self, batch_size: int, steps: int) -> None:
+        """Counts Poisson batches."""
+        self._missed *= (1 - batch_size / self.num_examples) ** steps
+        self._least += [batch_size] if steps else []
+
+    @property
+    @override
+    def rows(self) -> PerExampleGradientSource:
+        return _WitnessedRows(self._trainer.rows, self)
+
+    @override
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        trained = super().train(weights, frozen, penalty)
+        self.saw(trained.looked)
+        return trained
+
+    @override
+    def gradient(self, weights: Weights) -> TrainingResult:
+        result = super().gradient(weights)
+        self.saw(result.looked)
+        return result
+
+
+@final
+class _WitnessedRows(WrappedGradientSource):
+    """Row gradients that tell a witness which batches were drawn."""
+
+    def __init__(self, rows: PerExampleGradientSource, witness: ExampleCounter) -> None:
+        super().__init__(rows)
+        self._witness = witness
+
+    @override
+    def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
+        drawn = super().batches(sampling, steps, rng, skip)
+        if sampling == "poisson":
+            self._witness.saw_poisson(self.batch_size, len(drawn))
+        else:
+            self._witness.saw(ExamplesUsed.from_steps(batch.rows for batch in drawn))
+        return drawn

@@ -1,0 +1,144 @@
+"""One turn of a site, as the server asked for it. The client process, the worker and a turn without worker share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.client_app.state.client_state import safe_file_name
+from fedveil.config import RunConfig, parse
+from fedveil.contract.message_address import MessageAddress
+from fedveil.errors import ConfigError, WireError
+from fedveil.sanitize import sanitize
+from fedveil.wire.header import TURN
+
+_MOST_SECONDS = 30 * 86_400.0
+_LONGEST = 100_000  # characters of a method's fields, which hold lists at times
+_LONGEST_PLAN = 8 << 20  # of a plan, which names every site of the cohort
+
+
+@dataclass(frozen=True)
+class TrainInstruction:
+    """The server's instruction to a site, sent along with the message itself.
+
+    Attributes:
+        round: 0-based.
+        is_new: the server has not accepted an upload of this site yet, or the site's last client round
+            failed.
+        site: the name under which the server knows this site.
+        run: name of the run, for private state.
+        method: the method's file name.
+        fields: the method's hyperparameters as JSON.
+        log: anchor of the server's audit log, which this site records in its own log.
+        attempt: number of the attempt at the round, from 0.
+        last: the client round of this site's last upload in the server's state. This client round continues
+            from its private state. "" for none, or if the method keeps no private state.
+        secure: the plan of a sum of masked uploads (fedveil/federation/secagg/messages.py), as its text; ""
+            if uploads are added up in the clear.
+        seconds: time after which the server stops waiting for the upload; the client round then ends too.
+    """
+
+    round: int
+    is_new: bool
+    site: str
+    run: str
+    method: str
+    fields: str
+    log: str = ""
+    attempt: int = 0
+    last: str = ""
+    seconds: float = 86_400.0
+    secure: str = ""
+
+    @property
+    def address(self) -> MessageAddress:
+        """Return the address of the client round's messages."""
+        return MessageAddress(self.run, self.attempt, self.site)
+
+
+@dataclass(frozen=True)
+class ClientAssignment:
+    """An order, the run's config, and the site that the order is for."""
+
+    order: TrainInstruction
+    config: RunConfig
+    site: SiteConfig
+
+    @classmethod
+    def from_instruction(
+        cls, order: Mapping[str, Any], config: Mapping[str, Any], node: Mapping[str, Any]
+    ) -> ClientAssignment:
+        """The assignment from Flower's records.
+
+        Raises:
+            WireError: the order is of another version, or a value of it has another type or form.
+            ConfigError: the run config or the node config has a bad key.
+        """
+        try:
+            asked = TrainInstruction(**{key.replace("-", "_"): value for key, value in order.items()})
+        except TypeError as error:
+            raise WireError(f"message: expected an order of this version, found another ({sanitize(error)})") from None
+        _require_form(asked)
+        return cls(asked, parse(config), parse_site(node))
+
+    @property
+    def name(self) -> str:
+        """The site's name from its node config, or else the one that the server knows."""
+        return self.site.site or self.order.site
+
+    @property
+    def data(self) -> str:
+        """The folder of the rows, from the node config or else the run config; "" if neither names one."""
+        return self.site.data or self.config.task.data
+
+    def described(self) -> dict[str, Any]:
+        """Run, round, method, task and model, for status and logs."""
+        order, config = self.order, self.config
+        about: dict[str, Any] = {
+            "run": order.run,
+            "round": order.round,
+            "rounds": config.run.rounds,
+            "method": order.method,
+        }
+        return {**about, "task": config.task.name, "model": config.task.model}
+
+    def to_json(self) -> str:
+        """The assignment as text; `from_json` gives an equal one."""
+        site = self.site.model_dump(mode="json", by_alias=True)
+        return json.dumps({"order": dataclasses.asdict(self.order), "config": self.config.flat(), "site": site})
+
+    @classmethod
+    def from_json(cls, text: str) -> ClientAssignment:
+        """The assignment that `to_json` wrote."""
+        parts = json.loads(text)
+        return cls.from_instruction(parts["order"], parts["config"], parts["site"])
+
+
+def _require_form(order: TrainInstruction) -> None:
+    """Before anything is named, logged or opened by what the server says. Raises WireError."""
+    for field in dataclasses.fields(TrainInstruction):
+        value, kind = (
+            getattr(order, field.name),
+            {"int": int, "bool": bool, "str": str, "float": float}[str(field.type)],
+        )
+        most = _LONGEST_PLAN if field.name == "secure" else _LONGEST
+        if type(value) is not kind or (isinstance(value, str) and len(value) > most):
+            raise WireError(
+                f"order: {field.name}: expected {field.type} of at most {most} characters, found {sanitize(value, 80)}"
+            )
+    try:
+        for key in ("site", "run", "method"):
+            safe_file_name(key, getattr(order, key))
+    except ConfigError as error:
+        raise WireError(f"order: {error}") from None
+    if not re.fullmatch(r"(\d{1,18}:[0-9a-f]{64})?", order.log):
+        raise WireError(f'order: log: expected an anchor "LINES:HASH" or nothing, found {sanitize(order.log, 80)}')
+    if not 0 < order.seconds <= _MOST_SECONDS:
+        raise WireError(f"order: seconds: expected above 0 and at most {_MOST_SECONDS:g}, found {order.seconds!r}")
+    if not TURN.fullmatch(order.last):
+        raise WireError(f"order: last: expected 16 hex digits or nothing, found {sanitize(order.last, 80)}")

@@ -1,0 +1,71 @@
+"""A site's own settings, from the SuperNode's `--node-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil.errors import ConfigError
+
+
+class SiteConfig(BaseModel):
+    """One site.
+
+    Attributes:
+        site: its name; "" = the registered one.
+        data: its own data folder; "" = `task.data` of the run.
+        data_set: the name of that data in the site's privacy ledger; "" = the id file in its folder (data_sets.py).
+        state_dir: folder of its private state and its worker's socket.
+        key_file: what the site keeps is sealed under the key in it (fedveil.encrypted_files); "" = kept in the clear.
+        signing_key: the file by which other sites know this one in secure aggregation (fedveil site init makes it);
+            "" = one that this site makes for itself, which no roster names.
+        policy: the file that says what this site permits; "" = everything is permitted.
+        device: "auto", "cpu", "cuda", "cuda:1".
+        processes: that train together, each on a CUDA device of its own.
+        shard_base: each of them holds a part of the frozen base, for one that does not fit a device; else all of it.
+        worker_idle_seconds: a worker ends after so long without a turn.
+        worker_memory_mb: bound on the resident memory of the worker with its processes; 0 = none. With a bound, the
+            site keeps only the current run's worker.
+        partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"), populate_by_name=True
+    )
+
+    site: str = ""
+    data: str = ""
+    data_set: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")
+    state_dir: Path = Path("~/.local/state/fedveil")
+    key_file: str = ""
+    signing_key: str = ""
+    policy: str = ""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    processes: int = Field(1, ge=1, le=64)
+    shard_base: bool = False
+    worker_idle_seconds: float = Field(900.0, ge=0)
+    worker_memory_mb: int = Field(0, ge=0)
+    partition_id: int = Field(0, ge=0)
+    num_partitions: int = Field(1, ge=1)
+
+
+def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
+    """The site from its node config. Raises ConfigError, which names the bad key."""
+    try:
+        site = SiteConfig.model_validate(dict(node_config))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        known = [f.alias or name for name, f in SiteConfig.model_fields.items()]
+        raise ConfigError(
+            f"node config: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}"
+        ) from None
+    if site.shard_base and site.processes < 2:
+        raise ConfigError(
+            "node config: shard-base: expected processes of 2 or more, among which the base is divided, found "
+            f"{site.processes}; set processes, or leave shard-base out"
+        )
+    return site

@@ -1,0 +1,236 @@
+"""All decisions of a site about a run. Each raises PolicyError, which names the key, the permitted and the found.
+
+| when | decision |
+|---|---|
+| a message has come, before it is read | `check_app_digest` |
+| it is read, before any data is | `check_run`; `list_refusals` gives all refusals of it |
+| a round is about to be served | `count_round`; `check_round` for what counts as no serving |
+| the broadcast is decoded, before it is trained from | `check_broadcast` |
+| the upload is made, before the private state is saved | `check_examples` |
+| the upload is about to leave the site | `check_upload` |
+
+The policy's keys are in site_policy.py. Keys and plans of secure aggregation are judged in
+fedveil/federation/secagg/site.py, and charges of privacy by the site's ledger (fedveil/privacy/charged_gradients.py).
+
+
+| case | what happens |
+|---|---|
+| the node config names no file | everything is permitted but a round that was served before (replay_guard.py); only the
+  guard's entry point in the image refuses |
+| the file is missing, is not TOML, has an unknown key or a value of another type | PolicyError |
+| a key is absent | it restricts nothing; but a key of the run config that neither it nor [permits] names must have its
+  default |
+| an empty list | nothing is permitted |
+| several keys | all of them must hold: a signed bundle whose digest is not listed is refused |
+| app-digests or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
+| min-noise-multiplier, and the run has no `dp.clip-norm` | PolicyError: its noise is 0 |
+| max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
+| too many bytes or too few rows, which only the turn shows | the site withholds the upload and sends the reason |
+| scores of held-out rows that are not permitted, or no more of them | the turn goes on without, and says why |
+| more norm or change than the two bounds of a broadcast | the turn ends before a row is looked at |
+| hours "22:00-06:00" | the window runs over midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
+
+This file comes with the server's bundle too. The policy is enforced by the site's own copy of it, which
+fedveil/guard/clientapp.py calls before any code of the bundle runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.policy import privacy_cost, run_config_rules, secagg
+from fedveil.client_app.policy.site_policy import SitePolicy, load_policy, policy_of_site
+from fedveil.client_app.policy.time_windows import require_hour
+from fedveil.client_app.state.replay_guard import ReplayGuard
+from fedveil.config import RunConfig
+from fedveil.contract.held_out_report import LOSS
+from fedveil.errors import PolicyError
+
+
+@dataclass(frozen=True)
+class VerifiedBundle:
+    """The bundle's SHA-256 and the key that signed it, as the site's guard found them; "" = the guard did not check."""
+
+    digest: str = ""
+    signer: str = ""
+
+    @classmethod
+    def from_environment(cls) -> VerifiedBundle:
+        """Return the bundle as fedveil/guard/clientapp.py recorded it in the environment."""
+        return cls(os.environ.get("FEDVEIL_APP_DIGEST", ""), os.environ.get("FEDVEIL_APP_SIGNER", ""))
+
+
+def check_run(
+    assignment: ClientAssignment,
+    bundle: VerifiedBundle | None = None,
+    down_bytes: int = 0,
+    now: datetime | None = None,
+    serves: bool = True,
+) -> None:
+    """Raise the first of `list_refusals`."""
+    for found in list_refusals(assignment, bundle, down_bytes, now, serves):
+        raise found
+
+
+def list_refusals(
+    assignment: ClientAssignment,
+    bundle: VerifiedBundle | None,
+    down_bytes: int,
+    now: datetime | None = None,
+    serves: bool = True,
+) -> Iterator[PolicyError]:
+    """Yield what the site does not permit; nothing where it permits the turn.
+
+    Raises PolicyError for an unreadable policy.
+
+    Args:
+        down_bytes: size of the server's message.
+        serves: the message asks for a turn; else for keys or shares of secure aggregation, which count as no serving.
+    """
+    policy, config = load_policy(assignment.site), assignment.config
+    judged: list[Callable[[], None]] = [
+        lambda: check_round(assignment, policy.max_retries + 1 if serves else sys.maxsize)
+    ]
+    if assignment.site.policy:
+        secure = config.secure, policy.require_secure, policy.min_cohort, policy.min_threshold, policy.roster
+        judged += [
+            lambda: _require_bundle(bundle or VerifiedBundle(), policy),
+            lambda: _require_methods(assignment, policy.methods),
+            lambda: _require_one("task.name", config.task.name, policy.tasks),
+            lambda: _require_one("task.model", config.task.model, policy.models),
+            lambda: _require_rounds(config.run.rounds, policy.max_rounds),
+            lambda: _require_bytes(policy, down_bytes, "in the server's message alone"),
+            lambda: require_hour(policy.hours, now or datetime.now()),
+            lambda: privacy_cost.require_noise(config, policy.min_noise_multiplier),
+            lambda: secagg.check_secagg_demands(*secure),
+            lambda: check_run_config(policy, config),
+        ]
+        if (most := policy.max_epsilon) is not None:
+            judged.append(lambda: privacy_cost.require_epsilon(assignment, most, policy.delta))
+    for judge in judged:
+        try:
+            judge()
+        except PolicyError as error:
+            yield error
+
+
+def check_run_config(policy: SitePolicy, config: RunConfig) -> None:
+    """Raise PolicyError for the first key that neither the policy's own keys nor its [permits] allow."""
+    run_config_rules.check_run_config(policy.permits, policy.named, config)
+
+
+def check_app_digest(site: SiteConfig, digest: str) -> None:
+    """Check the bundle alone, before its message is read. Raises PolicyError, also for an unreadable policy."""
+    if site.policy:
+        _require_bundle(VerifiedBundle(digest), policy_of_site(site).model_copy(update={"signers": None}))
+
+
+def count_round(assignment: ClientAssignment) -> None:
+    """Count this turn's round as served, before the turn. Raises PolicyError for one that may not be served again."""
+    most = load_policy(assignment.site).max_retries + 1
+    open_replay_guard(assignment).count(assignment.order.round, assignment.config.run.rounds, most)
+
+
+def check_round(assignment: ClientAssignment, most: int) -> None:
+    """Raise PolicyError for a round that is not the run's, is over, or was served `most` times, and a purged run."""
+    open_replay_guard(assignment).check(assignment.order.round, assignment.config.run.rounds, most)
+
+
+def open_replay_guard(assignment: ClientAssignment) -> ReplayGuard:
+    """Return the rounds that this site has served of the assignment's run."""
+    return ReplayGuard.open(assignment.site.state_dir, assignment.order.run, assignment.name)
+
+
+def check_broadcast(policy: SitePolicy, norm: float, change: float) -> None:
+    """Check what the turn is about to train from (broadcast_guard.py). Raises PolicyError, which does not name the
+    numbers: they hold what the site keeps for itself."""
+    if not math.isfinite(norm):
+        raise PolicyError("broadcast: expected finite values, found others among what is to be trained; mend the run")
+    asked = (("norm", norm, policy.max_broadcast_norm), ("change", change, policy.max_broadcast_change))
+    for key, found, limit in asked:
+        if limit is not None and not found <= limit:
+            raise PolicyError(
+                f"broadcast: this site permits a {key} of at most {limit:g} (max-broadcast-{key}), found more; start "
+                "from the weights of run.seed and train in smaller steps, or agree on another bound with the site"
+            )
+
+
+def check_examples(policy: SitePolicy, distinct: int, least: int) -> None:
+    """Check what only the training shows: different rows, and rows of the smallest step. Raises PolicyError."""
+    asked = (("examples: this site takes part with", distinct, policy.min_examples, "min-examples"),
+             ("train.batch-size: this site takes steps of", least, policy.min_batch, "min-batch"))  # fmt: skip
+    for words, found, limit, key in asked:
+        if limit is not None and found < limit:
+            # As in check_upload, the server must not learn the number.
+            raise PolicyError(
+                f"{words} at least {limit} rows, found fewer in this turn ({key} of its policy); train on more, or "
+                "leave it out"
+            )
+
+
+def check_upload(
+    assignment: ClientAssignment, down_bytes: int, up_bytes: int, num_examples: object, report: Collection[str] = ()
+) -> None:
+    """Check what only the upload shows; `report`: names of its figures. Raises PolicyError; the upload must then not
+    leave the site."""
+    site, secure = assignment.site, assignment.config.secure.enabled
+    if LOSS in report and not 0 < open_replay_guard(assignment).scores <= load_policy(site).max_scores:
+        raise PolicyError(
+            f"{LOSS}: this site permits {load_policy(site).max_scores} a run (max-scores), found more; withheld"
+        )
+    if secure and num_examples is not None:
+        raise PolicyError("num_examples: expected none beside a masked upload, found one; it is withheld")
+    if not site.policy:
+        return
+    policy = policy_of_site(site)
+    _require_bytes(policy, down_bytes + up_bytes, f"({down_bytes} here, {up_bytes} back)")
+    enough = policy.min_examples is None or (type(num_examples) is int and num_examples >= policy.min_examples)
+    if not enough and not secure:  # there the turn itself has counted its rows (check_examples)
+        # The server must not learn the number: it learns only that it is below the bound.
+        raise PolicyError(
+            f"examples: this site takes part with at least {policy.min_examples} rows, found fewer (min-examples of "
+            "its policy); leave it out"
+        )
+
+
+def _require_bundle(bundle: VerifiedBundle, policy: SitePolicy) -> None:
+    asked = (("app digest", "app-digests", bundle.digest, policy.app_digests),
+             ("app signer", "signers", bundle.signer, policy.signer_keys))  # fmt: skip
+    for key, where, found, permitted in asked:
+        if permitted is not None and found not in permitted:
+            shown = f'"{found}"' if found else "none that the site's own entry point has checked"
+            raise PolicyError(
+                f"{key}: this site permits {permitted}, found {shown}; have this very bundle permitted: {where} of the "
+                "site's policy"
+            )
+
+
+def _require_methods(assignment: ClientAssignment, permitted: list[str] | None) -> None:
+    """Judge the method of the server's message and that of the run config: the bundle's code goes by the latter."""
+    for method in (assignment.order.method, assignment.config.method.name):
+        _require_one("method.name", method, permitted)
+
+
+def _require_bytes(policy: SitePolicy, found: int, where: str) -> None:
+    limit = policy.max_bytes_a_round
+    if limit is not None and found > limit:
+        raise PolicyError(f"bytes a round: this site permits at most {limit}, found {found} {where}; share less")
+
+
+def _require_one(key: str, found: str, permitted: list[str] | None) -> None:
+    """Raise PolicyError for a value that is not in the policy's own list; None = any will do."""
+    if permitted is not None and found not in permitted:
+        raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; agree on it with the site')
+
+
+def _require_rounds(found: int, most: int | None) -> None:
+    """Raise PolicyError for more rounds than the policy permits; None = any will do."""
+    if most is not None and found > most:
+        raise PolicyError(f"run.rounds: this site permits at most {most}, found {found}; ask for fewer")

@@ -1,0 +1,164 @@
+"""The table [permits] of a site's policy: which keys of the run config may differ from their defaults, and how.
+
+    [permits]
+    "train.batch-size" = [8, 16]                   # one of these values
+    "train.learning-rate" = {min = 1e-5, max = 1e-3}
+    "method.params.rho" = 0.5                      # one field of the method
+    "run.name" = {pattern = "pilot-[0-9]+"}        # the whole text must match
+
+| case | result |
+|---|---|
+| a key that is named | its value must fit |
+| a key that is not named | its value must be the default of fedveil/config.py |
+| a field of the method that is not named | it must not be set |
+| a field that is a list | every value in it must fit; an empty list fits an empty list alone |
+| a key of the policy that bounds one of the run config (`methods`, `max-rounds`, ...) | it names that key |
+| true and 1, "1" and 1 | different values; 1 and 1.0 are one |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from fedveil.config import RunConfig, parse_toml, renamed
+from fedveil.errors import PolicyError
+from fedveil.sanitize import suggest_name
+
+Value = bool | int | float | str
+_FIELDS, _RESUME = "method.params", "run.resume"
+_LONGEST_TEXT = 1000  # that a pattern is tried on
+_SHOWN = 80
+
+
+class AllowedRange(BaseModel):
+    """Numbers from `min` to `max`, both included."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    min: int | float | None = None
+    max: int | float | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> AllowedRange:
+        if self.min is None and self.max is None:
+            raise ValueError("expected min, max or both")
+        return self
+
+
+class AllowedPattern(BaseModel):
+    """Texts that a regular expression matches whole."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    pattern: str
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, text: str) -> str:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ValueError(f"expected a regular expression ({error})") from None
+        return text
+
+
+Permit = Value | list[Value] | AllowedRange | AllowedPattern
+
+
+def flatten_permits(table: object) -> object:
+    """The table by whole keys, for TOML reads `train.epochs = 2` as a table in a table. Raises ValueError."""
+    if not isinstance(table, Mapping):
+        return table
+    permits = _flat(table, lambda value: set(value) <= {"min", "max"} or set(value) == {"pattern"})
+    known = set(RunConfig().flat()) - {_FIELDS}
+    for key in permits:
+        if new := renamed(key):
+            raise ValueError(
+                f"{key[:80]} in [permits]: expected the name that this key has now, {new}, found its old one"
+            )
+        if key not in known and not key.startswith(f"{_FIELDS}."):
+            near = suggest_name(key, known)
+            raise ValueError(
+                f"unknown key {key[:80]} in [permits]; {near}expected one of the run config, or {_FIELDS}.NAME"
+            )
+    return permits
+
+
+def check_run_config(permits: Mapping[str, Permit], named: Collection[str], config: RunConfig) -> None:
+    """Raises PolicyError for the first key that may not be as it is; `named` are keys that the policy bounds itself."""
+    defaults = RunConfig().flat()
+    for key, value in _asked(config).items():
+        if key in permits:
+            if not _fits(value, permits[key]):
+                raise _refused(key, _words(permits[key]), value)
+        elif key not in named and not (key in defaults and _same(value, defaults[key])):
+            raise _refused(key, repr(defaults[key]) if key in defaults else "it unset", value)
+
+
+def permits_for_run(config: RunConfig) -> str:
+    """The table that admits this run and no other, as TOML, and its resume from the run folder's resume.toml.
+
+    To admit `run.resume` gives a server nothing: sites do not act on it, so one that lies resumes with false as well.
+    """
+    defaults = RunConfig().flat()
+    permits = {k: v for k, v in _asked(config).items() if not (k in defaults and _same(v, defaults[k]))}
+    permits[_RESUME] = [False, True]
+    return "\n".join(["[permits]", *(f"{_toml(key)} = {_toml(value)}" for key, value in permits.items())])
+
+
+def _asked(config: RunConfig) -> dict[str, Any]:
+    """Every key of the run config, the fields of the method apart."""
+    flat: dict[str, Any] = config.flat()
+    fields = parse_toml(str(flat.pop(_FIELDS)), _FIELDS)
+    return flat | _flat(fields, lambda value: not value, f"{_FIELDS}.")
+
+
+def _flat(table: Mapping[str, Any], is_value: Any, prefix: str = "") -> dict[str, Any]:
+    flat_table: dict[str, Any] = {}
+    for key, value in table.items():
+        nested = isinstance(value, Mapping) and not is_value(value)
+        flat_table |= _flat(value, is_value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat_table
+
+
+def _fits(value: object, permit: Permit) -> bool:
+    if isinstance(value, list):
+        return all(_fits(one, permit) for one in value) if value else permit == []
+    if isinstance(permit, AllowedRange):
+        low = permit.min if permit.min is not None else float("-inf")
+        high = permit.max if permit.max is not None else float("inf")
+        return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if isinstance(permit, AllowedPattern):
+        fits = isinstance(value, str) and len(value) <= _LONGEST_TEXT and re.fullmatch(permit.pattern, value)
+        return fits is not None and fits is not False
+    return any(_same(value, one) for one in (permit if isinstance(permit, list) else [permit]))
+
+
+def _same(one: object, other: object) -> bool:
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+def _words(permit: Permit) -> str:
+    return (
+        repr(permit.model_dump(exclude_none=True))
+        if isinstance(permit, AllowedRange | AllowedPattern)
+        else repr(permit)
+    )
+
+
+def _refused(key: str, permitted: str, value: object) -> PolicyError:
+    return PolicyError(
+        f"{key[:_SHOWN]}: this site permits {permitted}, found {repr(value)[:_SHOWN]}; `fedveil explain --permits` "
+        "prints what the site would have to permit"
+    )
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

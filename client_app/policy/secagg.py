@@ -1,0 +1,34 @@
+"""Check the policy's demands on secure aggregation against the run config, before the server asks for a key.
+
+| the policy has | a run in the clear | a run with secure.enabled |
+|---|---|---|
+| require-secure | is refused | - |
+| min-cohort | passes | secure.min-sites must be at least that |
+| min-threshold | passes | secure.threshold, where it is not 0, must be at least that; else the membership is judged |
+| roster | passes | secure.roster must be set; the digest is compared with the one that the server then shows |
+
+fedveil/federation/secagg/site.py checks memberships, plans and lists.
+"""
+
+from __future__ import annotations
+
+from fedveil.config import SecureConfig
+from fedveil.errors import PolicyError
+
+
+def check_secagg_demands(
+    secure: SecureConfig, required: bool, min_cohort: int | None, min_threshold: int | None, roster: str | None
+) -> None:
+    """Raises PolicyError, which names the key of the run config."""
+    if not secure.enabled:
+        if required:
+            raise PolicyError("secure.enabled: this site permits masked uploads alone, found false; set it to true")
+        return
+    asked = (("min-sites", secure.min_sites, min_cohort), ("threshold", secure.threshold or None, min_threshold))
+    for key, value, least in asked:
+        if least is not None and value is not None and value < least:
+            raise PolicyError(f"secure.{key}: this site permits at least {least}, found {value}; raise it")
+    if roster and not secure.roster:
+        raise PolicyError(
+            f"secure.roster: this site permits {roster}, found none at the server; fedveil members roster writes it"
+        )

@@ -1,0 +1,133 @@
+"""A site's policy: a TOML file that only the site writes. `decisions.py` checks runs with it; this module reads it.
+
+methods = ["fedrand", "fedavg"]          # a key that is left out restricts nothing
+tasks = ["text-generation"]
+models = ["tiny"]
+max-rounds = 50
+max-retries = 2                          # repeats of one round after its first; default 2
+max-bytes-a-round = 50_000_000           # broadcast and upload together
+max-epsilon = 8.0                        # the run's budget, at `delta`
+delta = 1e-5                             # delta and adjacency: the site's privacy ledger checks every charge by
+adjacency = "replace-one"                # them and by the run's claim; also without max-epsilon
+min-noise-multiplier = 1.0               # the run must train by noisy steps (dp.*) with at least this noise
+min-examples = 100                       # distinct examples behind an upload, in this client round
+min-batch = 8                            # examples in each step behind an upload
+max-scores = 20                          # scores of received weights on held-out examples, in one run; default 0
+max-broadcast-norm = 50.0                # norm of the weights that a client round starts from (broadcast_guard.py)
+max-broadcast-change = 10.0              # their change since this site last trained; default 10
+require-secure = true                    # uploads leave this site masked (secure.enabled)
+min-cohort = 5                           # sites in a cohort, and in a sum
+min-threshold = 4                        # share holders needed to reveal a secret of this site
+roster = "sha256:5f0c..."                # the signing keys of all sites: `fedveil members roster`. min-cohort,
+                                         # min-threshold and roster apply to masked uploads only
+app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
+signers = ["ssh-ed25519 AAAA..."]        # keys that may sign the bundle: `fedveil app sign`
+hours = ["20:00-06:00"]                  # by this machine's clock; a client round must begin in one of these windows
+[permits]                                # all other keys of the run config (run_config_rules.py); comes last
+"train.batch-size" = 16
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.policy import run_config_rules as run_keys
+from fedveil.client_app.policy.time_windows import WINDOW
+from fedveil.contract.privacy import Adjacency, PrivacyBudget
+from fedveil.errors import PolicyError
+
+RENAMED_KEYS = {  # as files of before 0.2 have them
+    "neighbours": "adjacency",
+    "max-repeats": "max-retries, which does not count the first serving: one less than before",
+    "min-noise": "min-noise-multiplier",
+}
+
+
+class SitePolicy(BaseModel):
+    """A site's permissions. A field that is None restricts nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, alias_generator=lambda n: n.replace("_", "-"))
+
+    methods: list[str] | None = None
+    tasks: list[str] | None = None
+    models: list[str] | None = None
+    max_rounds: int | None = Field(None, ge=1)
+    max_retries: int = Field(2, ge=0)
+    max_bytes_a_round: int | None = Field(None, ge=1)
+    max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
+    delta: float = Field(1e-5, gt=0, lt=1)
+    adjacency: Literal["replace-one", "add-or-remove-one"] = "replace-one"
+    min_noise_multiplier: float | None = Field(None, gt=0, allow_inf_nan=False)
+    min_examples: int | None = Field(None, ge=1)
+    min_batch: int | None = Field(None, ge=1)
+    max_scores: int = Field(0, ge=0)
+    max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    max_broadcast_change: float = Field(10.0, gt=0, allow_inf_nan=False)
+    require_secure: bool = False
+    min_cohort: int | None = Field(None, ge=2)
+    min_threshold: int | None = Field(None, ge=2)
+    roster: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
+    app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
+    signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
+    hours: list[Annotated[str, Field(pattern=WINDOW)]] | None = None
+    permits: dict[str, run_keys.Permit] = {}
+
+    @field_validator("permits", mode="before")
+    @classmethod
+    def _whole_keys(cls, table: object) -> object:
+        return run_keys.flatten_permits(table)
+
+    @property
+    def named(self) -> set[str]:
+        """Keys of the run config that a key of this policy bounds."""
+        bounds = {
+            "method.name": self.methods, "task.name": self.tasks, "task.model": self.models,
+            "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
+            "dp.noise-multiplier": self.min_noise_multiplier, "dp.epsilon": self.max_epsilon,
+            "secure.enabled": self.require_secure or None, "secure.min-sites": self.min_cohort,
+            "evaluate.held-out": self.max_scores, "secure.threshold": self.min_threshold, "secure.roster": self.roster,
+        }  # fmt: skip
+        return {key for key, bound in bounds.items() if bound is not None}
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """Return the site's own limit on what a record is charged, independent of the run's claim."""
+        epsilon = math.inf if self.max_epsilon is None else self.max_epsilon
+        return PrivacyBudget(epsilon, self.delta, Adjacency(self.adjacency))
+
+    @property
+    def signer_keys(self) -> list[str] | None:
+        """The signers without the comments behind their keys."""
+        return None if self.signers is None else [" ".join(key.split()[:2]) for key in self.signers]
+
+
+def load_policy(site: SiteConfig) -> SitePolicy:
+    """Return the site's policy; the defaults where it names none."""
+    return policy_of_site(site) if site.policy else SitePolicy()
+
+
+def policy_of_site(site: SiteConfig) -> SitePolicy:
+    """Return the policy that a site's node config names. Raise PolicyError for none, or one that cannot be read."""
+    path = Path(site.policy).expanduser()
+    try:
+        if not site.policy:
+            raise FileNotFoundError
+        return SitePolicy.model_validate(tomllib.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError) as error:  # ValidationError and TOMLDecodeError are ValueErrors
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            what = f"{key}: {first['msg'].removeprefix('Value error, ')}"
+            if new := RENAMED_KEYS.get(key):
+                what = f"{key}: expected the name that this key has now, {new}, found its old one"
+        else:
+            what = type(error).__name__
+        problem = "none" if isinstance(error, OSError) else "one that does not fit"
+        says = f"policy: expected a readable policy file, found {problem} ({what}); the site must correct it"
+        raise PolicyError(says) from error

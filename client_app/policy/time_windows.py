@@ -1,0 +1,27 @@
+"""The windows of a policy's `hours`: "20:00-06:00", by the site's clock, from the first minute to before the last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from fedveil.errors import PolicyError
+
+WINDOW = r"^([01]\d|2[0-3]):[0-5]\d-(([01]\d|2[0-3]):[0-5]\d|24:00)$"
+
+
+def is_within_windows(windows: Iterable[str], now: datetime) -> bool:
+    """Return whether `now` is in one of the windows; one that ends before it begins spans midnight."""
+    return any(_in_one(window, 60 * now.hour + now.minute) for window in windows)
+
+
+def require_hour(windows: Sequence[str] | None, now: datetime) -> None:
+    """Raises PolicyError for a moment in none of them; None = any will do."""
+    if windows is not None and not is_within_windows(windows, now):
+        raise PolicyError(f"hours: this site permits {windows}, found {now:%H:%M} at the site; come back then")
+
+
+def _in_one(window: str, minute: int) -> bool:
+    first, last = (60 * int(h) + int(m) for h, m in re.findall(r"(\d\d):(\d\d)", window))
+    return first <= minute < last if first < last else minute >= first or minute < last

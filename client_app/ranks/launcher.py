@@ -1,0 +1,132 @@
+"""Starts the ranks from 1 on, for a site whose node config has processes = N.
+
+    <temporary folder>/fedveil-ranks-<random>/store    by which they find each other; the folder has mode 0700
+
+A rank holds one end of a pair of sockets, which no file names, and ends when the other end is closed: with its
+training, with the process that started it, or however that one dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from fedveil import paths, tasks
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.contract.method import Method
+from fedveil.records import process_exit
+from fedveil.training.adapter_task import AdaptedTask
+from fedveil.training.ranks import sharding
+from fedveil.training.ranks.channel import RankChannel, RankMessage
+from fedveil.training.ranks.coordinator import RankProcess, RankTeam
+from fedveil.training.ranks.rendezvous import check_devices, join_group, rank_device
+
+_ENDING_SECONDS = 5.0
+_PROGRAM = "fedveil.client_app.ranks.rank_main"
+
+
+def count_ranks(assignment: ClientAssignment) -> int:
+    """Processes that train together: those of the site, but one where the task gains nothing from more."""
+    return assignment.site.processes if tasks.task_info(assignment.config.task.name).divisible else 1
+
+
+def at_first(assignment: ClientAssignment, method: Method) -> str:
+    """The device on which rank 0's task is made: a base that will be divided lies in main memory before.
+
+    Raises ConfigError where it cannot be divided.
+    """
+    site = assignment.site
+    if count_ranks(assignment) < 2 or not site.shard_base:
+        return site.device
+    sharding.check_shardable(assignment.config, method.adapter)
+    return "cpu"
+
+
+@final
+class RankLauncher:
+    """The other ranks of a task's training. The task computes with them until they are closed.
+
+    Args:
+        task: rank 0's, of the device that `at_first` says.
+        assignment: of a site with processes of 2 or more.
+
+    Raises:
+        ConfigError: fewer devices than processes, or a base that cannot be divided.
+        RankError: one of them does not start.
+    """
+
+    def __init__(self, task: AdaptedTask, assignment: ClientAssignment) -> None:
+        site, count = assignment.site, count_ranks(assignment)
+        there = torch.cuda.device_count() if site.device != "cpu" else 0
+        check_devices(site.device, count, there)
+        self._folder = tempfile.TemporaryDirectory(prefix="fedveil-ranks-")  # of mode 0700
+        store = Path(self._folder.name) / "store"
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._channels: list[RankChannel] = []
+        self._team: RankTeam | None = None
+        self._threads = torch.get_num_threads()
+        threads = max(1, self._threads // count)
+        rank_settings = {"assignment": assignment.to_json(), "store": str(store), "size": count, "threads": threads}
+        device = rank_device(torch.device("cuda" if there else "cpu"), 0)
+        join = partial(join_group, task, store, 0, count, device, site.shard_base)
+        try:
+            members = [self._start(rank, {**rank_settings, "rank": rank}, threads) for rank in range(1, count)]
+            torch.set_num_threads(threads)
+            self._team = RankTeam(task, members, join, site.shard_base)
+        except BaseException:
+            self.close()
+            raise
+        task.by = self._team
+
+    def close(self) -> None:
+        """Ends them all. A second call does nothing."""
+        for channel in self._channels:
+            channel.close()
+        if self._team:
+            self._team.leave()
+        for started in self._started:
+            try:
+                started.wait(_ENDING_SECONDS)
+            except subprocess.TimeoutExpired:
+                started.kill()
+                started.wait()
+        torch.set_num_threads(self._threads)
+        self._folder.cleanup()
+
+    def _start(self, rank: int, said: Mapping[str, Any], threads: int) -> RankProcess:
+        own, other = socket.socketpair()
+        before = process_exit.note_memory()
+        with other:
+            started = subprocess.Popen(
+                [sys.executable, "-P", "-m", _PROGRAM, "--channel", str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env={**os.environ, "PYTHONPATH": str(paths.import_root()), "OMP_NUM_THREADS": str(threads)},
+            )
+        self._started.append(started)
+        channel = RankChannel(own)
+        self._channels.append(channel)
+        channel.say(RankMessage(said))
+        return RankProcess(channel, partial(_ended, started, before))
+
+
+def _ended(started: subprocess.Popen[bytes], before: Mapping[str, Any]) -> str:
+    """Describe how a rank ended that has closed its channel."""
+    try:
+        code = started.wait(_ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its channel"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    _, lower = process_exit.child_exit_cause(code, before)
+    return f"was ended by {signal.Signals(-code).name}{lower}"

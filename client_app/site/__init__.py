@@ -1,1 +1,0 @@
-"""A site's node config, its policy and its private state."""

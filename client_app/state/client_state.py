@@ -1,0 +1,223 @@
+"""This site's private state, on this site's disk.
+
+    <state-dir>/<run>/<site>/turn-<id>.safetensors  what the method keeps after one turn, and the turn before that one
+    <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow, and their checksum
+    <state-dir>/<run>/<site>/served.json            the last rounds that were served (replay_guard.py)
+    <state-dir>/<run>/<site>/turn.lock              held while a turn of the run is under way
+    <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (broadcast_guard.py)
+    <state-dir>/<run>/<site>/secure.json            its keys in secure aggregation (secure_round.py)
+    <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
+
+Where the node config names a key file, states, sketch, keys, secret and ledger are sealed (fedveil.encrypted_files);
+the rounds that were served are not: they are no secret.
+
+It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB.
+
+Every turn goes on from the state of the turn that the order names: the last one whose upload is in the server's state.
+So a server that died, a missed quorum and a lost reply leave nothing behind, and the repeated turn trains from where
+the first one did.
+
+| the order names ... | the turn goes on from |
+|---|---|
+| a turn whose state is here | that state; what came after it is dropped |
+| no turn | nothing, as in the first participation; replay_guard.py sees to it that no round begins in two ways |
+| a turn whose state is not here, or is damaged | nothing if the server sends all that a newcomer needs; else
+  StateError, after which the server takes the site for a newcomer |
+
+Kept are the state of the turn that was named last, that of the turn before it, for a server that goes back to its last
+but one checkpoint, and the newest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedveil import paths
+from fedveil.encrypted_files import FileSeal
+from fedveil.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from fedveil.contract.method import FederatedState
+    from fedveil.privacy.ledger import PrivacyLedger
+
+NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # folders of the state folder that are something else
+
+log = logging.getLogger("fedveil.private")
+
+RECEIVED, SECURE = "received.json", "secure.json"
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+def safe_file_name(key: str, value: str) -> str:
+    """`value`, if it is a plain file name. Raises ConfigError naming `key`."""
+    if not _SAFE.fullmatch(value):
+        raise ConfigError(f'{key}: expected at most 64 letters, digits, "_", "." or "-", found {value[:80]!r}')
+    return value
+
+
+def state_folder_of(state_dir: Path, run: str, site: str) -> Path:
+    """Return the folder of a run's files at a site.
+
+    Raises ConfigError for a name that is not a plain file name, or a run name that is reserved.
+    """
+    if run in NOT_RUNS:
+        raise ConfigError(f"run.name: expected none of {sorted(NOT_RUNS)}, found {run!r}; choose another")
+    return state_dir.expanduser() / safe_file_name("run.name", run) / safe_file_name("site", site)
+
+
+def state_role(file: Path) -> str:
+    """The role that a file of a run is sealed under: none of one run, site or turn is taken for another's."""
+    of = f"{file.parent.parent.name}/{file.parent.name}"
+    return f"state/{of}/{file.stem}" if file.suffix == ".safetensors" else f"{file.stem}/{of}"
+
+
+def open_ledger(state_dir: Path, site: str, seal: FileSeal = FileSeal()) -> PrivacyLedger:
+    """The site's privacy ledger for all its runs. Raises ConfigError for a name that is not a plain file name."""
+    from fedveil.privacy.ledger import PrivacyLedger
+
+    return PrivacyLedger(state_dir.expanduser() / ".ledger" / f"{safe_file_name('site', site)}.json", seal)
+
+
+@dataclass(frozen=True)
+class ClientStateStore:
+    """One site's folder for one run. It outlives the SuperNode process."""
+
+    folder: Path
+    seal: FileSeal = FileSeal()
+
+    @classmethod
+    def open(cls, state_dir: Path, run: str, site: str, seal: FileSeal = FileSeal()) -> ClientStateStore:
+        """The store of a run and site. Raises ConfigError for a name that is not a plain file name."""
+        return cls(state_folder_of(state_dir, run, site), seal)
+
+    @property
+    def roles(self) -> dict[Path, str]:
+        """Every file that is sealed where there is a key, with the role that it is sealed under."""
+        files = (self._secret, self.folder / RECEIVED, self.folder / SECURE, *self.folder.glob("turn-*.safetensors"))
+        return {file: state_role(file) for file in files}
+
+    @property
+    def _secret(self) -> Path:
+        return self.folder / "secret"
+
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Held during a turn. Waits for who changes the whole folder (`alone`)."""
+        with self._lock() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Yield whether no client round is under way; if True, none begins inside the `with` block."""
+        with self._lock() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[int]:
+        paths.private_folder(self.folder)
+        lock = os.open(self.folder / "turn.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            yield lock
+        finally:
+            os.close(lock)  # releases it
+
+    def load(self, last: str, is_new: bool = False) -> FederatedState | None:
+        """The state after the turn `last`; None if that is no turn.
+
+        Args:
+            is_new: the server takes this site for a newcomer, so a lost state is no error.
+
+        Raises:
+            StateError: the state is not here, or is damaged.
+        """
+        if not last or (is_new and self._before(last) is None):
+            return None
+        if not self._file(last).exists():
+            raise StateError(
+                f"private state: expected that of turn {last} in {self.folder}, found none; this site goes on as a "
+                "newcomer with the next turn, or restore the folder from a backup"
+            )
+        return self._read(last)[0]
+
+    def newest(self) -> FederatedState | None:
+        """The state after the site's last turn; None where there is none. Raises StateError for a damaged one."""
+        turns = sorted(self.folder.glob("turn-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+        return self._read(turns[-1].stem.removeprefix("turn-"))[0] if turns else None
+
+    def save(self, turn: str, last: str, state: FederatedState | None) -> None:
+        """Writes the state after a turn that went on from `last`, whole or not at all; None keeps nothing.
+
+        Removes states that no server can name any more. Raises StateError, for example on a full disk.
+        """
+        from fedveil.contract.method import FederatedState as State_
+        from fedveil.records.tensor_state import save_state
+
+        before = self._before(last) or ""
+        for file in self.folder.glob("turn-*.safetensors"):
+            if file not in (self._file(last), self._file(before)):
+                file.unlink()
+        if state is None:
+            return
+        try:
+            saved_state = State_(state.tensors, {"state": dict(state.scalars), "after": last})
+            save_state(saved_state, self._file(turn), self.seal, state_role(self._file(turn)))
+        except OSError as error:
+            raise StateError(
+                f"{self._file(turn)}: expected to write the private state, found {error}; free space"
+            ) from error
+
+    def _file(self, turn: str) -> Path:
+        return self.folder / f"turn-{turn}.safetensors"
+
+    def _before(self, turn: str) -> str | None:
+        """The turn from which `turn` went on; None where there is no state of `turn` that can be read."""
+        if not turn or not self._file(turn).exists():
+            return None
+        try:
+            return self._read(turn)[1]
+        except StateError as error:
+            log.warning("%s", error)
+            return None
+
+    def _read(self, turn: str) -> tuple[FederatedState, str]:
+        from fedveil.contract.method import FederatedState as State_
+        from fedveil.records.tensor_state import load_state
+
+        saved_state = load_state(self._file(turn), self.seal, state_role(self._file(turn)))
+        scalars, after = saved_state.scalars.get("state"), saved_state.scalars.get("after")
+        if not isinstance(scalars, dict) or not isinstance(after, str):
+            raise StateError(f"{self._file(turn)}: expected a private state, found another file; remove it")
+        return State_(saved_state.tensors, scalars), after
+
+    def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
+        """This client's secret: drawn from the operating system at the first call, later read from the file."""
+        from fedveil import rng
+        from fedveil.records.atomic_files import checksummed_bytes, verify_checksummed, write_atomic
+
+        if deterministic:
+            return rng.derive_secret(f"client:{site}", seed, deterministic)
+        path, role = self._secret, state_role(self._secret)
+        if not path.exists():
+            write_atomic(path, self.seal.closed([checksummed_bytes(rng.fresh_secret())], role))
+        data = self.seal.read(path, role)
+        try:
+            return verify_checksummed(data)
+        except ValueError as error:
+            raise StateError(
+                f"{path}: expected this site's secret for the run, found {len(data)} bytes: {error}; restore "
+                "it from a backup, or take no further part in this run"
+            ) from None

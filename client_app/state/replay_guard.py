@@ -1,0 +1,209 @@
+"""Record which rounds of a run this site served last, how often and with what, and refuse other repeats.
+
+    <state-dir>/<run>/<site>/served.json    {"checksum": ..., "rounds": [[round, times, served message], ...],
+                                             "of": 5, "purged": false, "scores": 3}: the last two
+                                            rounds, and the number of held-out scores given
+
+The site relies on this file, not on what a server says.
+
+| asked for | what happens |
+|---|---|
+| a later round | served |
+| one of the last two rounds once more: the quorum was missed, or the server went back to a checkpoint | served
+  once more up to `max-retries` times, with the same message |
+| such a round with another message, or from another turn's state | PolicyError: it would be a second question |
+| a round after one that the server went back to | served with any message, for the new sums may differ |
+| an older round | PolicyError |
+| a round below 0, or at or beyond run.rounds | PolicyError |
+| any round, and the file is damaged | StateError |
+| any round, and the site has purged what it kept of the run | PolicyError; the file stays, with {"purged": true} |
+
+A client round that fails counts too, because a server can make one fail. One that ended before it took in the
+message (no examples, no base model) does not count. It asked nothing of the examples, and a site that has repaired
+its data must be served. Round 0 can begin in only one way, because no round comes before it. So what a method
+sends only in its first participation leaves a site once, however often a server asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedveil.client_app.state.client_state import state_folder_of
+from fedveil.errors import PolicyError, StateError
+from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
+
+_ROUNDS = 2  # rounds: one to repeat, and one for a server that lost its last checkpoint
+
+
+@dataclass(frozen=True)
+class _Round:
+    number: int
+    times: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The last rounds that were served, in their order, of how many by the order's own word (0: not said)."""
+
+    rounds: tuple[_Round, ...] = ()
+    of: int = 0
+    purged: bool = False
+    scores: int = 0
+
+    def round(self, number: int) -> _Round:
+        return next((entry for entry in self.rounds if entry.number == number), _Round(number))
+
+
+@dataclass(frozen=True)
+class ReplayGuard:
+    """The rounds of one run at one site.
+
+    Attributes:
+        folder: of the run's private state.
+    """
+
+    folder: Path
+
+    @classmethod
+    def open(cls, state_dir: Path, run: str, site: str) -> ReplayGuard:
+        """Open the guard of a run and a site. Raises ConfigError for a name that is not a plain file name."""
+        return cls(state_folder_of(state_dir, run, site))
+
+    def check(self, round_: int, rounds: int, most: int) -> int:
+        """Return how often the round was served, if the site may serve it again.
+
+        It must be below `rounds`, and served fewer than `most` times.
+
+        Raises:
+            PolicyError: the site may not serve the round again.
+            StateError: the file cannot be read.
+        """
+        if not 0 <= round_ < rounds:
+            raise PolicyError(
+                f"round: expected one from 0 to {rounds - 1} (run.rounds), found {round_}; start a new run"
+            )
+        state = self._read()
+        if state.purged:
+            raise PolicyError("run.name: this site has purged what it kept of this run; start a new run")
+        served = [served.number for served in state.rounds]
+        if served and round_ not in served and round_ < served[-1]:
+            raise PolicyError(
+                f"round: expected {served[0]} or a later one, found {round_}: this site serves no older round; start "
+                "a new run"
+            )
+        times = state.round(round_).times
+        if times >= most:
+            raise PolicyError(
+                f"round: this site serves one at most {most} times, found that it was asked for round {round_} once "
+                "more; start a new run, or agree on a larger max-retries with the site"
+            )
+        return times
+
+    def count(self, round_: int, rounds: int, most: int) -> None:
+        """Counts one serving before it begins. Raises as `check`, or StateError where it cannot be written."""
+        with self._locked():
+            self.check(round_, rounds, most)
+            state = self._read()
+            now = state.round(round_)
+            earlier = [other for other in state.rounds if other.number < round_]
+            later = [replace(other, message="") for other in state.rounds if other.number > round_]
+            served = (*earlier, replace(now, times=now.times + 1), *later)[-_ROUNDS:]
+            self._require_written(replace(state, rounds=served, of=rounds))
+
+    def give_back(self, round_: int) -> None:
+        """Takes one serving off a round whose message no turn has taken in. Raises StateError."""
+        with self._locked():
+            state = self._read()
+            now = state.round(round_)
+            if now.times and not now.message:
+                served = [replace(r, times=r.times - 1) if r.number == round_ else r for r in state.rounds]
+                self._require_written(replace(state, rounds=tuple(served)))
+
+    def require_same(self, round_: int, message: str) -> None:
+        """Keeps what a round that was counted was served with: the message's digest and the turn it goes on from.
+
+        Raises:
+            PolicyError: the round was served with another message.
+            StateError: the file cannot be read or written.
+        """
+        with self._locked():
+            state = self._read()
+            now = state.round(round_)
+            if now.message not in ("", message):
+                raise PolicyError(
+                    f"round: expected the message that this site was sent for round {round_} before, and the same last "
+                    "turn, found another; start a new run"
+                )
+            others = [other for other in state.rounds if other.number != round_]
+            served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)
+            self._require_written(replace(state, rounds=tuple(served[-_ROUNDS:])))
+
+    def count_score(self, most: int) -> bool:
+        """Counts one score of held-out rows, before it is made; False if `most` were given. Raises StateError."""
+        with self._locked():
+            state = self._read()
+            if state.scores >= most:
+                return False
+            self._require_written(replace(state, scores=state.scores + 1))
+            return True
+
+    @property
+    def scores(self) -> int:
+        """Scores that were counted. Raises StateError."""
+        return self._read().scores
+
+    def _require_written(self, kept: _Kept) -> None:
+        try:
+            self._write(kept)
+        except OSError as error:
+            raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the run's last round was served. Raises StateError."""
+        state = self._read()
+        return bool(state.rounds) and state.rounds[-1].number == state.of - 1
+
+    @property
+    def purged(self) -> bool:
+        """Return whether `forget` was called. Raises StateError."""
+        return self._read().purged
+
+    def forget(self) -> None:
+        """Serves no round of this run again, for its private state is about to go. Raises OSError, StateError."""
+        with self._locked():
+            self._write(replace(self._read(), purged=True))
+
+    def _write(self, kept: _Kept) -> None:
+        rounds = [[entry.number, entry.times, entry.message] for entry in kept.rounds]
+        content = {"rounds": rounds, "of": kept.of, "purged": kept.purged, "scores": kept.scores}
+        write_atomic(self._file, write_checksummed(content))
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "served.json"
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with (self.folder / "served.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _read(self) -> _Kept:
+        if not self._file.exists():
+            return _Kept()
+        try:
+            content = read_checksummed(self._file.read_bytes())
+            rounds = (_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"])
+            return _Kept(tuple(rounds), int(content["of"]), bool(content["purged"]), int(content.get("scores", 0)))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(
+                f"{self._file}: expected the last rounds that were served, found none that can be read "
+                f"({type(error).__name__}); restore it from a backup, or take no further part in this run"
+            ) from None

@@ -1,0 +1,94 @@
+"""Build the trainer that a method gets: the task's trainer inside the wrappers that site and run ask for.
+
+The table lists them from the outermost inward, each with its reason:
+
+| wrapper | when | what it does |
+|---|---|---|
+| NoisyTrainer | `dp.*` | adds noise to the clipped gradients that the site's ledger was charged for |
+| GradientsOnlyTrainer over ChargedGradientSource | a guarantee, no deterministic run | no look at a row uncharged |
+| ExampleCounter | always | counts the rows that all of the above used |
+| BroadcastGuard | always | refuses first weights that the policy does not permit |
+| HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; its rows are not counted |
+| the task's trainer | always | trains on the rows that are not held out |
+
+A deterministic run is not charged, because its seeded noise protects no one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil import rng
+from fedveil.client_app.client_round import ClientRound, LoadedTask, SiteData
+from fedveil.client_app.guards.broadcast_guard import BroadcastGuard
+from fedveil.client_app.guards.example_counter import ExampleCounter
+from fedveil.client_app.state.client_state import open_ledger
+from fedveil.client_app.state.data_sets import ChargedDataset
+from fedveil.contract import held_out_report
+from fedveil.contract.method import RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import Watch
+from fedveil.contract.trainer import Trainer
+from fedveil.privacy.charged_gradients import ChargedGradientSource, GradientsOnlyTrainer
+from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
+from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.training.held_out import HeldOutScoringTrainer
+from fedveil.training.per_example import PerExampleLoss
+
+
+@dataclass(frozen=True)
+class TrainerStack:
+    """The outermost trainer, and the two wrappers that are asked after the training."""
+
+    trainer: Trainer
+    counter: ExampleCounter
+    guard: BroadcastGuard
+
+
+def build_trainer(
+    round_: ClientRound,
+    loaded: LoadedTask,
+    data: SiteData,
+    context: RoundContext,
+    watch: Watch,
+) -> TrainerStack:
+    """Wrap the task's trainer as the table above says, from the last line to the first.
+
+    Raises ConfigError, StateError.
+    """
+
+    def initial() -> Weights:
+        return loaded.task.initial(rng.initial_stream(config.run.seed, "weights"))  # what the run begins with
+
+    assignment, config = round_.assignment, round_.assignment.config
+    trainer: Trainer = loaded.task.trainer(data.split.trained, context.rng("batches"), watch, context.round)
+    if config.evaluate.held_out:
+        trainer = HeldOutScoringTrainer(trainer, data.split.held, lambda: refuse_score(round_, data))
+    guard = BroadcastGuard(trainer, round_.policy, round_.references, initial)
+    counter = ExampleCounter(guard)
+    guarantee = check_guarantee(loaded.exchange.method, config, isinstance(loaded.task, PerExampleLoss))
+    if guarantee is None:
+        return TrainerStack(counter, counter, guard)
+    trainer, rows = counter, counter.rows
+    if not config.run.deterministic:
+        ledger = open_ledger(assignment.site.state_dir, assignment.name, round_.seal)
+        dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
+        records = ledger.names(dataset.records(data.prepared.origins()))
+        rows = ChargedGradientSource(rows, guarantee, round_.policy.budget, ledger, records)
+        trainer = GradientsOnlyTrainer(counter.spec, rows)
+    if dp := DpSgdConfig.from_config(config.dp):
+        trainer = NoisyTrainer(trainer.spec, rows, dp, context)
+    return TrainerStack(trainer, counter, guard)
+
+
+def refuse_score(round_: ClientRound, data: SiteData) -> int:
+    """Return why this site gives no score of held-out rows, a key of `held_out_report.REFUSALS`.
+
+    0: it gives one, and has counted it.
+    """
+    if not round_.policy.max_scores:
+        return held_out_report.NOT_PERMITTED
+    if not data.split.held:
+        return held_out_report.TOO_FEW
+    return 0 if round_.replays.count_score(round_.policy.max_scores) else held_out_report.SPENT

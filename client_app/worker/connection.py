@@ -1,0 +1,167 @@
+"""The client process's connection to one worker: it sends a round's message and receives the upload.
+
+It knows one worker, which the registry has found or started (registry.py), and no file but its socket.
+
+| a worker ... | raises |
+|---|---|
+| answers that the round failed | ClientRoundError with the kind of the error there |
+| has no upload in the instruction's time (stopped, hung, too slow) | RoundOverdueError |
+| ends, or breaks the connection | ConnectionLostError |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from logging import getLogger
+from pathlib import Path
+from typing import IO
+
+import grpc
+
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.worker.owner import OwnerProcess
+from fedveil.client_app.worker.unix_sockets import is_listening, socket_address
+from fedveil.errors import ConfigError, FedVeilError, WorkerError
+from fedveil.wire.chunking import slice_message
+
+NAME = "fedveil.Worker"  # of the gRPC service (service.py)
+CHUNK_BYTES = 1 << 20
+_STOP_SECONDS = 10.0
+_OPTIONS = (("grpc.max_receive_message_length", 4 * CHUNK_BYTES), ("grpc.enable_http_proxy", 0))
+
+log = getLogger("fedveil.link")
+
+
+class ClientRoundError(FedVeilError):
+    """A turn failed in the worker. `kind` is the name of the error there, `trace` the file that has its traceback."""
+
+    def __init__(self, kind: str, text: str, trace: Path | None = None) -> None:
+        super().__init__(text)
+        self.kind, self.trace = kind, trace
+
+
+class RoundOverdueError(ClientRoundError):
+    """A round was not over in the instruction's time; its worker may still be at it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(WorkerError.__name__, deadline_reason(seconds))
+
+
+class ConnectionLostError(FedVeilError):
+    """The connection to a worker broke. The text says when."""
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """A worker: its id, process id, owner, digest of its app, key of its run ("" = a spare), start (epoch seconds)."""
+
+    id: str
+    pid: int
+    owner: OwnerProcess
+    app: str
+    key: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connection to one worker.
+
+    Attributes:
+        worker: whom it is to.
+        socket: that the worker listens on.
+        log: the file that has the tracebacks of its errors.
+    """
+
+    worker: WorkerRecord
+    socket: Path
+    log: Path
+
+    @contextlib.contextmanager
+    def open_channel(self) -> Iterator[grpc.Channel]:
+        """Open a gRPC channel to the worker."""
+        with (
+            socket_address(self.socket) as path,
+            grpc.insecure_channel(f"unix:{path}", options=_OPTIONS) as channel,
+        ):
+            yield channel
+
+    def run_round(self, spool: IO[bytes], assignment: ClientAssignment, end: float) -> list[bytes]:
+        """Run a round in the worker, until the moment `end` of time.monotonic. Return the upload in slices.
+
+        Raises:
+            ClientRoundError: the round failed; RoundOverdueError: it was not over in time.
+            ConnectionLostError: the worker is gone, or breaks the connection.
+        """
+        started, owner = time.monotonic(), (("owner", str(self.worker.owner)),)
+        try:
+            with self.open_channel() as channel:
+                take = channel.stream_stream(f"/{NAME}/Take")
+                left = max(end - started, 0.0)
+                answers = take(_request(spool, self.worker, assignment), metadata=owner, timeout=left)
+                head = json.loads(next(answers))
+                upload = list(slice_message(answers))
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.ABORTED:
+                raise ClientRoundError(**json.loads(error.details()), trace=self.log) from None
+            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise RoundOverdueError(assignment.order.seconds) from None
+            when = f"after {time.monotonic() - started:.1f} s ({error.code().name})"
+            raise ConnectionLostError(when) from None
+        log.info("worker %s: %s", self.worker.pid, head)
+        return upload
+
+    def stop(self, owner: OwnerProcess) -> None:
+        """Ask the worker to end, and wait until it does.
+
+        Raises:
+            ConfigError: another SuperNode still needs it.
+            WorkerError: it is in a turn, or does not end in time.
+        """
+        pid = self.worker.pid
+        try:
+            with self.open_channel() as channel:
+                channel.unary_unary(f"/{NAME}/Stop")(b"", metadata=(("owner", str(owner)),))
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.PERMISSION_DENIED:
+                raise ConfigError(
+                    f"state-dir: expected one SuperNode for site {self.socket.parent.name} here, found process "
+                    f"{self.worker.owner.pid} too; stop it, or give this one another state-dir"
+                ) from None
+            if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                raise WorkerError(
+                    f"worker-memory-mb: expected the worker of another run (process {pid}) to be idle, found it in a "
+                    "turn; wait for that run, or set no bound"
+                ) from None
+            log.info("worker %s, asked to end: %s", pid, error.code().name)
+        if not self.wait_until_gone(_STOP_SECONDS):
+            raise WorkerError(f"worker {pid}: expected it to end within {_STOP_SECONDS:g} s; kill it")
+
+    def wait_until_gone(self, seconds: float) -> bool:
+        """Return whether the worker stops listening within that time."""
+        deadline = time.monotonic() + seconds
+        while is_listening(self.socket):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+def deadline_reason(seconds: float) -> str:
+    """Return the reason why a turn was ended."""
+    return (
+        f"turn: expected an upload within {seconds:g} s, found none; the turn was ended, for the server does not wait "
+        "longer: raise cohort.deadline-seconds, or train less"
+    )
+
+
+def _request(spool: IO[bytes], worker: WorkerRecord, assignment: ClientAssignment) -> Iterator[bytes]:
+    size = spool.seek(0, 2)
+    spool.seek(0)
+    yield json.dumps({"assignment": assignment.to_json(), "key": worker.key, "bytes": size}).encode()
+    while chunk := spool.read(CHUNK_BYTES):
+        yield chunk

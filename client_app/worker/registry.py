@@ -1,0 +1,313 @@
+"""The workers of a site, as files in its state folder. `WorkerRegistry.find_or_start` gives a run its worker.
+
+    <state-dir>/workers/<site>/<id>.sock     the worker's gRPC socket, mode 0600, in folders of mode 0700
+                               <id>.json     its card: its owner, and the run it is for
+                               <id>.noted    its memory, as it notes it while it lives, for who asks what ended it
+                               lock          held by a process that looks for a worker or starts one
+                               worker.log    the log of all workers
+                               turns.jsonl   one line a turn, and one a turn that failed, with the reason
+
+A worker belongs to one SuperNode process, its owner, and ends with it. It refuses messages of another SuperNode. A
+worker without a run (`key` is empty) is a spare: it was started before the first message, or it has finished the last
+round of its run, freed model and rows and kept the libraries. The next run of the same app version takes it.
+
+| found | what happens |
+|---|---|
+| a card whose socket no process listens on (killed, machine restarted) | removed |
+| a worker whose SuperNode is gone | told to end; it would also do so by itself within a second |
+| a worker of another SuperNode that runs | ConfigError: two SuperNodes under one state-dir and site |
+| an idle worker of another run, under a memory bound | told to end first |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fedveil import paths
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.state.client_state import safe_file_name
+from fedveil.client_app.worker.connection import Connection, WorkerRecord
+from fedveil.client_app.worker.owner import OwnerProcess
+from fedveil.client_app.worker.unix_sockets import is_listening
+from fedveil.errors import WorkerError
+from fedveil.models import bundled as tiny
+from fedveil.records import process_exit
+from fedveil.sanitize import sanitize
+
+_START_SECONDS = 60.0
+_KEPT_SECONDS = 3600.0
+_DYING_SECONDS = 2.0
+_REASON_CHARACTERS = 1000
+
+log = logging.getLogger("fedveil.worker")
+
+
+class WorkerDiedError(WorkerError):
+    """A worker ended without a word. `cause` is what the server may know of it."""
+
+    def __init__(self, cause: process_exit.ExitCause, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class WorkerRegistry:
+    """The workers of one site."""
+
+    def __init__(self, state_dir: Path, site: str) -> None:
+        self.path = state_dir.expanduser().absolute() / "workers" / safe_file_name("site", site)
+
+    @property
+    def log(self) -> Path:
+        """The workers' log."""
+        return self.path / "worker.log"
+
+    @property
+    def turns(self) -> Path:
+        """JSON lines, one for each turn, whole or failed."""
+        return self.path / "turns.jsonl"
+
+    def failed(self, what: Mapping[str, Any], reason: str) -> None:
+        """Appends that a turn has failed. The reason is in the log too, so a full disk does not hide it."""
+        line = {"time": time.time(), **what, "failed": sanitize(reason, _REASON_CHARACTERS)}
+        try:
+            with self.turns.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.warning("%s: expected to append a line, found %s; free space", self.turns, error)
+
+    def socket(self, worker: str) -> Path:
+        """The socket of a worker."""
+        return self.path / f"{worker}.sock"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder's lock, which only one process can have."""
+        paths.private_folder(self.path)
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)  # releases the lock
+
+    def living(self) -> list[WorkerRecord]:
+        """Every worker that listens, oldest first. Call it under the lock, for it removes files of dead workers."""
+        records = []
+        for file in self.path.glob("*.json"):
+            try:
+                card = json.loads(file.read_text())
+                records.append(WorkerRecord(**{**card, "owner": OwnerProcess(**card["owner"])}))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                self.forget(file.stem)
+        for card in list(records):
+            if not is_listening(self.socket(card.id)):
+                self._unlist(card.id)  # what it had noted stays until somebody has asked what ended it
+                records.remove(card)
+        for file in self.path.glob("*.noted"):  # of workers that died between two turns, so nobody asks
+            if file.stem not in {card.id for card in records} and time.time() - file.stat().st_mtime > _KEPT_SECONDS:
+                file.unlink(missing_ok=True)
+        return sorted(records, key=lambda card: card.since)
+
+    def write(self, card: WorkerRecord) -> None:
+        """Writes a worker's card, whole or not at all."""
+        self._put(f"{card.id}.json", asdict(card))
+
+    def note(self, worker: str, about: Mapping[str, Any]) -> None:
+        """Writes what a worker says of its memory, in the form of `fedveil.records.process_exit.note_memory`."""
+        self._put(f"{worker}.noted", about)
+
+    def noted(self, worker: str) -> dict[str, Any]:
+        """Return and remove a worker's last note; {} if it left none, because it ended normally or at once."""
+        file = self.path / f"{worker}.noted"
+        try:
+            about = json.loads(file.read_text())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        finally:
+            file.unlink(missing_ok=True)
+        return about if isinstance(about, dict) else {}
+
+    def _put(self, name: str, content: Mapping[str, Any]) -> None:
+        partial = self.path / f".{name}.part"
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps(content))
+        partial.replace(self.path / name)
+
+    def forget(self, worker: str) -> None:
+        """Removes a worker's files."""
+        self._unlist(worker)
+        for name in (f"{worker}.noted", f".{worker}.noted.part"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def _unlist(self, worker: str) -> None:
+        for file in (self.path / f"{worker}.json", self.socket(worker)):
+            file.unlink(missing_ok=True)
+
+    def kill(self, card: WorkerRecord) -> None:
+        """Kills a worker that does not answer, and removes its files."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(card.pid)
+            if card.id in process.cmdline():  # another process may have the number by now
+                process.kill()
+        self.forget(card.id)
+
+    def adopt(self, card: WorkerRecord, key: str) -> WorkerRecord:
+        """Gives a worker to the run `key`, or makes it a spare with ""."""
+        card = replace(card, key=key)
+        self.write(card)
+        return card
+
+    def connect(self, worker: WorkerRecord) -> Connection:
+        """Return a connection to a worker; it is opened by its calls."""
+        return Connection(worker, self.socket(worker.id), self.log)
+
+    def find_or_start(self, assignment: ClientAssignment, owner: OwnerProcess, root: Path | None = None) -> Connection:
+        """Return a connection to the worker for a run: the run's own, or else a spare, or else a new one.
+
+        Raises:
+            ConfigError: this site's worker belongs to another SuperNode that runs.
+            WorkerError: a worker that has to end is in a turn or does not end, or the new one does not start.
+        """
+        key = run_key(assignment, root)
+        with self.locked():
+            workers = self.living()
+            for worker in [worker for worker in workers if not worker.owner.is_(owner)]:
+                self.connect(worker).stop(owner)
+                workers.remove(worker)
+            for worker in workers:
+                if worker.key == key:
+                    return self.connect(worker)
+            app = app_digest(root)
+            for worker in workers:
+                if not worker.key and worker.app == app:
+                    return self.connect(self.adopt(worker, key))
+            if assignment.site.worker_memory_mb:
+                for worker in workers:
+                    self.connect(worker).stop(owner)
+            return self.connect(self.start(assignment.site, owner, key, root))
+
+    def explain_loss(self, connection: Connection, when: str) -> WorkerError:
+        """Return why there is no upload of a worker whose connection broke: what ended it, if it has ended."""
+        worker = connection.worker
+        expected, where = f"worker {worker.pid}: expected an upload, found it", f"its log is {self.log}"
+        # A killed process closes its sockets one by one, and the one that it listens on may be the last.
+        if not connection.wait_until_gone(_DYING_SECONDS):
+            return WorkerError(f"{expected} still there {when}; {where}")
+        code, about = _exit_code(worker.pid), self.noted(worker.id)
+        if code in (None, -signal.SIGKILL):
+            cause = process_exit.exit_cause(about)
+            words = process_exit.describe_ending(about, process_exit.LOWER_AT_SITE)
+        else:
+            cause, words = process_exit.ExitCause.OTHER, "it was not killed for want of memory"
+        ended = "" if code is None else f"{signal.Signals(-code).name if code < 0 else f'exit code {code}'}: "
+        return WorkerDiedError(cause, f"{expected} gone {when}: {ended}{words}; {where}")
+
+    def start(
+        self,
+        site: SiteConfig,
+        whose: OwnerProcess,
+        key: str,
+        root: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> WorkerRecord:
+        """Starts a worker on the app in folder `root`. Returns once it listens; a spare then imports its libraries.
+
+        Raises:
+            WorkerDiedError: the worker ended.
+            WorkerError: it does not listen in time.
+        """
+        worker, before = secrets.token_hex(4), process_exit.note_memory()
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "fedveil.client_app.worker.worker_main",
+            "--folder",
+            str(self.path),
+            "--id",
+            worker,
+        ]
+        command += ["--owner", str(whose), "--idle-seconds", str(site.worker_idle_seconds)]
+        command += ["--memory-mb", str(site.worker_memory_mb), *([] if key else ["--preload"])]
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(descriptor, "ab") as output:
+            env = {**(os.environ if env is None else env), "PYTHONPATH": str(root or paths.import_root())}
+            # Flower's processes have a lower one, which would slow training. With none, freed weights and gradients
+            # stay in the heap, in holes.
+            env["MALLOC_MMAP_THRESHOLD_"] = str(4 << 20)
+            started = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
+            )
+        card = WorkerRecord(worker, started.pid, whose, app_digest(root), key, time.time())
+        deadline = time.monotonic() + _START_SECONDS
+        while not is_listening(self.socket(worker)):
+            if (code := started.poll()) is not None:
+                self.forget(worker)
+                cause, lower = process_exit.child_exit_cause(code, before)
+                problem = f"found that it ended with exit code {code}{lower}"
+                raise WorkerDiedError(cause, f"worker: expected it to start, {problem}; see {self.log}")
+            if time.monotonic() > deadline:
+                started.kill()
+                self.forget(worker)
+                raise WorkerError(
+                    f"worker: expected it to start within {_START_SECONDS:g} s, found none that listens; see {self.log}"
+                )
+            time.sleep(0.02)
+        self.write(card)
+        return card
+
+
+def app_digest(root: Path | None = None) -> str:
+    """16 hex digits of the code that a worker would run; equal in a checkout, a bundle and a wheel."""
+    h = hashlib.blake2b(digest_size=8)
+    for name, file in paths.app_sources(root).items():
+        content = file.read_bytes()
+        h.update(f"{name} {len(content)}\n".encode() + content)
+    return h.hexdigest()
+
+
+def run_key(assignment: ClientAssignment, root: Path | None = None) -> str:
+    """Return 16 hex digits of all that a worker is made for: app, run, method, task, training, model, data, devices."""
+    config, site = assignment.config, assignment.site
+    bundled = tiny.bundled_folder(config.task.name) if config.task.model == "tiny" else None
+    model = bundled or Path(config.task.model).expanduser()
+    files = sorted(model.iterdir()) if model.is_dir() else []
+    base = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    made_for = [
+        app_digest(root), assignment.order.run, assignment.order.method, assignment.order.fields,
+        config.task.model_dump(), config.train.model_dump(), config.run.seed, config.run.deterministic, base,
+        assignment.data, site.device, site.processes, site.shard_base,
+        site.partition_id, site.num_partitions,
+    ]  # fmt: skip
+    return hashlib.blake2b(json.dumps(made_for).encode(), digest_size=8).hexdigest()
+
+
+def _exit_code(pid: int) -> int | None:
+    """Return the exit code of a process that ends, or minus its signal; None where another process is its parent."""
+    deadline = time.monotonic() + _DYING_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    return None

@@ -1,0 +1,88 @@
+"""A round of this site in its worker: find or start the worker, send it the message, return the upload.
+
+A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn is repeated from the same private
+state, which the order names (fedveil/client_app/state/client_state.py). What ended it is found out from its exit
+signal, if it was started here, and from what it noted of its memory; the site's log and its record of turns say it.
+
+| a worker ... | what happens |
+|---|---|
+| ends before it listens | a second one is started |
+| ends in the turn, or while it replies | a second one is started and gets the message again |
+| ends a second time | WorkerDiedError with what ended it |
+| answers that the turn failed | ClientRoundError with the kind of the error; the turn is not repeated |
+| has no upload in the order's time (stopped, hung, too slow) | it is killed, and RoundOverdueError; the turn is not
+  repeated |
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable
+from logging import getLogger
+from pathlib import Path
+from typing import IO
+
+from fedveil import paths
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.worker.connection import ConnectionLostError, RoundOverdueError
+from fedveil.client_app.worker.owner import OwnerProcess
+from fedveil.client_app.worker.registry import WorkerRegistry
+from fedveil.errors import StateError, WorkerError
+from fedveil.wire.chunking import SLICE_BYTES
+
+_TRIES = 2
+_IN_MEMORY_BYTES = 8 * SLICE_BYTES  # a longer message waits on disk while the worker trains
+
+log = getLogger("fedveil.link")
+
+
+def run_round_in_worker(
+    message: Iterable[bytes], assignment: ClientAssignment, owner: OwnerProcess, root: Path | None = None
+) -> list[bytes]:
+    """Run this site's round in its worker. Return the upload in slices.
+
+    Raises:
+        ClientRoundError: the turn failed; RoundOverdueError: it was not over in the order's time.
+        WorkerDiedError: the worker ended twice.
+        WorkerError: it did not start in time, or not end when it had to.
+        ConfigError: this site's worker belongs to another SuperNode that runs.
+    """
+    end = time.monotonic() + assignment.order.seconds
+    registry = WorkerRegistry(assignment.site.state_dir, assignment.name)
+    paths.private_folder(registry.path)
+    with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, "w+b", dir=str(registry.path)) as spool:
+        try:
+            spool.writelines(message)
+        except OSError as error:
+            raise StateError(f"{registry.path}: expected to keep the message, found {error}; free space") from error
+        for left in reversed(range(_TRIES)):
+            try:
+                upload = _run_once(registry, spool, assignment, owner, root, end)
+                break
+            except WorkerError as error:
+                log.warning("%s", error)
+                registry.failed(assignment.described(), str(error))
+                if not left:
+                    raise
+    return upload
+
+
+def _run_once(
+    registry: WorkerRegistry,
+    spool: IO[bytes],
+    assignment: ClientAssignment,
+    owner: OwnerProcess,
+    root: Path | None,
+    end: float,
+) -> list[bytes]:
+    """Run the round in one worker. Raise WorkerError if the worker is gone, ClientRoundError as the caller does."""
+    connection = registry.find_or_start(assignment, owner, root)
+    try:
+        return connection.run_round(spool, assignment, end)
+    except RoundOverdueError as error:
+        registry.kill(connection.worker)
+        registry.failed(assignment.described(), str(error))
+        raise
+    except ConnectionLostError as error:
+        raise registry.explain_loss(connection, str(error)) from None

@@ -1,1 +1,0 @@
-"""For whoever operates a federation: provision, members, app, bundle."""

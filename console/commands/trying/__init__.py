@@ -1,1 +1,0 @@
-"""To try and to measure: demo, bench, methods."""

@@ -1,1 +1,0 @@
-"""What provisioning makes: keys, kits, compose files, checks."""

@@ -1,0 +1,85 @@
+"""Folders that other programs load: PEFT's form of an adapter, transformers' form of a whole model.
+
+| adapter | files | who loads them |
+|---|---|---|
+| `LoraAdapter`, `HadamardLoraAdapter`, `ResidualLoraAdapter` | adapter_config.json, adapter_model.safetensors | PEFT:
+  `from_pretrained` |
+| `PrefixAdapter` without cells | the same | the same |
+| `AllWeightsAdapter` | config.json, model.safetensors, tokenizer or processor | transformers: `from_pretrained(folder)`
+  |
+| `PromptAdapter`, `PrefixAdapter` with cells | adapter.json, adapter.safetensors |
+  `fedveil.adapters.load.load_adapter(folder, model)` |
+
+Nothing of it is a pickle. Names in PEFT's files are those of its own `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedveil.contract.adapter import Adapter, AttachedModel
+
+CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"  # of our own form
+PEFT_WEIGHTS = "adapter_model.safetensors"
+
+
+def adapter_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes tensors as transformers and PEFT do: safetensors that say that they are PyTorch's."""
+    from safetensors.torch import save_file
+
+    plain = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(plain, file, metadata={"format": "pt"})
+
+
+def write_native(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor], base: str) -> None:
+    """Writes what no other program has a form for: the adapter's fields and its tensors under their own names."""
+    content = {"base": base, "adapter": dataclasses.asdict(adapter)}  # type: ignore[call-overload]
+    (folder / CONFIG).write_text(json.dumps(content, indent=1))
+    adapter_tensors(folder / WEIGHTS, weights)
+
+
+def adapter_metadata(attached: AttachedModel) -> dict[str, Any]:
+    """Return the entries about the model that every PEFT config contains."""
+    model = attached.model
+    if model.can_generate():
+        return {"base_model_name_or_path": attached.base, "task_type": "CAUSAL_LM", "inference_mode": True}
+    kind = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    return {"base_model_name_or_path": attached.base, "auto_mapping": kind, "inference_mode": True}
+
+
+def target_modules(model: Any, chosen: Collection[str]) -> list[str]:
+    """`target_modules` that name these modules of the model and no other ones, as short as PEFT's users write them.
+
+    That is the last part of their names, unless another module of the model ends with it: then whole names.
+    """
+    last = {name.rpartition(".")[2] for name in chosen}
+    within = tuple(f"{name}." for name in chosen)
+    for name, _ in model.named_modules():
+        if name not in chosen and name.rpartition(".")[2] in last and not name.startswith(within):
+            return sorted(chosen)
+    return sorted(last)
+
+
+def write_merged(folder: Path, attached: AttachedModel) -> None:
+    """Writes the model as it is, by transformers' own `save_pretrained`, with its tokenizer or processor."""
+    from transformers import GenerationConfig
+
+    model, processor = attached.model, attached.processor
+    original_config = model.generation_config if model.can_generate() else None
+    if original_config is not None:
+        # A task takes the base's own one away, which may sample; the end token is the one that training taught.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+        model.generation_config.eos_token_id = getattr(processor, "tokenizer", processor).eos_token_id
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if original_config is not None:
+            model.generation_config = original_config
+    if processor is not None:
+        processor.save_pretrained(folder)

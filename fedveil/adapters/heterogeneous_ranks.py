@@ -1,0 +1,133 @@
+"""Ranks by site: a site trains and sends only the first rows of A and columns of B of each LoRA pair.
+
+The run config gives each site a rank, from 1 to the adapter's. All sites have tensors of the adapter's shapes.
+Entries beyond a site's rank are zero and stay zero, which is equivalent to pairs of that rank. This saves upload
+bytes but no computation. A site cannot choose its rank: the server refuses an upload of another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedveil.adapters.lora import LoraAdapter
+from fedveil.adapters.residual_lora import ResidualLoraAdapter
+from fedveil.contract.codec import QuantizedTensor
+from fedveil.contract.layout import Payload, WireField
+from fedveil.contract.param_spec import Spec
+from fedveil.errors import ConfigError, WireError
+from fedveil.ops.lora_algebra import factor_modules, factor_name
+from fedveil.ops.weight_averaging import WeightAveragingMethod
+from fedveil.sanitize import sanitize
+
+Ranks = Mapping[str, int]
+T = TypeVar("T")
+
+
+def check_ranks(ranks: Ranks, most: int) -> None:
+    """Raises ConfigError for a rank that is below 1 or above the adapter's."""
+    for site, rank in ranks.items():
+        if not 1 <= rank <= most:
+            raise ConfigError(
+                f"ranks.{sanitize(site, 80)}: expected an integer from 1 to adapter.rank, {most}, found {rank}"
+            )
+
+
+def rank_of_site(ranks: Ranks, site: str, most: int) -> int:
+    """A site's rank: the adapter's, where the run names no other."""
+    return ranks.get(site, most)
+
+
+def rows_beyond(spec: Spec | Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """True for what a site of this rank does not train (`Trainer.train`'s `frozen`); nothing where it trains all."""
+    masks: dict[str, Tensor] = {}
+    for name, tensor in spec.items():
+        side = factor_name(name)
+        rows = torch.arange(tensor.shape[0 if side == "A" else 1]) >= rank
+        if bool(rows.any()):
+            masks[name] = rows[:, None] if side == "A" else rows[None]
+    return masks
+
+
+def cut_to_rank(factors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The first rows of A and columns of B."""
+    return {name: w[:rank] if factor_name(name) == "A" else w[:, :rank] for name, w in factors.items()}
+
+
+def pad_to_rank(factors: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
+    """The factors in the spec's shapes, with zeros beyond their rank."""
+    padded_factors: dict[str, Tensor] = {}
+    for name, w in factors.items():
+        whole = w.new_zeros(spec[name].shape)
+        whole[: w.shape[0], : w.shape[1]] = w
+        padded_factors[name] = whole
+    return padded_factors
+
+
+def rank_fields(up: tuple[WireField, ...], ranks: Ranks) -> tuple[WireField, ...]:
+    """Fields of an upload whose inner width is the site's; as they are where all sites have one rank."""
+    return tuple(map(_open, up)) if ranks else up
+
+
+def _open(field: WireField) -> WireField:
+    a, b = field.largest
+    return replace(field, shape=(None, b) if factor_name(field.name) == "A" else (a, None), most=(a, b))
+
+
+def check_upload(payload: Payload, ranks: Ranks, site: str, most: int) -> None:
+    """Raises WireError unless every factor of an upload has the rank that the run gives this site.
+
+    Where no site is named: one rank for all factors, from 1 to the adapter's.
+    """
+    shapes = {name: _shape(value) for name, value in payload.fields.items()}
+    first = f"{factor_modules(shapes)[0]}.lora_A"
+    wanted = rank_of_site(ranks, site, most) if site else shapes[first][0]
+    for name, shape in shapes.items():
+        factor_rank = shape[0 if factor_name(name) == "A" else 1]
+        if factor_rank != wanted or not 1 <= factor_rank <= most:
+            whose = f"the rank of site {sanitize(site, 80)}" if site else f"one rank for all factors, 1 to {most}"
+            raise WireError(f"{name}: expected rank {wanted}, {whose}, found {factor_rank}; see ranks in method.params")
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    tensor = value.codes if isinstance(value, QuantizedTensor) else value
+    if not isinstance(tensor, Tensor):
+        raise WireError(f"upload: expected factors, found {type(tensor).__name__}")
+    return tuple(tensor.shape)
+
+
+class HeterogeneousRankMethod(WeightAveragingMethod):
+    """A method whose sites send LoRA factors of ranks of their own.
+
+    Attributes:
+        ranks: of sites by name, from 1 to the adapter's rank, which all other sites have.
+        adapter: LoRA, of the largest rank.
+    """
+
+    ranks: Ranks
+    adapter: LoraAdapter | ResidualLoraAdapter
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranks(self.ranks, self.adapter.rank)
+
+    @property
+    def has_partial_uploads(self) -> bool:
+        """Return whether ranks differ: what lies beyond the other sites' ranks may be of one site."""
+        return any(rank < self.adapter.rank for rank in self.ranks.values())
+
+    def rank_of(self, site: str) -> int:
+        """Return a site's rank."""
+        return rank_of_site(self.ranks, site, self.adapter.rank)
+
+    def check(self, payload: Payload, spec: Spec) -> None:
+        """Raises WireError unless all factors have one rank that some site may have."""
+        check_upload(payload, self.ranks, "", self.adapter.rank)
+
+    def check_site(self, payload: Payload, spec: Spec, site: str) -> None:
+        """Raises WireError unless it is the site's own rank."""
+        check_upload(payload, self.ranks, site, self.adapter.rank)

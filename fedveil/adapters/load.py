@@ -1,0 +1,90 @@
+"""Loads adapters that no other program has a form for: prompts before class names, prefixes of a proxy.
+
+    adapter, trained = load_adapter(Path("runs/x/final"), model)
+
+`model` is the base, by transformers' own `from_pretrained`. A prefix is in it from then on; of a prompt,
+`fedveil.models.clip.class_features` makes the classes' texts. What PEFT loads, PEFT loads.
+
+The files may be anybody's. They are bounded by what the model can take, and hold no pickle.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+from typing_extensions import TypedDict
+
+from fedveil.adapters.adapter_types import AnyAdapter
+from fedveil.adapters.export import CONFIG, WEIGHTS
+from fedveil.contract.adapter import Adapter
+from fedveil.errors import ConfigError, StateError
+from fedveil.sanitize import sanitize
+
+_CONFIG_BYTES = 1 << 16
+_HEADER_BYTES = 1 << 22
+
+
+class _Content(TypedDict):
+    base: str
+    adapter: AnyAdapter
+
+
+def load_adapter(folder: Path, model: Any) -> tuple[Adapter, dict[str, nn.Parameter]]:
+    """Attaches to `model`, in place, what a run wrote to `folder`. Returns the adapter and its tensors by name.
+
+    Raises:
+        StateError: there is no such adapter, or its files are not those of one, or not of this model's sizes.
+        ConfigError: the model has no place for it.
+    """
+    adapter, file = _adapter(folder), folder / WEIGHTS
+    size = file.stat().st_size if file.is_file() else 0
+    if adapter.positions * 4 > size:
+        raise _bad(file, f"tensors of {adapter.positions} positions", f"{size} bytes")
+    trained = adapter.attach(model)
+    wanted = sum(p.numel() for p in trained.values()) * 8 + _HEADER_BYTES
+    if size > wanted:
+        raise _bad(file, f"at most {wanted} bytes", f"{size}")
+    _put(file, trained)
+    return adapter, trained
+
+
+def _adapter(folder: Path) -> Adapter:
+    file = folder / CONFIG
+    if not file.is_file():
+        hint = "; PEFT loads this one" if (folder / "adapter_config.json").is_file() else ""
+        raise StateError(
+            f"{folder}: expected {CONFIG} of an adapter, found none{hint}; name the folder final/ of a run"
+        )
+    with file.open("rb") as lines:
+        data = lines.read(_CONFIG_BYTES + 1)
+    if len(data) > _CONFIG_BYTES:
+        raise _bad(file, f"at most {_CONFIG_BYTES} bytes", "more")
+    try:
+        return TypeAdapter(_Content).validate_json(data)["adapter"]
+    except (ValidationError, ConfigError, RecursionError) as error:
+        raise _bad(file, "a base and the fields of an adapter", sanitize(error, 200)) from None
+
+
+@torch.no_grad()
+def _put(file: Path, trained: dict[str, nn.Parameter]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise _bad(file, "tensors", sanitize(error, 200)) from None
+    shapes = {name: tuple(p.shape) for name, p in trained.items()}
+    if {name: tuple(t.shape) for name, t in tensors.items()} != shapes:
+        names = ", ".join(f"{sanitize(name, 80)} {tuple(t.shape)}" for name, t in list(tensors.items())[:3])
+        raise _bad(file, f"the model's {len(shapes)} tensors in its shapes", names or "none")
+    for name, parameter in trained.items():
+        parameter.copy_(tensors[name])
+
+
+def _bad(file: Path, expected: str, found: str) -> StateError:
+    return StateError(f"{file}: expected {expected}, found {found}; take the base that the run had, or its folder anew")

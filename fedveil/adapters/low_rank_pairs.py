@@ -1,0 +1,211 @@
+"""Fields and initial draw shared by all adapters that train low-rank pairs."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import BeforeValidator
+from torch import Tensor, nn
+from typing_extensions import override
+
+from fedveil.adapters import export
+from fedveil.contract.adapter import Adapter, AttachedModel, Mount
+from fedveil.contract.param_spec import ParamSpec, Spec, Weights
+from fedveil.errors import ConfigError
+from fedveil.rng import RandomStream
+
+_WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out): of the example
+
+
+def _pattern(given: object) -> object:
+    """A list of names as PEFT takes it (a module of that name, or whose last parts are) as a regular expression."""
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
+        return given  # text, or something that the type refuses
+    return rf"(.*\.)?({'|'.join(map(re.escape, given))})"
+
+
+@dataclass(frozen=True)
+class LowRankPairsAdapter(Adapter):
+    """The fields of every adapter of low-rank pairs. Abstract: no `kind`."""
+
+    mount: ClassVar[Mount] = "layers"
+    rank: int = 8
+    alpha: float | None = None
+    targets: Annotated[str, BeforeValidator(_pattern)] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"adapter.rank: expected an integer of at least 1, found {self.rank}")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ConfigError(f"adapter.alpha: expected a number above 0, found {self.alpha}")
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    @abstractmethod
+    def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
+        """One pair `<module>.lora_A`, `<module>.lora_B` a layer, with the same change of the layer's weight."""
+
+    @override
+    def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
+        """PEFT's folder of a LoRA adapter."""
+        from peft import LoraConfig
+        from transformers.pytorch_utils import Conv1D
+
+        fields, factors = self.as_lora(weights)
+        inside = {module: _whole_name(attached, module) for module in target_modules(factors)}
+        LoraConfig(
+            **fields.for_peft(),
+            target_modules=export.target_modules(attached.model, inside.values()),
+            fan_in_fan_out=any(isinstance(m, Conv1D) for m in attached.model.modules()),
+            **export.adapter_metadata(attached),
+        ).save_pretrained(str(folder))
+        named = {f"{inside[module]}.{factor}": name for name in factors for module, _, factor in [name.rpartition(".")]}
+        stored = {f"base_model.model.{name}.weight": factors[ours] for name, ours in named.items()}
+        export.adapter_tensors(folder / export.PEFT_WEIGHTS, stored)
+
+    @override
+    @torch.no_grad()
+    def merge(self, plain: AttachedModel, weights: Weights) -> None:
+        """W <- W + scale * B A, for every layer."""
+        from transformers.pytorch_utils import Conv1D
+
+        fields, factors = self.as_lora(weights)
+        for module in target_modules(factors):
+            own = plain.names.get(f"{module}.weight")
+            if own is None:
+                raise ConfigError(
+                    f"adapter.targets: expected layers with weights of their own, found {module}, whose weight another "
+                    "layer has too; load final/ beside the base"
+                )
+            layer = plain.model.get_submodule(own.removesuffix(".weight"))
+            change = fields.scale * (factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"])
+            layer.weight += (change.T if isinstance(layer, Conv1D) else change).to(layer.weight.device)
+
+
+@dataclass(frozen=True)
+class LoraFields:
+    """The LoRA settings that PEFT needs, under PEFT's own names."""
+
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank, or alpha / sqrt(rank)."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def for_peft(self) -> dict[str, Any]:
+        """Arguments of `peft.LoraConfig`. A whole alpha is an integer, as other programs want it."""
+        alpha = int(self.alpha) if float(self.alpha).is_integer() else self.alpha
+        given = {"r": self.rank, "lora_alpha": alpha, "use_rslora": self.rslora, "lora_dropout": self.dropout}
+        return {**given, "bias": "none"}
+
+
+def target_modules(factors: Mapping[str, Tensor]) -> list[str]:
+    """The layers that have a pair, in the order of the factors."""
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in factors))
+
+
+def _whole_name(attached: AttachedModel, module: str) -> str:
+    """The name of a layer in the whole model, from the place of its factor there."""
+    return attached.names[f"{module}.lora_A"].rpartition(".lora_A")[0]
+
+
+def draw_pairs(
+    shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, private_b_std: float = 0.0
+) -> dict[str, Tensor]:
+    """Factors under the names of `shapes`: every A uniform within 1/sqrt(d_in), every B zero.
+
+    A private B is zero too, unless `private_b_std`, the standard deviation of its entries, is above 0.
+    """
+    generator = rng.torch_generator()
+    factors = {name: torch.zeros(shapes[name]) for name in sorted(shapes)}
+    for name, tensor in factors.items():
+        if name.endswith((".lora_A", ".private_A")):
+            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+        elif name.endswith(".private_B") and private_b_std:
+            tensor.normal_(std=private_b_std, generator=generator)
+    return {name: factors[name] for name in shapes}
+
+
+def example_weights(rank: int, pairs: tuple[str, ...]) -> Spec:
+    """Three layers of unequal widths, so that a method which shares the top two keeps one to itself."""
+    return {
+        f"{module}.{pair}_{side}": ParamSpec((rank, d_in) if side == "A" else (d_out, rank))
+        for module, (d_in, d_out) in _WIDTHS.items()
+        for pair in pairs
+        for side in "AB"
+    }
+
+
+def explain_unfit(targets: str, reason: str) -> ConfigError:
+    """The error for targets that match no linear layer."""
+    return ConfigError(
+        f'adapter.targets: expected "all-linear" or a regular expression over the names of linear layers, '
+        f'found "{targets}" ({reason})'
+    )
+
+
+def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
+    """The layers that PEFT would choose, by name."""
+    from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
+
+    linear = (nn.Linear, Conv1D)
+    modules: dict[str, nn.Module]
+    if targets == "all-linear":
+        head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        modules = {name: m for name, m in model.named_modules() if isinstance(m, linear) and m is not head}
+    else:
+        try:
+            modules = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
+        except re.error as error:
+            raise explain_unfit(targets, f"no regular expression: {error}") from None
+    other = [name for name, m in modules.items() if not isinstance(m, linear)]
+    if other or not modules:
+        raise explain_unfit(targets, f"{other[0]} is no linear layer" if other else "no module has such a name")
+    return modules
+
+
+def layer_widths(layer: nn.Module) -> tuple[int, int]:
+    """(d_in, d_out)."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    d_in, d_out = layer.weight.shape  # type: ignore[misc]  # Conv1D
+    return int(d_in), int(d_out)
+
+
+class LowRankLinear(nn.Module):
+    """A frozen linear layer and its pair, fp32 whatever the layer is.
+
+    Attributes:
+        base_layer: the frozen layer.
+        lora_A, lora_B: the pair that is exchanged, r x d_in and d_out x r.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter: LowRankPairsAdapter) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self._scale = adapter.scale
+        # Zeros: a task puts its weights in before anything is computed.
+        d_in, d_out = layer_widths(base_layer)
+        self.lora_A = nn.Parameter(torch.zeros(adapter.rank, d_in, device=self.weight.device))
+        self.lora_B = nn.Parameter(torch.zeros(d_out, adapter.rank, device=self.weight.device))
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight: some models look at its dtype."""
+        weight: Tensor = self.base_layer.weight  # type: ignore[assignment]
+        return weight

@@ -1,0 +1,203 @@
+"""PRIVACY.md: the card in words. All of it follows from the card's data, so equal cards have equal pages.
+
+What stands in a card may be anybody's text. No character of it is markup on the page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fedveil.cards.card import (
+    AttackEntry,
+    AttackScore,
+    Epsilon,
+    PrivacyCard,
+    PrivacyGuaranteeEntry,
+    SentMessages,
+    SiteCost,
+    SiteTraffic,
+)
+from fedveil.sanitize import sanitize
+
+NOT_MEASURED = (
+    "Not measured: no attack had been run on this run when this card was written, so nothing is claimed of what "
+    "attacks would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then writes the card anew."
+)
+BY_SITE = (
+    "All messages by site: these, refused uploads, and the keys and shares of secure aggregation. A site's own log may "
+    "have more: an answer that came too late, or that the server needed no more, and those of an attempt that the "
+    "server did not live to record."
+)
+_MARKUP = re.compile(r"([\\`*_\[\]#|~$@])|(?<=www)(\.)|(:)(?=//)|^([-+=])|^(\d{1,9}[.)])(?=\s|$)")
+_LONGEST = 4200
+
+
+def plain_text(value: object) -> str:
+    """Text that Markdown and HTML show as it is, on one line."""
+    text = _MARKUP.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", sanitize(value, _LONGEST))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def card_page(card: PrivacyCard) -> str:
+    """The whole page."""
+    run = card.run
+    parts = [
+        f"# Privacy card: {plain_text(run.name)}",
+        f"Method {plain_text(run.method)} (version {run.version}), task {plain_text(run.task)}, "
+        f"base {plain_text(run.base) or '?'}, "
+        f"{run.rounds} rounds, resumed {run.resumed} times; started {plain_text(run.started) or '?'}, card of "
+        f"{plain_text(run.written)}. The same as data: `privacy.json`.",
+        "## Guarantee",
+        *_guarantee(card.guarantee),
+        "## Who saw what, and was trusted with what",
+        *_parties(card),
+        "## What was sent",
+        *_sent(card.sent, card.traffic),
+        "## What attacks found",
+        *_attacks(card),
+        "## What is not protected",
+        markdown_list(card.not_protected),
+        "## Stated by people",
+        *_stated(card),
+        "## What it was made from",
+        *_made_from(card),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; the head is ours, the cells are anybody's."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(map(plain_text, row)) + " |" for row in rows)])
+
+
+def markdown_list(items: Iterable[object]) -> str:
+    """A list."""
+    return "\n".join(f"- {plain_text(item)}" for item in items)
+
+
+def format_epsilon(value: Epsilon) -> str:
+    """With four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def _guarantee(of: PrivacyGuaranteeEntry) -> list[str]:
+    blocks = [f"**{plain_text(of.says)}**"]
+    if not of.relation:
+        return blocks
+    rows: list[tuple[str, object]] = [
+        ("unit", of.unit),
+        ("relation of neighbouring data sets", of.relation),
+        ("epsilon of what was done, at most", format_epsilon(of.epsilon)),
+        ("delta", "" if of.delta is None else f"{of.delta:g}"),
+        ("nominal epsilon, which is not kept", "none" if of.nominal is None else f"{of.nominal:g}"),
+        ("most that a site's ledger lets a row be charged", format_epsilon(of.allowed)),
+        ("where the noise is added", of.model),
+        ("mechanism", of.mechanism),
+        ("accountant", of.accountant),
+    ]
+    blocks.append(markdown_table(["", ""], rows))
+    head = ["site", "rows", "participations", "steps in each", "epsilon, at most", "against all others", "mu (GDP)"]
+    blocks.append(markdown_table(head, map(_site, of.sites)))
+    blocks += [markdown_list(f"{site.site}: {site.unknown}" for site in of.sites if site.unknown)]
+    return [part for part in [*blocks, "It rests on this:", markdown_list(of.assumptions)] if part]
+
+
+def _site(site: SiteCost) -> list[object]:
+    if site.unknown:
+        return [site.site, "?", "?", "?", "not known", "", ""]
+    mu = "not stated" if site.mu is None else f"{site.mu:.4g}"
+    mu += f" (down to delta {site.mu_down_to:g})" if site.mu_down_to else ""
+    against_all = "" if site.against_all is None else format_epsilon(site.against_all)
+    return [site.site, site.rows, site.participations, site.steps, format_epsilon(site.epsilon), against_all, mu]
+
+
+def _parties(card: PrivacyCard) -> list[str]:
+    blocks = []
+    for party in card.parties:
+        blocks += [f"### {plain_text(party.who)}", markdown_list(party.saw)]
+        blocks += ["Trusted with:", markdown_list(party.trusted)] if party.trusted else ["Trusted with nothing."]
+    return blocks
+
+
+def _sent(sent: Sequence[SentMessages], traffic: Sequence[SiteTraffic]) -> list[str]:
+    if not sent and not traffic:
+        return ["No message was exchanged."]
+    head = ["direction", "variant", "tensors", "messages by site", "bytes", "of these, tensors"]
+    rows = [
+        [
+            "site to server" if kind.direction == "up" else "server to site", kind.variant or "the only one",
+            len(kind.fields), ", ".join(f"{site}: {count}" for site, count in kind.sites.items()), kind.bytes,
+            kind.payload,
+        ]
+        for kind in sent
+    ]  # fmt: skip
+    blocks = [
+        markdown_table(head, rows),
+        "Every field with its codec, shape and bytes stands in `privacy.json`, under `sent`.",
+    ]
+    of_sites = [[s.site, s.up, s.up_bytes, s.down, s.down_bytes] for s in traffic]
+    return [
+        *blocks,
+        BY_SITE,
+        markdown_table(["site", "messages up", "bytes up", "messages down", "bytes down"], of_sites),
+    ]
+
+
+def _attacks(card: PrivacyCard) -> list[str]:
+    if not card.audited.measured:
+        return [NOT_MEASURED]
+    blocks = ["AUROC 0.5 is guessing; intervals of 95 %. An attack counts only where both kinds of controls hold."]
+    for attack in card.audited.attacks:
+        holds = "its controls hold" if attack.usable else "NOT usable: a control fails or is missing"
+        blocks += [f"### {plain_text(attack.name)}: {holds}", plain_text(attack.why)]
+        head = ["", "model", "AUROC", "TPR at 0.1 % FPR", "epsilon at least", "rows", "verdict"]
+        blocks.append(markdown_table(head, _scores(attack)))
+    return [*blocks, markdown_list(card.audited.notes)]
+
+
+def _scores(attack: AttackEntry) -> list[list[object]]:
+    groups: tuple[tuple[str, list[AttackScore]], ...] = (
+        ("the run", attack.run), ("control to win", attack.to_win), ("control to lose", attack.to_lose),
+    )  # fmt: skip
+    return [
+        [
+            what, s.model, "{:.3f} [{:.3f}, {:.3f}]".format(*s.auroc), "{:.3f} [{:.3f}, {:.3f}]".format(*s.tpr_at_01),
+            f"{s.epsilon_at_least:.2f}", f"{s.members} / {s.non_members}", s.verdict,
+        ]
+        for what, scores in groups
+        for s in scores
+    ]  # fmt: skip
+
+
+def _stated(card: PrivacyCard) -> list[str]:
+    of = card.stated
+    rows = [
+        ("who answers for the run", of.curator),
+        ("what the model is for", of.use),
+        ("why this epsilon, delta and unit", of.why_epsilon),
+        ("license of the model", of.license),
+        *((f"data set of {site}", name) for site, name in of.data_sets.items()),
+    ]
+    return [markdown_table(["", ""], [(what, text or "not stated") for what, text in rows])]
+
+
+def _made_from(card: PrivacyCard) -> list[str]:
+    of, log = card.digests, card.audit_log
+    base = [(f"base, {name}", digest) for name, digest in of.base.files.items()]
+    rows = [
+        ("app (bundle)", of.app or "not known"),
+        ("config", of.config),
+        ("base, revision", of.base.revision or "none"),
+        *(base or [("base", "not on the machine that wrote the card")]),
+        ("end of the server's audit log", log.server or "not known"),
+        *(
+            [(f"end of {site}'s audit log, as it told the server", anchor) for site, anchor in log.sites.items()]
+            or [("ends of sites' audit logs", "none: no site keeps one, or has sent its end")]
+        ),
+        *((f"method field {name}", value) for name, value in card.run.fields.items()),
+        *((f"version of {name}", version) for name, version in card.run.versions.items()),
+    ]
+    note = [plain_text(log.note)] if log.note else []
+    return [*note, "SHA-256 of each; of a log, its lines and the hash of the last one.", markdown_table(["", ""], rows)]

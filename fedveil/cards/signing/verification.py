@@ -1,0 +1,76 @@
+"""Verify that a model's folder is unchanged since it was signed, and who signed it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from fedveil.cards import card
+from fedveil.cards.signing import dsse, in_toto
+from fedveil.cards.signing.dsse import DsseEnvelope
+from fedveil.errors import StateError
+from fedveil.sanitize import sanitize
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """The result of verifying a model folder.
+
+    Attributes:
+        files: number of files that the statement names.
+        signed: fingerprints of the given keys whose signature is valid.
+        unknown: fingerprints of keys that were not given: their signatures are not checked and count for
+            nothing.
+        wrong: differences between the folder and what was signed, a sentence each; [] if there are none.
+    """
+
+    files: int
+    signed: list[str]
+    unknown: list[str]
+    wrong: list[str]
+
+
+def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> VerificationResult:
+    """Checks the envelope, every signature by a known key, and every file; each known key must have signed.
+
+    Args:
+        folder: the model's.
+        known: public keys by fingerprint.
+
+    Raises:
+        StateError: the envelope or what it holds is no such thing, or a link lies in the folder.
+    """
+    file = folder / in_toto.NAME
+    envelope = read_envelope(file)
+    signed, bad, unknown = dsse.verified_signers(envelope, known)
+    wrong = [f"the signature by {each} is of other bytes" for each in bad]
+    wrong += [f"no signature by {each}" for each in known if each not in (*signed, *bad)]
+    statement = in_toto.parse_statement(envelope.content, str(file))
+    return VerificationResult(
+        len(statement.subject), signed, unknown, wrong + in_toto.find_differences(statement, folder)
+    )
+
+
+def read_envelope(file: Path) -> DsseEnvelope:
+    """The envelope in a file. Raises StateError where there is none, or none of a statement."""
+    if file.is_symlink() or not file.is_file():
+        raise StateError(f"{file}: expected signatures, found none; fedveil card sign makes one")
+    with file.open("rb") as data:
+        envelope = dsse.parse_envelope(data.read(dsse.MOST_BYTES + 1), str(file))
+    if envelope.payload_type != in_toto.PAYLOAD_TYPE:
+        kind = sanitize(envelope.payload_type, 80)
+        raise StateError(f"{file}, payloadType: expected {in_toto.PAYLOAD_TYPE}, found {kind}; get it anew")
+    return envelope
+
+
+def model_folder(folder: Path) -> Path:
+    """The model's folder: final/ of a run folder, or `folder` itself. Raises StateError where neither has a card."""
+    for place in (folder / "final", folder):
+        if (place / card.NAME).is_file():
+            return place
+    raise StateError(
+        f"{folder}: expected a run folder or a model's folder with {card.NAME}, found none; fedveil card make writes it"
+    )

@@ -1,0 +1,248 @@
+"""`fedveil members`: adds sites, lets keys in and out, renews the server's.
+
+The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
+command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database
+is lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedveil.console.flower import certificates
+from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
+from fedveil.console.provisioning import enrollment, startup_kit
+from fedveil.console.provisioning.federation_folder import SiteRegistry, roster_file
+from fedveil.errors import ConfigError
+from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
+from fedveil.records.atomic_files import write_atomic
+from fedveil.sanitize import sanitize
+
+_SOON = timedelta(days=30)
+_SEEN = "/roster/roster.json"  # by what runs apps, in the containers of the compose file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listed = actions.add_parser("list", help="each site with its state and its last day; 1 where one is soon or over")
+    listed.set_defaults(run=_list)
+    add = actions.add_parser("add", help="one more site: its start-up kit")
+    add.set_defaults(run=_add)
+    register = actions.add_parser("register", help="let a site's key in, from the request that fedveil site init made")
+    register.set_defaults(run=_register)
+    revoke = actions.add_parser("revoke", help="shut a site's key out for good")
+    revoke.set_defaults(run=_revoke)
+    expire = actions.add_parser("expire", help="shut out every key past its last day; for a daily timer")
+    expire.set_defaults(run=_expire)
+    sync = actions.add_parser("sync", help="register with Flower every key of the registry that it does not know")
+    sync.set_defaults(run=_sync)
+    roster = actions.add_parser("roster", help="the digest of the sites' signing keys, and the file of them")
+    roster.set_defaults(run=_roster)
+    renew = actions.add_parser("renew-server", help="a new key and certificate for the server, from the same CA")
+    renew.set_defaults(run=_renew)
+    for action in (listed, add, register, revoke, expire, sync, roster, renew):
+        action.add_argument("folder", type=Path, help="what fedveil provision made")
+    roster.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the keys go; default: server/roster/roster.json in FOLDER"
+    )
+    add.add_argument("site", metavar="SITE", help="its name")
+    register.add_argument("request", type=Path, help="request.json")
+    register.add_argument(
+        "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - to register without"
+    )
+    revoke.add_argument("site", help="its name")
+    renew.add_argument("--ca-key", type=Path, help="ca.key, where it is not in the folder any more")
+    for action in (register, revoke, expire):
+        action.add_argument(
+            "--offline", action="store_true", help="change the registry alone: the server is not running"
+        )
+        action.set_defaults(run=partial(_asking, action.get_default("run")))
+
+
+def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """An action that asks the server, with what to do where there is none. Raises ServerUnreachableError."""
+    try:
+        return act(args)
+    except ServerUnreachableError:
+        raise ServerUnreachableError(
+            f"members: expected the running server of {args.folder}, which does not answer; start it with fedveil "
+            f"server start {args.folder}, or change the registry alone with --offline, and once the server runs "
+            f"fedveil members sync {args.folder}"
+        ) from None
+
+
+def _list(args: argparse.Namespace) -> int:
+    members, now = SiteRegistry(args.folder), datetime.now(UTC)
+    over = False
+    for name in ("ca.crt", "server.pem"):
+        ends = _certificate(args.folder / "server" / name).not_valid_after_utc
+        over |= ends - now < _SOON
+        print(f"{name:<20} until {ends:%Y-%m-%d}{_remark(ends, now)}")
+    for site, entry in sorted(members.sites.items()):
+        line = f"{site:<20} {entry['state']}"
+        if entry["state"] == "registered":
+            ends = datetime.fromisoformat(entry["until"])
+            over |= ends - now < _SOON
+            line += f" until {ends:%Y-%m-%d}{_remark(ends, now)}"
+        print(line)
+    return int(over)
+
+
+def _add(args: argparse.Namespace) -> int:
+    members = SiteRegistry(args.folder)
+    federation, ca = members.with_site(args.site), args.folder / "server" / "ca.crt"
+    _certificate(ca)  # there, or an error that names it
+    file = args.folder / "kits" / f"{args.site}.tar.gz"
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    startup_kit.write_kit(file, federation, args.site, ca.read_bytes())
+    members.add(args.site)
+    print(f"{args.site}: added; its kit is {file}")
+    print(f"next: send it there; what comes back goes to fedveil members register {args.folder} request.json")
+    return 0
+
+
+def _certificate(file: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: expected a certificate that fedveil provision made, found none ({error}); bring it back"
+        ) from None
+
+
+def _remark(ends: datetime, now: datetime) -> str:
+    return "  EXPIRED" if ends <= now else "  soon" if ends - now < _SOON else ""
+
+
+def _register(args: argparse.Namespace) -> int:
+    members = SiteRegistry(args.folder)
+    ca = args.folder / "server" / "ca.crt"
+    _certificate(ca)  # there, or an error that names it
+    asked = enrollment.check_request(args.request, members.federation.name, ca.read_bytes())
+    site = asked.site
+    before = members.entry(site).get("signing", "")
+    members.require_new(site, asked.key)
+    members.require_new_signing(site, asked.signing)
+    if args.fingerprint not in ("-", asked.fingerprint):
+        raise ConfigError(
+            # Not the request's own: it would be copied from here, and nobody asked over the telephone.
+            f"--fingerprint: expected that of the keys in {args.request}, found {sanitize(args.fingerprint, 100)}, "
+            "which is another; have the site read out what its fedveil site init printed, and do not register this "
+            "request where it still differs"
+        )
+    node = ""
+    if (flower := _flower(args)) is not None:
+        _unregister(flower, members, site)
+        node = flower.register(asked.key, site)
+    members.register(site, asked.key, node, signing=asked.signing)
+    print(f"{site}: registered, keys {asked.fingerprint}, until {members.sites[site]['until'][:10]}")
+    if before != asked.signing:
+        print(f"its signing key is new: fedveil members roster {args.folder}, and the sites compare the digest")
+    return 0
+
+
+def _roster(args: argparse.Namespace) -> int:
+    members = SiteRegistry(args.folder)
+    keys_ = members.signing_keys
+    for site, entry in sorted(members.sites.items()):
+        if site in keys_:
+            print(f"{site:<20} {enrollment.short_key(keys_[site])}")
+        elif entry["state"] == "registered":
+            print(f"{site:<20} has NO signing key: fedveil site init --renew there makes one, then register it")
+        else:
+            print(f"{site:<20} is not in it: {entry['state']}")
+    if not keys_:
+        raise ConfigError(f"{args.folder}: expected a registered site with a signing key, found none; register one")
+    out = args.out or roster_file(args.folder)
+    write_atomic(out, SigningKeyRoster(signing_keys=keys_).to_bytes())
+    seen = "" if args.out else f", in containers {_SEEN}"
+    print(f"{out}: {len(keys_)} sites; for secure.roster of the run config{seen}")
+    print(
+        "each site finds its own key above (fedveil doctor shows it there); then the sites read the next line to each"
+    )
+    print("other, without the server, and put it into their site-policy.toml:")
+    print(f'roster = "{roster_digest(keys_)}"')
+    return 0
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    members = SiteRegistry(args.folder)
+    members.entry(args.site)
+    if (flower := _flower(args)) is not None:
+        _unregister(flower, members, args.site)
+    members.end(args.site, "revoked")
+    print(f"{args.site}: revoked; its key is not accepted again")
+    return 0
+
+
+def _expire(args: argparse.Namespace) -> int:
+    members = SiteRegistry(args.folder)
+    over = members.expired()
+    flower = _flower(args) if over else None
+    for site in over:
+        if flower is not None:
+            _unregister(flower, members, site)
+        members.end(site, "expired")
+        print(f"{site}: expired; a new key comes with fedveil site init --renew at the site")
+    if not over:
+        print("no key is past its last day")
+    return 0
+
+
+def _sync(args: argparse.Namespace) -> int:
+    members, flower = SiteRegistry(args.folder), FlowerCli(args.folder.absolute() / "server" / "flower")
+    known, over = flower.nodes(), members.expired()
+    for site, entry in sorted(members.sites.items()):
+        if entry["state"] == "registered" and site not in over and entry["node"] not in known:
+            entry["node"] = flower.register(entry["key"], site)
+            members.save()
+            print(f"{site}: registered with Flower")
+    for site, entry in sorted(members.sites.items()):
+        if (entry["state"] in ("revoked", "expired") or site in over) and entry.get("node") in known:
+            flower.unregister(entry["node"])
+            print(f"{site}: {entry['state']}, and now shut out by Flower too")
+    return 0
+
+
+def _renew(args: argparse.Namespace) -> int:
+    federation = SiteRegistry(args.folder).federation
+    file = args.ca_key or args.folder / "ca" / "ca.key"
+    ca = _certificate(args.folder / "ca" / "ca.crt")
+    try:
+        key = serialization.load_pem_private_key(file.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--ca-key: expected the CA's private key at {file}, found none ({error}); fetch it"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
+        raise ConfigError(f"--ca-key: expected the key of {args.folder / 'ca' / 'ca.crt'}, found another at {file}")
+    if ca.not_valid_after_utc <= datetime.now(UTC):
+        raise ConfigError(
+            f"ca.crt: expected a CA that is still valid, found one until {ca.not_valid_after_utc:%Y-%m-%d}; "
+            "provision anew, every site needs the new ca.crt"
+        )
+    certificates.write_server(args.folder / "server", ca, key, federation.server_names, timedelta(days=federation.days))
+    print(
+        f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites come back by themselves"
+    )
+    return 0
+
+
+def _flower(args: argparse.Namespace) -> FlowerCli | None:
+    return None if args.offline else FlowerCli(args.folder.absolute() / "server" / "flower")
+
+
+def _unregister(flower: FlowerCli, members: SiteRegistry, site: str) -> None:
+    """Takes the site's key out of Flower, if it is in."""
+    node = members.entry(site).get("node", "")
+    if node and node in flower.nodes():
+        flower.unregister(node)

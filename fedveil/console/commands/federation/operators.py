@@ -1,0 +1,106 @@
+"""`fedveil operators`: manages the operators of a federation, each with a name and a role.
+
+| role | may |
+|---|---|
+| read | list runs and sites, read what a run printed |
+| submit | the same, start and stop runs |
+| members | what read may, register and unregister sites' keys |
+| admin | all of these |
+
+The SuperLink checks the token at its control port and logs each request with the operator's name. A change
+takes effect with the next request. Anyone who can write to the federation's folder is above all roles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fedveil import paths
+from fedveil.console.flower.flwr_cli import write_connection
+from fedveil.console.flower.operator_tokens import write_login
+from fedveil.console.provisioning.federation_folder import registry_folder
+from fedveil.console.provisioning.operator_registry import ROLES, OperatorRegistry
+from fedveil.errors import ConfigError
+from fedveil.records.atomic_files import write_atomic
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    add = actions.add_parser("add", help="let an operator in; the token goes to a file, and is kept nowhere else")
+    add.add_argument("--role", required=True, choices=sorted(ROLES), help="what they may do")
+    add.add_argument("--days", type=int, default=180, metavar="N", help="for how long; default: 180")
+    add.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the token goes: give it to them")
+    add.add_argument(
+        "--renew", action="store_true", help="another token, role and time for one who is known; the old one ends"
+    )
+    add.set_defaults(run=_add)
+    revoke = actions.add_parser("revoke", help="shut an operator out, at once")
+    revoke.set_defaults(run=_revoke)
+    listed = actions.add_parser("list", help="each operator with role, state and last day; 1 where one is over")
+    listed.set_defaults(run=_list)
+    for action in (add, revoke, listed):
+        action.add_argument("folder", type=Path, help="what fedveil provision made")
+    for action in (add, revoke):
+        action.add_argument("name", metavar="NAME", help="the operator's name")
+    login = actions.add_parser("login", help="at the operator's machine: make the folder that --federation names")
+    login.add_argument("folder", type=Path, help="the folder to make, or to give another token")
+    login.add_argument("--token", type=Path, required=True, metavar="FILE", help="what fedveil operators add wrote")
+    login.add_argument("--ca", type=Path, required=True, metavar="FILE", help="the federation's ca.crt")
+    login.add_argument(
+        "--address", default="127.0.0.1:8000", metavar="HOST:PORT", help="the control port; default: 127.0.0.1:8000"
+    )
+    login.set_defaults(run=_login)
+
+
+def _add(args: argparse.Namespace) -> int:
+    if args.out.exists():
+        raise ConfigError(f"--out: expected a file that does not exist yet, found {args.out}; name another")
+    registry, out = OperatorRegistry(registry_folder(args.folder)), args.out.absolute()
+    write_atomic(out, b"")  # where that cannot be, nobody is let in
+    try:
+        token = registry.add(args.name, args.role, args.days, args.renew)
+    except BaseException:  # Ctrl-C and a full disk too: no empty token stays
+        out.unlink()
+        raise
+    write_atomic(out, token.encode())
+    print(f"{args.name}: {args.role}, until {registry.entries[args.name]['until'][:10]}; the token is in {args.out}")
+    return 0
+
+
+def _revoke(args: argparse.Namespace) -> int:
+    OperatorRegistry(registry_folder(args.folder)).revoke(args.name)
+    print(f"{args.name}: revoked, from the next request on")
+    return 0
+
+
+def _list(args: argparse.Namespace) -> int:
+    over, now = False, datetime.now(UTC)
+    for name, entry in sorted(OperatorRegistry(registry_folder(args.folder)).entries.items()):
+        ended = entry["state"] == "active" and datetime.fromisoformat(entry["until"]) <= now
+        over |= ended
+        print(
+            f"{name:<20} {entry['role']:<8} {entry['state']} until {entry['until'][:10]}{'  EXPIRED' if ended else ''}"
+        )
+    return int(over)
+
+
+def _login(args: argparse.Namespace) -> int:
+    try:
+        token, ca = args.token.read_text().strip(), args.ca.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--token, --ca: expected two files, found none ({error}); ask who operates the server"
+        ) from None
+    if not token.isascii() or not 1 <= len(token) <= 200 or any(c.isspace() for c in token):
+        raise ConfigError(
+            f"--token: expected what fedveil operators add wrote, found something else in {args.token}; ask for it"
+        )
+    home = paths.private_folder(args.folder.absolute() / "server" / "flower")
+    write_atomic(home.parent / "ca.crt", ca)
+    write_connection(home, args.address, home.parent / "ca.crt")
+    write_login(home, args.address, token)
+    print(f"{args.folder}: fedveil submit --federation {args.folder} ... goes to {args.address}")
+    return 0

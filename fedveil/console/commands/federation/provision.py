@@ -1,0 +1,95 @@
+"""`fedveil provision`: makes certificates and a start-up kit for each site.
+
+From a federation.toml it makes one folder: a certificate authority, the server's own folder, and the kits.
+The smallest:
+
+    name = "pilot"
+    server = ["fl.example.org"]     # how sites reach the server
+    sites = ["north", "south"]
+
+docs/deploy/provision.md has the other keys: ports, days, image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+
+from fedveil.console.flower import certificates
+from fedveil.console.flower.flwr_cli import write_connection
+from fedveil.console.flower.operator_tokens import write_login
+from fedveil.console.provisioning import compose_files, startup_kit
+from fedveil.console.provisioning.federation_folder import (
+    FederationFile,
+    SiteRegistry,
+    parse_federation,
+    registry_folder,
+)
+from fedveil.console.provisioning.operator_registry import OperatorRegistry
+from fedveil.errors import ConfigError
+
+_CA_LASTS = 3  # times the server's certificate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("file", type=Path, help="federation.toml")
+    parser.add_argument("--out", type=Path, help="folder to make; default: the federation's name, beside the file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes the folder, whole or not at all."""
+    federation = parse_federation(args.file)
+    out = (args.out or args.file.parent / federation.name).absolute()
+    if out.exists():
+        raise ConfigError(
+            f"--out: expected a folder that does not exist yet, found {out}; one that is there gets another "
+            f"site by fedveil members add {out} SITE"
+        )
+    partial = out.with_name(f".{out.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        provision_federation(partial, federation, out)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{out}: certificates, the server's folder and {len(federation.sites)} kits under kits/")
+    print(
+        f"next: move {out / 'ca' / 'ca.key'} to a safe place, start the server (fedveil server start {out}, or "
+        "docs/deploy/provision.md),"
+    )
+    print(f"      send each site its kit, and register what comes back: fedveil members register {out} request.json")
+    return 0
+
+
+def provision_federation(folder: Path, federation: FederationFile, final: Path) -> None:
+    """Everything of a new federation in `folder`, which will lie at `final`."""
+    for name in ("ca", "server", "server/flower", "server/roster", "kits", "registry"):
+        (folder / name).mkdir(mode=0o700, parents=True)
+    folder.chmod(0o700)
+    days = timedelta(days=federation.days)
+    ca, ca_key = certificates.new_ca(f"{federation.name} CA", _CA_LASTS * days)
+    certificates.write_private(folder / "ca" / "ca.key", ca_key, serialization.PrivateFormat.PKCS8)
+    for place in ("ca", "server"):
+        certificates.write_certificate(folder / place / "ca.crt", ca)
+    certificates.write_server(folder / "server", ca, ca_key, federation.server_names, days)
+    secret = folder / "server" / "superexec-secret"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_hex(32))
+    home = folder / "server" / "flower"
+    write_connection(home, federation.control, final / "server" / "ca.crt")
+    write_login(home, federation.control, OperatorRegistry.create(registry_folder(folder), federation.days))
+    (folder / "server" / "compose.yaml").write_text(compose_files.server_compose(federation, str(final)))
+    (folder / "server" / "compose.gpu.yaml").write_text(compose_files.gpu_override("serverapp"))
+    (folder / "server" / "compose.operators.yaml").write_text(compose_files.operators_override(federation))
+    for site in federation.sites:
+        startup_kit.write_kit(
+            folder / "kits" / f"{site}.tar.gz", federation, site, (folder / "ca" / "ca.crt").read_bytes()
+        )
+    SiteRegistry.create(folder, federation)

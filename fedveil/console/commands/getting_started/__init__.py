@@ -1,0 +1,1 @@
+"""Commands to try FedVeil and to measure it: demo, bench, methods."""

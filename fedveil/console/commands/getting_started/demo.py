@@ -1,0 +1,300 @@
+"""`fedveil demo`: runs methods side by side on this machine, and attacks each one.
+
+One SuperLink and a SuperNode for each site, with TLS and node authentication. It ends with one picture of quality, what
+an attacker could tell and bytes, with a report, and leaves no process behind. With the defaults it takes some minutes
+on two cores. "+secure" after a method stands for secure aggregation.
+
+    fedveil demo
+    fedveil demo --methods fedavg,fedrand,fedpara+secure --rounds 6
+    fedveil demo --set train.max-steps=40 --set 'method.params="rho = 0.3"' --methods fedrand
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from fedveil import config, paths
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite, RunOutcome
+from fedveil.console.run_config_args import parse_overrides
+from fedveil.console.runs import run_reader as runs
+from fedveil.console.runs import summary, workers
+from fedveil.console.runs.progress_bar import RunProgress
+from fedveil.console.terminal import make_console
+from fedveil.console.web.report import demo_files as left_by
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.guard import flower
+from fedveil.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from fedveil.console.web.report.demo_report import DemoMeasurements
+
+DATA = paths.find_folder("data/e2e")
+RUN_TIMEOUT = 1800.0
+_LEAST_SUMMED = 3  # secure.min-sites, by default
+# Small enough for two cores, long enough for the curves to show learning, and rows few enough for attacks to win.
+SETTINGS: dict[str, Any] = {
+    "task.evaluation": str(DATA),
+    "task.examples-per-site": 100,
+    "train.batch-size": 8,
+    "train.learning-rate": 3e-3,
+    "train.max-steps": 16,
+    "evaluate.eval-examples": 20,
+    "evaluate.generate": "never",
+    "run.capture-messages": True,
+}
+# Keys that `_run_arm` sets, or that would undo what it sets, and what to do about them.
+_OWN = {
+    "method.name": "name methods with --methods",
+    "run.dir": "name a folder with --out",
+    "run.name": "a run has its method's name; name a folder with --out",
+    "run.rounds": "give --rounds",
+    "run.resume": "the demo starts its runs anew; leave it out",
+    "cohort.sites": "give --sites",
+    "cohort.min-sites": "the demo's quorum is 2; leave it out",
+}
+DEFENCES: dict[str, dict[str, Any]] = {"": {}, "secure": {"secure.enabled": True}}
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """One run of the demo: a method, perhaps with a defence."""
+
+    method: str
+    defence: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the run folder."""
+        return f"{self.method}-{self.defence}" if self.defence else self.method
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the run config settings; `given` overrides the defaults."""
+        return {"method.name": self.method, **DEFENCES[self.defence], **given}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    default = "fedavg,fedrand,fedrand+secure"
+    parser.add_argument("--methods", default=default, metavar="NAMES", help=f"default: {default}")
+    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="of each method; default: 2")
+    parser.add_argument("--sites", type=_positive, default=3, metavar="N", help="default: 3")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/demo"), metavar="FOLDER",
+        help="for the runs, the summary and the report; default: runs/demo",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the run config, as train.epochs=2; repeatable",
+    )
+    parser.add_argument("--keep-logs", action="store_true", help="keep every process's log in FOLDER/logs")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """One federation, one run a method, an attack on each; then the picture, summary.json and report.html."""
+    arms, settings = _arms(args.methods, args.sites), SETTINGS | parse_overrides(None, args.set)
+    if args.set:
+        _check(arms, settings)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else waiting threads spin on cores that others need
+    console, out, started = make_console(), _writable(args.out.absolute()), time.monotonic()
+    if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
+        console.print(f"{out} has runs of an earlier demo, which these replace: {', '.join(old)}", soft_wrap=True)
+    speaks = flower.installed_release().speaks
+    console.print(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
+    data = Path(settings.get("task.data", DATA))
+    federation = LocalDeployment([LocalSite(f"site-{i}", data) for i in range(args.sites)])
+    failed = False
+    measured: list[Future[DemoMeasurements]] = []
+    # An attack on a run takes the time in which the next one waits for its processes.
+    with _aside(console, measured) as aside, federation:
+        console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
+        if words := _drawn(args.sites, float(settings.get("cohort.fraction", 1.0))):
+            console.print(words, soft_wrap=True)
+        left_by.remove_demo_files(out)
+        for arm in arms:
+            failed = not _run_arm(federation, console, out, arm, args.rounds, settings)
+            if failed:
+                break
+            measured.append(aside.submit(_measure, out / arm.name, data, measured[-1:]))
+        if args.keep_logs or failed:
+            shutil.copytree(federation.processes.logs, out / "logs", dirs_exist_ok=True)
+    left = federation.processes.alive()
+    _results(console, out, arms, measured)
+    console.print(f"Processes left: {', '.join(str(p.pid) for p in left) or 'none'}.", end=" ")
+    console.print(f"Total {time.monotonic() - started:.0f} s.")
+    return 1 if failed or left else 0
+
+
+@contextmanager
+def _aside(console: Console, begun: Sequence[Future[DemoMeasurements]]) -> Iterator[ThreadPoolExecutor]:
+    """A thread for the attacks. Where the demo is interrupted it waits for the one under way, which cannot be stopped,
+    says so, and begins no other."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        if any(attack.running() for attack in begun):
+            console.print("The federation is stopped; an attack under way ends first, within a minute or so")
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _run_arm(
+    federation: LocalDeployment, console: Console, out: Path, arm: DemoRun, rounds: int, settings: dict[str, Any]
+) -> bool:
+    _forget(out / arm.name)
+    run = federation.run(
+        None,
+        {
+            **arm.settings(settings),
+            "run.dir": str(out),
+            "run.name": arm.name,
+            "run.rounds": rounds,
+            "cohort.sites": len(federation.sites),
+            "cohort.min-sites": min(2, len(federation.sites)),
+        },
+    )
+    step_reader = workers.steps_by_and_by([federation.folder / "sites" / name for name in federation.sites])
+    with RunProgress(console, out / arm.name, arm.name, rounds, step_reader) as progress:
+        ended = federation.wait(run, RUN_TIMEOUT, progress.tick)
+    if not ended.completed:
+        _explain(federation, run, arm.name, ended, out)
+    return ended.completed
+
+
+def _drawn(sites: int, fraction: float) -> str:
+    """Why not every site is in a round; "" where each is."""
+    drawn = math.ceil(round(fraction * sites, 9))  # as federation/aggregation_rules.py, which needs torch
+    if drawn == sites:
+        return ""
+    return (
+        f"Each round draws {drawn} of the {sites} sites (cohort.fraction = {fraction:g}), for real federations seldom "
+        "have all of theirs at once; --set cohort.fraction=1 asks all"
+    )
+
+
+def _explain(federation: LocalDeployment, run: int, method: str, ended: RunOutcome, out: Path) -> None:
+    print(f"error: {method} failed: {sanitize(ended.reason)}", file=sys.stderr)
+    for site in federation.sites:
+        if reason := federation.last_error(site):
+            print(f"{site}: {sanitize(reason)}", file=sys.stderr)
+    print(f"Every log is in {out / 'logs'}", file=sys.stderr)
+    if not federation.status(run).get("reason"):  # else its own words, and Flower's trace of them adds none
+        print("The ServerApp's last lines:", file=sys.stderr)
+        print("\n".join(map(sanitize, federation.server_log(run).splitlines())), file=sys.stderr)
+
+
+def _measure(folder: Path, data: Path, before: list[Future[DemoMeasurements]]) -> DemoMeasurements:
+    from fedveil.console.web.report import demo_report  # needs torch, a second for which the start shall not wait
+
+    return demo_report.measure_runs(folder, data, before[0].result().told if before else None)
+
+
+def _results(console: Console, out: Path, arms: list[DemoRun], measured: list[Future[DemoMeasurements]]) -> None:
+    from fedveil.cards.card import DeclaredFacts
+    from fedveil.console.runs import card_update
+    from fedveil.console.web.report import demo_report
+
+    demo_runs = [runs.load_run(out / arm.name) for arm in arms if (out / arm.name / "status.json").is_file()]
+    demo_runs = [run for run in demo_runs if run.rounds_done]
+    if not demo_runs:
+        return
+    attacked = {}
+    for arm, done in zip(arms, measured, strict=False):  # a run that failed is not measured
+        try:
+            if of_run := done.result().attacked:
+                attacked[out / arm.name] = of_run
+        except FedVeilError as error:  # what was trained is worth showing all the same
+            console.print(f"{arm.name}: not attacked: {sanitize(error)}", soft_wrap=True)
+    demo_report.write_comparisons(attacked)
+    for folder in attacked:  # the run's own card is of before its attack
+        card_update.rewrite_card(runs.load_run(folder), DeclaredFacts())
+    demo_report.write_demo_report(out, demo_runs)
+    console.print(summary.summary_table(demo_runs))
+    for line in demo_report.summary_sentences(demo_runs):
+        console.print(line, style="bold", soft_wrap=True)
+    picture = out / left_by.PICTURE
+    drawn = picture if picture.is_file() else "none: it sets runs beside each other of which an attack can be judged"
+    console.print(f"Picture: {drawn}\nReport:  {out / 'report.html'}", soft_wrap=True)
+    console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)
+
+
+def _writable(out: Path) -> Path:
+    """The folder, made if need be. Raises ConfigError where no runs can be written to it."""
+    problem = ""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = (error.strerror or type(error).__name__).lower()
+    if problem or not os.access(out, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"--out: expected a folder that can be written, found {out}: {problem or 'permission denied'}; name another"
+        )
+    return out
+
+
+def _forget(folder: Path) -> None:
+    """Removes what an earlier demo left; a folder that is not a run's is left alone, and the run then refuses it."""
+    if (folder / "status.json").is_file():
+        shutil.rmtree(folder)
+
+
+def _arms(text: str, sites: int) -> list[DemoRun]:
+    """The runs, checked against the files of strategies/ without importing them."""
+    known = sorted(f.stem for f in paths.find_folder("strategies").glob("*.py") if f.stem != "__init__")
+    parts = [name.strip().partition("+") for name in text.split(",") if name.strip()]
+    arms = [DemoRun(method, defence) for method, _, defence in parts]
+    wrong = [arm for arm in arms if arm.method not in known or arm.defence not in DEFENCES]
+    if not arms or wrong or len(set(arms)) != len(arms):
+        defences = " or ".join(f'"+{name}"' for name in DEFENCES if name)
+        raise ConfigError(
+            f"--methods: expected names out of {known}, perhaps with {defences}, each once, found {text!r}"
+        )
+    if sites < _LEAST_SUMMED and any(arm.defence == "secure" for arm in arms):
+        raise ConfigError(f"--sites: expected at least {_LEAST_SUMMED} for a method +secure, found {sites}")
+    return arms
+
+
+def _check(arms: list[DemoRun], settings: dict[str, Any]) -> None:
+    """Raise an error for anything the ServerApp would refuse, before any process is started."""
+    if own := [key for key in _OWN if key in settings]:
+        raise ConfigError(f"--set {own[0]}: expected a key that the demo does not set itself; {_OWN[own[0]]}")
+    from fedveil import strategies, tasks  # torch, only where there is something to check
+    from fedveil.privacy.guarantee_source import check_guarantee
+    from fedveil.server_app.evaluation import ModelSelection
+    from fedveil.training import optimizers
+    from fedveil.training.per_example import PerExampleLoss
+
+    for arm in arms:
+        parsed = config.parse(arm.settings(settings))
+        method = strategies.create_method(arm.method, parsed.method.params)
+        task = tasks.load_task(parsed, method.adapter)
+        check_guarantee(method, parsed, isinstance(task, PerExampleLoss))
+        optimizers.check_optimizer(method, parsed)
+        ModelSelection.from_config(parsed, tasks.task_info(parsed.task.name).metrics(parsed.task))
+        task.examples(Path(parsed.task.data or DATA), "train")
+        task.examples(Path(parsed.task.evaluation), "test")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, found {text!r}")
+    return int(text)

@@ -1,0 +1,202 @@
+"""`fedveil methods`: lists the methods, or shows one in full.
+
+In full: its equations, what each side learns, its fields, and what it puts on the wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from fedveil import strategies
+from fedveil.console.terminal import render_markdown
+from fedveil.contract.layout import Direction, MessageLayout
+from fedveil.contract.method import Method
+from fedveil.contract.param_spec import Spec
+from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.plugins import find_entry_point, load_entry_point
+
+_FP32 = 4  # bytes
+_COLUMNS = "fedveil.method_columns"  # the group of entry points
+_NO_FIGURES = (
+    'no column "measured": fedveil-bench is not installed; in a checkout `make bench` installs it, and docs/results.md '
+    "has the figures"
+)
+_COMPARED = (
+    "down, up: the most bytes of a message's fields in any round, in % of the trained tensors in fp32, for a small "
+    "model. In full: fedveil methods NAME"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("name", nargs="?", help="a method's name")
+    parser.add_argument(
+        "--table", action="store_true", help="which one? what is shared and stays, guarantee, bytes, figures"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the list or one method."""
+    console = Console(highlight=False)
+    if args.table:
+        columns = _installed_columns()
+        console.print(_compared({name: cells for name, (cells, _) in columns.items()}))
+        captions = [caption for _, caption in columns.values()] or [_NO_FIGURES]
+        console.print("\n".join([_COMPARED, *captions]), style="dim", markup=False)
+        return 0
+    if args.name is None:
+        console.print(_list())
+        console.print("One of them in full: fedveil methods NAME")
+        return 0
+    _show(console, args.name)
+    return 0
+
+
+def _list() -> Table:
+    table = Table("name", "method", "in one line", "adapter")
+    for name in strategies.list_methods():
+        cls = strategies.load_method(name)
+        title = _first_line(inspect.getdoc(importlib.import_module(cls.__module__)))
+        adapter = type(strategies.create_method(name).adapter).__name__
+        table.add_row(name, title, _first_line(cls.__doc__), adapter)
+    return table
+
+
+def _installed_columns() -> dict[str, tuple[Mapping[str, str], str]]:
+    """Return what installed packages tell of the methods: by a column's name its cells by title, and a caption.
+
+    Raises:
+        ConfigError: two packages bring one column, or one does not load.
+    """
+    columns = {}
+    for name in sorted({point.name for point in entry_points(group=_COLUMNS)}):
+        module = load_entry_point(find_entry_point(_COLUMNS, name, "column"), "column", ("read_column",))
+        columns[name] = module.read_column()
+    return columns
+
+
+def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
+    """A row a method: who has what and what is guaranteed, in its own words, bytes by its layout, and more columns.
+
+    `columns`: by a column's name its cells by a method's title.
+    """
+    table = Table(show_lines=True)
+    table.add_column("method", min_width=max(map(len, strategies.list_methods())))
+    for name in ("a client shares / stays with it", "the server learns", "guarantee"):
+        table.add_column(name)
+    for name in ("down", "up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in columns:
+        table.add_column(name)
+    for name in strategies.list_methods():
+        doc = inspect.getdoc(importlib.import_module(strategies.load_method(name).__module__)) or ""
+        words = " ".join(doc.split())
+        method = strategies.create_method(name)
+        spec = method.adapter.example_spec()
+        layout = method.layout(spec)
+        dense = sum(math.prod(tensor.shape) * _FP32 for tensor in spec.values())
+        costs = [_part(layout, direction, dense) for direction in ("down", "up")]
+        guarantee = (
+            "epsilon, in the modes that its page names" if isinstance(method, PrivacyGuarantee) else "none by itself"
+        )
+        parts = " / ".join(shared_and_kept(words))
+        learns, title = _sentence(words, "The server learns: "), _first_line(doc).rstrip(".")
+        table.add_row(name, parts, learns, guarantee, *costs, *(cells.get(title, "-") for cells in columns.values()))
+    return table
+
+
+def shared_and_kept(words: str) -> tuple[str, str]:
+    """Return what a client shares and what it keeps, as stated on the method's page; README's table matches."""
+    return _sentence(words, "A client shares: "), _sentence(words, "With it stays: ")
+
+
+def _sentence(words: str, head: str) -> str:
+    """The sentence after `head`, "see its page" where a method of another package has none."""
+    match = re.search(re.escape(head) + r"(.{1,300}?)(?=\. |\.$|$)", words)
+    return match[1] if match else "see its page"
+
+
+def _part(layout: MessageLayout, direction: Direction, dense: int) -> str:
+    """Bytes of a message's largest variant, in percent of all trained tensors in fp32."""
+    sizes: dict[str, int] = {}
+    for field in layout.fields:
+        if field.direction == direction:
+            if None in field.shape:
+                return "varies"
+            nbytes = field.codec.nbytes(tuple(n for n in field.shape if n is not None))
+            for variant in field.variants or ("",):
+                sizes[variant] = sizes.get(variant, 0) + nbytes
+    most = sizes.pop("", 0) + max(sizes.values(), default=0)
+    return f"{100 * most / dense:.0f} %"
+
+
+def _show(console: Console, name: str) -> None:
+    cls = strategies.load_method(name)
+    words = inspect.getdoc(importlib.import_module(cls.__module__)) or ""
+    if console.is_terminal:
+        console.print(Markdown(f"# {render_markdown(words)}"))
+    else:  # a pipe, a file: as it stands in the code
+        console.print(words, markup=False, soft_wrap=True)
+    console.print(_fields(cls))
+    method = strategies.create_method(name)
+    if not isinstance(method, PrivacyGuarantee) and not method.requests_raw_gradient:
+        console.print(
+            "Clients may train by noisy steps: dp.clip-norm, dp.noise-multiplier, dp.learning-rate, dp.epsilon",
+            markup=False,
+        )
+    spec = method.adapter.example_spec()
+    layout = method.layout(spec)
+    console.print(_wire(layout, "down", spec))
+    console.print(_wire(layout, "up", spec))
+
+
+def _fields(cls: type[Method]) -> Table:
+    table = Table("field", "type", "default", title='Fields (method.params = "name = value")')
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        table.add_row(field.name, str(field.type), _default(field))
+    return table
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return repr(field.default)
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    return "required"
+
+
+def _wire(layout: MessageLayout, direction: Direction, spec: Spec) -> Table:
+    words = {"down": "server to client", "up": "client to server"}
+    table = Table(title=f"On the wire, {words[direction]}, for a small model ({len(spec)} trained tensors)")
+    table.add_column("field", no_wrap=True)
+    for name in ("variant", "when", "codec", "shape", "unit"):
+        table.add_column(name)
+    table.add_column("bytes", justify="right")
+    for field in layout.fields:
+        if field.direction == direction:
+            shape = [n for n in field.shape if n is not None]
+            nbytes = f"{field.codec.nbytes(tuple(shape)):,}" if len(shape) == len(field.shape) else "varies"
+            form = str(list(field.shape)).replace("None", "any")
+            variants = ", ".join(field.variants) or "every"
+            table.add_row(field.name, variants, field.when, field.codec.name, form, field.unit, nbytes)
+    for word in layout.scalars:
+        if word.direction == direction:
+            table.add_row(word.name, "every", "always", "JSON", f"one of {', '.join(word.choices)}", "word", "-")
+    return table
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]

@@ -1,0 +1,163 @@
+"""`fedveil audit`: attacks a run on its own captured messages, with controls.
+
+The run must have captured its messages (run.capture-messages = true). The auditor needs the examples that
+the sites trained on, and examples of the same distribution that none of them had. An attack counts only if
+it wins against the overfitted control and loses against two others: the untrained control, and the one
+trained on other examples. Verdicts are corrected for their number. The result goes to RUN/audit.json, which
+`fedveil report` shows. Skipped attacks are listed with the reason. --minutes tries the cheapest attacks
+first; --fail-above makes the audit a gate.
+
+| exit code | with --fail-above X |
+|---|---|
+| 0 | every model and upload was attacked, controls hold, and no lower bound is above X; without the option always |
+| 1 | a lower bound is above X |
+| 2 | an error: nothing was audited |
+| 3 | it cannot tell: controls fail, or the time was too short |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from fedveil.config import parse
+from fedveil.console.runs.run_reader import load_run
+from fedveil.console.terminal import make_console
+from fedveil.errors import ConfigError, StateError
+from fedveil.records.atomic_files import write_atomic
+from fedveil.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from fedveil.attacks.audit.findings import AttackFinding
+
+_SHOWN = 5  # findings on a terminal; the file has all
+_NOT_TRIED = "next: the lines above say why no attack was tried; --data or --site name the rows, --minutes its time"
+_CONTROLS_FAILED = (
+    "next: the lines above say which control failed. One that is not won asks for more rows (--max-rows); rows that "
+    "differ by themselves ask for other --non-members, of the kind that the sites have"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="the sites' rows; cut as the run config says, sites in the order of their names (default: task.data)",
+    )
+    parser.add_argument(
+        "--site", action="append", default=[], metavar="NAME=FOLDER", help="the rows of one site, instead of --data"
+    )
+    parser.add_argument(
+        "--non-members",
+        type=Path,
+        metavar="FOLDER",
+        help="rows of no site, alike to theirs (default: what task.examples-per-site left out, else the split test)",
+    )
+    parser.add_argument(
+        "--max-rows", type=int, default=300, metavar="N", help="members and non-members used, each (default: 300)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which rows, and the bootstrap (default: 0)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="begin no attack after so many; the controls are trained all the same (default: as long as it takes)",
+    )
+    parser.add_argument(
+        "--fail-above",
+        type=float,
+        metavar="X",
+        help="end with exit code 1 where the lower bound of a figure is above X, with 3 where that cannot be told",
+    )
+    parser.add_argument(
+        "--figure",
+        default="auroc",
+        metavar="NAME",
+        help="of --fail-above: auroc, tpr-at-1, tpr-at-01, epsilon (default: auroc)",
+    )
+    parser.add_argument(
+        "--canaries",
+        metavar="NAME=FOLDER",
+        help="a site that trained on FOLDER/data of fedveil canaries: adds a lower bound of its epsilon",
+    )
+    parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Attacks the run, prints the verdicts and the strongest findings, and writes RUN/audit.json."""
+    run_view = load_run(args.folder)  # before torch: no run is said at once
+    from fedveil.attacks.audit import findings
+    from fedveil.attacks.audit.runner import audit_run
+    from fedveil.attacks.audit.schedule import TimeBudget
+    from fedveil.attacks.audit.threshold_gate import LeakageThreshold, decide_gate
+    from fedveil.attacks.audit.verdict import audit_verdict, strongest_findings
+    from fedveil.attacks.samples import AuditDataSource
+
+    console = make_console()
+
+    def say(text: str) -> None:
+        console.print(text, style="dim")
+
+    budget = TimeBudget.of_minutes(args.minutes)
+    limit = None if args.fail_above is None else LeakageThreshold(args.fail_above, args.figure)
+    if "config" not in run_view.config:
+        raise StateError(f"{args.folder}: expected config.json of a run that began, found none; audit another run")
+    source = AuditDataSource(
+        args.data, dict(_named("--site", text) for text in args.site), args.non_members, args.max_rows, args.seed
+    )
+    config = parse(run_view.config["config"])
+    planted = None if args.canaries is None else _named("--canaries", args.canaries)
+    result, sheet = audit_run(args.folder, config, run_view.sites, source, args.device, say, budget, planted)
+    if sheet is not None:
+        write_atomic(args.folder / findings.PICTURES, sheet)
+    file = args.folder / findings.FILE
+    if not result.findings and result.epsilon_shown is None and file.is_file():
+        console.print(f"{file} stays as an earlier audit wrote it: this one tried no attack", soft_wrap=True)
+    else:
+        write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
+    console.print(sanitize(audit_verdict(result.findings), 2000), style="bold", soft_wrap=True)
+    for note in result.notes:
+        console.print(f"- {sanitize(note, 2000)}", soft_wrap=True)
+    if ordered := strongest_findings(result.findings)[:_SHOWN]:
+        console.print(findings_table(ordered, run_view.name))
+    if left := len(result.findings) - len(ordered):
+        console.print(f"The other {left} findings: {file}; fedveil report {args.folder} draws all", soft_wrap=True)
+    if not ordered:
+        console.print(_CONTROLS_FAILED if result.findings else _NOT_TRIED, soft_wrap=True)
+    if limit is None:
+        return 0
+    decision = decide_gate(result, limit)
+    console.print(sanitize(decision.says, 2000), style="bold", soft_wrap=True)
+    return decision.code
+
+
+def findings_table(found: Sequence[AttackFinding], name: str) -> Table:
+    """Findings, a row each; narrow, for any terminal."""
+    listed = Table("model", "attack", title=f"{sanitize(name, 40)}: the strongest findings (95 %)")
+    listed.add_column("AUROC", justify="right", no_wrap=True)
+    listed.add_column("0.5", no_wrap=True)
+    for f in found:
+        listed.add_row(sanitize(f.model, 80), f.attack, _interval(f.auroc), f.verdict)
+    return listed
+
+
+def _interval(value: Sequence[float]) -> str:
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)
+
+
+def _named(option: str, text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ConfigError(
+            f'{option}: expected NAME=FOLDER, found "{text}"; name a site of the run and the folder of its rows'
+        )
+    return name, Path(folder)

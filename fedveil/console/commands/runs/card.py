@@ -1,0 +1,145 @@
+"""`fedveil card`: writes, signs and checks a run's privacy card.
+
+A run writes a card next to its model, in final/: privacy.json, PRIVACY.md, and README.md, which the Hugging
+Face Hub reads. "make" rewrites it with later results, such as an audit. "sign" adds a signature over every
+file of final/ and the card to final/privacy.dsse.json; sites may sign the same. "verify" finds any change.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedveil.cards import card, markdown
+from fedveil.cards.card import DeclaredFacts, PrivacyCard
+from fedveil.cards.signing import dsse, in_toto, keys, verification
+from fedveil.console.runs.run_reader import load_run
+from fedveil.errors import ConfigError, StateError
+from fedveil.records import audit_log
+from fedveil.records.atomic_files import write_atomic
+from fedveil.sanitize import sanitize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    make = actions.add_parser("make", help="write the card again, with what an audit found and with what you state")
+    make.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
+    make.add_argument("--curator", help="who answers for the run")
+    make.add_argument("--use", help="what the model is for")
+    make.add_argument("--why-epsilon", help="why this epsilon, delta and unit")
+    make.add_argument("--license", help="of the model, as the Hugging Face Hub names it: apache-2.0")
+    make.add_argument(
+        "--data-set", action="append", default=[], metavar="SITE=ID",
+        help="a site's data set, by the site's own id of it",
+    )  # fmt: skip
+    make.set_defaults(run=_make)
+    sign = actions.add_parser("sign", help="add a signature on every file beside the model, and on the card")
+    sign.add_argument("--key", type=Path, required=True, help='Ed25519 private key: ssh-keygen -t ed25519 -N "" -f key')
+    sign.add_argument("--site", default="", help="a site that signs: the card must fit its own audit log, see --log")
+    sign.add_argument(
+        "--log", type=Path, metavar="FILE", help="with --site: audit-log.jsonl of the site's state folder"
+    )
+    sign.set_defaults(run=_sign)
+    verify = actions.add_parser("verify", help="find any byte that is not as it was signed")
+    verify.add_argument(
+        "--key", action="append", required=True, metavar="[NAME=]FILE",
+        help="public key that must have signed, and how to call its owner; repeatable",
+    )  # fmt: skip
+    verify.set_defaults(run=_verify)
+    for action in (sign, verify):
+        action.add_argument("folder", type=Path, metavar="RUN", help="a run folder, or a model's folder with its card")
+
+
+def _make(args: argparse.Namespace) -> int:
+    from fedveil.console.runs import card_update  # torch, which signing and checking do without
+
+    run = load_run(args.folder)
+    final = args.folder / "final"
+    if "method" not in run.config or not final.is_dir():
+        raise StateError(f"run folder {args.folder}: expected config.json and final/ of a run that ended, found none")
+    if (final / in_toto.NAME).exists():
+        raise StateError(
+            f"{final / in_toto.NAME}: expected none, for its signatures are of the card as it is, found one; remove "
+            "it, and ask the signers again"
+        )
+    privacy_card = card_update.rewrite_card(run, _stated(args, final))
+    print(final / card.PAGE)
+    print(privacy_card.guarantee.says)
+    return 0
+
+
+def _stated(args: argparse.Namespace, final: Path) -> DeclaredFacts:
+    """Return the declared facts: those given now, otherwise those of the existing card."""
+    before = card.read_card(final).stated if (final / card.NAME).is_file() else DeclaredFacts()
+    given = {name: getattr(args, name) for name in ("curator", "use", "why_epsilon", "license")}
+    data_sets = before.data_sets | dict(_named(text, "--data-set") for text in args.data_set)
+    now = before.model_dump() | {k: v for k, v in given.items() if v is not None} | {"data_sets": data_sets}
+    try:
+        return DeclaredFacts.model_validate(now)
+    except ValueError as error:
+        raise ConfigError(f"card: expected short texts, and a license such as apache-2.0, found {error}") from None
+
+
+def _sign(args: argparse.Namespace) -> int:
+    key, folder = keys.read_private_key(args.key), verification.model_folder(args.folder)
+    about = card.read_card(folder)
+    if (folder / card.PAGE).read_bytes() != markdown.card_page(about).encode():
+        raise StateError(
+            f"{folder / card.PAGE}: expected the page that this version makes of {card.NAME}, found another, so "
+            "who signs would sign what no data says; fedveil card make RUN writes both, each version its own pages"
+        )
+    if args.site:
+        _require_own(about, args.site, args.log)
+    payload, file = in_toto.make_statement(folder), folder / in_toto.NAME
+    others = verification.read_envelope(file) if file.exists() else None
+    if others is not None and others.content != payload:
+        differ = "; ".join(in_toto.find_differences(in_toto.parse_statement(others.content, str(file)), folder))
+        raise StateError(
+            f"{file}: expected signatures of what lies here, found others ({differ}); remove it, or get it anew"
+        )
+    done = dsse.sign_payload(in_toto.PAYLOAD_TYPE, payload, key, others)
+    write_atomic(file, done.to_bytes())
+    print(f"{file}: signed by {keys.key_fingerprint(key.public_key())}; it has {len(done.signatures)} in all")
+    return 0
+
+
+def _require_own(about: PrivacyCard, site: str, log: Path | None) -> None:
+    """Raises StateError unless the anchor that the card has of a site is one of that site's own log."""
+    if log is None:
+        raise ConfigError("--site: expected with --log FILE, the site's own audit log, found none; name it")
+    anchor = about.audit_log.sites.get(site, "")
+    if not anchor:
+        raise StateError(
+            f"card: expected an end of {sanitize(site, 80)}'s audit log in it, found none: the server has no upload of "
+            "this site; do not sign for it"
+        )
+    audit_log.verify_log(log, [audit_log.LogHead.parse(anchor)])
+
+
+def _verify(args: argparse.Namespace) -> int:
+    folder = verification.model_folder(args.folder)
+    given = [_named(text, "--key") if "=" in text else (Path(text).name, text) for text in args.key]
+    known = {
+        keys.key_fingerprint(key): (name, key)
+        for name, key in ((n, keys.read_public_key(Path(file))) for n, file in given)
+    }
+    result = verification.verify_model(folder, {print_: key for print_, (_, key) in known.items()})
+    if result.wrong:
+        raise StateError(
+            f"{folder}: expected everything as it was signed, found {'; '.join(result.wrong)}; do not trust it"
+        )
+    print(f"{folder}: {result.files} files, each as it was signed, and no other one")
+    for each in result.signed:
+        print(f"signed by {sanitize(known[each][0], 80)} ({each})")
+    for each in result.unknown:
+        print(f"a signature by {each}, a key that was not given: NOT checked, and it counts for nothing")
+    print(f"the card says: {sanitize(card.read_card(folder).guarantee.says, 2000)}")
+    return 0
+
+
+def _named(text: str, what: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not name or not value:
+        raise ConfigError(f"{what}: expected NAME=VALUE, found {sanitize(text, 100)!r}; put a name before the =")
+    return name, value

@@ -1,0 +1,55 @@
+"""`fedveil evaluate`: scores a run's model on rows of yours.
+
+The model is the server's last one, from RUN/final. Rows are read as the run reads them: the same columns, a split of a
+folder or a file. Scores are those of the run's own evaluation, but of all rows: the run itself scores
+evaluate.eval-examples of its test data at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from fedveil.console.runs.run_reader import config_of
+from fedveil.console.terminal import make_console
+from fedveil.sanitize import sanitize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the rows: a folder or a file")
+    parser.add_argument("--split", default="test", help="of the folder (default: test)")
+    parser.add_argument("--eval-examples", type=int, metavar="N", help="of texts, distinct sources; default: all")
+    parser.add_argument("--loss-only", action="store_true", help="write no texts: the loss, and what comes with it")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.add_argument("--base", default="", metavar="MODEL", help="the base on this machine (default: task.model)")
+    parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the scores."""
+    config_of(args.folder)  # before torch: no run is said at once
+    from fedveil.console.runs import final_model
+
+    most = sys.maxsize if args.eval_examples is None else args.eval_examples
+    task, weights = final_model.load_final_model(args.folder, args.base, eval_examples=most).task(args.device)
+    rows = task.examples(args.data, args.split)
+    scores = task.evaluate(weights, rows, generate=not args.loss_only)
+    if args.json:
+        print(json.dumps(scores))
+        return 0
+    scored = f"{len(rows):,} rows" if args.eval_examples is None else f"{most:,} examples at most of {len(rows):,} rows"
+    where = f"{sanitize(args.data, 200)}, {sanitize(args.split, 80)}"
+    make_console().print(f"{sanitize(args.folder.name, 80)} on {where}: {scored}", soft_wrap=True)
+    listed = Table("metric")
+    listed.add_column("value", justify="right")
+    for name, value in scores.items():
+        listed.add_row(name, f"{value:.4f}")
+    make_console().print(listed)
+    return 0

@@ -1,0 +1,60 @@
+"""`fedveil generate`: lets a run's model answer prompts, or say what is in pictures.
+
+The model is the server's last one, from RUN/final. A prompt is a source as the run's rows have it, and loses its end
+above task.max-tokens. Texts are greedy, or by evaluate.num-beams, as in the run's own evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedveil.console.runs.run_reader import config_of
+from fedveil.errors import ConfigError
+from fedveil.sanitize import sanitize
+
+_IMAGE_BYTES = 1 << 26
+_CHARACTERS = 20_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="what to answer; repeatable")
+    parser.add_argument(
+        "--image", action="append", default=[], type=Path, metavar="FILE", help="what to look at; repeatable"
+    )
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: as in the run")
+    parser.add_argument("--base", default="", metavar="MODEL", help="the base on this machine (default: task.model)")
+    parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line for each prompt or image; with several, after what was asked."""
+    config_of(args.folder)  # before torch: no run is said at once
+    from fedveil.console.runs import final_model
+    from fedveil.contract.task import CanGenerate
+
+    images = [(str(file), _read(file)) for file in args.image]
+    changed = {} if args.max_new_tokens is None else {"max_new_tokens": args.max_new_tokens}
+    model = final_model.load_final_model(args.folder, args.base, **changed)
+    task, weights = model.task(args.device)
+    if not isinstance(task, CanGenerate):
+        raise ConfigError(
+            f'RUN: expected a run of a task that writes texts, found "{sanitize(model.config.task.name, 80)}"; use '
+            "fedveil evaluate"
+        )
+    texts = task.write(weights, args.prompt, images)
+    asked = [name for name, _ in images] or args.prompt
+    for what, text in zip(asked, texts, strict=True):
+        print(f"{sanitize(what)}: {sanitize(text, _CHARACTERS)}" if len(asked) > 1 else sanitize(text, _CHARACTERS))
+    return 0
+
+
+def _read(file: Path) -> bytes:
+    with file.open("rb") as data:
+        content = data.read(_IMAGE_BYTES + 1)
+    if len(content) > _IMAGE_BYTES:
+        raise ConfigError(f"--image: expected a file of at most {_IMAGE_BYTES} bytes, found more in {file}; shrink it")
+    return content

@@ -1,0 +1,112 @@
+"""`fedveil log`: checks an audit log, shows it, prints an anchor of it.
+
+An anchor is the number of lines and the hash of the last one. Another party keeps it. A log that was later
+truncated or completely rewritten no longer matches the anchor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import ConfigError
+from fedveil.records import audit_log
+from fedveil.records.audit_log import LogHead
+from fedveil.sanitize import sanitize
+
+_OWN = ("n", "time", "event", "previous", "hash")
+_FIRST = ("run", "round", "site", "operator", "call")
+_BYTES = ("down_bytes", "up_bytes")
+_LAST = ("cause", "reason")
+_HEX = re.compile(r"(\d+:)?[0-9a-f]{40,}")
+_HASH = 12  # characters of a hash that people see
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    verify = actions.add_parser("verify", help="find any line that was changed, dropped, moved or cut off the front")
+    verify.add_argument(
+        "--anchor", action="append", default=[], metavar="LINES:HASH",
+        help="an anchor taken earlier and kept elsewhere; only with one is a cut at the end found, or a new log",
+    )  # fmt: skip
+    verify.add_argument(
+        "--other", type=Path, metavar="FILE",
+        help="the other end's log, which holds anchors of this one: --site says of which site",
+    )  # fmt: skip
+    verify.add_argument("--site", default="", help="with --other FILE of a server: the site that this log is of")
+    verify.set_defaults(run=_verify)
+    anchor = actions.add_parser("anchor", help="print the log's anchor: keep it where the log's owner cannot write")
+    anchor.set_defaults(run=_anchor)
+    show = actions.add_parser("show", help="the lines in words, times in this machine's zone")
+    show.add_argument("--json", action="store_true", help="for programs: the lines as they are, rounds from 0")
+    show.set_defaults(run=_show)
+    for action in (verify, anchor, show):
+        action.add_argument(
+            "file", type=Path, help="audit-log.jsonl of a site's state folder, or of the server's run folder"
+        )
+
+
+def _verify(args: argparse.Namespace) -> int:
+    anchors = [LogHead.parse(text) for text in args.anchor]
+    if args.other:
+        anchors += _held_by(args.other, args.site)
+    head = audit_log.verify_log(args.file, anchors)
+    print(f"{args.file}: {head.lines} lines, each as it was written; anchors that it fits: {len(anchors)}")
+    if not anchors:
+        print("no anchor was given: lines cut off the end, or a log written anew as a whole, would not show")
+    print(f"anchor now: {head}")
+    return 0
+
+
+def _held_by(other: Path, site: str) -> list[LogHead]:
+    """The anchors in the other end's log: in a site's of the server, in the server's of the site `site`."""
+    lines = audit_log.read_log(other)
+    anchors = [line["site_log"] for line in lines if site and line.get("site_log") and line.get("site") == site]
+    anchors += [line["server_log"] for line in lines if not site and line.get("server_log")]
+    if not anchors:
+        whose = f"site {site}" if site else "a server"
+        raise ConfigError(
+            f"--other: expected anchors of {whose} in {other}, found none; name the other file, or --site"
+        )
+    return [LogHead.parse(text) for text in anchors]
+
+
+def _anchor(args: argparse.Namespace) -> int:
+    print(audit_log.verify_log(args.file))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    for line in audit_log.read_log(args.file):
+        print(json.dumps(line, sort_keys=True) if args.json else _words(line))
+    return 0
+
+
+def _words(line: dict[str, Any]) -> str:
+    """One line for people: rounds counted from 1, bytes with commas, long hashes cut, the reason last."""
+    about = {key: value for key, value in line.items() if key not in _OWN and value not in ("", None)}
+    parts = [f"{sanitize(line['n'], 20):>5} {_time(line['time'])} {sanitize(line['event'], 40):<9}"]
+    for key in [key for key in _FIRST if key in about]:
+        value = about.pop(key)
+        counted = key == "round" and isinstance(value, int)
+        parts.append(f"round {value + 1}" if counted else sanitize(value, 80))
+    for key in [key for key in _BYTES if isinstance(about.get(key), int)]:
+        parts.append(f"{key.removesuffix('_bytes')} {about.pop(key):,} B")
+    why = [sanitize(about.pop(key)) for key in _LAST if key in about]
+    for key, value in about.items():
+        text = f"{len(value)}" if isinstance(value, list) else sanitize(value)
+        parts.append(f"{sanitize(key, 80)}={text[:_HASH] + '...' if _HEX.fullmatch(text) else text}")
+    return "  ".join(parts + ([f": {'; '.join(why)}"] if why else []))
+
+
+def _time(value: object) -> str:
+    """Format a time to the second in the reader's time zone; text that is not a time is returned unchanged."""
+    try:
+        return datetime.fromisoformat(str(value)).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError):
+        return sanitize(value, 40)

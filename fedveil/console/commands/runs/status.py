@@ -1,0 +1,91 @@
+"""`fedveil status`: lists runs and, on the server, which sites are online.
+
+It prints one line per run, with the cause if the run failed or was stopped. The exit code is 1 if a run
+failed, died, stopped responding or cannot be read, or if a registered site is not online. A run that was
+stopped by a person is not a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.provisioning.federation_folder import SiteRegistry
+from fedveil.console.provisioning.online_status import absent_members
+from fedveil.console.runs.progress_bar import round_underway
+from fedveil.console.runs.run_follower import wait_for_sites
+from fedveil.console.runs.run_reader import load_run
+from fedveil.errors import FedVeilError
+from fedveil.sanitize import sanitize
+
+_SILENT_SECONDS = 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument(
+        "folder", type=Path, nargs="?", help="run.dir of the runs; default: runs, in --federation if it is there"
+    )
+    parser.add_argument(
+        "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: shows its sites too"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 where a run failed, went silent or cannot be read, or a registered site is not online."""
+    own = args.federation / "runs" if args.federation else Path("runs")
+    lines, well = runs_table(args.folder or (own if own.is_dir() else Path("runs")))
+    lines = [wait_for_sites(line, args.federation.absolute()) for line in lines] if args.federation else lines
+    print("\n".join(lines), flush=True)  # before Flower is asked, which may fail
+    if args.federation:
+        lines, all_online = _sites(args.federation)
+        print("\n".join(lines))
+        well &= all_online
+    return int(not well)
+
+
+def runs_table(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
+    """A line a run under `folder`, the latest last; whether all of them are well."""
+    files = sorted(folder.rglob("status.json"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        return [f"no run under {folder}"], True
+    lines, well = [], True
+    for file in files:
+        name = sanitize(file.parent.relative_to(folder), 200)
+        try:
+            run_view = load_run(file.parent)
+        except FedVeilError as error:
+            lines.append(f"{name:<24} cannot be read: {sanitize(error)}")
+            well = False
+            continue
+        state = sanitize(run_view.status.get("state", "unknown"), 20)
+        quiet = (now or time.time()) - max(f.stat().st_mtime for f in file.parent.iterdir())
+        if state == "running" and quiet > _SILENT_SECONDS:
+            state = "silent"
+        well &= state in ("running", "completed", "stopped")
+        done = f"{run_view.rounds_done}/{sanitize(run_view.status.get('rounds', '?'), 20)} rounds"
+        why = run_view.status.get("reason") or _last_failures(run_view.attempts) or run_view.of_round
+        why = _silent(quiet) if state == "silent" else sanitize(why)
+        if state == "running" and (now_at := round_underway(file.parent)):
+            why = f"{now_at}; last attempt: {why}" if why else now_at
+        lines.append(f"{name:<24} {state:<10} {done:<14} {why}".rstrip())
+    return lines, well
+
+
+def _silent(seconds: float) -> str:
+    return f"nothing written for {seconds / 60:.0f} minutes; fedveil watch --federation asks Flower what became of it"
+
+
+def _last_failures(attempts: list[dict[str, Any]]) -> str:
+    """List the sites that failed in the last attempt, with the reasons."""
+    failed = attempts[-1].get("failed", {}) if attempts else {}
+    return "; ".join(f"{site}: {reason}" for site, reason in failed.items())
+
+
+def _sites(folder: Path) -> tuple[list[str], bool]:
+    missing, entries = absent_members(folder), sorted(SiteRegistry(folder).sites.items())
+    lines = [f"{site:<24} {entry['state']:<10} {missing.get(site, 'online')}" for site, entry in entries]
+    return lines, not any(site in missing for site, entry in entries if entry["state"] == "registered")

@@ -1,0 +1,100 @@
+"""`fedveil submit`: runs an app on a federation, and stays until its end.
+
+Where no app is named, this installation's own is sent. A relative run.dir is below the folder in which the server runs
+apps: FOLDER, where fedveil server start was used. What sinks.use names must be installed here, for as a rule the server
+runs apps with this same installation. Where it has one of its own, --extras-at-server leaves the question to the
+ServerApp, which refuses before any site is asked. So it is with the method, its fields and what the run config asks of
+it: what can be known here is refused before anything is sent. The exit code says what became of the run, as that of
+`fedveil watch` does: 0 completed, 1 failed, 3 stopped, 4 still going after --timeout.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedveil.config import RunConfig, RunSection, parse
+from fedveil.console.flower.flwr_cli import FlowerCli
+from fedveil.console.run_config_args import parse_overrides
+from fedveil.console.runs.run_follower import RunFollower
+from fedveil.console.terminal import make_console
+from fedveil.errors import ConfigError, StateError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument(
+        "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
+    )
+    parser.add_argument("--federation", type=Path, required=True, metavar="FOLDER", help="what fedveil provision made")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config; repeatable")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set goes before it")
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until it has ended"
+    )
+    parser.add_argument(
+        "--extras-at-server",
+        action="store_true",
+        help="the server has packages of its own: ask there alone for extras and methods",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code says what became of the run."""
+    settings = parse_overrides(args.config, args.set)
+    parsed = parse(settings)
+    config = parsed.run
+    if not args.extras_at_server:
+        if args.app is None:
+            try:
+                _require_possible(parsed)
+                _require_new(args.federation, config)
+            except (ConfigError, StateError) as error:
+                raise ConfigError(f"{error}; nothing was sent") from None
+        if parsed.sinks.names:
+            _require_sinks(parsed)
+    flower = FlowerCli(args.federation.absolute() / "server" / "flower")
+    try:
+        number = flower.submit(args.app, settings)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the run may have been submitted; see it with: {flower.by_hand('ls')}") from None
+    print(f"run {number}: submitted", flush=True)
+    folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
+    # fedveil server start runs apps in the federation's folder, a container in / as this command's.
+    return RunFollower(make_console(), number, [folder, args.federation / folder], flower).to_its_end(args.timeout)
+
+
+def _require_possible(config: RunConfig) -> None:
+    """Raises ConfigError for what the ServerApp refuses once it has started, and needs no base to be known."""
+    from fedveil import strategies, tasks  # a second of imports, which a wrong key need not wait for
+    from fedveil.federation import aggregation_rules
+    from fedveil.privacy.guarantee_source import check_guarantee
+    from fedveil.server_app.evaluation import ModelSelection
+    from fedveil.training import optimizers
+
+    method = strategies.create_method(config.method.name, config.method.params)
+    check_guarantee(method, config, has_row_gradients=True)  # whether the task has them, its base says
+    optimizers.check_optimizer(method, config)
+    ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
+    aggregation_rules.check_cohort(config.secure, config.aggregate, config.cohort)
+
+
+def _require_new(federation: Path, run: RunSection) -> None:
+    """Raises StateError where fedveil server start would run the app in a folder that has a run already."""
+    folder = federation / Path(run.dir).expanduser() / run.name
+    if run.name and not run.resume and folder.is_dir():
+        from fedveil.server_app import checkpoints  # needs torch
+
+        checkpoints.require_new(folder)
+
+
+def _require_sinks(config: RunConfig) -> None:
+    from fedveil.server_app.metrics import optional_deps  # Flower's import is for who names a sink
+
+    try:
+        optional_deps.require_installed(config, "here, where the server's apps run as a rule")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; nothing was sent. If the server has an installation of its own that has it: --extras-at-server"
+        ) from None

@@ -1,0 +1,62 @@
+"""`fedveil watch`: follows a run to its end; the exit code says how it ended.
+
+`flwr run --stream` returns 0 always; this command does not:
+
+| exit code | the run |
+|---|---|
+| 0 | completed |
+| 1 | failed, or its ServerApp ended without a word |
+| 2 | cannot be watched: wrong arguments, the SuperLink does not answer |
+| 3 | was stopped |
+| 4 | was still going after --timeout |
+| 130 | is still going: Ctrl-C |
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fedveil.console.flower.flwr_cli import CONNECTION, FlowerCli
+from fedveil.console.runs.run_follower import RunFollower
+from fedveil.console.runs.run_reader import status_of
+from fedveil.console.terminal import make_console
+from fedveil.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("run_", metavar="RUN", help="a run folder, or the number that flwr run printed")
+    parser.add_argument(
+        "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: to ask Flower too"
+    )
+    parser.add_argument("--flower-home", type=Path, metavar="FOLDER", help="or the FLWR_HOME with config.toml")
+    parser.add_argument(
+        "--connection", default="", metavar="NAME", help="its connection; default: that of fedveil provision"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long; default: until it has ended"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Until the run has ended."""
+    folder = Path(args.run_)
+    number = args.run_ if args.run_.isdecimal() and not folder.exists() else ""
+    home = args.flower_home or (args.federation and args.federation.absolute() / "server" / "flower")
+    flower = FlowerCli(home, args.connection or CONNECTION) if home else None
+    if number and flower is None:
+        raise ConfigError("RUN: a number needs --federation or --flower-home to ask Flower, found neither; name one")
+    places = [folder, *([args.federation / folder] if args.federation else [])]
+    if not number and not any(place.is_dir() for place in places):
+        raise ConfigError(
+            f"RUN: expected a run folder or a number, found neither at {folder}; fedveil status lists runs"
+        )
+    run_folder = next((place for place in places if place.is_dir()), folder)
+    if not number:
+        status_of(run_folder)  # of a run, or an error that names it
+    below = [Path("runs"), *([args.federation / "runs"] if args.federation else [])]
+    return RunFollower(make_console(), number, [] if number else [run_folder], flower, below=below).to_its_end(
+        args.timeout
+    )

@@ -1,0 +1,72 @@
+"""`fedveil canaries`: puts canaries into a site's examples, to bound epsilon from below.
+
+The command reads DATA's training examples and writes two folders. In OUT/data, some examples have another
+example's target; OUT/secret says which. The site trains on OUT/data as on any other data. People or
+processes that train or serve the run must not read OUT/secret. After the run, `fedveil audit RUN --canaries
+SITE=OUT` reports a lower bound on the run's epsilon. The training data loses twice as many examples as
+there are pairs. Files that columns refer to must be placed next to OUT/data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features
+
+from fedveil.attacks.canaries import pairs
+from fedveil.console.terminal import make_console
+from fedveil.data import tables
+from fedveil.errors import ConfigError
+from fedveil.records.atomic_files import fill_folder
+from fedveil.sanitize import sanitize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("data", type=Path, metavar="DATA", help="the site's folder or file of rows")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is new, or empty")
+    parser.add_argument("--target-column", default="ref", metavar="NAME", help="as task.target-column (default: ref)")
+    parser.add_argument("--pairs", type=int, default=200, metavar="N", help="how many canaries (default: 200)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder whole, or not at all."""
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise ConfigError(f"OUT: expected a new or empty folder, found {args.out} with something in it; name another")
+    if not 0 < args.pairs <= pairs.MOST:
+        raise ConfigError(f"--pairs: expected {pairs.LEAST} to {pairs.MOST}, found {args.pairs}")
+    file = tables.split_file(args.data, "train")
+    rows = tables.read_table(file, (args.target_column,))
+    coins = np.array([secrets.randbelow(2) == 1 for _ in range(args.pairs)])
+    # The choice is the system's too: who knows which rows are canaries could look for them.
+    made = pairs.plant_canaries(list(rows), args.target_column, coins, random.SystemRandom())
+    with fill_folder(args.out) as folder:
+        secret = folder / pairs.SECRET
+        secret.mkdir(mode=0o700)
+        (folder / pairs.DATA).mkdir()
+        _write(made.train, rows.features, folder / pairs.DATA / f"train{file.suffix}")
+        _write(made.first, rows.features, secret / f"{pairs.FIRST}{file.suffix}")
+        _write(made.second, rows.features, secret / f"{pairs.SECOND}{file.suffix}")
+        coin_bits = "".join("1" if coin else "0" for coin in coins)
+        (secret / pairs.COINS).write_text(json.dumps({"coins": coin_bits}))
+    out = sanitize(str(args.out), 300)
+    say = make_console()
+    say.print(f"{len(made.train)} rows with {args.pairs} canaries: {out}/{pairs.DATA}", soft_wrap=True)
+    say.print(f"Which they are: {out}/{pairs.SECRET}; keep it from whoever trains.", soft_wrap=True)
+    say.print(f"After the run: fedveil audit RUN --canaries SITE={out}", soft_wrap=True)
+    return 0
+
+
+def _write(rows: Sequence[Mapping[str, Any]], features: Features, file: Path) -> None:
+    if file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    else:
+        Dataset.from_list([dict(row) for row in rows], features=features).to_parquet(str(file))

@@ -1,0 +1,170 @@
+"""`fedveil doctor`: checks whether a machine is ready to be site or server.
+
+It looks at certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
+program and health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
+
+With `--set task.data=FOLDER`, task.evaluation or task.server-data it looks whether the rows are there that a run would
+read. With `--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds,
+bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.doctor import checks, host_checks
+from fedveil.console.doctor.checks import CheckResult
+from fedveil.console.run_config_args import parse_overrides
+from fedveil.errors import ConfigError
+from fedveil.records import audit_log
+from fedveil.sanitize import sanitize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument("--kit", type=Path, metavar="FOLDER", help="at a site: the unpacked start-up kit")
+    parser.add_argument(
+        "--keys", type=Path, metavar="FOLDER", help="with --kit: where the keys are; default: keys, in it"
+    )
+    parser.add_argument("--node-config", type=Path, metavar="FILE", help="with --kit: default: node-config.toml, in it")
+    parser.add_argument("--federation", type=Path, metavar="FOLDER", help="at the server: what fedveil provision made")
+    parser.add_argument("--health", default="", metavar="HOST:PORT", help="ask a --health-server-address")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the run config: task.data=FOLDER looks at the rows; task.model=FOLDER plans a run on that base",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file, as submit takes it")
+    planning = parser.add_argument_group("planning, with --set task.model=FOLDER")
+    planning.add_argument(
+        "--gpu-gb", type=float, default=0, metavar="GB", help="for a GPU of so many GB, not this machine"
+    )
+    planning.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="and for so many of them: processes of the node config"
+    )
+    planning.add_argument("--shard-base", action="store_true", help="with --gpus: the base divided among them")
+    planning.add_argument(
+        "--tflops", type=float, default=0, metavar="X", help="that one sustains; default: measured here"
+    )
+    planning.add_argument(
+        "--rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of a site; default: of its data, task.examples-per-site, or 1000",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 where a check fails. With --health alone, that check alone."""
+    config = parse_overrides(args.config, args.set)
+    if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.shard_base or args.tflops or args.rows):
+        raise ConfigError(
+            "--gpu-gb, --gpus, --shard-base, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
+        )
+    results: list[CheckResult] = []
+    counted: list[int] = []
+    if args.kit:
+        results += _site(args, counted)
+    if config:
+        results += _data(config, counted)
+    if args.federation:
+        for name in ("ca.crt", "server.pem"):
+            check = partial(checks.check_certificate, args.federation / "server" / name)
+            results.append(checks.run_check(f"certificate {name}", check))
+        results.append(checks.run_check("superlink", host_checks.check_superlink))
+        results.append(checks.run_check("roster", partial(_registered, args.federation)))
+    if not args.health or args.kit or args.federation:
+        results += [
+            checks.run_check("clock", checks.check_clock),
+            checks.run_check("versions", checks.check_versions),
+            checks.run_check("entry_point", checks.entry_point),
+        ]
+    if args.health:
+        results.append(checks.check_health(args.health))
+    plan: list[str] = []
+    if "task.model" in config:
+        results.append(checks.run_check("memory", lambda: _planned(args, config, counted, plan)))
+    for finding in results:
+        print(f"{finding.verdict:<5} {finding.name:<22} {sanitize(finding.text)}")
+    for line in plan:
+        print(sanitize(line, 1000))
+    return int(any(finding.verdict == "fail" for finding in results))
+
+
+def _data(flat: Mapping[str, Any], counted: list[int]) -> list[CheckResult]:
+    """Check the data named in the run config. Raises ConfigError for a key or value that a run would refuse."""
+    from fedveil.config import parse  # as in _site
+
+    task = parse(flat).task
+    if not (task.data or task.evaluation or task.server_data):
+        return []
+    from fedveil.console.doctor import data_checks
+
+    return list(data_checks.check_run_data(task, counted))
+
+
+def _planned(args: argparse.Namespace, flat: Mapping[str, Any], counted: list[int], plan: list[str]) -> CheckResult:
+    """Check whether the run fits in memory, and append the plan's lines to `plan`.
+
+    `counted` holds the number of examples in the checked data.
+    """
+    from fedveil.config import parse  # as in _site
+    from fedveil.console.doctor import memory_plan
+    from fedveil.models.planning import memory
+
+    config = parse(flat)
+    run = memory_plan.PlannedRun.from_config(config)
+    ranks = memory.RankLayout(args.gpus, args.shard_base)
+    machine = memory_plan.read_machine(args.gpu_gb, ranks, args.tflops, config.train.precision == "bf16")
+    result = memory_plan.plan_verdict(run, machine)
+    plan += memory_plan.plan_lines(run, machine, args.rows, counted[0] if counted else 0)
+    return result
+
+
+def _registered(folder: Path) -> CheckResult:
+    from fedveil.console.doctor import secagg_checks  # as in _site
+
+    return secagg_checks.check_registered_key(folder)
+
+
+def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
+    # Not above, for pydantic: --health, which a container asks every ten seconds, does without.
+    from fedveil.config import parse
+    from fedveil.console.doctor import data_checks, policy_checks, secagg_checks
+    from fedveil.console.provisioning import kit_reader
+
+    kit, site = kit_reader.read_kit(args.kit), kit_reader.node_config(args.kit, args.node_config)
+    superlink = kit.superlink
+    task, ca, state = (
+        parse(parse_overrides(args.config, args.set)).task,
+        args.kit / "ca.crt",
+        site.state_dir.expanduser(),
+    )
+    host, keys = superlink.rpartition(":")[0].strip("[]"), args.keys or args.kit / "keys"
+    todo = {
+        "certificate ca.crt": lambda: checks.check_certificate(ca),
+        "key": lambda: checks.private_key(keys / "node.key"),
+        "signing key": lambda: secagg_checks.signing_key(site, keys),
+        "fleet port": lambda: checks.check_fleet_port(superlink, ca),
+        "control port": lambda: checks.check_closed_port(host, kit.control_port, "control port"),
+        "gpu": lambda: checks.check_gpu(site.device, site.processes),
+        "cpus": host_checks.check_cpu_limit,
+        "other users": host_checks.check_other_users,
+        "disk": lambda: checks.check_disk(state),
+        "data": lambda: data_checks.check_row_count(
+            data_checks.check_site_data(site.data, task, counted), site.policy, counted
+        ),
+        "policy": lambda: policy_checks.check_policy_file(site.policy),
+        "roster": lambda: secagg_checks.check_roster(site),
+        "key file": lambda: checks.key_file(site.key_file, state),
+        "audit log": lambda: checks.audit_log(state / audit_log.NAME),
+    }
+    return [checks.run_check(name, check) for name, check in todo.items()]

@@ -1,0 +1,208 @@
+"""`fedveil explain`: says what a run would send from here, before it runs.
+
+Which fields, how many bytes, how often, at which epsilon, and whether this site's policy permits it. The exit code is 1
+where the policy forbids it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from pathlib import Path
+
+from fedveil import strategies, tasks
+from fedveil.client_app.instruction import ClientAssignment, TrainInstruction
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.policy import decisions, run_config_rules
+from fedveil.client_app.policy import site_policy as policies
+from fedveil.config import RunConfig, parse
+from fedveil.console.flower.app_bundle import build_bundle
+from fedveil.console.run_config_args import parse_overrides
+from fedveil.console.runs.secagg_preview import MaskedUploadPreview
+from fedveil.contract import held_out_report
+from fedveil.contract.layout import Direction
+from fedveil.contract.method import REPORT_FIELDS, hyperparameters_of
+from fedveil.contract.privacy import stated_guarantee
+from fedveil.errors import PolicyError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.adversary_model import server_learns
+from fedveil.guard import run_signature
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.guarantee_source import guarantee_of, untimed
+from fedveil.privacy.server_side_bound import promised_epsilon
+from fedveil.records import disclosure_summary
+from fedveil.sanitize import sanitize
+from fedveil.training import optimizers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help='of the run config: --set method.name="fedrand"'
+    )
+    parser.add_argument("--config", type=Path, help="TOML file with the run config, as for flwr run -c")
+    parser.add_argument("--policy", type=Path, help="this site's policy: says whether it permits the run")
+    parser.add_argument("--app", type=Path, default=None, help="the app that would run, where the policy names digests")
+    parser.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated; default 1e-5")
+    parser.add_argument(
+        "--sites", type=int, default=0, metavar="N", help="that take part, for secure.enabled; default: the fewest"
+    )
+    parser.add_argument(
+        "--permits", action="store_true", help="print only what a site's policy must have under [permits]"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 where the policy forbids the run."""
+    config = parse(parse_overrides(args.config, args.set))
+    method = strategies.create_method(config.method.name, config.method.params)
+    if args.permits:
+        print(run_config_rules.permits_for_run(config))
+        return 0
+    optimizers.check_optimizer(method, config)
+    policy = None if args.policy is None else _read(args.policy)
+    print(f"Reading {sanitize(config.task.model)}, for what is trained of it", file=sys.stderr, flush=True)
+    task = tasks.load_task(config, method.adapter, "cpu")
+    exchange = MessageExchange(method, config.method.name, task.spec)
+    masked = MaskedUploadPreview.from_exchange(exchange, config, args.sites) if config.secure.enabled else None
+    lines = [*explain_run(exchange, config, args.delta, masked), *_scores(config, policy)]
+    print("\n".join(sanitize(line, 4000) for line in lines))
+    if policy is None:
+        return 0
+    largest = masked.bytes if masked else exchange.largest("up")
+    if refusals := _refusals(_site(args.policy), policy, args.app, exchange, config, largest):
+        print(f"\nThis site's policy FORBIDS it: {sanitize(refusals[0], 2000)}")
+        for further in refusals[1:]:
+            print(f"and: {sanitize(further, 2000)}")
+        return 1
+    print(f"\nThis site's policy permits it: {args.policy}")
+    return 0
+
+
+def explain_run(
+    exchange: MessageExchange, config: RunConfig, delta: float, masked: MaskedUploadPreview | None = None
+) -> list[str]:
+    """The run in plain words, a line each."""
+    rounds, share = config.run.rounds, config.cohort.fraction
+    often = "in every round" if share == 1 else f"in about {100 * share:g} of 100 rounds"
+    lines = [
+        f"{exchange.name} on {config.task.name}, base model {config.task.model}: {rounds} rounds, this site {often}.",
+        "",
+        *(masked.words if masked else _in_the_clear(exchange)),
+        "What would come in:",
+        *_variants(exchange, "down"),
+        "",
+        f"Over the whole run at most {rounds * (masked.bytes if masked else exchange.largest('up')):,} bytes of "
+        "fields leave this site.",
+        "Rows, prepared rows and the method's private state stay in this site's own folders.",
+    ]
+    epsilon, claim = promised_epsilon(exchange.method, config, delta), guarantee_of(exchange.method, config)
+    if config.run.deterministic:
+        lines.append("Epsilon: not private: seeded noise (run.deterministic).")
+    elif claim is None:
+        lines.append("Epsilon: infinite. This run gives no differential-privacy guarantee: its method adds no noise.")
+    elif math.isinf(epsilon):
+        lines.append(
+            f"Epsilon: infinite at delta = {delta:g} for what leaves this site; the method's own words say why."
+        )
+    else:
+        lines.append(
+            f"Epsilon: at most {epsilon:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over "
+            "this and all earlier runs; this site's ledger stops the run before."
+        )
+    if claim is not None and not math.isinf(epsilon) and (timing := untimed(claim)):
+        lines.append(timing)
+    if isinstance(claim, DistributedDiscreteGaussian):
+        lines.append(f"Its {claim.words}.")
+        if not math.isinf(epsilon):
+            alone = stated_guarantee(claim.against_all(epsilon), claim.budget.delta, claim.budget.neighbours)
+            lines.append(f"Against the server and all other sites together, rows so charged have about {alone}.")
+    words = disclosure_summary.what_is_learned(exchange.name)
+    return [
+        *lines,
+        "",
+        *(disclosure_summary.what_is_learned_in_sum(words, server_learns(masked.partial)) if masked else words),
+    ]
+
+
+def _in_the_clear(exchange: MessageExchange) -> list[str]:
+    figures = REPORT_FIELDS - held_out_report.FIELDS  # those apart: `_scores`
+    return [
+        "What would leave this site each time:",
+        *_variants(exchange, "up"),
+        f"  beside it the number of examples, and of the training: {', '.join(sorted(figures))}",
+    ]
+
+
+def _scores(config: RunConfig, policy: policies.SitePolicy | None) -> list[str]:
+    """Explain what the scores of held-out examples would reveal; returns [] if none are requested."""
+    part, most = config.evaluate.held_out, policy.max_scores if policy else 0
+    if not part:
+        return []
+    asked = (
+        f"It asks this site to hold out {100 * part:g} of 100 of its rows, and to say how the weights that it "
+        f"received do on them: {held_out_report.LOSS} and {held_out_report.ROWS}, in the report of each upload."
+    )
+    if not most:
+        refusal = held_out_report.REFUSALS[held_out_report.NOT_PERMITTED]
+        return [asked, f"This site would not: {refusal}. It trains on all its rows."]
+    return [
+        asked,
+        f"This site would, {most} times at most (max-scores). Whoever chooses the weights can learn by their scores "
+        "whether a row that they know is among those held out.",
+    ]
+
+
+def _variants(exchange: MessageExchange, direction: Direction) -> list[str]:
+    lines = []
+    variants = exchange.layout.variants(direction)
+    for variant in variants:
+        fields = exchange.layout.fields_of(direction, variant)
+        size = sum(map(exchange.nbytes, fields.values()))
+        codecs = ", ".join(sorted({field.codec.name for field in fields.values()})) or "nothing"
+        most = "at most " if any(None in field.shape for field in fields.values()) else ""
+        one_of = f"either {variant!r}: " if len(variants) > 1 else ""
+        lines.append(f"  {one_of}{len(fields)} fields as {codecs}, {most}{size:,} bytes: {_named(list(fields))}")
+    return lines
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} ... {names[-1]}"
+
+
+def _site(policy: Path) -> SiteConfig:
+    return SiteConfig(policy=str(policy.absolute()), state_dir=Path("/nonexistent"))
+
+
+def _read(policy: Path) -> policies.SitePolicy:
+    """Raises PolicyError that names the file, which a site's own error does not: the server reads that."""
+    try:
+        return policies.policy_of_site(_site(policy))
+    except PolicyError as error:
+        raise PolicyError(f"--policy {policy}: {str(error).removeprefix('policy: ')}") from None
+
+
+def _refusals(
+    site: SiteConfig, read: policies.SitePolicy, app: Path | None, exchange: MessageExchange, config: RunConfig, up: int
+) -> list[PolicyError]:
+    """Return what the site would refuse before the run's first round, taking field sizes as message sizes."""
+    bundle = decisions.VerifiedBundle()
+    if read.app_digests is not None or read.signers is not None:
+        digest = hashlib.sha256(build_bundle(app)).hexdigest()
+        bundle = decisions.VerifiedBundle(
+            digest, run_signature.verify_signer(config.run.signature, config.run.name, digest)
+        )
+    fields = json.dumps(hyperparameters_of(exchange.method))
+    order = TrainInstruction(0, True, "site", "explain", exchange.name, fields)
+    down = exchange.largest("down")
+    asked = ClientAssignment(order, config, site)
+    refusals = list(decisions.list_refusals(asked, bundle, down))
+    try:
+        decisions.check_upload(asked, down, up, None if config.secure.enabled else read.min_examples)
+    except PolicyError as error:
+        refusals.append(error)
+    return refusals

@@ -1,0 +1,228 @@
+"""`fedveil site`: makes a site's keys, runs and shows it, encrypts or purges data.
+
+A site runs Flower's SuperNode and a warm worker process that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.console.flower.site_process import start_spare, write_programs
+from fedveil.console.launch import site as site_start
+from fedveil.console.launch import site_options
+from fedveil.console.provisioning import enrollment, kit_reader
+from fedveil.console.runs import re_encrypt
+from fedveil.console.runs.dataset_cache import list_cached_datasets
+from fedveil.console.runs.ledger_summary import ledger_lines
+from fedveil.console.runs.retained_state import list_retained, offer_purge, purge_line
+from fedveil.console.runs.secagg_summary import secagg_of_site
+from fedveil.console.runs.workers import describe_worker, follow_worker, last_failures, list_workers
+from fedveil.console.terminal import make_console
+from fedveil.encrypted_files import FileSeal, make_key
+from fedveil.errors import ConfigError
+from fedveil.guard import last_heartbeat, poll_backoff
+from fedveil.sanitize import sanitize
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    _starting(actions)
+    init = actions.add_parser("init", help="make this site's keys, and the request that the operator registers")
+    init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
+    init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
+    init.add_argument(
+        "--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes, and signing.key beside it; "
+        "default: there too",
+    )  # fmt: skip
+    init.add_argument("--print", action="store_true", help="the request goes to stdout, the words to stderr")
+    init.add_argument(
+        "--renew", action="store_true", help="another node key; the old one stays as node.key.old; signing.key stays"
+    )
+    init.add_argument(
+        "--renew-signing", action="store_true", help="another signing key too: all sites' policies need the new roster"
+    )
+    init.set_defaults(run=_init)
+    guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
+    guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
+    guard.add_argument(
+        "--own-ports", action="store_true",
+        help="also flower-superlink and flower-supernode that serve this user alone, for a host of several users",
+    )  # fmt: skip
+    guard.set_defaults(run=_guard)
+    status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
+    status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
+    status.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
+    status.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
+    status.set_defaults(run=_in_own_folder(_status))
+    warm = actions.add_parser("warm", help="start a worker before the first message: for a container's entry point")
+    warm.add_argument("--name", required=True, help="the site's name")
+    warm.add_argument(
+        "--owner", required=True, type=int, help="process that it shall end with: the SuperNode or SuperExec"
+    )
+    warm.set_defaults(run=_in_own_folder(_warm))
+    key = actions.add_parser("key", help="make a key file, under which a site's private state and ledger are sealed")
+    key.add_argument("file", type=Path, metavar="NEWFILE", help="of 32 bytes that only this user can read")
+    key.set_defaults(run=_key)
+    seal, purge = _keeping(actions)
+    dashboard = actions.add_parser(
+        "dashboard", help="in a browser on this machine: what left, what was refused, ledger and worker"
+    )
+    dashboard.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
+    dashboard.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
+    dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any that is free")
+    dashboard.add_argument("--host", default="127.0.0.1", help="127.0.0.1, and nothing else")
+    dashboard.set_defaults(run=_in_own_folder(_dashboard))
+    for action in (status, seal, purge, dashboard):
+        action.add_argument("--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names it")
+    for action in (status, warm, seal, purge, dashboard):
+        action.add_argument("--state-dir", type=Path, help=f"the site's own folder; default {SiteConfig().state_dir}")
+
+
+def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
+    start.add_argument(
+        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit: it has all that follows, which overrides"
+    )
+    start.add_argument("--superlink", metavar="HOST:PORT", help="the server's fleet port")
+    start.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
+    start.add_argument("--key", metavar="FILE", help="this site's private key, whose public half is registered")
+    start.add_argument("--name", help="the site's name, as registered")
+    site_options.add_site_options(start)
+    start.add_argument(
+        "--poll-seconds", type=float, metavar="S",
+        help="first wait between two questions to the server; "
+        f"default {poll_backoff.DEFAULT}; for N > 40 sites N / 200",
+    )  # fmt: skip
+    start.set_defaults(run=_start)
+
+
+def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
+    seal = actions.add_parser("seal", help="bring what a stopped site keeps under a key, or from one key to another")
+    seal.add_argument("--key-file", default="", metavar="FILE", help="the new key; without it, back into the clear")
+    seal.add_argument("--old-key-file", default="", metavar="FILE", help="the key under which it is sealed now")
+    seal.set_defaults(run=_in_own_folder(_seal))
+    purge = actions.add_parser("purge", help="remove the private state of old runs; the ledger and the logs stay")
+    purge.add_argument("--older-than", type=float, metavar="DAYS", help="runs without a turn for so long")
+    purge.add_argument("--run", dest="runs", action="append", default=[], metavar="NAME", help="this run")
+    purge.add_argument("--yes", action="store_true", help="do not ask")
+    purge.set_defaults(run=_in_own_folder(_purge))
+    return seal, purge
+
+
+def _start(args: argparse.Namespace) -> int:
+    names = ("superlink", "ca", "key", "name", "poll-seconds", *site_start.NODE_OPTIONS)
+    given = {name: getattr(args, name.replace("-", "_")) for name in names}
+    return site_start.run(site_start.resolve_site(given, args.kit, args.permit_everything))
+
+
+def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The action with the state folder that --state-dir names, or the kit, or the default."""
+
+    def run(args: argparse.Namespace) -> int:
+        kits = kit_reader.node_config(args.kit) if getattr(args, "kit", None) else SiteConfig()
+        return action(argparse.Namespace(**{**vars(args), "state_dir": args.state_dir or kits.state_dir}))
+
+    return run
+
+
+def _warm(args: argparse.Namespace) -> int:
+    site = parse_site({"site": args.name, "state-dir": str(args.state_dir)})
+    card = start_spare(site, args.owner, os.environ)
+    print(f"worker {card.pid} is warm, for site {args.name} of process {args.owner}")
+    return 0
+
+
+def _init(args: argparse.Namespace) -> int:
+    kit = kit_reader.read_kit(args.kit)
+    about = {"federation": kit.federation, "site": kit.site}
+    try:
+        ca = (args.kit / "ca.crt").read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--kit: expected ca.crt in {args.kit}, found none ({error}); unpack it") from None
+    folder = args.out or args.kit / "keys"
+    places_ = enrollment.KeyPaths(folder, args.secret or folder / "superexec-secret")
+    request, fingerprint = enrollment.make_site_keys(places_, about, ca, args.renew, args.renew_signing)
+    words = sys.stderr if args.print else sys.stdout
+    if args.print:
+        print(request.read_text())
+    print(
+        f"site {sanitize(about['site'], 80)} of {sanitize(about['federation'], 80)}: keys made; they stay here",
+        file=words,
+    )
+    what = request.name if args.print else request  # in a container, printed, it lies where nobody looks
+    print(f"send {what} to the operator, and read them this over the telephone: {fingerprint}", file=words)
+    return 0
+
+
+def _guard(args: argparse.Namespace) -> int:
+    guard = write_programs(args.bin, args.own_ports)
+    print(f'{guard}: set PATH="{args.bin}:$PATH" for the SuperExec; without a policy it refuses every run')
+    return 0
+
+
+def _key(args: argparse.Namespace) -> int:
+    print(f"{args.file}: key {make_key(args.file).id}. Keep a copy elsewhere: without it nothing sealed can be read")
+    return 0
+
+
+def _seal(args: argparse.Namespace) -> int:
+    if not args.key_file and not args.old_key_file:
+        raise ConfigError("--key-file: expected it, or --old-key-file, found neither; fedveil site key makes one")
+    new = FileSeal.from_key_file(args.key_file)
+    written = re_encrypt.re_encrypt_files(args.state_dir, FileSeal.from_key_file(args.old_key_file), new)
+    print(f"{len(written)} files {f'sealed under key {new.id}' if new.id else 'brought into the clear'}")
+    return 0
+
+
+def _dashboard(args: argparse.Namespace) -> int:
+    from fedveil.console.web import apps  # with all that draws and serves
+
+    return apps.open_site_dashboard(args.state_dir, args.policy, args.key_file, args.host, args.port)
+
+
+def _purge(args: argparse.Namespace) -> int:
+    return offer_purge(args.state_dir, args.runs, args.older_than, lambda: args.yes or _agreed())
+
+
+def _agreed() -> bool:
+    try:
+        return input("remove what goes? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _status(args: argparse.Namespace) -> int:
+    console = make_console()
+    if args.follow:
+        try:
+            follow_worker(console, args.state_dir)
+        except KeyboardInterrupt:
+            console.print()
+        return 0
+    workers = list_workers(args.state_dir)
+    for name, said in last_heartbeat.describe_sites(args.state_dir).items():
+        print(f"site {sanitize(name, 80)}: {said}")
+    for run in [run for run in list_retained(args.state_dir) if run.bytes]:
+        print(purge_line(run))
+        for words in secagg_of_site(args.state_dir, run, args.policy, args.key_file):
+            print(f"  {words}")
+    for words in ledger_lines(args.state_dir, args.policy, args.key_file):
+        print(words)
+    for failure in last_failures(args.state_dir):
+        print(failure)
+    if sets := list_cached_datasets(args.state_dir):
+        print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
+    if not workers:
+        print(
+            f"no worker under {args.state_dir.expanduser()}: the site is not started, or its worker's idle time is over"
+        )
+        return 1
+    for worker in workers:
+        console.print(describe_worker(worker), soft_wrap=True)
+    return 0

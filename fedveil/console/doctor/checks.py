@@ -1,0 +1,263 @@
+"""Checks of `fedveil doctor`. Each returns a name, a verdict and a finding; none changes anything.
+
+Each check imports only what it needs, because a container runs its health check every ten seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import shutil
+import socket
+import ssl
+import stat
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from fedveil.errors import FedVeilError
+from fedveil.guard import flower
+
+Verdict = Literal["ok", "warn", "fail"]
+_SERVING = b"\x08\x01"  # grpc.health.v1.HealthCheckResponse, status SERVING
+_SOON = timedelta(days=30)
+_TIME_ERROR = 5  # adjtimex: the clock is not synchronised
+_GIGABYTE = 1_000_000_000
+_TIMEOUT = 5.0
+_MOST_ANSWER, _MOST_PARTS = 4096, 8  # bytes of a part of what a stranger answers, and parts
+_SITES_ALONE = b"this port serves sites"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One finding."""
+
+    name: str
+    verdict: Verdict
+    text: str
+
+
+def run_check(name: str, check: Callable[[], CheckResult]) -> CheckResult:
+    """The check; an error that it meets is its finding."""
+    try:
+        return check()
+    except (FedVeilError, OSError, ValueError) as error:
+        return CheckResult(name, "fail", " ".join(str(error).split()) or type(error).__name__)
+
+
+def check_certificate(file: Path, now: datetime | None = None) -> CheckResult:
+    """Until when a PEM certificate is valid."""
+    from cryptography import x509
+
+    certificate, moment = x509.load_pem_x509_certificate(file.read_bytes()), now or datetime.now(UTC)
+    ends, name = certificate.not_valid_after_utc, f"certificate {file.name}"
+    if moment < certificate.not_valid_before_utc:
+        return CheckResult(
+            name,
+            "fail",
+            f"valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, now is {moment:%Y-%m-%d %H:%M}",
+        )
+    if moment >= ends:
+        is_ca = certificate.issuer == certificate.subject  # a CA signed itself, and there is no renewing it
+        anew = "provision the federation anew" if is_ca else "renew it: fedveil members renew-server"
+        return CheckResult(name, "fail", f"expired on {ends:%Y-%m-%d}; the operator has to {anew}")
+    return CheckResult(name, "warn" if ends - moment < _SOON else "ok", f"until {ends:%Y-%m-%d}")
+
+
+def private_key(file: Path) -> CheckResult:
+    """Check that the file is a node key that Flower accepts, readable only by its owner."""
+    from fedveil.console.flower.certificates import require_node_key
+
+    require_node_key(file)
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077:
+        return CheckResult(
+            "key", "fail", f"expected {file} to be readable by its owner only, found mode {mode:o}; chmod 600"
+        )
+    return CheckResult("key", "ok", f"{file}, P-384")
+
+
+def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
+    """The server's fleet port: reached, with TLS, and a certificate of this federation's CA for that name."""
+    host, port = parse_address(superlink)
+    context = ssl.create_default_context(cafile=str(ca))
+    context.set_alpn_protocols(["h2", "http/1.1"])
+    try:
+        with (
+            socket.create_connection((host, port), _TIMEOUT) as plain,
+            context.wrap_socket(plain, server_hostname=host) as link,
+        ):
+            ends = ssl.cert_time_to_seconds(str((link.getpeercert() or {})["notAfter"]))
+            spoken = _spoken(link, host)
+    except ssl.SSLCertVerificationError as error:
+        return CheckResult(
+            "fleet port",
+            "fail",
+            f"{superlink}: {error.verify_message}; is ca.crt this federation's, and the clock right?",
+        )
+    except ssl.SSLError as error:
+        return CheckResult("fleet port", "fail", f"{superlink} speaks no TLS ({error.reason}); is it the fleet port?")
+    except OSError as error:
+        return CheckResult(
+            "fleet port", "fail", f"{superlink}: {error}; the firewall must allow this one outgoing connection"
+        )
+    line = flower.installed_release()
+    if spoken != line.speaks:
+        known = " or ".join(one.release for one in flower.LINES if one.speaks == spoken)
+        other = f"A server with Flower {known} does." if known else ""
+        return CheckResult(
+            "fleet port",
+            "fail",
+            f"{superlink} has TLS and speaks {spoken or 'something else'}, not {line.speaks} as Flower {line.release} "
+            f"here does; is it the fleet port? {other}".rstrip(),
+        )
+    return CheckResult(
+        "fleet port", "ok", f"{superlink}, TLS, its certificate ends {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}"
+    )
+
+
+def _spoken(link: ssl.SSLSocket, host: str) -> str:
+    """Return what a server speaks with SuperNodes: "gRPC", "HTTP" (fedveil/guard/flower/fleet_http.py), or ""."""
+    if link.selected_alpn_protocol() == "h2":
+        return "gRPC"
+    link.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    answer = b""
+    for _ in range(_MOST_PARTS):
+        answer += (more := link.recv(_MOST_ANSWER))
+        if not more:
+            break
+    return "HTTP" if answer.startswith(b"HTTP/1.1 404") and _SITES_ALONE in answer else ""
+
+
+def check_closed_port(host: str, port: int, what: str) -> CheckResult:
+    """A port that must not answer from here."""
+    try:
+        socket.create_connection((host, port), _TIMEOUT).close()
+    except OSError:
+        return CheckResult(what, "ok", f"{host}:{port} does not answer, as it should be")
+    return CheckResult(
+        what, "fail", f"{host}:{port} answers: whoever reaches it can submit code; bind it to the server's loopback"
+    )
+
+
+def check_health(address: str) -> CheckResult:
+    """The standard gRPC health check, without TLS: for --health-server-address of a SuperLink or SuperNode."""
+    import grpc
+
+    try:
+        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as link:
+            answer = link.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=_TIMEOUT)
+    except grpc.RpcError as error:
+        return CheckResult("health", "fail", f"{address}: {error.code().name}")
+    return CheckResult(
+        "health", "ok" if answer == _SERVING else "fail", f"{address}: {'serving' if answer == _SERVING else answer!r}"
+    )
+
+
+def check_clock() -> CheckResult:
+    """Check whether the kernel reports a synchronized clock. Node authentication tolerates 300 s of difference."""
+    if sys.platform != "linux":
+        return CheckResult("clock", "warn", "not checked on this system")
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes = 0: asks only
+    if state < 0:
+        return CheckResult(
+            "clock", "warn", "the system does not say whether it is synchronised (in a container: look at the host)"
+        )
+    if state == _TIME_ERROR:
+        return CheckResult(
+            "clock",
+            "warn",
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, not synchronised; more than 300 s off, keys are refused",
+        )
+    return CheckResult("clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, synchronised")
+
+
+def check_versions() -> CheckResult:
+    """Python and the packages that both ends must agree on."""
+    names = ("fedveil", "flwr", "torch", "transformers")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    python = ".".join(map(str, sys.version_info[:3]))
+    right = (
+        (3, 11) <= sys.version_info[:2] <= (3, 12)
+        and any(versions["flwr"].startswith(f"{line.release}.") for line in flower.LINES)
+        and "missing" not in versions.values()
+    )
+    known = " or ".join(line.release for line in flower.LINES)
+    text = ", ".join([f"Python {python}", *(f"{name} {version}" for name, version in versions.items())])
+    return CheckResult(
+        "versions",
+        "ok" if right else "fail",
+        text if right else f"{text}; expected Python 3.11 or 3.12 and flwr {known}",
+    )
+
+
+def check_gpu(device: str, processes: int = 1) -> CheckResult:
+    """Check that the site's device exists, or as many devices as the site has processes."""
+    import torch
+
+    if torch.cuda.is_available():
+        if device != "cpu" and (count := torch.cuda.device_count()) < processes:
+            return CheckResult(
+                "gpu", "fail", f"expected {processes}, one for each of the site's processes, found {count}"
+            )
+        free, total = torch.cuda.mem_get_info()
+        name = torch.cuda.get_device_name()
+        return CheckResult("gpu", "ok", f"{name}, {free / _GIGABYTE:.0f} of {total / _GIGABYTE:.0f} GB free")
+    wanted = device.startswith("cuda")
+    return CheckResult(
+        "gpu", "fail" if wanted else "ok", f"none that torch {torch.__version__} can use; device is {device!r}"
+    )
+
+
+def check_disk(folder: Path) -> CheckResult:
+    """Room for private state and messages."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free / _GIGABYTE
+    verdict: Verdict = "fail" if free < 1 else "warn" if free < 10 else "ok"
+    return CheckResult("disk", verdict, f"{free:.1f} GB free at {there}")
+
+
+def key_file(file: str, state: Path) -> CheckResult:
+    """A key file that fits what the site keeps."""
+    from fedveil.console.runs import re_encrypt
+    from fedveil.encrypted_files import FileSeal
+
+    seal = FileSeal.from_key_file(file)
+    re_encrypt.require_key(state, seal)
+    protection = f"sealed under key {seal.id}" if seal.id else "kept in the clear: the node config names no key-file"
+    return CheckResult("key file", "ok", f"private state and ledger are {protection}")
+
+
+def entry_point() -> CheckResult:
+    """Check whether a client process started from here would go through this site's entry point."""
+    program_path = shutil.which("flwr-clientapp")
+    if program_path and b"fedveil.guard.clientapp" in Path(program_path).read_bytes()[:4096]:
+        return CheckResult("entry point", "ok", f"{program_path} decides before the app's code runs")
+    return CheckResult(
+        "entry point", "warn", f"flwr-clientapp is {program_path}, Flower's own: fedveil site start puts ours before it"
+    )
+
+
+def audit_log(file: Path) -> CheckResult:
+    """Check that the site's audit log was not changed since it was written."""
+    from fedveil.records import audit_log as log
+
+    if not file.exists():
+        return CheckResult("audit log", "ok", "none yet")
+    return CheckResult("audit log", "ok", f"{log.verify_log(file).lines} lines as they were written, in {file}")
+
+
+def parse_address(superlink: str) -> tuple[str, int]:
+    """Host and port. Raises ValueError."""
+    host, _, port = superlink.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"superlink: expected HOST:PORT, found {superlink!r}")
+    return host.strip("[]"), int(port)

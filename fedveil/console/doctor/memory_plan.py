@@ -1,0 +1,245 @@
+"""The plan of a run that `fedveil doctor` prints: memory by part, seconds, bytes on the wire; nothing is loaded.
+
+| line | is |
+|---|---|
+| memory | computed from config.json by `fedveil.models.planning.memory`, for rows of task.max-tokens |
+| seconds | arithmetic over a speed: an estimate of the training, without the rest of a round |
+| bytes | exact, from the methods' layouts; without the envelope: a header with the fields' names |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import strategies, tasks
+from fedveil.config import RunConfig, parse
+from fedveil.console.doctor.checks import CheckResult
+from fedveil.contract.adapter import Adapter
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.models import loading
+from fedveil.models.planning import flops as training_flops
+from fedveil.models.planning import memory, meta_model, model_config
+from fedveil.records import process_exit
+from fedveil.sanitize import sanitize
+from fedveil.training import adapter_task
+from fedveil.training.ranks import sharding
+
+_GB = 1e9
+_TASK = "text-generation"
+_ROWS = 1000  # of a site, where nothing says how many
+# What may be lowered, in the order in which it costs least: keys of the run config, and values.
+_REMEDIES: tuple[tuple[str, Any], ...] = (
+    ("train.precision", "bf16"), ("train.gradient-checkpointing", True), ("train.batch-size", 1),
+    ("train.quantized-base", "4bit"), ("train.optimizer", "adamw-8bit"), ("task.max-tokens", 32),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MachineResources:
+    """Resources that a memory plan assumes.
+
+    Attributes:
+        capacity: bytes of a GPU, or of main memory.
+        on_gpu: whether the model is on a GPU.
+        where: description in words.
+        ranks: the site's processes, one GPU each.
+        flops: operations per second of one process; 0 if neither given nor measured.
+        speed: source of that number.
+    """
+
+    capacity: int
+    on_gpu: bool
+    where: str
+    ranks: memory.RankLayout = memory.RankLayout()
+    flops: float = 0.0
+    speed: str = ""
+
+
+def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: bool) -> MachineResources:
+    """The one that the options describe, else this one: its GPU's free memory, else what is free of its main memory.
+
+    Raises:
+        ConfigError: an option out of range.
+    """
+    import psutil
+    import torch
+
+    for name, value, most in (("--gpu-gb", gpu_gb, 1e4), ("--gpus", ranks.count, 64), ("--tflops", tflops, 1e6)):
+        if not 0 <= value <= most or (name == "--gpus" and value < 1):
+            raise ConfigError(f"{name}: expected above 0 and at most {most:g}, found {value:g}; correct it")
+    if ranks.is_split and ranks.count == 1:
+        raise ConfigError("--shard-base: expected --gpus above 1 beside it, found 1; say how many, or leave it out")
+    if ranks.count > 1 and not gpu_gb and (there := torch.cuda.device_count()) < ranks.count:
+        raise ConfigError(
+            f"--gpus: expected --gpu-gb beside it, or as many as this machine has, found {ranks.count} of {there}; say "
+            "how large one is"
+        )
+    if gpu_gb:
+        where = f"a GPU of {gpu_gb:g} GB" if ranks.count == 1 else f"{ranks.count} GPUs of {gpu_gb:g} GB each"
+        return MachineResources(int(gpu_gb * _GB), True, where, ranks, tflops * 1e12, "as given")
+    flops, speed = (
+        (tflops * 1e12, "as given")
+        if tflops
+        else (training_flops.measure_flops(bf16), "a product of matrices, measured")
+    )
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return MachineResources(free, True, f"free on {torch.cuda.get_device_name()}", ranks, flops, speed)
+    free = min(psutil.virtual_memory().available, process_exit.note_memory()["limit_mb"] * 1_000_000)
+    return MachineResources(free, False, "free in this machine's main memory", ranks, flops, speed)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on a base, as far as its plan needs it."""
+
+    settings: model_config.ModelConfig
+    config: RunConfig
+    adapter: Adapter
+    stored: int = 0
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> PlannedRun:
+        """Create the plan from a run config.
+
+        Raises:
+            ConfigError: the task cannot be planned, or a run would refuse the config before loading its
+                base.
+            TaskError: no folder, or a folder whose config.json cannot be planned.
+        """
+        if config.task.name != _TASK:
+            raise ConfigError(
+                f'task.name: expected "{_TASK}", which alone is planned, found {sanitize(config.task.name)}'
+            )
+        info = tasks.task_info(_TASK)
+        method = strategies.create_method(config.method.name, config.method.params)
+        adapter_task.check_task_config(config, method.adapter, info)
+        loading.check_context(config, method.adapter, info.tiny())
+        where, is_folder = loading.find_model(config.task.model, info.tiny())
+        if not is_folder or where == "tiny":
+            raise ConfigError(
+                f"task.model: expected a folder, found {sanitize(where)}; nothing is asked of a hub, so download it "
+                "first"
+            )
+        files = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
+        return cls(model_config.read_model_config(Path(where)), config, method.adapter, files)
+
+    def exchange(self, name: str, fields: str = "") -> MessageExchange | None:
+        """Return a method's message exchange; None if the task does not accept its adapter."""
+        method = strategies.create_method(name, fields)
+        if method.adapter.mount not in tasks.task_info(_TASK).mounts:
+            return None
+        return MessageExchange(method, name, meta_model.param_specs(self.settings, method.adapter))
+
+    def memory(self, on: MachineResources, **changed: Any) -> memory.MemoryPlan:
+        """The plan of rank 0, with some keys of the run config changed.
+
+        Raises:
+            ConfigError: a base that is to be divided and cannot be.
+        """
+        config = parse({**self.config.flat(), **changed}) if changed else self.config
+        own = self.exchange(config.method.name, config.method.params)
+        messages = (own.largest("down"), own.largest("up")) if own else (0, 0)
+        if on.ranks.is_split:
+            sharding.check_shardable(config, self.adapter)
+        return memory.plan_memory(self.settings, config, self.adapter, on.on_gpu, self.stored, messages, on.ranks)
+
+    def remedy(self, on: MachineResources) -> tuple[dict[str, Any], int]:
+        """Return the settings to change so that the run fits, and the bytes it then needs.
+
+        Changes that turn out to be unnecessary are dropped.
+        """
+        changed: dict[str, Any] = {}
+        needed = self.memory(on).needed
+        for key, value in _REMEDIES:
+            if needed <= on.capacity:
+                break
+            before = self.config.flat()[key]
+            if before == value or (isinstance(before, int) and not isinstance(before, bool) and before <= value):
+                continue
+            if key in ("train.quantized-base", "train.precision") and self.adapter.trains_base:
+                continue
+            if key == "train.quantized-base" and on.ranks.is_split:
+                continue
+            lower = self.memory(on, **changed, **{key: value}).needed
+            if lower < needed:
+                changed, needed = {**changed, key: value}, lower
+        for key in list(changed) if needed <= on.capacity else ():
+            fewer = {name: value for name, value in changed.items() if name != key}
+            if (more := self.memory(on, **fewer).needed) <= on.capacity:
+                changed, needed = fewer, more
+        return changed, needed
+
+
+def plan_lines(planned: PlannedRun, on: MachineResources, rows: int, there: int = 0) -> Iterator[str]:
+    """The plan in words, a line each, for a site of `rows` rows; 0: as many as its data has, `there`, if known."""
+    plan, shape, config = planned.memory(on), meta_model.build_meta_model(planned.settings), planned.config
+    parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
+    yield f"Plan, on paper, from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
+    yield f"memory while the worker is {plan.peak}, its most, at rows of {config.task.max_tokens} tokens:"
+    for part in plan.phases[plan.peak]:
+        yield f"  {part.name:<34}{part.nbytes / _GB:>10.3f} GB"
+    yield f"  {'together':<34}{plan.needed / _GB:>10.3f} GB"
+    others = ", ".join(f"{phase} {plan.needs(phase) / _GB:.3f} GB" for phase in plan.phases if phase != plan.peak)
+    yield f"  in other phases: {others or 'there are none'}"
+    if plan.host:
+        host = ", ".join(f"{part.name} {part.nbytes / _GB:.3f}" for part in plan.host)
+        yield f"  in main memory, GB: {host}"
+    if on.ranks.count > 1:
+        yield f"  of rank 0, of {on.ranks.count} processes; the others have no states, and score nothing"
+    yield from _seconds(planned, on, rows, there)
+    yield "bytes a message of a round, down and up (exact; another method's with its default adapter):"
+    if config.secure.enabled:
+        yield "  in the clear; under secure.enabled an upload is of integers: fedveil explain says how many bytes"
+    for name in sorted(strategies.list_methods(), key=lambda name: name != config.method.name):
+        own = name == config.method.name
+        if exchange := planned.exchange(name, config.method.params if own else ""):
+            down, up = _sizes(exchange.sizes("down")), _sizes(exchange.sizes("up"))
+            yield f"  {name + (' (this run)' if own else ''):<22}down {down}; up {up}"
+
+
+def _sizes(by_variant: Mapping[str, int]) -> str:
+    """Format the size of each variant, such as a client's draw; a single number if all sizes are equal."""
+    if len(set(by_variant.values())) == 1:
+        return f"{next(iter(by_variant.values())):,}"
+    return " or ".join(f"{size:,} ({variant})" for variant, size in by_variant.items())
+
+
+def _seconds(planned: PlannedRun, on: MachineResources, rows: int, there: int) -> Iterator[str]:
+    config = planned.config
+    most = config.task.examples_per_site
+    count, source = rows, ""
+    if not rows and there:
+        count, source = min(there, most or there), " (those of the data; sites that share it have fewer)"
+    elif not rows:
+        count, source = most or _ROWS, "" if most else " (a guess: give --rows)"
+    done = training_flops.training_flops(planned.settings, config, planned.adapter, count)
+    total = (done.training + done.scoring) / 1e12
+    about = f"training, {done.rows:,} rows a round{source}: {total:,.1f} TFLOP"
+    if not on.flops:
+        yield f"{about}; seconds: give --tflops, what one GPU sustains"
+        return
+    seconds = done.seconds(on.flops, on.ranks.count, on.ranks.is_split)
+    each = " on each GPU" if on.ranks.count > 1 else ""
+    yield f"{about}, {seconds:,.0f} s at {on.flops / 1e12:.3g} TFLOP/s{each} ({on.speed}): an estimate"
+
+
+def plan_verdict(planned: PlannedRun, on: MachineResources) -> CheckResult:
+    """Check whether the run fits in memory; if not, suggest settings that would fit."""
+    needed = planned.memory(on).needed
+    has = f"{on.capacity / _GB:.1f} GB {on.where}" if not on.on_gpu or "free" in on.where else on.where
+    needs = f"needs {needed / _GB:.1f} GB" + (" on each" if on.ranks.count > 1 else "")
+    if needed <= on.capacity:
+        return CheckResult("memory", "ok", f"fits: {needs}, has {has}")
+    changed, then = planned.remedy(on)
+    words = ", ".join(f"{key} = {str(value).lower()}" for key, value in changed.items())
+    shortfall = f"will not fit: {needs}, has {has}"
+    if then > on.capacity:
+        return CheckResult(
+            "memory", "fail", f"{shortfall}; even with {words or 'less'} {then / _GB:.1f} GB: take a smaller base"
+        )
+    return CheckResult("memory", "fail", f"{shortfall}; with {words} {then / _GB:.1f} GB, which fits")

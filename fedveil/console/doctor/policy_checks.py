@@ -1,0 +1,58 @@
+"""Policy checks of `fedveil doctor`, and warnings of `fedveil site start` about possible typos in names."""
+
+from __future__ import annotations
+
+from fedveil import strategies, tasks
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.policy.site_policy import SitePolicy, policy_of_site
+from fedveil.console.doctor.checks import CheckResult
+from fedveil.sanitize import sanitize, suggest_name
+
+_NAMES = ("methods", "tasks", "models", "app_digests", "signers")  # a list of these without an entry permits nothing
+
+
+def check_policy_file(file: str) -> CheckResult:
+    """A policy that can be read and names the app."""
+    if not file:
+        return CheckResult("policy", "warn", "none: this site permits everything; name a site-policy.toml")
+    policy = policy_of_site(SiteConfig(policy=file))
+    if policy.app_digests is None and policy.signers is None:
+        return CheckResult(
+            "policy",
+            "warn",
+            f"{file} names neither app-digests nor signers: any code may come, and could undo the rest",
+        )
+    if what := check_empty_policy(policy):
+        return CheckResult(
+            "policy", "warn", f"{file} permits nothing as it stands: {what} empty; fill in what is agreed on"
+        )
+    if "permits" not in policy.model_fields_set:
+        return CheckResult(
+            "policy",
+            "warn",
+            f"{file} has no [permits]: every key of a run that nothing else in it names must have its default; "
+            "fedveil explain --permits --set ... prints what a run needs",
+        )
+    if strange := unknown_names(policy):
+        return CheckResult("policy", "warn", f"{file}: {strange}")
+    return CheckResult("policy", "ok", f"{file} can be read")
+
+
+def check_empty_policy(policy: SitePolicy) -> str:
+    """Name the policy lists that permit nothing because they are empty; "" if there are none."""
+    return ", ".join(name for name in _NAMES if getattr(policy, name) == []).replace("_", "-")
+
+
+def unknown_names(policy: SitePolicy) -> str:
+    """Report names that a policy permits but this installation lacks, possibly typos; "" if all are known."""
+    problems = []
+    for key, named, known in (
+        ("methods", policy.methods, strategies.list_methods()),
+        ("tasks", policy.tasks, tasks.list_tasks()),
+    ):
+        for name in sorted(set(named or ()) - set(known)):
+            near = suggest_name(name, known).strip()
+            problems.append(
+                f"{key} permits {sanitize(name, 80)}, which is not installed here" + f"; {near}" * bool(near)
+            )
+    return "; ".join(problems)

@@ -1,0 +1,68 @@
+"""Secure-aggregation checks of `fedveil doctor`: a site's signing key and demands, and the server's roster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.policy.site_policy import policy_of_site
+from fedveil.client_app.secure_round import read_key
+from fedveil.console.doctor.checks import CheckResult
+from fedveil.console.provisioning.enrollment import SIGNING_KEY, short_key
+from fedveil.console.provisioning.federation_folder import SiteRegistry, roster_file
+from fedveil.errors import FedVeilError
+from fedveil.federation.secagg import crypto
+from fedveil.federation.secagg.adversary_model import DEVIATING
+from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
+
+_WEAKER = "the server alone then says whose keys are whose, so it could put its own in the place of the sites' keys"
+
+
+def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
+    """A signing key that its owner alone can read: the node config's, or, on the host of a container, the one made."""
+    name = "signing key"
+    if not site.signing_key:
+        return CheckResult(
+            name, "warn", "the node config names none: this site makes one by itself, which no roster has"
+        )
+    named, made = Path(site.signing_key).expanduser(), folder / SIGNING_KEY
+    file = made if made.is_file() and not named.exists() else named
+    public = crypto.verifying_key(read_key(file)).hex()
+    return CheckResult(
+        name, "ok", f"{file}, for this user alone; fedveil members roster shows it as {short_key(public)}"
+    )
+
+
+def check_roster(site: SiteConfig) -> CheckResult:
+    """Check that the policy names the other sites' keys and requires secure aggregation if it sets its bounds."""
+    name = "roster"
+    if not site.policy:
+        return CheckResult(name, "warn", f"no policy: {_WEAKER}")
+    policy = policy_of_site(site)
+    if not policy.require_secure and (policy.roster or policy.min_cohort or policy.min_threshold):
+        return CheckResult(
+            name, "warn", f"{site.policy} bounds masked runs and lets runs in the clear pass: require-secure"
+        )
+    if not policy.roster:
+        return CheckResult(name, "warn" if policy.require_secure else "ok", f"the policy names none: {_WEAKER}")
+    return CheckResult(name, "ok", f"{policy.roster}, of which the other sites must say the same. {DEVIATING}")
+
+
+def check_registered_key(folder: Path) -> CheckResult:
+    """At the server: whether the roster file is what the registry says."""
+    name, members, file = "roster", SiteRegistry(folder).signing_keys, roster_file(folder)
+    if not file.exists():
+        verdict = "no site has a signing key" if not members else "fedveil members roster writes it"
+        return CheckResult(name, "ok" if not members else "warn", f"none at {file}: {verdict}")
+    try:
+        roster_keys = SigningKeyRoster.from_bytes(file.read_bytes()).signing_keys
+    except FedVeilError as error:
+        return CheckResult(name, "fail", f"{file}: {error}; fedveil members roster writes it anew")
+    different = sorted(site for site in {*members, *roster_keys} if members.get(site) != roster_keys.get(site))
+    if different:
+        return CheckResult(
+            name, "fail",
+            f"{file} is not what the registry says of {', '.join(different)}: fedveil members roster, and the sites' "
+            "policies need the new digest",
+        )  # fmt: skip
+    return CheckResult(name, "ok", f"{len(roster_keys)} sites as in the registry, {roster_digest(roster_keys)}")

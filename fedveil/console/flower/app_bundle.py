@@ -1,0 +1,75 @@
+"""The app as Flower sends it: its source folder, the bundle that `flwr build` makes of it, and the digest of that.
+
+The app of this installation is the same, byte for byte, whether it is a checkout or a wheel: the bundle is made of a
+copy with pyproject.toml, LICENSE and the app's Python files, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedveil import paths
+from fedveil.console.flower.processes import ProcessGroup, flower_environment
+from fedveil.errors import ConfigError
+
+_BESIDE = ("pyproject.toml", "LICENSE")
+
+
+def own_app(target: Path) -> Path:
+    """Writes the app of this installation to the new folder `target`."""
+    sources = {name: paths.find_file(name) for name in _BESIDE} | paths.app_sources()
+    for name, source in sources.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target / name)
+    return target
+
+
+@contextmanager
+def copy_app(app: Path | None) -> Iterator[Path]:
+    """A copy of an app's folder without what no bundle holds; None: this installation's own; a .fab file as it is.
+
+    Flower walks the whole folder, several times, .venv among it: twenty seconds before a run is submitted. It refuses a
+    folder whose name is not that of an app, and writes a bundle where it is called.
+    """
+    if app is not None and not (app / "pyproject.toml").is_file():
+        yield app
+        return
+    with tempfile.TemporaryDirectory(prefix="fedveil-app-") as folder:
+        copy = Path(folder) / "app"
+        if app is None or app.absolute() == paths.checkout_folder():
+            own_app(copy)
+        else:
+            shutil.copytree(app, copy, symlinks=True, ignore=lambda at, names: _left_out(names, Path(at) == app))
+        yield copy
+
+
+def build_bundle(app: Path | None) -> bytes:
+    """The bundle, as Flower's own `flwr build` makes it; of a .fab file, its content. Raises ConfigError for no app."""
+    if app is not None and app.is_file():
+        return app.read_bytes()
+    if app is not None and not (app / "pyproject.toml").is_file():
+        raise ConfigError(
+            f"app: expected a folder with pyproject.toml or a .fab file, found none at {app}; name another"
+        )
+    with copy_app(app) as copy:
+        folder = copy.parent
+        processes, env = ProcessGroup(folder), flower_environment(folder / "flower")
+        processes.call("build", ["flwr", "build", "--app", str(copy)], env, cwd=folder)
+        (bundle,) = folder.glob("*.fab")
+        return bundle.read_bytes()
+
+
+def bundle_digest(app: Path | None) -> str:
+    """SHA-256 of the bundle, 64 hex digits. Raises ConfigError where there is no app."""
+    return hashlib.sha256(build_bundle(app)).hexdigest()
+
+
+def _left_out(names: list[str], top: bool) -> set[str]:
+    """Return the names excluded from every bundle, which may be large."""
+    hidden = {name for name in names if name.startswith(".") and name != ".gitignore"}
+    return {"__pycache__"} | ({"venv", "runs", "build", "dist"} | hidden if top else set())

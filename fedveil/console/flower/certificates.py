@@ -1,0 +1,167 @@
+"""The keys of one federation: its own CA, the SuperLink's TLS certificate, and a node key for each site."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedveil.errors import ConfigError
+
+VALID = timedelta(days=30)
+_OTHER_FORMS = {b"BEGIN EC PRIVATE KEY": "a SEC1 one (PEM)", b"BEGIN PRIVATE KEY": "a PKCS#8 one (PEM)"}
+
+
+def write_tls(folder: Path) -> None:
+    """Writes ca.crt, server.pem and server.key. The CA's own key is never written: it can sign nothing more."""
+    ca, ca_key = new_ca("FedVeil CA", VALID)
+    write_certificate(folder / "ca.crt", ca)
+    write_server(folder, ca, ca_key, ["localhost", "127.0.0.1"], VALID)
+
+
+def new_ca(name: str, valid: timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """A certificate authority that may sign servers and no other authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(_name(name), _name(name), key.public_key(), valid)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return certificate, key
+
+
+def write_server(
+    folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, names: Sequence[str], valid: timedelta
+) -> None:
+    """Writes server.pem and server.key, for a server that is reached by `names`; never valid for longer than the CA."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(_name("superlink"), ca.subject, key.public_key(), valid, ca.not_valid_after_utc)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_alternative(name) for name in names]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    write_private(folder / "server.key", key, serialization.PrivateFormat.PKCS8)
+    write_certificate(folder / "server.pem", certificate)
+
+
+def write_certificate(path: Path, certificate: x509.Certificate) -> None:
+    """PEM."""
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def write_node_key(path: Path) -> None:
+    """Writes a P-384 key pair in OpenSSH's format to `path` and `path`.pub (Flower refuses ed25519)."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    write_private(path, key, serialization.PrivateFormat.OpenSSH)
+    path.with_name(path.name + ".pub").write_text(public_text(key.public_key()) + "\n")
+
+
+def require_node_key(file: Path) -> None:
+    """Raises ConfigError for a private key that Flower does not take, with what it is and how to bring it there."""
+    data = file.read_bytes()
+    try:
+        key = serialization.load_ssh_private_key(data, None)
+        kind = "" if _is_p384(key) else "another kind"
+    except TypeError:
+        kind = "one with a passphrase"
+    except (ValueError, UnsupportedAlgorithm):
+        kind = next((words for mark, words in _OTHER_FORMS.items() if mark in data), "something else")
+        kind = kind if kind == "something else" or _is_node_key(data) else "another kind"
+    if kind:
+        mend = f"ssh-keygen -p -N '' -f {file} brings it there" if kind in _OTHER_FORMS.values() else "choose another"
+        raise ConfigError(
+            f"{file}: expected a P-384 key in OpenSSH's format without a passphrase, found {kind}; {mend}, and fedveil "
+            "site init makes a new one"
+        )
+
+
+def _is_node_key(data: bytes) -> bool:
+    """Return whether the data is a key of the right kind in another accepted encoding."""
+    try:
+        return _is_p384(serialization.load_pem_private_key(data, None))
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return False
+
+
+def _is_p384(key: object) -> bool:
+    return isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name == "secp384r1"
+
+
+def public_text(key: ec.EllipticCurvePublicKey) -> str:
+    """A public key as OpenSSH writes it, without a comment."""
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
+    """PEM without a passphrase, readable by its owner only."""
+    text = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(text)
+
+
+def write_secret(path: Path) -> Path:
+    """Writes 64 random hex digits, readable by their owner only; another secret at every call."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _alternative(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    valid: timedelta,
+    until: datetime | None = None,
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    end = now + valid
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(min(end, until) if until else end)
+    )
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )

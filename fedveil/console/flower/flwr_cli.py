@@ -1,0 +1,143 @@
+"""Flower's command line against a running server: nodes, and runs. Each call costs a CPU-second: ask seldom."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.flower.app_bundle import copy_app
+from fedveil.console.flower.machine import Value, format_toml
+from fedveil.console.flower.processes import LaunchError, ProcessGroup, flower_environment
+
+CONNECTION = "fedveil"
+_IN_FEDERATION = ("server", "flower")  # the FLWR_HOME of a folder that fedveil provision made
+_GONE = "unregistered"
+_SILENT = "Connection to the SuperLink is unavailable"  # Flower's words, which its frame breaks anywhere
+
+
+class ServerUnreachableError(LaunchError):
+    """Nothing answers at the control port."""
+
+
+def write_connection(home: Path, address: str, ca: Path) -> None:
+    """Writes config.toml to a FLWR_HOME: the SuperLink's control port, HOST:PORT, and whom to trust there."""
+    about = format_toml({"address": address, "root-certificates": str(ca)})
+    (home / "config.toml").write_text(f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{about}')
+
+
+def _homeless(home: Path) -> LaunchError:
+    """Return the error for a FLWR_HOME without config.toml; users set it with --federation FOLDER."""
+    here = home.absolute()
+    if here.parts[-2:] != _IN_FEDERATION:
+        return LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
+    return LaunchError(
+        f"{here.parents[1]}: expected a folder that fedveil provision made, found no {'/'.join(_IN_FEDERATION)}/"
+        "config.toml in it; name the folder that it made"
+    )
+
+
+class FlowerCli:
+    """`flwr` with the connection of a FLWR_HOME.
+
+    Args:
+        home: the FLWR_HOME; its config.toml has the connection.
+        connection: its name; default: the one that `write_connection` wrote.
+        processes: who starts `flwr`; default: one for this object alone.
+        env: of `flwr`; default: this process's, as `environment` completes it.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        connection: str = CONNECTION,
+        processes: ProcessGroup | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if not (home / "config.toml").is_file():
+            raise _homeless(home)
+        self.home, self._connection = home.absolute(), connection
+        self._processes, self._env = processes or ProcessGroup(home), env or flower_environment(self.home)
+
+    def nodes(self) -> dict[str, str]:
+        """ "online", "offline" or "registered" by node id: Flower does not tell the names here."""
+        listed = self._call("supernode", "ls", self._connection)["nodes"]
+        return {str(n["node-id"]): str(n["status"]) for n in listed if n["status"] != _GONE}
+
+    def register(self, public: str, name: str) -> str:
+        """Lets a public key in; returns its node id. Raises LaunchError with Flower's reason."""
+        with tempfile.NamedTemporaryFile("w", suffix=".pub") as file:
+            file.write(public + "\n")
+            file.flush()
+            return str(self._call("supernode", "register", file.name, self._connection, "--name", name)["node-id"])
+
+    def unregister(self, node_id: str) -> None:
+        """Shuts a node out, also one that is online."""
+        self._call("supernode", "unregister", node_id, self._connection)
+
+    def submit(self, app: Path | None, settings: Mapping[str, Value]) -> str:
+        """Submits the app in folder `app` with `settings` of its run config; returns Flower's number of the run.
+
+        None is this installation's own app.
+        """
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(format_toml(settings))
+            file.flush()
+            with copy_app(app) as copy:
+                return str(self._call("run", str(copy.absolute()), self._connection, "-c", file.name)["run-id"])
+
+    def run_status(self, run: str) -> str:
+        """Such as "running" or "finished:failed". Raises LaunchError where there is no such run."""
+        runs = self._call("ls", self._connection, "--run-id", run)["runs"]
+        if not runs:
+            raise LaunchError(f"run: expected one that the SuperLink knows, found {run}; flwr ls lists them")
+        return str(runs[0]["status"])
+
+    def stop(self, run: str) -> None:
+        """Stops a run."""
+        self._call("stop", run, self._connection)
+
+    def by_hand(self, command: str, *arguments: str) -> str:
+        """A command of `flwr` as people type it, from any folder."""
+        named = [] if self._connection == CONNECTION else [self._connection]  # `write_connection` made it the default
+        return f"FLWR_HOME={shlex.quote(str(self.home))} {shlex.join(['flwr', command, *arguments, *named])}"
+
+    def options(self) -> str:
+        """The options of `fedveil watch` that ask the same server."""
+        named = [] if self._connection == CONNECTION else ["--connection", self._connection]
+        return shlex.join(["--flower-home", str(self.home), *named])
+
+    def log(self, run: str) -> str:
+        """Return the output of the run's ServerApp."""
+        return self._flwr("log", run, self._connection, "--show")
+
+    def _call(self, *arguments: str) -> dict[str, Any]:
+        text = self._flwr(*arguments, "--format", "json")
+        try:
+            answer = json.loads(text[text.index("{") :])
+        except (ValueError, RecursionError):
+            raise LaunchError(f"flwr {arguments[0]}: expected JSON, found {text.strip()[:300]!r}") from None
+        if not answer.get("success"):
+            raise self._failure(arguments[0], f"flwr {arguments[0]} failed: {answer.get('error-message', answer)}")
+        return dict(answer)
+
+    def _flwr(self, *arguments: str) -> str:
+        try:
+            # In its own folder: where ./CONNECTION has a pyproject.toml, Flower takes the name for that app's path.
+            return self._processes.call("flwr", ["flwr", *arguments], self._env, cwd=self.home)
+        except LaunchError as error:
+            raise self._failure(arguments[0], str(error)) from None
+
+    def _failure(self, command: str, reason: str) -> LaunchError:
+        """Return Flower's error; if the server did not answer, the error says what to do."""
+        if "".join(_SILENT.split()) not in "".join(reason.split()):
+            return LaunchError(reason)
+        home = self.home.absolute()
+        folder = shlex.quote(str(home.parents[1])) if home.parts[-2:] == _IN_FEDERATION else "FOLDER"
+        return ServerUnreachableError(
+            f"flwr {command}: expected the server at its control port (its address is in {self.home}/config.toml), "
+            f"found none; start it with fedveil server start {folder}, or open your tunnel to it"
+        )

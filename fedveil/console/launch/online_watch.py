@@ -1,0 +1,266 @@
+"""Find out whether a site is online and if not, why: explain Flower's exit codes and its silent failures."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fedveil.console.doctor import checks
+from fedveil.console.flower.processes import ProcessGroup
+from fedveil.console.flower.programs import ONLINE
+from fedveil.console.launch.restarts import own_error
+from fedveil.console.runs.run_reader import new_lines
+from fedveil.errors import ConfigError, StateError
+from fedveil.guard import last_heartbeat
+from fedveil.records import audit_log
+from fedveil.sanitize import sanitize
+
+_POLL_SECONDS = 0.5
+_PROBE_SECONDS = 10.0  # between two looks at a server that has not taken the site yet
+_CONNECT_SECONDS = 3.0
+HELD_SECONDS = 75.0  # Flower holds a site for online until two of its heartbeats, 30 s apart, are missing
+HELD_POLL_SECONDS = 10.0
+_AWAY_SECONDS = 10.0  # a server that answers again sooner is not worth a word
+_MOST_HEARD = 1 << 20  # bytes of the log at a look; what an app prints there has no bound
+_LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower's words, of 1.39, 1.41 and 1.42
+_SAID = re.compile(
+    r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
+)  # fedveil/guard/site_registry.py
+_EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
+_REFUSED = "305"
+_MEANINGS = {
+    "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
+    _REFUSED: "the server does not know the key, or has it online already; the operator registers a key with fedveil "
+    "members register, and a site runs in one place",
+}
+_TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withheld"}
+
+
+class SiteProcessEndedError(ConfigError):
+    """The SuperNode ended for a reason that a new start may mend. `kind`: the same for ends that are the same."""
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind or text
+
+
+class StateLockedError(ConfigError):
+    """The server answers and takes this key not now: it has it online already, or does not know it and says no more."""
+
+
+def missing_sites(superlink: str, ca: Path) -> str:
+    """Why nothing answers at HOST:PORT, "" where this federation's server does. A SuperNode keeps asking.
+
+    Raises:
+        ConfigError: something else answers there.
+    """
+    port_check = checks.run_check("fleet port", lambda: checks.check_fleet_port(superlink, ca))
+    if port_check.verdict != "fail":
+        return ""
+    if _answers(superlink):
+        raise ConfigError(f"--superlink: expected this federation's server, found something else: {port_check.text}")
+    return f"nothing answers yet: {port_check.text}, or --superlink (superlink in the kit) is wrong; still asking"
+
+
+def _answers(superlink: str) -> bool:
+    try:
+        socket.create_connection(checks.parse_address(superlink), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    except ValueError as error:
+        raise ConfigError(f"--superlink: {error}; write it as fl.example.org:9092") from None
+    return True
+
+
+@dataclass
+class SiteStartWatcher:
+    """Follows one start of a site, and prints what its people should know.
+
+    Attributes:
+        began: byte of the site's log at which this start begins.
+        read: byte of its audit log up to which it was shown.
+        heard: byte of its log up to which Flower's words on the connection were read.
+        away: when they began to be bad, in seconds of this process's clock and by the wall; None = they are not.
+        since: when it came online, in seconds since 1970: heartbeats from before count for nothing.
+        was_online: whether an earlier start of this command was.
+        silence_said: whether the last word was that the server does not hear this site.
+    """
+
+    processes: ProcessGroup
+    name: str
+    audit: Path
+    superlink: str
+    ca: Path
+    began: int
+    read: int
+    online: bool = False
+    missing: str = ""
+    heard: int = 0
+    away: tuple[float, str] | None = None
+    away_said: bool = False
+    since: float = 0.0
+    was_online: bool = False
+    silence_said: bool = False
+
+    @classmethod
+    def from_processes(cls, processes: ProcessGroup, name: str, state: Path, superlink: str, ca: Path) -> Self:
+        """Create a watcher that reads the logs from now on."""
+        log, audit = processes.log(name), state / audit_log.NAME
+        began, read = (file.stat().st_size if file.exists() else 0 for file in (log, audit))
+        return cls(processes, name, audit, superlink, ca, began, read, heard=began)
+
+    def until_ended(
+        self, also: Callable[[], None] = lambda: None, part_ended: Callable[[int], None] | None = None
+    ) -> int:
+        """Until the SuperNode ends, which raises ConfigError with the reason in words. `also` is called meanwhile.
+
+        `part_ended` is called where another of its processes has ended, with the exit code, to start it again; else
+        that ends it too.
+        """
+        probed = time.monotonic()
+        while True:
+            code = self.processes.ended(self.name)
+            if code is not None and part_ended and self.processes.ended_part(self.name) != self.name:
+                part_ended(code)
+                continue
+            if code is not None:
+                break
+            if not self.online and ONLINE.encode() in self.processes.log(self.name).read_bytes()[self.began :]:
+                self.online, self.since = True, time.time()
+                print(f"site {self.name}: online", flush=True)
+            elif not self.online and time.monotonic() - probed >= _PROBE_SECONDS:
+                self.look()
+                probed = time.monotonic()
+            self.listen()
+            self.tell_silence()
+            self.tell()
+            also()
+            time.sleep(_POLL_SECONDS)
+        self.tell()
+        also()
+        raise self.ended(code)
+
+    def look(self) -> None:
+        """Prints why nothing answers, once. Raises ConfigError as `missing_sites`, unless the site was online before:
+        then it is this federation's server, which a cut line or a start of it does not make another."""
+        previous_reason = self.missing
+        try:
+            self.missing = missing_sites(self.superlink, self.ca)
+        except ConfigError as error:
+            if not self.was_online:
+                raise
+            self.missing = f"{error}; still asking"
+        if self.missing and self.missing != previous_reason:
+            print(f"site {self.name}: {self.missing}", flush=True)
+
+    def listen(self) -> None:
+        """Prints once that a server which had taken the site is away, and once that it is back."""
+        try:
+            with self.processes.log(self.name).open("rb") as log:
+                self.heard = min(self.heard, log.seek(0, 2))  # of a log that was cut short, from its end on
+                log.seek(self.heard)
+                new = log.read(_MOST_HEARD)
+        except OSError:  # moved away: the site goes on, and says nothing of the server
+            return
+        whole = new if len(new) == _MOST_HEARD else new[: new.rfind(b"\n") + 1]
+        self.heard += len(whole)
+        for link_event in _LINK.findall(whole):
+            if link_event.startswith(b"attempt"):
+                self.away = self.away or (time.monotonic(), time.strftime("%H:%M:%S"))
+                continue
+            if self.away_said and self.away:
+                waited = time.monotonic() - self.away[0]
+                print(f"site {self.name}: the server answers again, after {waited:.0f} s", flush=True)
+                self.since = time.time()  # a heartbeat comes some seconds later
+            self.away, self.away_said = None, False
+        if self.online and self.away and not self.away_said and time.monotonic() - self.away[0] >= _AWAY_SECONDS:
+            text = f"the server at {self.superlink} does not answer since {self.away[1]}; this site keeps asking, and "
+            print(f"site {self.name}: {text}goes on by itself once it answers", flush=True)
+            self.away_said = True
+
+    def tell_silence(self) -> None:
+        """Prints once that the server does not hear this site, and once that it hears it again.
+
+        What counts is a heartbeat that it answered: a SuperNode can live on and log nothing.
+        """
+        file = last_heartbeat.heartbeat_file(self.audit.parent, self.name)
+        if not self.online or self.away_said:
+            return  # not taken by the server yet, or said already
+        why = "" if time.time() - self.since <= last_heartbeat.SILENT_SECONDS else last_heartbeat.describe_silence(file)
+        if why and not self.silence_said:
+            print(f"site {self.name}: {why}; this site keeps asking", flush=True)
+        elif self.silence_said and not why:
+            print(f"site {self.name}: heard by the server again", flush=True)
+        self.silence_said = bool(why)
+
+    def tell(self) -> None:
+        """Prints what was sent since the last call, and what went wrong, with its cause: the server learns its kind."""
+        try:
+            lines, self.read = new_lines(self.audit, self.read)
+        except StateError as error:  # a log that is broken is said once, and verified by another command
+            print(f"site {self.name}: {sanitize(error)}; fedveil log verify {self.audit}", flush=True)
+            self.read = self.audit.stat().st_size
+            return
+        for line in lines:
+            if line.get("event") in _TROUBLE:
+                print(f"site {self.name}: {explain_exit(line)}", flush=True)
+            elif line.get("event") == "sent":
+                print(f"site {self.name}: {_sent(line)}", flush=True)
+
+    def ended(self, code: int) -> ConfigError:
+        """Return the error for a SuperNode that ended with this exit code, with the reason in words."""
+        kind, why = self._why(code)
+        text = f"site {self.name}: {why}"
+        return SiteProcessEndedError(text, f"exit code {code}") if kind is SiteProcessEndedError else kind(text)
+
+    def _why(self, code: int) -> tuple[type[ConfigError], str]:
+        """The reason, and the class that says whether a new start may mend it."""
+        log = self.processes.log(self.name).read_bytes()[self.began :].decode(errors="replace")
+        if refusals := _SAID.findall(log):
+            serves = "serves it no more" if self.online else "does not serve it"
+            return ConfigError, f"the server {serves}: {sanitize(max(refusals[-1]), 500)}"
+        if exit_codes := _EXIT_CODE.findall(log):
+            refused = exit_codes[-1] == _REFUSED
+            if refused and not _answers(self.superlink):
+                nobody = (
+                    f"nothing answers at {self.superlink}; is the server up, and does the firewall let this through?"
+                )
+                return SiteProcessEndedError, nobody
+            meaning = _MEANINGS.get(exit_codes[-1], f"its log ends: {self.processes.tail(self.name)}")
+            other = ConfigError if exit_codes[-1] in _MEANINGS and not refused else SiteProcessEndedError
+            kind = StateLockedError if refused and not self.online else other
+            return kind, f"its SuperNode ended with Flower's exit code {exit_codes[-1]}: {meaning}"
+        if code == 0 and self.online:
+            return SiteProcessEndedError, (
+                "the server has ended the connection: its key is past its last day, or was shut out; "
+                "at the next start the server says which"
+            )
+        if code < 0:  # Flower says nothing then: its log ends with whatever came last
+            name = signal.strsignal(-code) or "unknown"
+            why = f"its SuperNode was killed from outside (signal {-code}: {name})"
+            return SiteProcessEndedError, why
+        if said_here := own_error(log, code):
+            return ConfigError, sanitize(said_here, 1000)
+        end = self.processes.tail(self.name)
+        return SiteProcessEndedError, f"its SuperNode ended with exit code {code}; its log ends: {end}"
+
+
+def explain_exit(line: dict[str, Any]) -> str:
+    """A line of a site's audit log about a turn that went wrong, for people."""
+    cause = f": {sanitize(line['cause'], 1000)}" if line.get("cause") else f": {sanitize(line.get('reason', ''), 1000)}"
+    return f"{_turn(line)} {_TROUBLE[str(line['event'])]}{cause}"
+
+
+def _sent(line: dict[str, Any]) -> str:
+    return f"{_turn(line)}: sent {sanitize(line.get('up_bytes', '?'), 20)} bytes"
+
+
+def _turn(line: dict[str, Any]) -> str:
+    about = f"round {line['round'] + 1} of " if isinstance(line.get("round"), int) else ""
+    return f"{about}{sanitize(line.get('run', 'a run'), 80)}"

@@ -1,0 +1,233 @@
+"""The server of a federation without containers: SuperLink and SuperExec, from what `fedveil provision` made.
+
+| what ends | what `fedveil server start` does |
+|---|---|
+| the SuperExec | starts it again; the runs' own processes ended with it, and are resumed as after any end |
+| the SuperLink, and its SuperExec with it | starts both again: sites come back by themselves |
+| either, and one of `resolve_server`'s checks fails now: a port in use, a certificate that is over, a registry | ends |
+| either, with a reason in the words of its program, such as a Flower that is not known | ends, with that reason |
+| either, for the same reason ten times in ten minutes (restarts.py) | the same |
+| the SuperLink, before it was ready for the first time | the same |
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import stat
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from fedveil import paths
+from fedveil.console.doctor import checks
+from fedveil.console.flower.machine import is_port_open
+from fedveil.console.flower.processes import ProcessGroup, flower_environment
+from fedveil.console.flower.programs import superlink_command
+from fedveil.console.flower.site_process import single_user_environment, start_isolated, start_superexec
+from fedveil.console.launch.restarts import Restarts, own_error
+from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
+from fedveil.errors import ConfigError
+from fedveil.sanitize import sanitize
+
+NAME = "superlink"
+_FILES = ("ca.crt", "server.pem", "server.key", "superexec-secret")
+_READY_SECONDS = 60.0
+_POLL_SECONDS = 0.2
+_MOST_READ = 1 << 20  # bytes of the log's end
+
+
+@dataclass(frozen=True)
+class ServerLauncher:
+    """A server about to be started.
+
+    Attributes:
+        folder: what `fedveil provision` made; apps run there, so that a relative run.dir lies in it.
+        name: the federation's.
+        fleet: HOST:PORT at which it listens for sites.
+        control_port: on the loopback.
+        state: folder of the database, the control port's log, and the programs' logs.
+    """
+
+    folder: Path
+    name: str
+    fleet: str
+    control_port: int
+    state: Path
+
+
+def resolve_server(folder: Path, listen: str | None = None, state: Path | None = None) -> ServerLauncher:
+    """The federation's values with the options before them, checked; nothing is started.
+
+    Raises:
+        ConfigError: a file of the folder is missing or over, or a port is in use; it names the file or the port.
+    """
+    federation = SiteRegistry(folder).federation
+    for name in _FILES:
+        if not (folder / "server" / name).is_file():
+            raise ConfigError(
+                f"{folder / 'server'}: expected {name}, found none; bring it back, or fedveil members renew-server"
+            )
+    key = folder / "server" / "server.key"
+    if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
+        raise ConfigError(f"{key}: expected to be readable by its owner only, found mode {mode:o}; chmod 600 {key}")
+    for name in ("ca.crt", "server.pem"):
+        file = folder / "server" / name
+        cert_check = checks.run_check(name, lambda file=file: checks.check_certificate(file))  # type: ignore[misc]
+        if cert_check.verdict == "fail":
+            raise ConfigError(f"{file}: expected a certificate that is valid now, found another: {cert_check.text}")
+    fleet = listen or f"0.0.0.0:{federation.fleet_port}"
+    try:
+        host, port = checks.parse_address(fleet)
+    except ValueError as error:
+        raise ConfigError(f"--listen: {error}; write it as 0.0.0.0:9092") from None
+    require_free_ports("fleet-port", host, port)
+    require_free_ports("control-port", "127.0.0.1", federation.control_port)
+    where = (state or folder / "server").expanduser().absolute()
+    return ServerLauncher(folder.absolute(), federation.name, fleet, federation.control_port, where)
+
+
+def require_free_ports(what: str, host: str, port: int) -> None:
+    """Raise ConfigError, with the reason, if no process can listen at that address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a server left a moment ago is no listener
+        try:
+            listener.bind((host, port))
+        except (OSError, OverflowError) as error:
+            used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            reason = f"it in use: {_listening(port)}" if used else f"it cannot be used ({error})"
+            raise ConfigError(
+                f"{what}: expected a free port at {host}:{port}, found {reason}; if it is an earlier start of this "
+                "federation's server, end it, else provision one with another port"
+            ) from None
+
+
+def _listening(port: int) -> str:
+    """Name the process that listens at a port, if this user may see it, even one left by a killed server start."""
+    with suppress(psutil.Error, OSError):
+        for conn in psutil.net_connections("tcp"):
+            if conn.status == psutil.CONN_LISTEN and conn.laddr.port == port and conn.pid:
+                return f"process {conn.pid} ({sanitize(psutil.Process(conn.pid).name(), 40)}) listens (kill {conn.pid})"
+    return "another server runs here, or another program"
+
+
+def run(server: ServerLauncher) -> int:
+    """Starts both programs, and again where one ends. Raises ConfigError with the reason where that does not help."""
+    paths.private_folder(server.state / "logs")
+    programs = _Programs(server, ProcessGroup(server.state / "logs"))
+    print("Starting Flower's server; some seconds", file=sys.stderr, flush=True)
+    try:
+        programs.start()
+        if not programs.become_ready():
+            raise ConfigError(f"server: {programs.reason() or programs.slowness()}")
+        print(f"server of {server.name}: sites at {server.fleet}, log {programs.processes.log(NAME)}")
+        print(f"a relative run.dir of a run is below {server.folder}; Ctrl-C stops both programs")
+        print(f"next: fedveil submit --federation {server.folder} --set method.name=fedrand", flush=True)
+        while True:
+            if programs.processes.ended(NAME) is not None:
+                programs.start_again()
+            time.sleep(_POLL_SECONDS)
+    finally:
+        programs.processes.stop()
+
+
+@dataclass
+class _Programs:
+    """Both programs. `began`: byte of their log at which the last start begins; `since`: its time."""
+
+    server: ServerLauncher
+    processes: ProcessGroup
+    restarts: Restarts = field(default_factory=Restarts)
+    began: int = 0
+    since: float = 0.0
+
+    def start(self) -> None:
+        """Starts both."""
+        server, own, env = self.server, self.server.folder / "server", self._env()
+        command = superlink_command(
+            own, registry_folder(server.folder), server.state, server.control_port, server.fleet, True, self._secret
+        )
+        self._mark()
+        start_isolated(
+            self.processes, NAME, command, env, server.control_port, self._secret, own / "ca.crt", server.folder
+        )
+
+    def become_ready(self) -> bool:
+        """Waits until the control port answers; False where a program has ended instead, or it takes too long."""
+        deadline = time.monotonic() + _READY_SECONDS
+        while not is_port_open(self.server.control_port):
+            if self.processes.ended(NAME) is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return self.processes.ended(NAME) is None
+
+    def start_again(self) -> None:
+        """Starts what has ended, after a while. Raises ConfigError where its end is one that no start mends."""
+        part, code, reason = self.processes.ended_part(NAME), self.processes.ended(NAME), self.reason()
+        if code is not None and (said := own_error(self._log(), code)):
+            raise ConfigError(f"server: {sanitize(said, 1000)}")
+        delay = self.restarts.delay(f"{part} {code}", f"server: {reason}", time.monotonic() - self.since)
+        with_it = (
+            "; runs that were under way ended with it; fedveil status names the command that resumes one"
+            if part != NAME
+            else ""
+        )
+        print(f"server: {reason}; it is started again in {delay:g} s{with_it}", file=sys.stderr, flush=True)
+        if part == NAME:
+            self.processes.kill(NAME)  # what it left behind
+        time.sleep(delay)
+        if part != NAME and self.processes.ended_part(NAME) == part:
+            self._mark()
+            own = self.server.folder / "server"
+            start_superexec(
+                self.processes, NAME, self._env(), self.server.control_port, self._secret, own / "ca.crt",
+                self.server.folder,
+            )  # fmt: skip
+            return
+        self.processes.kill(NAME)
+        resolve_server(self.server.folder, self.server.fleet, self.server.state)  # what may have changed meanwhile
+        self.start()
+        if self.become_ready():
+            print("server: sites and runs are served again", file=sys.stderr, flush=True)
+        elif not self.reason():
+            print(f"server: {self.slowness()}", file=sys.stderr, flush=True)
+            self.processes.kill(NAME)  # an end like others
+
+    def reason(self) -> str:
+        """Say which program ended, with which exit code and which last words; "" while both run."""
+        part, code = self.processes.ended_part(NAME), self.processes.ended(NAME)
+        what = "SuperLink" if part == NAME else "SuperExec"
+        return f"its {what} ended with exit code {code}: {self._last_words()}" if part else ""
+
+    def slowness(self) -> str:
+        """Say that it has not become ready, with the last words of its log."""
+        return f"not ready within {_READY_SECONDS:.0f} s; its log ends: {self._last_words()}"
+
+    def _last_words(self) -> str:
+        return sanitize(self.processes.tail(NAME), 1000)
+
+    @property
+    def _secret(self) -> Path:
+        return self.server.folder / "server" / "superexec-secret"
+
+    def _env(self) -> dict[str, str]:
+        apps = paths.private_folder(self.server.state / "apps")
+        return single_user_environment(flower_environment(apps), self.server.state / "bin")
+
+    def _mark(self) -> None:
+        log = self.processes.log(NAME)
+        self.began, self.since = log.stat().st_size if log.exists() else 0, time.monotonic()
+
+    def _log(self) -> str:
+        """What the programs wrote since the last start."""
+        try:
+            with self.processes.log(NAME).open("rb") as log:
+                log.seek(max(self.began, log.seek(0, 2) - _MOST_READ))
+                return log.read().decode(errors="replace")
+        except OSError:  # moved away: its words are not to be had, its exit code is
+            return ""

@@ -1,0 +1,356 @@
+"""Collect a site's start settings: its kit's files, and the options that override them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.client_app.policy import site_policy as policies
+from fedveil.client_app.secure_round import read_key
+from fedveil.console.doctor import checks, policy_checks
+from fedveil.console.flower.certificates import write_secret
+from fedveil.console.flower.machine import format_toml, free_ports
+from fedveil.console.flower.processes import ProcessGroup, flower_environment
+from fedveil.console.flower.programs import supernode_command
+from fedveil.console.flower.site_process import (
+    SUPEREXEC,
+    guarded_environment,
+    single_user_environment,
+    start_isolated,
+    start_spare,
+    start_superexec,
+)
+from fedveil.console.launch import online_watch, site_lock
+from fedveil.console.launch.restarts import Restarts
+from fedveil.console.provisioning import kit_reader
+from fedveil.console.runs import re_encrypt, site_notes
+from fedveil.encrypted_files import FileSeal
+from fedveil.errors import ConfigError, PolicyError
+from fedveil.guard import last_heartbeat, poll_backoff
+from fedveil.sanitize import sanitize, suggest_name
+
+NODE_OPTIONS = (
+    "data", "policy", "key-file", "signing-key", "state-dir", "device", "processes", "shard-base",
+    "worker-idle-seconds", "worker-memory-mb",
+)  # fmt: skip
+WIRED = ("superlink", "ca", "key", "name")
+_PATHS = ("data", "policy", "key-file", "signing-key", "state-dir")
+_OF_KIT = "take that file alone out of the kit again (tar xzf KIT.tar.gz PATH), for the others are filled in"
+_MADE = {"key": "fedveil site init makes it", "signing-key": "fedveil site init makes it, or --renew-signing both keys"}
+_ASK_TORCH = "import torch; print(torch.cuda.device_count())"
+_ASK_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class SiteLauncher:
+    """A site about to be started.
+
+    Attributes:
+        superlink: HOST:PORT of the server's fleet port.
+        ca, key: files: whom to trust as the server, and this site's private key.
+        node: its node config; every path in it is absolute.
+        poll_seconds: the first wait of its SuperNode between two questions.
+        federation: its name as the kit has it; "" without a kit.
+    """
+
+    superlink: str
+    ca: Path
+    key: Path
+    node: SiteConfig
+    poll_seconds: float
+    federation: str = ""
+
+
+def resolve_site(
+    options: Mapping[str, Any], kit: Path | None, permit_everything: bool, need: Sequence[str] = WIRED
+) -> SiteLauncher:
+    """The kit's values with `options` before them, checked; nothing is started and nothing asked.
+
+    Args:
+        options: by name without dashes in front; None = not given.
+        need: what must be there; without "superlink", the site has no connection, nor a use for keys of one.
+
+    Raises:
+        ConfigError, PolicyError: a value is missing or does not fit; it names the option or the file.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    about = {} if kit is None else site_from_kit(kit)
+    if missing := [f"--{name}" for name in need if name not in {**about, **given}]:
+        here = "; this folder has one: --kit ." if Path("site.toml").is_file() else ""
+        raise ConfigError(
+            f"--kit: expected the unpacked start-up kit, or {list_settings(need)}, found no {', '.join(missing)}{here}"
+        )
+    both = {**about, **given}
+    wired = "superlink" in need
+    node = _node(given, kit_reader.node_config(kit) if kit else SiteConfig(), str(both["name"]), permit_everything)
+    if not wired and "signing-key" not in given:
+        node = node.model_copy(update={"signing_key": ""})  # for secure aggregation, which such a site takes no part in
+    ca, key, poll = (
+        Path(both.get("ca", "")),
+        Path(both.get("key", "")),
+        float(both.get("poll-seconds", poll_backoff.DEFAULT)),
+    )
+    federation = str(about.get("federation", ""))
+    launcher = SiteLauncher(str(both.get("superlink", "")), ca.absolute(), key.absolute(), node, poll, federation)
+    _require_files(launcher, given, kit, wired)
+    if node.signing_key:
+        read_key(Path(node.signing_key))
+    require_poll(launcher.poll_seconds)
+    require_one_task(os.environ)
+    if bool(node.policy) == permit_everything:
+        raise ConfigError(
+            "--policy: expected a policy file, or --permit-everything in place of one, found "
+            f"{'both' if node.policy else 'neither'}; `fedveil explain --permits` prints what a run needs"
+        )
+    return launcher
+
+
+def list_settings(names: Sequence[str]) -> str:
+    """Options in words: "--ca, --key and --name"."""
+    first, last = [f"--{name}" for name in names[:-1]], f"--{names[-1]}"
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def site_from_kit(folder: Path) -> dict[str, Any]:
+    """Read the connection settings from a kit, by option name. Raises ConfigError."""
+    kit = kit_reader.read_kit(folder)
+    files = {"ca": folder / "ca.crt", "key": folder / "keys" / "node.key"}
+    about = {"superlink": kit.superlink, "name": kit.site, "poll-seconds": kit.poll_seconds}
+    return {**about, "federation": kit.federation, **files}
+
+
+def _node(given: Mapping[str, Any], kits: SiteConfig, name: str, permit_everything: bool) -> SiteConfig:
+    """The node config: the kit's, the options before it."""
+    own = {key: given[key] for key in NODE_OPTIONS if key in given}
+    own |= {key: str(Path(value).expanduser().absolute()) for key, value in own.items() if key in _PATHS and value}
+    both = {**kits.model_dump(mode="json", by_alias=True, exclude_unset=True), **own, "site": name}
+    if permit_everything and "policy" not in given:
+        both.pop("policy", None)
+    both["state-dir"] = str(Path(both.get("state-dir", SiteConfig().state_dir)).expanduser().absolute())
+    return parse_site(both)
+
+
+def _require_files(start: SiteLauncher, given: Mapping[str, Any], kit: Path | None, wired: bool) -> None:
+    node = start.node
+    files = {"ca": str(start.ca), "key": str(start.key)} if wired else {}
+    files |= {"policy": node.policy, "key-file": node.key_file, "signing-key": node.signing_key}
+    for name, file in files.items():
+        if file and not Path(file).is_file():
+            hint = "see docs/deploy/provision.md" if kit is None or name in given else _MADE.get(name, _OF_KIT)
+            raise ConfigError(f"{_option(name, given, kit)}: expected a file, found none at {file}; {hint}")
+    if node.data and not Path(node.data).exists():
+        hint = "correct the path" if kit is None else "put the rows there, or name another folder with --data"
+        raise ConfigError(
+            f"{_option('data', given, kit)}: expected a folder of rows, or a file, found none at {node.data}; {hint}"
+        )
+    if node.data and Path(node.data).is_file() and not Path(node.data).stat().st_size:
+        raise ConfigError(f"{_option('data', given, kit)}: expected rows, found an empty file at {node.data}; fill it")
+    if node.data and Path(node.data).is_dir() and not _has_files(Path(node.data)):
+        raise ConfigError(
+            f"{_option('data', given, kit)}: expected rows, found the folder {node.data} without a file; put "
+            "train.jsonl there, and fedveil doctor says whether it can be read"
+        )
+
+
+def _has_files(folder: Path) -> bool:
+    return any(path.is_symlink() or not path.is_dir() for path in folder.rglob("*"))
+
+
+def _option(name: str, given: Mapping[str, Any], kit: Path | None) -> str:
+    """Describe where a value comes from."""
+    return f"--{name}" if kit is None or name in given else f"{kit}: {name}"
+
+
+def require_poll(seconds: float) -> None:
+    """Raises ConfigError for a first wait that a SuperNode cannot have."""
+    if not poll_backoff.LEAST <= seconds <= 60.0:
+        raise ConfigError(f"--poll-seconds: expected {poll_backoff.LEAST} to 60, found {seconds}")
+
+
+def require_usable(start: SiteLauncher) -> None:
+    """Raises ConfigError or PolicyError for what Flower would not say, or not in words: keys, policy, device."""
+    require_link(start.ca, start.key)
+    require_policy(start.node)
+    require_device(start.node.device)
+
+
+def require_link(ca: Path, key: Path) -> None:
+    """The same of a certificate and a node key alone."""
+    if (own := checks.private_key(key)).verdict == "fail":
+        raise ConfigError(f"--key: {own.text}, and make a new key if others could read it: fedveil site init --renew")
+    cert_check = checks.run_check("certificate", lambda: checks.check_certificate(ca))
+    if cert_check.verdict == "fail":
+        raise ConfigError(
+            f"{ca}: expected a certificate that is valid now, found another: {cert_check.text}; {_OF_KIT}, or ask the "
+            "operator for it"
+        )
+
+
+def require_policy(node: SiteConfig) -> None:
+    """Raises ConfigError for a policy that cannot be read; a site without one passes."""
+    if not node.policy:
+        return
+    file = Path(node.policy)
+    try:
+        tomllib.loads(file.read_text())
+        policy = policies.policy_of_site(node)
+    except (PolicyError, ValueError, RecursionError) as error:
+        problem = _unknown_key(error.__cause__) or f"something else: {error}"
+        raise ConfigError(f"{file}: expected a site policy, found {problem}; as it is, it refuses every run") from None
+    if empty := policy_checks.check_empty_policy(policy):
+        print(
+            f"site {node.site}: {file} permits nothing as it stands ({empty} empty): every run is refused; fill in "
+            "what is agreed on (fedveil explain --permits prints what a run needs)",
+            flush=True,
+        )
+    if strange := policy_checks.unknown_names(policy):
+        print(f"site {node.site}: {file}: {strange}", flush=True)
+
+
+def require_device(device: str) -> None:
+    """Raises ConfigError where `device` names a GPU that torch does not find; "auto" and "cpu" are always there.
+
+    Another process asks, with the site's own torch: the one that starts a site lives as long as it does and needs none.
+    """
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return
+    if index and not (index.isascii() and index.isdigit()):
+        raise ConfigError(f'device: expected "auto", "cpu", "cuda" or "cuda:0", found "{sanitize(device, 60)}"')
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
+        )
+        count = int(asked.stdout.split()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"device: expected that torch counts the GPUs for {device!r}, found it does not ({sanitize(error, 300)}); "
+            "fedveil doctor looks closer"
+        ) from None
+    if int(index or 0) >= count:
+        raise ConfigError(
+            f'device: expected "auto", "cpu" or one of the {count} GPUs that torch finds here, found "{device}"; '
+            "--device auto takes what is there, and fedveil doctor looks closer"
+        )
+
+
+def require_one_task(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError under srun with several tasks: each would be a SuperNode with the same key."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # srun's; a batch script has SLURM_NTASKS too, and runs once
+    if tasks != "1":
+        raise ConfigError(
+            f"srun: expected one task, which starts a process for each GPU, found {tasks}; leave srun out of the batch "
+            "script, and start the site with --processes N: docs/slurm.md"
+        )
+
+
+def _unknown_key(error: BaseException | None) -> str:
+    """Return the message about an unknown policy key; "" for other errors."""
+    first = error.errors()[0] if isinstance(error, ValidationError) else None
+    if first is None or first["type"] != "extra_forbidden":
+        return ""
+    key = sanitize(".".join(map(str, first["loc"])), 80)
+    known = [about.alias or name for name, about in policies.SitePolicy.model_fields.items()]
+    return f"the key {key}, which no policy has; {suggest_name(key, known)}It may have: {', '.join(known)}"
+
+
+def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
+    """Makes the site's folders and programs: the file of its node config, and what its processes find around them."""
+    name, state = start.node.site, start.node.state_dir
+    site_lock.state_folder(state)
+    config = state / f"{name}.toml"
+    config.write_text(format_toml(start.node.model_dump(mode="json", by_alias=True, exclude_unset=True)))
+    site_notes.note_federation(state, name, start.federation)
+    (state / "logs").mkdir(mode=0o700, exist_ok=True)
+    own = {
+        poll_backoff.VARIABLE: str(start.poll_seconds),
+        last_heartbeat.VARIABLE: str(last_heartbeat.heartbeat_file(state, name)),
+    }
+    env = single_user_environment({**flower_environment(state / "flower"), **own}, state / "guard")
+    return config, guarded_environment(env, state / "guard", require_policy=bool(start.node.policy))
+
+
+def run(start: SiteLauncher) -> int:
+    """Starts the SuperNode and a warm worker, and again where they end.
+
+    Raises ConfigError or PolicyError, with the reason, where that does not help: the server does not serve this site,
+    a file of it does not do any more, or they ended for the same reason ten times in ten minutes.
+    """
+    name, state = start.node.site, start.node.state_dir
+    re_encrypt.require_key(state, FileSeal.from_key_file(start.node.key_file))
+    require_usable(start)
+    processes = ProcessGroup(state / "logs")
+    with site_lock.hold_site_lock(state, name, processes):
+        return _taken(start, processes)
+
+
+def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
+    """Starts again what has ended; asks again while the server may still hold a killed start for online."""
+    until: float | None = None
+    restarts, was_online = Restarts(), False
+    while True:
+        watched = online_watch.SiteStartWatcher.from_processes(
+            processes, start.node.site, start.node.state_dir, start.superlink, start.ca
+        )
+        watched.was_online = was_online
+        watched.look()
+        began = time.monotonic()
+        try:
+            return _started(start, watched)
+        except online_watch.SiteProcessEndedError as error:
+            was_online |= watched.online
+            delay, until = restarts.delay(error.kind, str(error), time.monotonic() - began), None
+            print(f"{error}. It is started again in {delay:g} s", flush=True)
+            time.sleep(delay)
+            require_usable(start)  # what may have changed meanwhile
+            continue
+        except online_watch.StateLockedError as error:
+            if until is None:
+                until = time.monotonic() + online_watch.HELD_SECONDS
+                print(
+                    f"{error}. A killed site stays online there for about a minute: asking again for up to "
+                    f"{online_watch.HELD_SECONDS:g} s",
+                    flush=True,
+                )
+            elif time.monotonic() > until:
+                raise
+        time.sleep(online_watch.HELD_POLL_SECONDS)
+
+
+def _started(start: SiteLauncher, watched: online_watch.SiteStartWatcher) -> int:
+    name, state, processes = start.node.site, start.node.state_dir, watched.processes
+    config, env = prepare_site(start)
+    log = processes.log(name)
+    (port,), secret = free_ports(1), write_secret(state / f"{name}.superexec")
+    command = supernode_command(start.superlink, start.ca, start.key, port, config, secret)
+    try:
+        superexec = start_isolated(processes, name, command, env, port, secret)
+        restarts, began = Restarts(), time.monotonic()
+
+        def superexec_ended(code: int) -> None:
+            nonlocal began
+            reason = f"site {name}: its SuperExec ended with exit code {code}"
+            delay = restarts.delay(f"exit code {code}", reason, time.monotonic() - began)
+            print(f"{reason}; it is started again in {delay:g} s, a turn under way ended with it", flush=True)
+            time.sleep(delay)
+            if processes.ended_part(name) == f"{name} {SUPEREXEC}":
+                began = time.monotonic()
+                start_spare(start.node, start_superexec(processes, name, env, port, secret), env)
+
+        print(f"site {name}: SuperNode for {start.superlink}, log {log}", flush=True)
+        card = start_spare(start.node, superexec, env)
+        follow = f"fedveil site status --state-dir {state} --follow"
+        print(f"site {name}: worker {card.pid} is warm; {follow} shows it", flush=True)
+        return watched.until_ended(part_ended=superexec_ended)
+    finally:
+        processes.stop()

@@ -1,0 +1,76 @@
+"""Detect whether a site is already running, by a lock file that `fedveil site start` holds while it lives.
+
+    <state folder>/NAME.running   held (flock); {"pid", "token"}: of who holds it, and of what that one started
+
+The kernel releases the lock when the holder ends, for any reason. Processes that the holder started may
+survive and keep serving. They inherit the token, which identifies them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedveil import paths
+from fedveil.console.flower.processes import ProcessGroup, find_marked_processes
+from fedveil.errors import ConfigError
+
+_MOST_BYTES = 4096
+
+
+def state_folder(state: Path) -> None:
+    """Makes the state folder, which only this user can read then. Raises ConfigError."""
+    try:
+        paths.private_folder(state).chmod(0o700)  # also one that was there before
+    except OSError as error:
+        raise _unusable(state, error) from None
+
+
+@contextmanager
+def hold_site_lock(state: Path, name: str, processes: ProcessGroup) -> Iterator[None]:
+    """Site `name` of this state folder is this process's as long as the block lasts. Raises ConfigError."""
+    state_folder(state)
+    try:
+        file = (state / f"{name}.running").open("a+b")
+    except OSError as error:
+        raise _unusable(state, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = _noted(file.name).get("pid")
+            pid = pid if type(pid) is int else "?"  # somebody will type what is said here
+            raise ConfigError(
+                f"site {name}: expected it to run once from {state}, found it running already: fedveil site start is "
+                f"process {pid}; nothing was started. End that one first (kill {pid}), or leave it"
+            ) from None
+        if left := [str(process.pid) for process in find_marked_processes(str(_noted(file.name).get("token", "")))]:
+            raise ConfigError(
+                f"site {name}: expected nothing of an earlier start to run, found processes {', '.join(left)}, which "
+                f"a killed fedveil site start of {state} has left and which still serve; end them first: "
+                f"kill {' '.join(left)}"
+            )
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "token": processes.token}).encode())
+        file.flush()
+        yield
+
+
+def _noted(file: str) -> dict[str, object]:
+    try:
+        with Path(file).open("rb") as noted:
+            content = json.loads(noted.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _unusable(state: Path, error: OSError) -> ConfigError:
+    why = (error.strerror or "it cannot be used").lower()
+    return ConfigError(
+        f"--state-dir: expected a folder that this user can make and write to, found {state}: {why}; name another"
+    )

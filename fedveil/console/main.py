@@ -1,0 +1,186 @@
+"""The `fedveil` command. A sub-command is a file below `commands/` with `add_arguments`, or a module of another package
+that an entry point names (fedveil/console/command_list.py).
+
+| of a command's file | is |
+|---|---|
+| its name | the command's name |
+| its folder | the command's group in `fedveil --help` |
+| the first line of its docstring, "`fedveil x`: does this." | what `fedveil --help` says of it |
+| its whole docstring | what `fedveil x --help` begins with |
+| `add_arguments(parser)` | its arguments; sets `run`, a function of the parsed arguments that returns the exit code |
+
+Only the chosen command is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, ModuleType
+
+from fedveil import __version__
+from fedveil.console.command_list import CommandSource, find_command, list_commands
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.sanitize import sanitize
+
+__all__ = ["main", "run_command"]
+
+# Commands that docs/ and results name, and that another distribution of ours brings.
+_SEPARATE = {"bench": "the package fedveil-bench (in a checkout: make bench)"}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_TOGETHER = 1.0  # seconds within which signals count as one
+# The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
+_GROUPS = {
+    "getting_started": "to try and to measure",
+    "runs": "runs",
+    "site": "at a site",
+    "federation": "for whoever operates a federation",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; 2 after an error that FedVeil raised on purpose, or in a path, 130 after Ctrl-C."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return _run(lambda: make_parser(given[0] if given else ""), given)
+
+
+def run_command(name: str, module: ModuleType, argv: Sequence[str] | None = None) -> int:
+    """Run the command in `module` as `main` does: for a package that is run by PYTHONPATH, without entry points."""
+    given = [name, *(sys.argv[1:] if argv is None else argv)]
+    return _run(lambda: _command_parser(name, module), given)
+
+
+def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) -> int:
+    # Before torch: threads that spin for each other make a busy machine many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    interrupt = _Interrupt()
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job would ignore it
+        signal.signal(number, interrupt)
+    try:
+        whole = parser()
+        try:
+            arguments = whole.parse_args(given)
+        finally:
+            print(end="", flush=True)  # what --help printed: its errors are said below, not at the interpreter's end
+        if "run" not in arguments:  # no command was given
+            whole.print_help(sys.stderr)
+            return 2
+        code = int(arguments.run(arguments))
+        print(end="", flush=True)  # not sys.stdout, which is None where it was closed
+        return code
+    except FedVeilError as error:
+        print(f"error: {sanitize(' '.join(str(error).split()), 4000)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:  # a command whose work goes on elsewhere says that in it
+        interrupt.is_done = True
+        print(f"interrupted: {str(error) or 'everything that was started is stopped'}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `fedveil methods | head`
+        _leave_stdout()
+        return 141
+    except OSError as error:
+        if error.errno in _FULL:
+            _leave_stdout()
+            where = f"{sanitize(error.filename)}: " if error.filename else ""
+            what = os.strerror(error.errno).lower()
+            print(f"error: {where}{what}; free space where this writes, then give the command again", file=sys.stderr)
+            return 2
+        if error.filename is None:  # not about a file or folder of the user's
+            raise
+        print(f"error: {error.filename}: {(error.strerror or 'cannot be used').lower()}; name another", file=sys.stderr)
+        return 2
+
+
+def _leave_stdout() -> None:
+    """Redirect unwritable standard output to the null device.
+
+    Otherwise the interpreter would try again at exit and report an error.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def make_parser(chosen: str) -> argparse.ArgumentParser:
+    """The command line of one sub-command; for "" or an option, that of all.
+
+    Raises:
+        ConfigError: there is no such command; with the nearest one.
+    """
+    if chosen and not chosen.startswith("-"):
+        command = find_command(chosen)
+        if command is None:
+            if chosen in _SEPARATE:
+                raise ConfigError(f"command: {chosen} comes with {_SEPARATE[chosen]}, which is not installed here")
+            near = difflib.get_close_matches(chosen, list_commands(), 1)
+            meant = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"command: expected one that fedveil has, found {chosen!r}; {meant}fedveil --help lists them"
+            )
+        return _command_parser(chosen, command.load())
+    return _bare_parser("fedveil COMMAND ...", _listed(list_commands()))
+
+
+def _command_parser(name: str, module: ModuleType) -> argparse.ArgumentParser:
+    """Return the command line of the command in `module`."""
+    whole, words = _bare_parser(), (module.__doc__ or "").partition(": ")[2]
+    one = whole.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        name,
+        description=words[:1].upper() + words[1:],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(one)
+    return whole
+
+
+def _bare_parser(usage: str | None = None, epilog: str | None = None) -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(
+        prog="fedveil",
+        usage=usage,
+        description="Fine-tune models across sites that cannot share data, and measure what updates still reveal.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    whole.add_argument("--version", action="version", version=f"fedveil {__version__}")
+    return whole
+
+
+def _listed(commands: Mapping[str, CommandSource]) -> str:
+    """Return the commands by group, each with its summary."""
+    groups = [*_GROUPS, *sorted({command.group for command in commands.values()} - set(_GROUPS))]
+    lines = []
+    for group in groups:
+        inside = sorted(name for name, command in commands.items() if command.group == group)
+        lines += ["", f"{_GROUPS.get(group, group)}:", *(f"  {name:<10} {commands[name].summary}" for name in inside)]
+    docs = "Where a text names README or docs/, look in the source that this was installed from."
+    return "\n".join([*lines[1:], "", "fedveil COMMAND --help says more about one of them.", docs])
+
+
+class _Interrupt:
+    """Handler for both signals, which stops the started processes.
+
+    A tool that ends a process and its group sends two signals at once, and the second would interrupt the
+    shutdown. So it is ignored. A later signal does interrupt, until nothing is left to stop.
+    """
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self._last = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.is_done and now - self._last >= _TOGETHER:
+            self._last = now
+            raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Create the files of a federation: keys, kits, compose files, checks."""

@@ -1,0 +1,214 @@
+"""Create a site's keys at the site, and its registration request: public data that proves private keys.
+
+    node.key      P-384: opens the site's connection; the SuperNode's alone
+    signing.key   Ed25519, 32 bytes: by it the other sites know this one in secure aggregation; for what runs apps
+    request.json  {"federation", "site", "ca", "key", "signing", "made", "proof", "signing-proof"}
+
+    proof = ECDSA P-384 with SHA-384 by the node key, over the JSON of the rest (keys sorted, no spaces)
+    signing-proof = Ed25519 by the signing key, over the same text
+
+Each proof covers both keys, so the sender has both private halves. The operator must confirm by other means
+that the sender is the site. Both ends show one fingerprint of both keys, to be compared by telephone.
+
+The node key is renewed every few months. The signing key stays, because its public half is in the roster,
+and every site's policy names the roster's digest. It is replaced only on request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedveil.client_app.secure_round import read_key
+from fedveil.console.flower.certificates import write_node_key, write_secret
+from fedveil.errors import ConfigError
+from fedveil.federation.secagg import crypto
+from fedveil.paths import private_folder
+from fedveil.records.atomic_files import write_atomic
+from fedveil.sanitize import sanitize
+
+SIGNING_KEY = "signing.key"
+_MOST_BYTES = 16_384  # of a request, which comes from elsewhere
+
+
+@dataclass(frozen=True)
+class KeyPaths:
+    """File locations of a site's keys.
+
+    Attributes:
+        folder: folder of the node key and the request.
+        secret: the SuperExec's secret; the signing key is next to it. The process that runs apps must have
+            access to only these two.
+    """
+
+    folder: Path
+    secret: Path
+
+    @property
+    def node_key(self) -> Path:
+        """Private, in OpenSSH's format."""
+        return self.folder / "node.key"
+
+    @property
+    def signing_key(self) -> Path:
+        """Private, 32 bytes."""
+        return self.secret.with_name(SIGNING_KEY)
+
+
+@dataclass(frozen=True)
+class RegistrationRequest:
+    """A site's registration request.
+
+    Attributes:
+        key: the node's public key in OpenSSH format.
+        signing: hex digits.
+    """
+
+    site: str
+    key: str
+    signing: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of both keys: a SHA-256 in the format that ssh-keygen uses for one key."""
+        digest = hashlib.sha256(crypto.context_bytes("keys of a site", self.key, self.signing)).digest()
+        return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def make_site_keys(
+    places: KeyPaths, about: dict[str, str], ca: bytes, renew: bool = False, renew_signing: bool = False
+) -> tuple[Path, str]:
+    """Writes node.key, node.key.pub, superexec-secret, request.json and, where there is none, signing.key.
+
+    Returns the request and the fingerprint.
+
+    Args:
+        renew: another node key; the old one stays as node.key.old.
+        renew_signing: another signing key too; the old one stays as signing.key.old.
+
+    Raises:
+        ConfigError: there is a node key and it is not to be renewed, or a signing key that cannot be read.
+    """
+    if places.node_key.exists() and not (renew or renew_signing):
+        raise ConfigError(
+            f"{places.node_key}: expected none yet, found one{_known(places, about['site'])}; --renew makes another, "
+            "which must be registered anew"
+        )
+    if places.signing_key.exists() and not renew_signing:
+        read_key(places.signing_key)  # one that nobody can use is said before anything is made
+    for folder in (places.folder, places.secret.parent):
+        private_folder(folder)
+    if places.node_key.exists():
+        # Until the new one is registered, the site still needs it.
+        places.node_key.replace(places.folder / "node.key.old")
+    write_node_key(places.node_key)
+    if renew_signing and places.signing_key.exists():
+        places.signing_key.replace(places.secret.with_name(f"{SIGNING_KEY}.old"))
+    if not places.signing_key.exists():
+        write_atomic(places.signing_key, os.urandom(crypto.KEY_BYTES))
+    write_secret(places.secret)
+    node = serialization.load_ssh_private_key(places.node_key.read_bytes(), None)
+    if not isinstance(node, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{places.node_key}: expected an elliptic-curve key, found {type(node).__name__}")
+    signing = read_key(places.signing_key)
+    public = places.node_key.with_name("node.key.pub").read_text().strip()
+    asked = RegistrationRequest(about["site"], public, crypto.verifying_key(signing).hex())
+    content = {**about, "ca": hashlib.sha256(ca).hexdigest(), "key": asked.key, "signing": asked.signing}
+    content["made"] = datetime.now(UTC).isoformat(timespec="seconds")
+    text = _canonical(content)
+    proofs = {"proof": node.sign(text, ec.ECDSA(hashes.SHA384())), "signing-proof": crypto.sign_bytes(signing, text)}
+    request = places.folder / "request.json"
+    encoded = {name: base64.b64encode(proof).decode() for name, proof in proofs.items()}
+    request.write_text(json.dumps({**content, **encoded}, indent=1))
+    return request, asked.fingerprint
+
+
+def _known(places: KeyPaths, site: str) -> str:
+    """The fingerprint of the keys that are there, by the keys themselves; "" where one of them cannot be read."""
+    try:
+        node = serialization.load_ssh_private_key(places.node_key.read_bytes(), None)
+        public = node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        signing = crypto.verifying_key(read_key(places.signing_key)).hex()
+    except (OSError, ValueError, ConfigError):
+        return ""
+    return f", of the keys {RegistrationRequest(site, public.decode(), signing).fingerprint}"
+
+
+def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest:
+    """The request, if it is one of this federation and proves both keys. Raises ConfigError."""
+    content = _read(file)
+    proof, signing_proof = content.pop("proof"), content.pop("signing-proof")
+    for key, expected in (("federation", federation), ("ca", hashlib.sha256(ca).hexdigest())):
+        if content[key] != expected:
+            raise ConfigError(
+                f"{file}: {key}: expected {expected!r}, found {content[key]!r}; it is for another federation"
+            )
+    if not re.fullmatch(r"[0-9a-f]{64}", content["signing"]):
+        raise ConfigError(
+            f"{file}: signing: expected 64 hex digits, found {sanitize(content['signing'], 80)}; ask for it anew"
+        )
+    if crypto.is_small_order(bytes.fromhex(content["signing"])):
+        raise ConfigError(
+            f"{file}: signing: expected a key whose signatures are of one text each, found one of small order, which "
+            "signs every text; do not register this site before you have spoken with it"
+        )
+    text = _canonical(content)
+    try:
+        public = serialization.load_ssh_public_key(content["key"].encode())
+        if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP384R1):
+            raise ConfigError(f"{file}: key: expected one on P-384, found another kind; fedveil site init makes one")
+        public.verify(base64.b64decode(proof, validate=True), text, ec.ECDSA(hashes.SHA384()))
+    except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
+        raise ConfigError(
+            f"{file}: proof: expected one by the key itself, found another ({type(error).__name__})"
+        ) from None
+    try:
+        signed = crypto.is_signed(
+            bytes.fromhex(content["signing"]), base64.b64decode(signing_proof, validate=True), text
+        )
+    except ValueError:
+        signed = False
+    if not signed:
+        raise ConfigError(
+            f"{file}: signing-proof: expected one by the signing key itself, found another; fedveil site init --renew"
+        )
+    return RegistrationRequest(content["site"], " ".join(content["key"].split()[:2]), content["signing"])
+
+
+def short_key(signing: str) -> str:
+    """A public signing key for people: 16 of its hex digits, for a line of a list."""
+    return " ".join(signing[i : i + 4] for i in range(0, 16, 4))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    names = {"federation", "site", "ca", "key", "signing", "made", "proof", "signing-proof"}
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
+        content = json.loads(data) if len(data) <= _MOST_BYTES else None
+        if (
+            not isinstance(content, dict)
+            or set(content) != names
+            or not all(isinstance(v, str) for v in content.values())
+        ):
+            raise ValueError(f"expected text under {sorted(names)}, of at most {_MOST_BYTES} bytes")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file}: expected a request of fedveil site init, found none ({error}); ask for it anew"
+        ) from None
+    return content
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,275 @@
+"""A federation on its operator's disk: federation.toml, and the folder that `fedveil provision` creates from it.
+
+    name = "pilot"
+    server = ["fl.example.org", "10.1.0.5"]    # how sites reach the server; the first stands in the kits
+    sites = ["north", "south"]
+    fleet-port = 9092                          # from here on the defaults
+    control-port = 8000                        # on the server's loopback
+    days = 365                                 # the server's certificate; 3 x as long for the CA
+    key-days = 180                             # a site's registered key
+    image = "fedveil:0.2.0"
+
+    FOLDER/ca/ca.key             signs the server's certificate; move it off this machine between renewals
+           ca/ca.crt
+           server/               certificate, key, the SuperExec's secret, Flower's connection file: for the
+                                 server alone
+           kits/SITE.tar.gz      for the site; nothing secret in it
+           server/roster/        for what runs apps: roster.json, the sites' signing keys (fedveil members roster)
+           registry/             what the SuperLink reads again after each change:
+                                 members.json, each site with its public keys, when it was registered, until when,
+                                 revoked or not; operators.json, each operator with role and last day
+
+| a site | its entry in members.json |
+|---|---|
+| has its kit and no key yet | "invited" |
+| is registered with Flower | "registered", until `until` |
+| past that day | the same; the SuperLink shuts it out by itself (fedveil/guard/site_registry.py) |
+| was revoked, or `fedveil members expire` has run since | "revoked" or "expired"; a new key is accepted alone |
+
+A signing key outlives its site's node keys. A signing key that was replaced, or whose site was revoked, is
+never accepted again.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fedveil import __version__
+from fedveil.errors import ConfigError
+from fedveil.federation.secagg.membership import SigningKeyRoster
+from fedveil.records.atomic_files import write_atomic
+from fedveil.sanitize import sanitize
+
+SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.:-]{0,250}[A-Za-z0-9])?$")]
+
+
+class FederationFile(BaseModel):
+    """federation.toml; see above."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"))
+
+    name: SiteName
+    server: list[Host] = Field(min_length=1)
+    sites: list[SiteName] = Field(min_length=1)
+    fleet_port: int = Field(9092, ge=1, le=65535)
+    control_port: int = Field(8000, ge=1, le=65535)
+    days: int = Field(365, ge=1, le=3650)
+    key_days: int = Field(180, ge=1, le=3650)
+    image: str = Field(f"fedveil:{__version__}", pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
+
+    @field_validator("sites")
+    @classmethod
+    def _each_once(cls, sites: list[str]) -> list[str]:
+        if len({site.lower() for site in sites}) != len(sites) or "superlink" in sites:
+            raise ValueError('expected each site once, and none called "superlink"')
+        return sites
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> FederationFile:
+        if self.fleet_port == self.control_port:
+            raise ValueError("expected fleet-port and control-port to be two ports")
+        return self
+
+    @property
+    def superlink(self) -> str:
+        """HOST:PORT for a site."""
+        return f"{self.server[0]}:{self.fleet_port}"
+
+    @property
+    def control(self) -> str:
+        """HOST:PORT of the control port, on the server itself."""
+        return f"127.0.0.1:{self.control_port}"
+
+    @property
+    def server_names(self) -> list[str]:
+        """Every name by which the server is reached: those of the file, and those on its own host."""
+        return [*self.server, "superlink", "localhost", "127.0.0.1"]
+
+
+def parse_federation(file: Path) -> FederationFile:
+    """Raises ConfigError naming the key."""
+    try:
+        return FederationFile.model_validate(tomllib.loads(file.read_text()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        known = [f.alias or name for name, f in FederationFile.model_fields.items()]
+        raise ConfigError(f"{file}: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        least = 'name = "pilot", server = ["fl.example.org"], sites = ["north", "south"], a line each'
+        raise ConfigError(f"{file}: expected a federation.toml, found none ({error}); the least: {least}") from None
+
+
+def registry_folder(folder: Path) -> Path:
+    """The folder of a federation's folder that its SuperLink reads."""
+    return folder / "registry"
+
+
+def roster_file(folder: Path) -> Path:
+    """Return the path of a federation's roster, which the server's app process may read."""
+    return folder / "server" / "roster" / "roster.json"
+
+
+class SiteRegistry:
+    """members.json of a federation's folder. Every change is written at once, whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file = registry_folder(folder) / "members.json"
+        try:
+            content = json.loads(self._file.read_text())
+            self.federation = FederationFile.model_validate(content["federation"])
+            self.sites: dict[str, dict[str, Any]] = content["sites"]
+            self.retired: dict[str, str] = content["retired"]
+            self.retired_signing: dict[str, str] = content.get("retired-signing", {})  # not in a registry of before
+        except (OSError, ValueError, KeyError, RecursionError) as error:
+            old = (folder / "members.json").is_file()
+            hint = "move its members.json into registry/" if old else "name the folder that it made"
+            if self._file.is_file():
+                raise ConfigError(
+                    f"{self._file}: expected the registry that fedveil provision made, found one that is damaged "
+                    f"({type(error).__name__}: {error}); bring it back from a backup, for it says who is a member"
+                ) from None
+            raise ConfigError(
+                f"{folder}: expected a folder that fedveil provision made, found none "
+                f"({type(error).__name__}: {error}); {hint}"
+            ) from None
+
+    @classmethod
+    def create(cls, folder: Path, federation: FederationFile) -> SiteRegistry:
+        """A new one, every site invited."""
+        content = {"sites": {site: {"state": "invited"} for site in federation.sites}, "retired": {}}
+        about = federation.model_dump(mode="json", by_alias=True)
+        file = registry_folder(folder) / "members.json"
+        write_atomic(file, json.dumps({"federation": about, **content}, indent=1).encode())
+        return cls(folder)
+
+    def entry(self, site: str) -> dict[str, Any]:
+        """Return a site's registry entry. Raises ConfigError if it is not a site of this federation."""
+        if site not in self.sites:
+            raise ConfigError(
+                f"site: expected one of {sorted(self.sites)}, found {site!r}; to let another in: fedveil members add "
+                f"{self.folder} NAME"
+            )
+        return self.sites[site]
+
+    def with_site(self, site: str) -> FederationFile:
+        """The federation with one more site; nothing is written. Raises ConfigError for a name that it cannot have."""
+        if used := [name for name in self.sites if name.lower() == site.lower()]:
+            kit = self.folder / "kits" / f"{used[0]}.tar.gz"
+            raise ConfigError(f"SITE: expected a name that is not used yet, found {used[0]}; its kit is {kit}")
+        about = self.federation.model_dump(by_alias=True)
+        try:
+            return FederationFile.model_validate(about | {"sites": [*self.federation.sites, site]})
+        except ValidationError:
+            raise ConfigError(
+                "SITE: expected letters, digits, '-', '_' or '.', at most 64, and not \"superlink\", found "
+                f"{sanitize(site, 80)!r}; choose another"
+            ) from None
+
+    def add(self, site: str) -> None:
+        """One more site, invited. Raises ConfigError as `with_site`."""
+        self.federation = self.with_site(site)
+        self.sites[site] = {"state": "invited"}
+        self.save()
+
+    def require_new(self, site: str, public: str) -> None:
+        """Raises ConfigError for a key that was revoked or replaced, or is another site's."""
+        if public in self.retired:
+            raise ConfigError(
+                f"{site}: expected a new key, found one that was {self.retired[public]}; fedveil site init --renew "
+                "makes one"
+            )
+        for other, entry in self.sites.items():
+            if entry.get("key") == public and other == site:
+                raise ConfigError(
+                    f"{site}: expected a key that is not registered yet, found the one that it is registered with; "
+                    f"there is nothing to do (fedveil members list {self.folder} shows it), or the site makes another "
+                    "with fedveil site init --renew"
+                )
+            if entry.get("key") == public:
+                raise ConfigError(
+                    f"{site}: expected a key of its own that is not registered yet, found that of {other}; "
+                    "fedveil site init makes one"
+                )
+
+    def require_new_signing(self, site: str, signing: str) -> None:
+        """Raises ConfigError for a signing key that was revoked or replaced, or is another site's."""
+        if signing in self.retired_signing:
+            raise ConfigError(
+                f"{site}: signing: expected a new key, found one that was {self.retired_signing[signing]}; fedveil "
+                "site init --renew-signing makes one"
+            )
+        for other, entry in self.sites.items():
+            if other != site and entry.get("signing") == signing:
+                raise ConfigError(
+                    f"{site}: signing: expected a key of its own, found that of {other}; fedveil site init "
+                    "--renew-signing makes one"
+                )
+
+    def register(
+        self, site: str, public: str, node: str = "", now: datetime | None = None, *, signing: str = ""
+    ) -> None:
+        """The site's keys from now on, and its node id at Flower; those that it had are retired.
+
+        Without a signing key, the site keeps the one that it has.
+        """
+        self.require_new(site, public)
+        if signing:
+            self.require_new_signing(site, signing)
+        self._retire(site, "replaced")
+        before = self.sites[site].get("signing", "")
+        if before and signing and before != signing:
+            self.retired_signing[before] = "replaced"
+        start = now or datetime.now(UTC)
+        until = start + timedelta(days=self.federation.key_days)
+        times = {"registered": start.isoformat(timespec="seconds"), "until": until.isoformat(timespec="seconds")}
+        signs = {"signing": signing or before} if signing or before else {}
+        self.sites[site] = {"state": "registered", "key": public, **signs, "node": node, **times}
+        self.save()
+
+    @property
+    def signing_keys(self) -> dict[str, str]:
+        """Those of the registered sites that have one, by name. Raises ConfigError for something else there."""
+        keys_by_site = {s: e["signing"] for s, e in self.sites.items() if e["state"] == "registered" and "signing" in e}
+        try:
+            return dict(sorted(SigningKeyRoster(signing_keys=keys_by_site).signing_keys.items()))
+        except ValidationError as error:
+            key = ".".join(map(str, error.errors()[0]["loc"][1:]))
+            raise ConfigError(
+                f"{self._file}: {key}: signing: expected 64 hex digits, found something else; register the site anew"
+            ) from None
+
+    def end(self, site: str, state: str) -> None:
+        """Revoked or expired: the key is never accepted again. Who is revoked may have lost its signing key too."""
+        entry = self.entry(site)
+        self._retire(site, state)
+        if state == "revoked" and "signing" in entry:
+            self.retired_signing[entry["signing"]] = state
+        self.sites[site] = {**entry, "state": state}
+        self.save()
+
+    def expired(self, now: datetime | None = None) -> list[str]:
+        """Registered sites past their day."""
+        moment = now or datetime.now(UTC)
+        registered = {site: entry for site, entry in self.sites.items() if entry["state"] == "registered"}
+        return [site for site, entry in registered.items() if datetime.fromisoformat(entry["until"]) <= moment]
+
+    def save(self) -> None:
+        """Writes the file."""
+        about = self.federation.model_dump(mode="json", by_alias=True)
+        content = {
+            "federation": about, "sites": self.sites, "retired": self.retired, "retired-signing": self.retired_signing,
+        }  # fmt: skip
+        write_atomic(self._file, json.dumps(content, indent=1).encode())
+
+    def _retire(self, site: str, how: str) -> None:
+        if (key := self.sites[site].get("key")) and self.sites[site]["state"] == "registered":
+            self.retired[key] = how

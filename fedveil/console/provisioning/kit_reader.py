@@ -1,0 +1,75 @@
+"""A start-up kit as it lies unpacked at its site: who the server is, and what the site says of itself.
+
+What a file names without a leading "/" or "~" is relative to the kit, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.console.provisioning.federation_folder import SiteName
+from fedveil.errors import ConfigError
+from fedveil.guard import poll_backoff
+from fedveil.sanitize import sanitize
+
+NODE_CONFIG = "node-config.toml"
+_PATHS = ("data", "key-file", "policy", "signing-key", "state-dir")
+
+
+class StartupKit(BaseModel):
+    """site.toml.
+
+    Attributes:
+        superlink: HOST:PORT of the server's fleet port.
+        control_port: of the server, which must not answer from here.
+        poll_seconds: a SuperNode's first wait between two questions to the server.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"))
+
+    federation: SiteName
+    site: SiteName
+    superlink: str = Field(pattern=r"^\S{1,255}:\d{1,5}$")
+    control_port: int = Field(8000, ge=1, le=65535)
+    poll_seconds: float = Field(poll_backoff.DEFAULT, ge=poll_backoff.LEAST, le=60.0)
+
+
+def read_kit(folder: Path) -> StartupKit:
+    """Raises ConfigError: there is no kit in `folder`, or its site.toml does not fit; it names the key."""
+    file = folder / "site.toml"
+    try:
+        return StartupKit.model_validate(_toml(file))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{file}: {key}: {first['msg']}, found {sanitize(first['input'], 80)}; unpack the kit anew"
+        ) from None
+
+
+def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
+    """The site of the kit in `folder`, every path of it absolute. `file`: in place of node-config.toml.
+
+    Raises:
+        ConfigError: the file cannot be read; or a key does not fit, which it names.
+    """
+    content = _toml(file or folder / NODE_CONFIG)
+    for name in _PATHS:
+        if isinstance(value := content.get(name), str) and value:
+            content[name] = str((folder / Path(value).expanduser()).absolute())
+    return parse_site(content)
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--kit: expected {file.name} in {file.parent}, found none that can be read ({error}); unpack the "
+            "kit, and run this in its folder or name that with --kit"
+        ) from None

@@ -1,0 +1,32 @@
+"""List the members of a federation that are not online, with the reason as far as the server knows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.flower.flwr_cli import FlowerCli
+from fedveil.console.provisioning.federation_folder import SiteRegistry
+
+
+def absent_members(folder: Path) -> dict[str, str]:
+    """Why each member of the federation in `folder` that is not online is not. Asks Flower on this machine."""
+    states = FlowerCli(folder.absolute() / "server" / "flower").nodes()
+    reasons = {site: why_absent(entry, states) for site, entry in sorted(SiteRegistry(folder).sites.items())}
+    return {site: why for site, why in reasons.items() if why}
+
+
+def why_absent(entry: dict[str, Any], states: dict[str, str]) -> str:
+    """Why a member is not online, "" where it is. `entry`: of members.json; `states`: Flower's, by node id."""
+    state = entry["state"]
+    if state == "invited":
+        return "has not been registered: no request of its key has come"
+    if state != "registered":
+        last = entry["until"][:10]
+        return f"its key is {state} (its last day was {last}); it needs a new one: fedveil site init --renew"
+    return {
+        "online": "",
+        "offline": "offline: has been online with its key, and is stopped or cut off",
+        "registered": "has never been online with its registered key: it has another key, does not trust the server's "
+        "certificate (an expired ca.crt), or has no way here; fedveil doctor at the site says which",
+    }.get(states.get(entry.get("node", ""), ""), "not known to Flower; fedveil members sync")

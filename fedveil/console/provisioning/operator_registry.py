@@ -1,0 +1,70 @@
+"""Registry of a federation's operators: operators.json, which the SuperLink reloads when it changes."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from fedveil.console.flower.operator_tokens import FILE, new_token, operator_entry
+from fedveil.errors import ConfigError
+from fedveil.records.atomic_files import write_atomic
+
+ROLES = {
+    "read": "list runs and sites, read what a run printed",
+    "submit": "the same, start and stop runs",
+    "members": "what read may, register and unregister sites' keys",
+    "admin": "all of these",
+}
+OWNER = "owner"  # who ran fedveil provision; its token lies in the federation's folder
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class OperatorRegistry:
+    """operators.json in the folder `registry`; every change is written at once. Raises ConfigError if it is broken."""
+
+    def __init__(self, registry: Path) -> None:
+        self._file = registry / FILE
+        try:
+            self.entries: dict[str, dict[str, str]] = json.loads(self._file.read_text())["operators"]
+            for name, entry in self.entries.items():
+                datetime.fromisoformat(entry["until"]), entry["role"], entry["state"], name.lower()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{self._file}: expected the operators that fedveil provision wrote, found none "
+                f"({type(error).__name__}: {error}); bring it back from a backup"
+            ) from None
+
+    @classmethod
+    def create(cls, registry: Path, days: int) -> str:
+        """A new file with `OWNER` alone, who may do everything for `days`. Returns the owner's token."""
+        write_atomic(registry / FILE, b'{"operators": {}}')
+        return cls(registry).add(OWNER, "admin", days, renew=False)
+
+    def add(self, name: str, role: str, days: int, renew: bool, now: datetime | None = None) -> str:
+        """Lets an operator in, and returns the token, which is kept nowhere. Raises ConfigError."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"NAME: expected letters, digits, '-', '_' or '.', at most 64, found {name!r}; choose another"
+            )
+        if role not in ROLES:
+            raise ConfigError(f"--role: expected one of {sorted(ROLES)}, found {role!r}; choose one")
+        if not 1 <= days <= 3650:
+            raise ConfigError(f"--days: expected 1 to 3650, found {days}; choose another")
+        if name in self.entries and not renew:
+            raise ConfigError(f"NAME: expected one that is not used yet, found {name}; --renew gives another token")
+        token, start = new_token(), now or datetime.now(UTC)
+        self.entries[name] = operator_entry(role, token, start, start + timedelta(days=days))
+        self._save()
+        return token
+
+    def revoke(self, name: str) -> None:
+        """Shuts an operator out, from the next request on. Raises ConfigError where there is none of this name."""
+        if name not in self.entries:
+            raise ConfigError(f"NAME: expected one of {sorted(self.entries)}, found {name!r}; fedveil operators list")
+        self.entries[name] = {**self.entries[name], "state": "revoked"}
+        self._save()
+
+    def _save(self) -> None:
+        write_atomic(self._file, json.dumps({"operators": self.entries}, indent=1).encode())

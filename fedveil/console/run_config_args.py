@@ -1,0 +1,37 @@
+"""The run config as a command line gives it: a TOML file, and KEY=VALUE pairs that go before it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import ConfigError
+
+
+def parse_overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
+    """The run config by dotted key; a value that is not TOML is text, and keys are not checked. Raises ConfigError."""
+    flat: dict[str, Any] = {}
+    if file is not None:
+        try:
+            flat |= flatten_config(tomllib.loads(file.read_text()))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"--config: expected a TOML file, found none at {file} ({error}); correct it") from None
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: expected KEY=VALUE, found {text!r}; write it as run.rounds=5")
+        try:
+            flat |= flatten_config({key.strip(): tomllib.loads(f"value = {value}")["value"]})
+        except (tomllib.TOMLDecodeError, RecursionError):
+            flat[key.strip()] = value.strip()
+    return flat
+
+
+def flatten_config(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table in tables by whole keys: {"train.epochs": 2}."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= flatten_config(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

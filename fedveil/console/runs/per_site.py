@@ -1,0 +1,211 @@
+"""A run from each site's side: how often it took part, what it sent, and why it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fedveil.console.runs.run_reader import Row, RunView
+from fedveil.contract import held_out_report
+
+
+@dataclass(frozen=True)
+class HeldOutScore:
+    """A site's last word on its held-out rows: the loss and the rows behind it, or why there is none.
+
+    It is of the weights that the site received in `round`, 0-based: the model after the round before.
+    """
+
+    round: int
+    loss: float | None
+    rows: int
+    why: str
+
+
+_MOST = 1e12  # of a figure that a site reports: sums stay finite
+
+
+@dataclass
+class SiteRecord:
+    """One site's part in a run. `failures` are (round, reason); losses are those of the last accepted upload."""
+
+    name: str
+    asked: int = 0
+    accepted: int = 0
+    examples: int | None = None
+    loss_received: float | None = None
+    loss_trained: float | None = None
+    train_seconds: float | None = None
+    held_out: HeldOutScore | None = None
+    up: int = 0
+    down: int = 0
+    failures: list[tuple[int, str]] = field(default_factory=list)
+
+
+def records_by_site(run: RunView) -> list[SiteRecord]:
+    """Every site of the run."""
+    records = {name: SiteRecord(name) for name in run.sites}
+    for attempt in run.attempts:
+        for name in attempt.get("cohort", []):
+            records[name].asked += 1
+        for name in [] if attempt.get("void") else attempt.get("accepted", []):
+            records[name].accepted += 1
+            report = attempt.get("reports", {}).get(name, {})
+            _report(records[name], report)
+            records[name].held_out = held_out_scores(int(attempt["round"]), report) or records[name].held_out
+        for name, (up, down, *_) in (attempt.get("unlisted") or {}).items():
+            records[name].up += int(up)
+            records[name].down += int(down)
+        for name, reason in attempt.get("failed", {}).items():
+            records[name].failures.append((int(attempt["round"]), str(reason)))
+    for message in run.messages:
+        site = records[str(message["site"])]
+        if message["direction"] == "up":
+            site.up += int(message["bytes"])
+        else:
+            site.down += int(message["bytes"])
+    return list(records.values())
+
+
+@dataclass(frozen=True)
+class LastRoundAttempt:
+    """The attempt with which a run ended, or the last of one that goes on: `sites` are (site, state, reason).
+
+    `round` and `attempt` count from 0. `over`: it is not under way.
+    """
+
+    round: int
+    attempt: int
+    sites: list[tuple[str, str, str]]
+    over: bool = True
+    goes_on: bool = False
+
+    @property
+    def words(self) -> str:
+        """Counted from 1, as people count."""
+        accepted = sum(state == ACCEPTED for _, state, _ in self.sites)
+        progress = f"{accepted} of {len(self.sites)} sites accepted" if self.sites else "no site was asked"
+        now = " (over; the run goes on)" if self.goes_on else "" if self.over else " (under way)"
+        return f"Round {self.round + 1}, attempt {self.attempt + 1}{now}: {progress}{'' if self.over else ' so far'}"
+
+
+def last_attempt(run: RunView) -> LastRoundAttempt | None:
+    """The last attempt site by site, of a run that has not completed; None without one."""
+    if run.status.get("state") == "completed":
+        return None
+    if run.progress.get("phase") == "round":  # no line has it yet, or the server ended before it wrote one
+        return _under_way(run)
+    if not run.attempts:
+        return None
+    last = run.attempts[-1]
+    accepted, failed = set(last.get("accepted") or []), dict(last.get("failed") or {})
+    rows = [
+        (site, ACCEPTED if site in accepted else _state(failed.get(site, "")), str(failed.get(site, "")))
+        for site in sorted({*(last.get("cohort") or []), *failed})
+    ]
+    return LastRoundAttempt(int(last["round"]), int(last.get("attempt", 0)), rows, goes_on=_goes_on(run))
+
+
+def _under_way(run: RunView) -> LastRoundAttempt | None:
+    at = run.progress.get("round"), run.progress.get("attempt")
+    waiting, reasons = run.progress.get("waiting"), run.progress.get("reasons")
+    if type(at[0]) is not int or type(at[1]) is not int or not isinstance(reasons, dict):
+        return None
+    messages = [message for message in run.messages if (message["round"], message["attempt"]) == at]
+    sent = {str(message["site"]) for message in messages if message["direction"] == "up"}
+    sent -= set(map(str, waiting)) if isinstance(waiting, list) else set()
+    silent = WAITING if _goes_on(run) else "no answer before the server ended"
+    rows = [
+        (site, _state(reasons[site]), str(reasons[site])) if site in reasons
+        else (site, ACCEPTED if site in sent else silent, "")
+        for site in sorted({str(message["site"]) for message in messages} | set(reasons))
+    ]  # fmt: skip
+    return LastRoundAttempt(at[0], at[1], rows, over=not _goes_on(run))
+
+
+def _goes_on(run: RunView) -> bool:
+    return run.status.get("state") == "running"
+
+
+ACCEPTED, WAITING = "accepted", "no answer yet"
+REFUSED = "refused: "  # an upload that the server had and did not take
+_BY_REASON = {
+    REFUSED: "refused by the server",
+    "PolicyError: ": "refused by the site's policy",
+    "BudgetError: ": "refused by the site's ledger",
+    "no reply within ": "silent",
+    "no answer within ": "silent",
+    "interrupted: ": "interrupted",
+}
+
+
+def _state(reason: object) -> str:
+    """Derive a site's state from the first words of its failure reason (server_app/round_attempt.py)."""
+    words = str(reason)
+    return next(
+        (state for start, state in _BY_REASON.items() if words.startswith(start)), "failed" if words else "silent"
+    )
+
+
+def site_losses(run: RunView) -> list[tuple[int, float]]:
+    """(rounds done, loss) of the model as the sites received it, on rows that they train on: no held-out loss.
+
+    The mean over the sites that told it, weighted with their examples. Sites say what they like: a figure that is no
+    finite number from 0 on is left out.
+    """
+    counted = ((a, describe_loss(a)) for a in run.attempts if a.get("weights") and not a.get("void"))
+    return sorted({int(attempt["round"]): loss for attempt, loss in counted if loss is not None}.items())
+
+
+def describe_loss(attempt: Row) -> float | None:
+    """The same of one attempt; None where no site told it."""
+    reports = (attempt.get("reports") or {}).values()
+    pairs = [(_number(r.get("num_examples", 1)), _number(r.get("loss_received"))) for r in reports]
+    known = [(weight, loss) for weight, loss in pairs if weight and loss is not None]
+    return sum(w * x for w, x in known) / sum(w for w, _ in known) if known else None
+
+
+def _number(value: object) -> float | None:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
+    return float(value) if known else None  # type: ignore[arg-type]
+
+
+def _report(site: SiteRecord, report: dict[str, float]) -> None:
+    if "num_examples" in report:
+        site.examples = int(report["num_examples"])
+    site.loss_received = report.get("loss_received", site.loss_received)
+    site.loss_trained = report.get("loss_trained", site.loss_trained)
+    if "train_seconds" in report:
+        site.train_seconds = (site.train_seconds or 0.0) + report["train_seconds"]
+
+
+def held_out_scores(round_: int, report: Mapping[str, float]) -> HeldOutScore | None:
+    """Extract the held-out scores from a report; None if it has none."""
+    if held_out_report.LOSS in report:
+        return HeldOutScore(round_, float(report[held_out_report.LOSS]), int(report.get(held_out_report.ROWS, 0)), "")
+    if held_out_report.REFUSED in report:
+        return HeldOutScore(
+            round_, None, 0, held_out_report.REFUSALS.get(int(report[held_out_report.REFUSED]), "of another version")
+        )
+    return None
+
+
+def mean_scored(reports: Mapping[str, Mapping[str, float]]) -> tuple[float, int, int] | None:
+    """Mean held-out loss of a round weighted with rows, all rows, and the sites behind it; None without one."""
+    scores = [
+        each
+        for report in reports.values()
+        if (each := held_out_scores(0, report)) and each.loss is not None and each.rows
+    ]
+    rows = sum(each.rows for each in scores)
+    return (sum((each.loss or 0.0) * each.rows for each in scores) / rows, rows, len(scores)) if scores else None
+
+
+def failure_note(reports: Mapping[str, Mapping[str, float]]) -> str:
+    """The same in words, for a round's line."""
+    held_out_mean = mean_scored(reports)
+    return (
+        ""
+        if held_out_mean is None
+        else f"  held out: loss {held_out_mean[0]:.4f}, {held_out_mean[1]} rows of {held_out_mean[2]} sites"
+    )

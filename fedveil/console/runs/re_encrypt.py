@@ -1,0 +1,100 @@
+"""Re-encrypt a site's files: from plaintext to a key, from one key to another, or back.
+
+A site with a key file refuses plaintext files. Otherwise anyone with write access to its disk could replace
+an encrypted file. Re-encryption is therefore a separate command and does not happen at the next write.
+After an interruption, run it again: files already encrypted with the new key are verified and left
+unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fedveil.client_app.state.client_state import ClientStateStore
+from fedveil.console.runs import dataset_cache
+from fedveil.console.runs.retained_state import run_folders
+from fedveil.console.runs.workers import list_workers
+from fedveil.encrypted_files import FileSeal, is_sealed, read_seal_header
+from fedveil.errors import ConfigError, StateError
+from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.records import audit_log
+from fedveil.records.atomic_files import write_atomic
+
+
+def require_key(state_dir: Path, seal: FileSeal) -> None:
+    """Raises StateError for the first file that a site with this seal would refuse by its head."""
+    roles = [ClientStateStore(folder).roles for folder in run_folders(state_dir)]
+    roles += [PrivacyLedger(path).roles for path in _ledgers(state_dir)]
+    for file, role in (pair for files in roles for pair in files.items()):
+        with contextlib.suppress(FileNotFoundError):
+            if (read_seal_header(file).key if is_sealed(file) else "") != seal.id:
+                seal.read(file, role)  # raises, and says why
+
+
+def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path]:
+    """Brings all that a site keeps under the new seal. Returns the files that were written.
+
+    Raises:
+        ConfigError: a worker or a turn is running.
+        StateError: a file is neither in the clear nor sealed under one of the two keys, or was changed.
+    """
+    if running := [worker for worker in list_workers(state_dir) if worker.card.owner.runs()]:
+        raise ConfigError(
+            f"--state-dir: expected no site to run there, found worker {running[0].card.pid}; stop the site first"
+        )
+    written = []
+    for folder in _folders(state_dir):
+        with folder as files:
+            for file, role in files.items():
+                for part in file.parent.glob(f".{file.name}.*.part"):
+                    part.unlink()  # what an interrupted write left, perhaps in the clear
+                written += [file] if _resealed(file, role, old, new) else []
+    if new.id:
+        dataset_cache.remove_cached(
+            state_dir, dataset_cache.list_cached_datasets(state_dir)
+        )  # rows in the clear; a sealed site keeps none
+    audit_log.append_entry(
+        state_dir.expanduser() / audit_log.NAME,
+        "sealed" if new.id else "unsealed",
+        {"key": new.id or "none", "files": len(written)},
+    )
+    return written
+
+
+def _folders(state_dir: Path) -> Iterator[contextlib.AbstractContextManager[Mapping[Path, str]]]:
+    yield from (_of_run(folder) for folder in run_folders(state_dir))
+    yield from (PrivacyLedger(path).held() for path in _ledgers(state_dir))
+
+
+def _ledgers(state_dir: Path) -> list[Path]:
+    files = (state_dir.expanduser() / ".ledger").glob("*")
+    return sorted({file.with_suffix(".json") for file in files if file.suffix in (".json", ".key")})
+
+
+@contextlib.contextmanager
+def _of_run(folder: Path) -> Iterator[Mapping[Path, str]]:
+    store = ClientStateStore(folder)
+    with store.alone() as alone:
+        if not alone:
+            raise ConfigError(f"--state-dir: expected no turn under way, found one in {folder}; stop the site first")
+        yield {file: role for file, role in store.roles.items() if file.exists()}
+
+
+def _resealed(file: Path, role: str, old: FileSeal, new: FileSeal) -> bool:
+    key_id = read_seal_header(file).key if is_sealed(file) else ""
+    if key_id == new.id:
+        new.read(file, role)
+        return False
+    if key_id not in ("", old.id):
+        raise StateError(
+            f"{file}: expected a file in the clear, or sealed under key {new.id or 'none'} or {old.id or 'none'}, "
+            f"found key {key_id}; name that key's file with --old-key-file"
+        )
+    about = file.stat()
+    content = (old if key_id else FileSeal()).read(file, role)
+    write_atomic(file, new.closed([content], role))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))  # by which `fedveil site purge` judges its age
+    return True

@@ -1,0 +1,249 @@
+"""Follows a run to its end: its rounds, then what became of it, its scores, its model, the next command."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
+from fedveil.console.flower.processes import LaunchError, named_error
+from fedveil.console.runs import per_site, summary
+from fedveil.console.runs.progress_bar import RunProgress, round_stage
+from fedveil.console.runs.run_reader import load_run, status_of
+from fedveil.errors import FedVeilError
+from fedveil.sanitize import sanitize
+
+_POLL_SECONDS = 0.5
+_ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
+_GRACE_SECONDS = 15.0  # of silence without a word: a server that is stopped notes the end of its runs meanwhile
+_SILENT_SECONDS = 300.0  # a server that answered is waited for: it may be started anew
+_REASON_CHARACTERS = 2000  # its end is the command that resumes the run
+_OURS = "fedveil.errors."
+_BY_FOLDER = {"completed": 0, "failed": 1, "stopped": 3}  # by status.json
+_BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
+_TOLD = re.compile(r"\bfedveil: (.{1,1000})$", re.MULTILINE)  # by server_app/run.py
+_MOST_TOLD = 5  # lines
+
+
+@dataclass
+class RunFollower:
+    """Follows one run.
+
+    Attributes:
+        number: Flower's run number; "" if unknown, or if Flower is not asked.
+        places: candidate run folders; the first that belongs to this run is used once it exists.
+        flower: client that queries Flower for the run's state; None means that only the folder shows it.
+        folder: the run folder that was found.
+        below: folders of runs that are also searched for a run with this number.
+    """
+
+    console: Console
+    number: str
+    places: Sequence[Path]
+    flower: FlowerCli | None
+    folder: Path | None = None
+    below: Sequence[Path] = ()
+    _progress: RunProgress | None = None
+    _said: str = ""
+    _silent_since: float | None = None
+    _silence_said: bool = False
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def to_its_end(self, timeout: float) -> int:
+        """Prints until the run has ended; the exit code says how, as `until_ended`. `timeout`: seconds; 0 = none."""
+        try:
+            with self._stack:
+                code, word = until_ended(self._read, self._ask, timeout, self._log, where=self._where)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._left()) from None
+        except LaunchError as error:
+            raise LaunchError(f"{error}; the run may go on; {self.by_hand()}") from None
+        print(self._filled(word))
+        for line in closing_lines(self.folder) if self.folder else self._told():
+            print(line)
+        return code
+
+    def _left(self) -> str:
+        """Describe what keeps running after following stops."""
+        state = "" if self.folder is None else sanitize(status_of(self.folder).get("state", ""), 20)
+        if state in (*_BY_FOLDER, "died") or self._said.startswith("finished"):
+            return f"the run has ended: {state or sanitize(self._said, 40)}"
+        return f"the run goes on; {self.by_hand()}"
+
+    def _where(self, status: dict[str, Any]) -> str:
+        if self.folder is None:
+            return f"Flower says {sanitize(self._said or 'nothing', 40)}, and no run folder here is the run's"
+        return round_stage(status, self.folder)
+
+    def _filled(self, word: str) -> str:
+        """With the federation's folder in a command that resumes the run; the ServerApp cannot know it."""
+        home = self.flower.home if self.flower is not None else Path()
+        return wait_for_sites(word, home.parents[1]) if home.parts[-2:] == ("server", "flower") else word
+
+    def by_hand(self) -> str:
+        """Return how to follow and to stop the run from now on, without querying Flower."""
+        what, number = str(self.folder.absolute()) if self.folder else self.number, self._number() or "NUMBER"
+        options = f" {self.flower.options()}" if self.flower is not None else ""
+        stop = f"FLWR_HOME=PILOT/server/flower flwr stop {number}"  # PILOT: what fedveil provision made
+        if self.flower is not None:
+            stop = self.flower.by_hand("stop", number)
+        return f"follow it with: fedveil watch {shlex.quote(what)}{options}; stop it with: {stop}"
+
+    def _read(self) -> dict[str, Any]:
+        """Its status.json; {} until it has one, and where the run folder is another machine's."""
+        if self.folder is None:
+            self.folder = next((place for place in [*self.places, *self._below()] if self._is_ours(place)), None)
+            if self.folder is None:
+                return {}
+            status = status_of(self.folder)
+            about = RunProgress(self.console, self.folder, self.folder.name, int(status.get("rounds", 1)))
+            self._progress = self._stack.enter_context(about)
+            self.console.print(f"its folder is {sanitize(self.folder.absolute(), 1000)}", soft_wrap=True)
+        status = status_of(self.folder)
+        if self._progress is not None:
+            self._progress.tick(status)
+        return status
+
+    def _below(self) -> Iterator[Path]:
+        for folder in self.below if self.number else ():
+            yield from (file.parent for file in folder.glob("*/flower-run"))
+
+    def _is_ours(self, place: Path) -> bool:
+        if not any((place / name).is_file() for name in ("status.json", "config.json")):
+            return False
+        file = place / "flower-run"
+        return not self.number or (file.is_file() and file.read_text().strip() == self.number)
+
+    def _ask(self) -> str:
+        number = self._number()
+        try:
+            status = self.flower.run_status(number) if self.flower is not None and number else ""
+        except ServerUnreachableError:
+            if not self._is_waited_for():
+                raise
+            return self._said
+        if self._silence_said:
+            self.console.print("the server answers again")
+        self._silent_since, self._silence_said = None, False
+        if status != self._said and self.folder is None:  # else its folder says more
+            self.console.print(f"run {number}: {sanitize(status, 40)}", soft_wrap=True)
+        self._said = status
+        return status
+
+    def _is_waited_for(self) -> bool:
+        """Return whether to retry an unresponsive server: one that has answered before, and recently."""
+        now = time.monotonic()
+        if self._said and self._silent_since is None:
+            self._silent_since = now
+        if self._silent_since is not None and not self._silence_said and now - self._silent_since >= _GRACE_SECONDS:
+            self._silence_said = True
+            self.console.print(
+                f"the server does not answer; it is asked again for {_SILENT_SECONDS:g} s, in case it is started anew"
+            )
+        return self._silent_since is not None and now - self._silent_since < _SILENT_SECONDS
+
+    def _number(self) -> str:
+        file = None if self.folder is None else self.folder / "flower-run"
+        if file is None or not file.is_file():
+            return self.number
+        with file.open("rb") as noted:
+            raw_number = noted.read(40).strip()
+        return raw_number.decode() if raw_number.isdigit() else ""  # it goes into a command that somebody types
+
+    def _log(self) -> str:
+        """Return the output of the run's ServerApp; "" if it is not available."""
+        try:
+            return self.flower.log(self.number) if self.flower is not None and self.number else ""
+        except LaunchError:
+            return ""
+
+    def _told(self) -> list[str]:
+        """Return the ServerApp's messages for users without access to its folder."""
+        return [sanitize(line, 1000) for line in _TOLD.findall(self._log())[-_MOST_TOLD:]]
+
+
+def wait_for_sites(word: str, federation: Path) -> str:
+    """Words that name a command of a federation, with its folder in them."""
+    return word.replace("--federation FOLDER ", f"--federation {shlex.quote(str(federation))} ")
+
+
+def closing_lines(folder: Path) -> list[str]:
+    """Lines under a run that has ended: rounds, scores, model, and the command that comes next."""
+    try:
+        run = load_run(folder)
+    except FedVeilError as error:
+        return [sanitize(error)]
+    scores = ", ".join(f"{sanitize(name, 40)} {value:.4f}" for name, value in sorted(run.final.items()))
+    rounds = sanitize(run.status.get("rounds", "?"), 20)
+    if not scores and (losses := per_site.site_losses(run)):
+        scores = f"none by the server; loss at the sites, on rows that they train on: {losses[-1][1]:.4f}"
+    lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
+    lines += [sanitize(words, 200) for words in (run.of_round, summary.is_unchanged(run)) if words]
+    if (folder / "final").is_dir():
+        lines.append(f"model: {shlex.quote(sanitize((folder / 'final').absolute(), 1000))}")
+    return [*lines, f"next: fedveil report {shlex.quote(sanitize(folder, 1000))}"]
+
+
+def until_ended(
+    read: Callable[[], dict[str, Any]],
+    ask: Callable[[], str],
+    timeout: float,
+    log: Callable[[], str] = lambda: "",
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    where: Callable[[dict[str, Any]], str] = round_stage,
+) -> tuple[int, str]:
+    """The exit code (0 completed, 1 failed, 3 stopped, 4 still going), and why in words.
+
+    Args:
+        read: status.json, {} where there is none.
+        ask: what Flower says of the run, "" where it cannot be asked.
+        timeout: seconds; 0 = none.
+        log: what the run has printed, "" where that cannot be had.
+        where: what is under way, in words, from status.json.
+    """
+    started, asked = clock(), clock() - _ASK_SECONDS
+    status: dict[str, Any] = {}
+    while True:
+        status = read()
+        if (state := status.get("state")) in _BY_FOLDER:
+            return _BY_FOLDER[state], f"{state}: {_why(status)}".removesuffix(": ")
+        died = status.get("state") == "died"
+        if died or clock() - asked >= _ASK_SECONDS:
+            flower_status, asked = ask(), clock()
+            if flower_status.startswith("finished"):
+                status = read()  # its last word may have come in between
+                if status.get("state") in _BY_FOLDER:
+                    continue
+                if status and not died and flower_status == "finished:completed":
+                    return 1, "failed: Flower has finished it, and its own status.json does not say that it completed"
+                words = _by_flower(flower_status, log)
+                if not died or flower_status == "finished:stopped":
+                    return _BY_FLOWER.get(flower_status, 1), words
+        if died:
+            return 1, f"died: {_why(status)}"
+        if timeout and clock() - started >= timeout:
+            return 4, f"still going after {timeout:g} s: {where(status)}"
+        sleep(_POLL_SECONDS)
+
+
+def _by_flower(said: str, log: Callable[[], str]) -> str:
+    """Describe a run's state as reported by Flower, with the cause that the run printed."""
+    state = sanitize(said.partition(":")[2], 40)
+    error_line = "" if said in ("finished:completed", "finished:stopped") else named_error(log())
+    cause = (
+        error_line.partition(": ")[2] if error_line.startswith(_OURS) else error_line
+    )  # its words are for people, its class is not
+    return f"{state}: {sanitize(cause, _REASON_CHARACTERS)}" if cause else f"{state}: so says Flower"
+
+
+def _why(status: dict[str, Any]) -> str:
+    return sanitize(status.get("reason") or "", _REASON_CHARACTERS)

@@ -1,0 +1,298 @@
+"""Reads a run folder (server_app/run_folder.py writes it): what a run was, how it went, and what it disclosed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import StateError
+from fedveil.records import disclosure_ledger, process_exit
+from fedveil.sanitize import sanitize
+
+Row = dict[str, Any]
+_CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
+_MARKS = ("status.json", "config.json")  # one of them is in every run folder
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run, finished or not.
+
+    Attributes:
+        folder: where it lies; its last part is the run's name.
+        config: config.json; {} where the run failed before it had a valid config.
+        status: status.json; its state is "died" where that says "running" and the process is no more, and "stopped"
+            where it failed because it was told to end.
+        attempts: the lines of metrics.jsonl that are attempts at a round, in order. What came of those with "void" is
+            not in the model, for the run was resumed from before them; what they sent was sent all the same.
+        before: scores of the initial model, by view; {} where there are none.
+        messages: as `fedveil.records.disclosure_ledger.read_messages` gives them.
+        resumes: the lines of resumes.jsonl.
+        progress: progress.json; {} where there is none, or another's.
+    """
+
+    folder: Path
+    config: Row
+    status: Row
+    attempts: list[Row]
+    before: dict[str, dict[str, float]]
+    messages: list[Row]
+    resumes: list[Row] = field(default_factory=list)
+    progress: Row = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.name
+
+    @property
+    def method(self) -> str:
+        """The method's name, "?" where the run had no valid config."""
+        return str(self.config.get("method", {}).get("name", "?"))
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds with an attempt that reached its quorum."""
+        return len(self._by_round)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of all attempts, evaluation on the server not counted."""
+        return float(sum(attempt.get("seconds", 0.0) for attempt in self.attempts))
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes of all messages from the sites, refused ones too."""
+        return self._bytes("up", "upload_bytes")
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of all messages to the sites."""
+        return self._bytes("down", "download_bytes")
+
+    def unlisted(self, direction: str) -> int:
+        """Bytes that the ledger does not list field by field: refused uploads, keys and shares."""
+        listed = sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
+        return (self.upload_bytes if direction == "up" else self.download_bytes) - listed
+
+    @cached_property
+    def view(self) -> str:
+        """The view whose scores are shown: the server's model where it is scored."""
+        views = [view for row in [{"scores": self.before}, *self.attempts] for view in row.get("scores") or {}]
+        return "server" if "server" in views or not views else views[0]
+
+    @cached_property
+    def final(self) -> dict[str, float]:
+        """Each metric's last value; where a score decided which round's model was kept, that model's."""
+        final_entry = self._said("final")
+        last, scores = final_entry.get("round"), dict[str, float]()
+        for attempt in self._valid:
+            if last is None or attempt["round"] <= last:
+                scores |= (attempt.get("scores") or {}).get(self.view, {})
+        scores |= (final_entry.get("scores") or {}).get(self.view, {})
+        return scores
+
+    @property
+    def of_round(self) -> str:
+        """Describe which round the model comes from and which was best; "" if no score selects the model."""
+        best = self._said("best")
+        if not best:
+            return ""
+        number, value = int(best["round"]) + 1, f"{best['metric']} {float(best['value']):.6g}"
+        if best.get("kept"):
+            was = "is" if self._said("final") else "is so far"
+            return f"the model {was} that of round {number}, whose {value} was the best"
+        return f"the best {value} was after round {number}; the model is that of the last round"
+
+    def _said(self, key: str) -> Row:
+        value = self.status.get(key)
+        return value if isinstance(value, dict) else {}
+
+    def curve(self, metric: str) -> list[tuple[int, float]]:
+        """(rounds finished, value) of a metric, from the initial model (0 rounds) on."""
+        start = [(0, self.before[self.view][metric])] if metric in self.before.get(self.view, {}) else []
+        rows = ((r, (row.get("scores") or {}).get(self.view, {}).get(metric)) for r, row in self._by_round.items())
+        return start + [(round_ + 1, value) for round_, value in rows if value is not None]
+
+    @cached_property
+    def uploaded(self) -> list[tuple[int, int]]:
+        """(rounds finished, bytes uploaded so far); refused uploads, failed and repeated rounds count."""
+        total, points = 0, {0: 0}
+        for attempt in self.attempts:
+            total += int(attempt.get("upload_bytes", 0))
+            if not attempt.get("void"):
+                points[int(attempt["round"]) + bool(attempt.get("weights"))] = total
+        return sorted(points.items())
+
+    @cached_property
+    def sites(self) -> list[str]:
+        """Every site that was asked to take part, or for its keys."""
+        keys = ("cohort", "failed", "unlisted")
+        asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
+        return sorted(asked | {str(message["site"]) for message in self.messages})
+
+    @property
+    def unseen(self) -> list[Row]:
+        """The attempts of secure aggregation, whose uploads were masked."""
+        return [attempt for attempt in self.attempts if attempt.get("unseen")]
+
+    @property
+    def _by_round(self) -> dict[int, Row]:
+        return {int(attempt["round"]): attempt for attempt in self._valid if attempt.get("weights")}
+
+    @property
+    def _valid(self) -> list[Row]:
+        return [attempt for attempt in self.attempts if not attempt.get("void")]
+
+    def _bytes(self, direction: str, total: str) -> int:
+        listed, recorded = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for message in self.messages:
+            listed[message["round"], message["attempt"]] += (message["direction"] == direction) * int(message["bytes"])
+        for attempt in self.attempts:
+            recorded[int(attempt["round"]), int(attempt.get("attempt", 0))] += int(attempt.get(total, 0))
+        return (listed | recorded).total()  # of each attempt the larger: one under way has no line of its own yet
+
+
+def load_run(folder: Path) -> RunView:
+    """The run in `folder`. Raises StateError where there is none, or where a file cannot be read."""
+    status = status_of(folder)
+    rows = [_checked(row, folder / "metrics.jsonl") for row in json_lines(folder / "metrics.jsonl")]
+    return RunView(
+        folder=folder.resolve(),
+        config=_json(folder / "config.json"),
+        status=status,
+        attempts=_attempts(rows),
+        before=next((row.get("scores") or {} for row in rows if row["round"] < 0), {}),
+        messages=disclosure_ledger.read_messages(folder / disclosure_ledger.NAME),
+        resumes=json_lines(folder / "resumes.jsonl"),
+        progress=progress_of(folder),
+    )
+
+
+def progress_of(folder: Path) -> Row:
+    """Read the state of the current round (server_app/round_progress.py); {} if the file is malformed."""
+    try:
+        with (folder / "progress.json").open("rb") as file:
+            progress = json.loads(file.read(_PROGRESS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return progress if isinstance(progress, dict) else {}
+
+
+def config_of(folder: Path) -> Row:
+    """The run config of the run in `folder`, as it stands there: {"train.batch-size": 16, ...}.
+
+    Raises:
+        StateError: there is none, or one that cannot be read.
+    """
+    file = folder / "config.json"
+    _require_run(folder)
+    if not file.is_file():
+        raise StateError(f"run folder {folder}: expected config.json of a run that began, found none; name another run")
+    if (size := file.stat().st_size) > _CONFIG_BYTES:
+        raise StateError(f"{file}: expected at most {_CONFIG_BYTES} bytes, found {size}; name another run")
+    config = _json(file).get("config")
+    if not isinstance(config, dict):
+        raise StateError(f"{file}: expected a run config under 'config', found {type(config).__name__}")
+    return config
+
+
+def status_of(folder: Path) -> Row:
+    """Read the run's status in `folder` from its small files only. Raises the same errors as `load_run`."""
+    _require_run(folder)
+    status = _json(folder / "status.json")
+    if status.get("state") == "running" and process_exit.is_dead(folder):
+        status = _json(folder / "status.json")  # its last word may have come in between
+        if status.get("state") == "running":
+            about = status.get("process")
+            why = process_exit.describe_ending(about if isinstance(about, dict) else {})
+            reason = f"its ServerApp ended without a word: {why}; {process_exit.resume_command(folder)}"
+            return status | {"state": "died", "reason": reason}
+    reason = str(status.get("reason") or "")
+    if status.get("state") == "failed" and reason.startswith(process_exit.TOLD_TO_END):
+        return status | {"state": "stopped", "reason": reason.partition(": ")[2]}
+    return status
+
+
+def _require_run(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _MARKS):
+        raise StateError(f"run folder {folder}: expected status.json or config.json of a run, found {_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    """Describe what is in the folder instead of a run, and the next step."""
+    if not folder.is_dir():
+        return "no such folder; fedveil status lists the runs below a folder"
+    files = itertools.islice((file for name in _MARKS for file in folder.glob(f"*/{name}")), 8)
+    inside = ", ".join(sorted({sanitize(folder / file.parent.name, 200) for file in files}))
+    return f"runs below it; name one: {inside}" if inside else "neither; name another folder"
+
+
+def _attempts(rows: list[Row]) -> list[Row]:
+    attempts: list[Row] = []
+    for row in rows:
+        if row.get("resumed"):
+            attempts = [each | {"void": True} if each["round"] >= row["round"] else each for each in attempts]
+        elif row["round"] >= 0:
+            attempts.append(row)
+    return attempts
+
+
+def json_lines(file: Path) -> list[Row]:
+    """The whole lines of a JSON-lines file; [] where there is none. A last line still being written is left out."""
+    text = ""
+    with suppress(FileNotFoundError):
+        text = _read(file)
+    rows = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if line.endswith("\n"):
+            rows.append(_parsed(line, f"{file}, line {number}"))
+    return rows
+
+
+def new_lines(file: Path, start: int) -> tuple[list[Row], int]:
+    """The whole lines of a JSON-lines file from byte `start` on, and the byte that follows them.
+
+    A file that has become shorter, because a torn line was cut off, is read from its end on.
+    """
+    if not file.is_file():
+        return [], start
+    with file.open("rb") as lines:
+        lines.seek(min(start, file.stat().st_size))
+        begin, data = lines.tell(), lines.read()
+    data = data[: data.rfind(b"\n") + 1]
+    where = f"{file}, after byte {begin}"
+    return [_parsed(line.decode(errors="replace"), where) for line in data.splitlines()], begin + len(data)
+
+
+def _json(file: Path) -> Row:
+    return _parsed(_read(file), str(file)) if file.is_file() else {}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise StateError(f"{file}: expected UTF-8 text, found other bytes ({error.reason})") from None
+
+
+def _parsed(text: str, where: str) -> Row:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{where}: expected JSON, found {text[:40]!r} ({error})") from None
+    if not isinstance(value, dict):
+        raise StateError(f"{where}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _checked(row: Row, file: Path) -> Row:
+    if "round" not in row:
+        raise StateError(f"{file}: expected 'round' on every line, found {sorted(row)}")
+    return row

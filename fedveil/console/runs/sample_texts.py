@@ -1,0 +1,70 @@
+"""Generate sample texts on test examples before and after training; saved in the run folder as samples.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil import rng
+from fedveil.console.runs import final_model
+from fedveil.contract.task import CanGenerate
+from fedveil.errors import StateError
+from fedveil.records.atomic_files import write_atomic
+
+FILE = "samples.json"
+_COUNT, _MOST_BYTES, _MOST_CHARACTERS = 3, 1 << 20, 600
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """A prompt of a test row, the texts of the first and of the last model, and the row's own text."""
+
+    prompt: str
+    before: str
+    after: str
+    wanted: str
+
+
+def write_samples(run: Path, device: str = "cpu") -> None:
+    """Writes the samples of a finished run of texts; nothing where the server has no test rows or the task no texts.
+
+    Raises:
+        StateError, ConfigError, TaskError: as `load_final_model` and its task.
+    """
+    model = final_model.load_final_model(run, max_new_tokens=40)
+    config = model.config
+    task, weights = model.task(device)
+    if not isinstance(task, CanGenerate) or config.task.name != "text-generation" or not config.task.evaluation:
+        return
+    by_prompt = dict[str, Any]()  # a prompt may have many rows: the first of each
+    for row in task.examples(Path(config.task.evaluation), "test"):
+        by_prompt.setdefault(str(row.values[config.task.source_column]), row)
+    prompts, rows = list(by_prompt)[:_COUNT], list(by_prompt.values())[:_COUNT]
+    initial = task.initial(rng.initial_stream(config.run.seed, "weights"))
+    texts = zip(prompts, task.write(initial, prompts, []), task.write(weights, prompts, []), rows, strict=True)
+    samples = [
+        SampleText(prompt, before, after, str(row.values[config.task.target_column]))
+        for prompt, before, after, row in texts
+    ]
+    write_atomic(run / FILE, json.dumps([asdict(sample) for sample in samples], indent=1).encode())
+
+
+def read_samples(run: Path) -> list[SampleText]:
+    """The samples of the run in that folder, each text cut; [] where there are none.
+
+    Raises:
+        StateError: a file that `write_samples` has not written.
+    """
+    file = run / FILE
+    if not file.is_file():
+        return []
+    try:
+        if (size := file.stat().st_size) > _MOST_BYTES:
+            raise ValueError(f"{size} bytes")
+        rows = json.loads(file.read_text())
+        names = ("prompt", "before", "after", "wanted")
+        return [SampleText(*(str(row[name])[:_MOST_CHARACTERS] for name in names)) for row in rows[: 4 * _COUNT]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StateError(f"{file}: expected what fedveil demo writes, found {error!r}; remove the file") from None

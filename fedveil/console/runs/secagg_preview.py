@@ -1,0 +1,100 @@
+"""A run with secure aggregation before it runs: what would leave a site, how exactly, and against whom it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedveil.config import RunConfig, SecureConfig
+from fedveil.errors import ConfigError
+from fedveil.federation import aggregation_rules
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.adversary_model import NOT_BOUND, AdversaryModel
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.in_process import secagg_config_of
+from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.federation.secagg.schema import HOLDER_CHARACTERS
+
+
+@dataclass(frozen=True)
+class MaskedUploadPreview:
+    """Preview of a run's masked upload.
+
+    Attributes:
+        sites: number of participating sites.
+        length: number of integers in a vector.
+        in_clear: names of the values that the method's payload carries unmasked.
+        partial: the method's `has_partial_uploads`.
+    """
+
+    secure: SecureConfig
+    sites: int
+    holders: int
+    threshold: int
+    ring: FixedPointRing
+    length: int
+    in_clear: tuple[str, ...]
+    partial: bool
+
+    @classmethod
+    def from_exchange(cls, exchange: MessageExchange, config: RunConfig, sites: int = 0) -> MaskedUploadPreview:
+        """Create the preview for this many sites; 0 means the run's minimum. Raises ConfigError."""
+        secure, cohort = config.secure, config.cohort
+        aggregation_rules.check_secure(secure, config.aggregate, cohort)
+        fewest = max(secure.min_sites, cohort.min_sites)
+        count = sites or max(fewest, cohort.sites)
+        if count < fewest:
+            raise ConfigError(
+                f"--sites: expected at least {fewest}, with which the run begins, found {sites}; name more"
+            )
+        settings = secagg_config_of(secure)
+        holders = settings.holders(count)
+        threshold = settings.shares(holders)
+        if threshold > holders:
+            raise ConfigError(
+                f"secure.threshold: expected at most {holders}, the holders among {count} sites, found {threshold}; "
+                "lower it, or name the sites with --sites"
+            )
+        try:
+            ring = FixedPointRing(secure.ring_bits, count, secure.max_weight, secure.clip_bound)
+        except ValueError as error:
+            raise ConfigError(f"secure.ring-bits: {error}; take 64, or a smaller secure.max-weight") from None
+        length = MaskedUploadCodec.from_exchange(exchange, 0, secure.ring_bits).slots.length
+        return cls(
+            secure,
+            count,
+            holders,
+            threshold,
+            ring,
+            length,
+            tuple(sorted(word.name for word in exchange.layout.scalars if word.direction == "up")),
+            exchange.method.has_partial_uploads,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Return the maximum size of an upload's fields."""
+        return self.length * self.ring.bits // 8 + self.holders * HOLDER_CHARACTERS
+
+    @property
+    def words(self) -> list[str]:
+        """Sentences on what leaves the site, and on whom that holds against."""
+        secure, ring = self.secure, self.ring
+        claim = AdversaryModel(self.holders, self.threshold, secure.min_sites, self.partial)
+        clear = f"; and the words {', '.join(self.in_clear)}" if self.in_clear else ""
+        counts = (
+            "every site counts alike, whatever number of rows it has (secure.max-weight = 1)"
+            if secure.max_weight == 1
+            else f"a site counts for its examples, at most {secure.max_weight:,}, which are in the sum too"
+        )
+        return [
+            "What would leave this site each time, masked, for a sum with those of other sites:",
+            f"  {self.length:,} integers modulo 2^{ring.bits}: with the keys that it needs at most "
+            f"{self.bytes:,} bytes",
+            f"  in the clear: that it takes part, public keys, and shares that one site each can open{clear}",
+            "  not sent: its number of examples, and losses, steps and seconds of its training",
+            f"  values are clipped to +-{secure.clip_bound:g} here; rounding moves a mean by at most {ring.step:.2g}",
+            f"  {counts}",
+            f"With {self.sites} sites, of whom {self.holders} hold shares of a site's secrets and {self.threshold} "
+            f"open one, and sums of {secure.min_sites} sites or more:",
+            *(f"  {line}" for line in (*claim.words, NOT_BOUND)),
+        ]

@@ -1,0 +1,95 @@
+"""A run of secure aggregation from outside: what it claims, what came of each attempt, and what was masked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedveil.client_app.policy import site_policy as policies
+from fedveil.client_app.secure_round import FileSecAggStore
+from fedveil.client_app.state.client_state import SECURE
+from fedveil.console.runs.retained_state import RetainedRunState
+from fedveil.console.runs.run_reader import Row, RunView
+from fedveil.console.runs.site_notes import read_site_note
+from fedveil.encrypted_files import FileSeal
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.federation.secagg.adversary_model import NOT_BOUND, AdversaryModel, single_site, weakest_adversary
+from fedveil.sanitize import sanitize
+
+NOT_SEEN = (
+    "A server that kept to the protocol could not see of any single site: its values, its number of examples, its "
+    "losses, the norm of its upload. So none of them is shown, and no upload could be judged by itself: the sum was."
+)
+
+
+def secagg_note(unseen: Mapping[str, Any]) -> str:
+    """One attempt in a few words: "sum of 3 sites, 3 of 4 holders open it; deaf: west"."""
+    parts = []
+    if "sites" in unseen:
+        parts.append(f"sum of {unseen['sites']} sites, {unseen['threshold']} of {unseen['holders']} holders open it")
+    if deaf := unseen.get("deaf"):
+        parts.append("deaf: " + ", ".join(f"{sanitize(site, 80)} ({sanitize(why, 200)})" for site, why in deaf.items()))
+    if reason := unseen.get("reason"):
+        parts.append(f"NO SUM, thrown away: {sanitize(reason)}")
+    return "; ".join(parts)
+
+
+def attempt_rows(run: RunView) -> list[list[object]]:
+    """Each, from 1 on: round, attempt, sites in the sum, holders, threshold, who opened no shares, why no sum."""
+    return [[a["round"] + 1, a.get("attempt", 0) + 1, *_of_attempt(a["unseen"])] for a in run.unseen]
+
+
+def _of_attempt(unseen: Row) -> list[object]:
+    deaf = "; ".join(f"{site}: {why}" for site, why in (unseen.get("deaf") or {}).items())
+    return [*(unseen.get(key) for key in ("sites", "holders", "threshold")), deaf or None, unseen.get("reason")]
+
+
+def secagg_claims(run: RunView) -> list[str]:
+    """Return the run's security claims, based on its weakest attempt."""
+    least = int(run.config.get("config", {}).get("secure.min-sites", 2))
+    adversary = weakest_adversary((attempt["unseen"] for attempt in run.unseen), least, _partial(run))
+    return [*adversary.words, NOT_BOUND] if adversary else []
+
+
+def not_seen(run: RunView) -> str:
+    """Return `NOT_SEEN`, with the exception that the run's method makes."""
+    return " ".join(filter(None, [NOT_SEEN, single_site(_partial(run))]))
+
+
+def _partial(run: RunView) -> bool | None:
+    """Return the method's `has_partial_uploads`; None where this version cannot make the run's method."""
+    from fedveil import strategies  # torch, only for the pages of a secure run
+
+    try:
+        fields = run.config["method"]["fields"]
+        return strategies.create_from_json(run.method, json.dumps(fields)).has_partial_uploads
+    except (ConfigError, KeyError, TypeError):
+        return None
+
+
+def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key_file: str = "") -> list[str]:
+    """Return a run's secure-aggregation claims as far as the site itself knows them; [] for a run without keys.
+
+    Args:
+        policy, key_file: needed where `fedveil site start` has not saved them, as in a container.
+    """
+    if not (run.folder / SECURE).is_file():
+        return []
+    try:
+        site = read_site_note(state_dir, run.site, policy, key_file)
+        site_policy, secagg_state = (
+            policies.load_policy(site),
+            FileSecAggStore(run.folder, FileSeal.from_key_file(site.key_file)).load(),
+        )
+    except (FedVeilError, OSError, ValueError) as error:
+        return [f"secure aggregation: its keys cannot be read: {sanitize(error)}"]
+    if secagg_state is None or secagg_state.membership is None:
+        return ["secure aggregation: a key is made, no membership joined yet"]
+    holders, threshold = secagg_state.membership.count, secagg_state.membership.threshold
+    claim = AdversaryModel(
+        holders, threshold, site_policy.min_cohort or 2, partial=None
+    )  # a site keeps no note of the method
+    about = f"secure aggregation: {holders} holders, {threshold} open a secret; sums of {claim.least} sites or more"
+    return [f"{about}, by this site's policy", *claim.words, NOT_BOUND]

@@ -1,0 +1,48 @@
+"""Notes that `fedveil site start` saves next to a site's state.
+
+SITE.toml holds the site's node config, which Flower gets. SITE.federation holds the name of its federation,
+for the site's own pages only.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.records.atomic_files import write_atomic
+from fedveil.sanitize import sanitize
+
+_FEDERATION = ".federation"
+_LONGEST = 256  # bytes of a name
+
+
+def read_site_note(state_dir: Path, name: str, policy: str = "", key_file: str = "") -> SiteConfig:
+    """The config, with another policy or key file where they are named, as in a container, which has no note.
+
+    Raises:
+        ConfigError, OSError, ValueError: the note cannot be read.
+    """
+    note = state_dir.expanduser() / f"{name}.toml"
+    try:
+        site = parse_site(tomllib.loads(note.read_text())) if note.is_file() else SiteConfig()
+    except RecursionError:
+        raise ValueError(f"{note}: brackets in brackets, too deep to read") from None
+    return site.model_copy(update={"policy": policy or site.policy, "key_file": key_file or site.key_file})
+
+
+def note_federation(state_dir: Path, name: str, federation: str) -> None:
+    """Notes it; "" where it is not known, so that a name from before does not stay."""
+    write_atomic(state_dir / f"{name}{_FEDERATION}", federation.encode())
+
+
+def noted_federation(state_dir: Path, name: str) -> str:
+    """The federation's name, made safe to show; "" where no file of the folder that can be read says it."""
+    note = state_dir.expanduser() / f"{name}{_FEDERATION}"
+    try:
+        if note.parent != state_dir.expanduser() or not note.is_file():
+            return ""
+        with note.open("rb") as file:
+            return sanitize(file.read(_LONGEST).decode("utf-8", "replace"), 80)
+    except OSError:
+        return ""

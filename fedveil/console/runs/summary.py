@@ -1,0 +1,89 @@
+"""Runs side by side: summary.json in the one schema of all results, and the same as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from fedveil.attacks.statistics import confidence_intervals
+from fedveil.console.runs.run_reader import RunView
+from fedveil.records.provenance import environment_info, git_commit
+
+BASELINE = "fedavg"
+
+
+def write_summary(file: Path, preset: str, runs: Sequence[RunView]) -> None:
+    """Writes the runs in the schema of benchmarks/results."""
+    content = {
+        "preset": preset,
+        "form": "full",
+        "commit": git_commit(),
+        "environment": environment_info(),
+        "rows": [_row(run) for run in runs],
+        "paper": {},
+        "differences": ["one seed: low and high are the value itself, not an interval"],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _row(run: RunView) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "metrics": confidence_intervals([run.final]),
+        "upload_bytes": run.upload_bytes,
+        "download_bytes": run.download_bytes,
+        "rounds": run.rounds_done,
+        "seconds": round(run.seconds, 1),
+        "state": run.status.get("state", "unknown"),
+    }
+
+
+def metric_names(runs: Sequence[RunView]) -> list[str]:
+    """Every metric that some run has, the loss first."""
+    names = {name for run in runs for name in run.final}
+    return sorted(names, key=lambda name: (name != "loss", name))
+
+
+def run_label(metric: str) -> str:
+    """A metric as pages call it: the server's loss on its own test data is no training loss."""
+    return "test loss" if metric == "loss" else metric
+
+
+def upload_ratio(run: RunView, runs: Sequence[RunView]) -> float | None:
+    """Upload bytes of a run in proportion to the FedAvg run's of equal rounds; None where there is none."""
+    for other in runs:
+        if other.method == BASELINE and other.upload_bytes and other.rounds_done == run.rounds_done:
+            return run.upload_bytes / other.upload_bytes
+    return None
+
+
+def is_unchanged(run: RunView) -> str:
+    """Return a note if no round after the first changed the model; "" if one did, or if there was one round."""
+    digests = {attempt["weights"] for attempt in run.attempts if attempt.get("weights") and not attempt.get("void")}
+    if len(digests) != 1 or run.rounds_done < 2:
+        return ""
+    return (
+        "the model is the same after each round, so what the sites sent moved nothing; look at train.learning-rate and "
+        "at the losses that they tell"
+    )
+
+
+def summary_table(runs: Sequence[RunView]) -> Table:
+    """The runs as a rich table, a column a run."""
+    table = Table("", title="After the last round, on the server's test data", title_justify="left")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    for name in metric_names(runs):
+        table.add_row(name, *(f"{run.final[name]:.4f}" if name in run.final else "-" for run in runs))
+    table.add_section()
+    table.add_row("upload bytes", *(f"{run.upload_bytes:,}" for run in runs))
+    table.add_row("download bytes", *(f"{run.download_bytes:,}" for run in runs))
+    ratios = [upload_ratio(run, runs) for run in runs]
+    table.add_row("upload / FedAvg", *("-" if ratio is None else f"{ratio:.4f}" for ratio in ratios))
+    table.add_row("seconds in rounds", *(f"{run.seconds:.1f}" for run in runs))
+    return table

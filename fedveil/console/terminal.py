@@ -1,0 +1,27 @@
+"""Terminal output for untrusted text, without rendering its markup or emoji codes; also shows our docstrings."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def make_console() -> Console:
+    """A console that prints strings as they are; what may hold escape codes goes through
+    `fedveil.sanitize.sanitize`.
+    """
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def render_markdown(docstring: str) -> str:
+    """A docstring as Markdown: a table's row on one line; tables, formulas and who learns what stand apart."""
+    lines: list[str] = []
+    for line in docstring.splitlines():
+        if lines and lines[-1].startswith("|") and not lines[-1].rstrip().endswith("|"):
+            lines[-1] = f"{lines[-1].rstrip()} {line.strip()}"
+            continue
+        before = lines[-1] if lines else ""
+        begins = [line.startswith(mark) and not before.startswith(mark[:1]) for mark in ("|", "    ")]
+        if before and (any(begins) or line.startswith("The server learns:")):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)

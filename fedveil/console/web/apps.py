@@ -1,0 +1,58 @@
+"""Opens the two dashboards: of a folder of runs, and of a site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from starlette.types import ASGIApp
+
+from fedveil.console.web import server_views, site_views
+from fedveil.console.web.auth import DashboardCredentials
+from fedveil.console.web.federations import name_federations
+from fedveil.console.web.pages import DashboardPages, make_app
+from fedveil.console.web.serving import serve_dashboard
+from fedveil.errors import ConfigError
+
+Ending = Callable[[], bool]
+
+
+def open_runs_dashboard(runs: Path | None, federations: Sequence[Path], host: str, port: int) -> int:
+    """Serves the runs in a folder. Raises ConfigError where a federation, the address or the port cannot be.
+
+    `runs`: None for those that lie in the federations.
+    """
+    names = name_federations(federations)
+    return serve_dashboard(host, port, lambda entry, ending: server_app(run_folders(runs, names), names, entry, ending))
+
+
+def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str, Path]:
+    """The folders of runs to show, by federation; "" where there is one, or whose runs they are is not known."""
+    own = {name: folder / "runs" for name, folder in federations.items()}
+    if runs is None:
+        if not any(folder.is_dir() for folder in own.values()):
+            return {"": Path("runs")}
+        return own if len(own) > 1 else {"": next(iter(own.values()))}
+    is_own = [name for name, folder in own.items() if len(own) > 1 and folder.resolve() == runs.resolve()]
+    return {is_own[0] if is_own else "": runs}
+
+
+def open_site_dashboard(state_dir: Path, policy: str, key_file: str, host: str, port: int) -> int:
+    """Serves a site's state folder. Raises ConfigError where it is none, or the address or port cannot be."""
+    if not state_dir.expanduser().is_dir():
+        raise ConfigError(f"--state-dir: expected a site's own folder, found none at {state_dir}; name it")
+    return serve_dashboard(host, port, lambda entry, ending: site_app(state_dir, policy, key_file, entry, ending))
+
+
+def server_app(
+    runs: Mapping[str, Path], federations: Mapping[str, Path], entry: DashboardCredentials, ending: Ending
+) -> ASGIApp:
+    """The pages about runs and federations, by federation each, without the gate before them."""
+    views = server_views.ServerViews(runs, federations, entry.base)
+    return make_app(DashboardPages("FedVeil", server_views.LINKS, views.view, views.state), entry, ending)
+
+
+def site_app(state_dir: Path, policy: str, key_file: str, entry: DashboardCredentials, ending: Ending) -> ASGIApp:
+    """The pages about a site, without the gate before them."""
+    views = site_views.SiteViews(state_dir, policy, key_file)
+    return make_app(DashboardPages("FedVeil site", site_views.LINKS, views.view, views.state), entry, ending)

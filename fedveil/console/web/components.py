@@ -1,0 +1,193 @@
+"""Page components that the report does not provide: links, times, the lines of an audit log."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from fedveil.console.runs.progress_bar import countdown_words
+from fedveil.console.web import safe_files
+from fedveil.console.web.background import BackgroundQueries
+from fedveil.console.web.report.html import (
+    FormattedNumber,
+    Html,
+    escape_text,
+    html_details,
+    html_table,
+    html_tag,
+    join_markup,
+)
+from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
+from fedveil.errors import StateError
+from fedveil.records import audit_log
+from fedveil.sanitize import sanitize
+
+_OWN = (
+    "n",
+    "time",
+    "event",
+    "previous",
+    "hash",
+    "run",
+    "round",
+    "site",
+    "reason",
+    "cause",
+    "bytes",
+    "up_bytes",
+    "down_bytes",
+)
+_FAILURES = ("failed", "refused", "withheld")
+_HASH = re.compile(r"(\d+:)?[0-9a-f]{40,}")
+_WORDS = 600  # characters of one value of a log
+_SECONDS_DIGITS = 7  # of a number of seconds that the page counts on
+_MOST_POINTS = 2000  # of a curve
+DRAWING = threading.Lock()  # matplotlib's settings are one for all threads
+STATES = {"completed": "completed", "running": "running", "online": "completed", "stopped": "stopped"}
+
+
+@dataclass(frozen=True)
+class LogVerdict:
+    """Verdict on an audit log.
+
+    `kind`: "good", "alert", or "wait" while unknown. `anchor`: the log's current anchor.
+    """
+
+    words: str
+    kind: str
+    anchor: str = ""
+
+
+def log_verdict(later: BackgroundQueries, file: Path) -> LogVerdict:
+    """Check that the log was not changed, as `fedveil log verify` does without an anchor."""
+    answer = later.ask(("verdict", file), safe_files.file_stamps([file]), lambda: _verified(file))
+    if answer.value is None:
+        return LogVerdict(answer.why or "is being checked", "alert" if answer.why else "wait")
+    if not answer.is_new and answer.value.kind == "good":
+        return LogVerdict(
+            f"{answer.since}: {answer.value.words} Lines that came since are being checked.",
+            "wait",
+            answer.value.anchor,
+        )
+    return answer.value
+
+
+def _verified(file: Path) -> LogVerdict:
+    try:
+        safe_files.require_bounded(file, file.stat().st_size)
+        head = audit_log.verify_log(file)
+    except StateError as error:
+        return LogVerdict(sanitize(error, 1000), "alert")
+    return LogVerdict(
+        f"{head.lines:,} lines, each as it was written. Lines cut off the end, or a log written anew as a whole, show "
+        "only against an anchor that somebody else keeps: fedveil log verify --anchor.",
+        "good",
+        str(head),
+    )
+
+
+def page_link(base: str, path: Sequence[str], words: object) -> Html:
+    """Return a link to a dashboard page; each path part becomes one URL component, with any content."""
+    return Html(f'<a href="{base}/{"/".join(quote(part, safe="") for part in path)}">{escape_text(words)}</a>')
+
+
+def state_badge(word: str) -> Html:
+    """Return a state as a colored tag that contains the word."""
+    return html_tag("span", word, f"tag {STATES.get(word, 'failed')}")
+
+
+def round_progress(folder: Path) -> Html:
+    """Return the state of a run's round, with seconds that the page counts itself; "" if unknown."""
+    countdown = countdown_words(folder)
+    seconds: object = countdown.seconds
+    if countdown.seconds.isdecimal() and len(countdown.seconds) <= _SECONDS_DIGITS:
+        seconds = Html(f'<span data-step="{countdown.step:d}">{countdown.seconds}</span>')
+    return join_markup([escape_text(countdown.before), escape_text(seconds), escape_text(countdown.after)], "")
+
+
+def failure_count(count: int) -> object:
+    """A number of failures, in the colour of one where there are any."""
+    return FormattedNumber(f'<span class="failed">{count:,}</span>') if count else count
+
+
+def format_time(value: object) -> object:
+    """A time, to the second and in UTC; text that is no time stays what it is."""
+    try:
+        moment = (
+            datetime.fromtimestamp(value, UTC) if isinstance(value, int | float) else datetime.fromisoformat(str(value))
+        )
+        iso = moment.astimezone(UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return sanitize(value, 40)
+    return Html(f'<time datetime="{iso}"><span>{iso[:10]}</span> {iso[11:19]}</time>')
+
+
+def log_rows(lines: Iterable[dict[str, Any]]) -> list[list[object]]:
+    """The lines of a log for `table(LOG_HEAD, ...)`: rounds counted from 1, long hashes cut."""
+    rows = []
+    for line in lines:
+        why = "; ".join(sanitize(line[key]) for key in ("cause", "reason") if line.get(key))
+        rest = [f"{sanitize(k, 80)} {_value(v)}" for k, v in line.items() if k not in _OWN and v not in ("", None)]
+        parts = [_sizes(line), why, html_details("more", ", ".join(rest)) if rest else ""]
+        about = join_markup(filter(None, parts), " ")
+        event = sanitize(line.get("event", "?"), 40)
+        rows.append([
+            plain_number(line.get("n")), format_time(line.get("time", "")),
+            html_tag("span", event, "tag failed") if event in _FAILURES else event,
+            sanitize(line.get("run", ""), 100), rounds_from_1(line.get("round")), sanitize(line.get("site", ""), 80),
+            about,
+        ])  # fmt: skip
+    return rows
+
+
+LOG_HEAD = ("line", "time (UTC)", "event", "run", "round", "site", "what")
+
+
+def _sizes(line: dict[str, Any]) -> str:
+    """The bytes that a line is about, "" without."""
+    names = (("up_bytes", "upload bytes"), ("down_bytes", "download bytes"), ("bytes", "bytes"))
+    sizes = [f"{line[key]:,} {words}" for key, words in names if type(line.get(key)) is int]
+    return f"{', '.join(sizes)}." if sizes else ""
+
+
+def rounds_from_1(round_: object) -> object:
+    """A round as people count."""
+    return str(round_ + 1) if type(round_) is int else sanitize("" if round_ is None else round_, 20)
+
+
+def plain_number(value: object) -> str:
+    """A number that is no count, such as that of a line: without separators."""
+    return sanitize("" if value is None else value, 20)
+
+
+def chart_with_table(title: str, x: str, y: str, points: Sequence[tuple[float, float]], name: str) -> Html:
+    """A curve, and the same as a table behind a click; "" without a point."""
+    known = [(x_, y_) for x_, y_ in points if _is_number(x_) and _is_number(y_)]
+    every = max(1, math.ceil(len(known) / _MOST_POINTS))
+    known = [point for i, point in enumerate(known) if i % every == 0 or i == len(known) - 1]
+    if not known:
+        return Html("")
+    with DRAWING:
+        figure = Html(curves_svg(title, x, y, [ChartCurve(name, known, 0)], integer_x=True))
+    numbers = html_details(
+        f"{title}: the numbers", html_table([x, y], [[str(x_), f"{y_:.6g}"] for x_, y_ in known], caption=title)
+    )
+    return html_tag("figure", join_markup([figure, numbers]))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e300
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list | dict):
+        return f"({len(value)})"
+    text = sanitize(value, _WORDS)
+    return f"{text[:12]}..." if _HASH.fullmatch(text) else text

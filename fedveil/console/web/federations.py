@@ -1,0 +1,104 @@
+"""The federations of a dashboard: who their members are, and whom of them Flower sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.flower.flwr_cli import FlowerCli
+from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
+from fedveil.console.provisioning.online_status import why_absent
+from fedveil.console.web import safe_files
+from fedveil.console.web.background import BackgroundQueries, CachedAnswer
+from fedveil.console.web.components import state_badge
+from fedveil.errors import FedVeilError
+from fedveil.sanitize import sanitize
+
+_ASK_FLOWER = 30.0  # seconds; a question costs a CPU-second
+_ANSWER_FLOWER = 10.0  # seconds that a page waits for the answer
+
+
+def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
+    """The folders by their federations' names, each folder once; a second one of a name is called "NAME 2".
+
+    Raises ConfigError where one is no folder of a federation.
+    """
+    federations: dict[str, Path] = {}
+    for folder in {folder.resolve(): folder for folder in folders}.values():
+        own = SiteRegistry(folder).federation.name  # there, or an error that names it
+        others = (f"{own} {number}" for number in count(2))
+        federations[own if own not in federations else next(name for name in others if name not in federations)] = (
+            folder
+        )
+    return federations
+
+
+@dataclass
+class DashboardFederations:
+    """Federations as `fedveil provision` made them, in these folders, by what they are called on the pages."""
+
+    folders: Mapping[str, Path]
+    later: BackgroundQueries
+
+    def seen(self) -> object:
+        """Another one, another answer: the registries' stamps, and when Flower is asked next."""
+        asked = int(time.time() / _ASK_FLOWER) if self.folders else 0
+        return safe_files.file_stamps(
+            registry_folder(folder) / "members.json" for folder in self.folders.values()
+        ), asked
+
+    def logs(self) -> dict[str, Path]:
+        """The logs of who controlled which federation, by what they are called in a URL."""
+        file = Path("server", "control-log.jsonl")
+        files = {f"control of {name}": folder / file for name, folder in self.folders.items()}
+        return {name: file for name, file in files.items() if safe_files.file_stamps([file])}
+
+    def all(self) -> list[dict[str, Any]]:
+        """Each federation for the page: `rows` of its members, `online` of how many, what is `said` of that."""
+        return [{"name": name, **self._members(folder)} for name, folder in self.folders.items()]
+
+    def online(self) -> dict[tuple[str, str], object]:
+        """Return the online status of each (federation, site), as a tag for the page."""
+        return {(one["name"], row[0]): row[1] for one in self.all() for row in one["rows"]}
+
+    def whose(self, federation: str) -> str:
+        """The federation of a run in the folder that has this name; "" where that is not known."""
+        return federation or (next(iter(self.folders)) if len(self.folders) == 1 else "")
+
+    def _members(self, folder: Path) -> dict[str, Any]:
+        try:
+            return self._of_members(folder)
+        except (FedVeilError, OSError, KeyError, TypeError, AttributeError) as error:
+            message = (
+                f"Its registry cannot be read: {sanitize(error if isinstance(error, FedVeilError) else repr(error))}"
+            )
+            return {"asked": False, "rows": [], "said": message, "online": 0, "of": 0}
+
+    def _of_members(self, folder: Path) -> dict[str, Any]:
+        members, online = SiteRegistry(folder), self._online(folder)
+        rows, well = [], 0
+        for site, entry in sorted(members.sites.items()):
+            why = why_absent(entry, online.value or {})
+            # An answer from before says nothing of a site that came since: no advice is made of it.
+            is_old = online.value is None or (why and not online.is_new)
+            unknown = bool(is_old) and entry["state"] == "registered"
+            is_online = not why and not unknown
+            well += is_online
+            shown_state: object = (
+                state_badge("online") if is_online else state_badge("not known" if unknown else "not online")
+            )
+            until = str(entry.get("until", ""))[:10]
+            rows.append([site, shown_state, entry["state"], until or None, "" if unknown else why])
+        message = f"Flower does not answer: {online.why}" if online.why else ""
+        if not message and not online.is_new:
+            message = "Flower is being asked." if online.value is None else f"{online.since}; Flower is being asked."
+        return {"asked": online.value is not None, "rows": rows, "said": message, "online": well, "of": len(rows)}
+
+    def _online(self, folder: Path) -> CachedAnswer[dict[str, str]]:
+        about = int(time.time() / _ASK_FLOWER)
+        ask = lambda: FlowerCli(folder.absolute() / "server" / "flower").nodes()  # noqa: E731
+        return self.later.ask(("nodes", folder), about, ask, _ANSWER_FLOWER)

@@ -1,0 +1,121 @@
+"""Page frame, its two static files, and the lookup, refusal and refresh of pages."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp
+
+from fedveil import paths
+from fedveil.console.web.auth import DashboardCredentials
+from fedveil.console.web.report import html
+from fedveil.console.web.server_sent_events import EventStreams
+from fedveil.errors import FedVeilError
+from fedveil.sanitize import sanitize
+
+_ROOM = "console/web"
+_FILES = {"page.css": "text/css", "live.js": "text/javascript"}
+_LONGEST_PATH = 512
+
+
+class PageNotFound(Exception):
+    """There is no such page; the text is shown."""
+
+
+@dataclass(frozen=True)
+class PageView:
+    """One page: its template, its title and what the template is given."""
+
+    template: str
+    title: str
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DashboardPages:
+    """All pages of a dashboard.
+
+    Attributes:
+        name: what stands above each.
+        links: path below the dashboard and words of each page that is linked from every one.
+        view: makes the page at the components of a path. Raises PageNotFound, FedVeilError.
+        state: of all that pages show; while it is the same, the pages are.
+    """
+
+    name: str
+    links: Sequence[tuple[str, str]]
+    view: Callable[[Sequence[str]], PageView]
+    state: Callable[[], str]
+
+
+def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable[[], bool]) -> ASGIApp:
+    """The pages below the entry's place."""
+    templates = html.template_environment(f"{_ROOM}/templates", "console/web/report/templates")
+    streams = EventStreams(ending)
+
+    def rendered(view: PageView, status: int, path: str, state: str) -> Response:
+        frame = {"site": site, "base": entry.base, "here": path, "seen": state, "now": _now()}
+        text = templates.get_template(view.template).render(
+            table=html.html_table, title=view.title, **frame, **view.about
+        )
+        return HTMLResponse(text, status)
+
+    def show(request: Request) -> Response:
+        path = request.path_params["path"][:_LONGEST_PATH]
+        state = site.state()
+        try:
+            return rendered(site.view(path.split("/") if path else []), 200, path, state)
+        except PageNotFound as error:
+            return rendered(_sorry("There is no such page", str(error)), 404, "", state)
+        except (FedVeilError, OSError) as error:
+            return rendered(_sorry("This cannot be shown", sanitize(error)), 500, "", state)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+            words = f"expected files as FedVeil writes them, found {sanitize(repr(error))}"
+            return rendered(_sorry("This cannot be shown", words), 500, "", state)
+
+    def events(request: Request) -> Response:
+        return streams.of(site.state, request.query_params.get("seen", "")[:64])
+
+    async def lost(request: Request, error: Exception) -> Response:
+        return rendered(_sorry("There is no such page", "expected a page that is linked, found none"), 404, "", "")
+
+    def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in _FILES:
+            raise HTTPException(404)
+        return Response(_file(name), media_type=_FILES[name])
+
+    async def followed(request: Request) -> Response:
+        return events(request)
+
+    routes = [Route("/events", followed), Route("/static/{name}", file), Route("/{path:path}", show)]
+    return Starlette(routes=[Mount(entry.base, routes=routes)], exception_handlers={404: lost})
+
+
+def page_digest(parts: object) -> str:
+    """Return a digest of the pages' content, computed from its stamps."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%H:%M:%S} UTC"
+
+
+def _sorry(title: str, words: str) -> PageView:
+    return PageView("sorry.html", title, {"words": words})
+
+
+@functools.cache
+def _file(name: str) -> str:
+    own = (paths.find_folder(f"{_ROOM}/static") / name).read_text(encoding="utf-8")
+    return html.STYLE + own if name == "page.css" else own

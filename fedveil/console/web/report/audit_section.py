@@ -1,0 +1,105 @@
+"""The part of the report that says what attacks found: audit.json, as `fedveil audit` wrote it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from fedveil.attacks import base
+from fedveil.attacks.audit import findings, verdict
+from fedveil.attacks.audit.findings import AttackFinding, AuditReport
+from fedveil.console.web.report import forest_plot
+from fedveil.console.web.report.html import Html, html_details, html_list, html_table, html_tag, join_markup
+from fedveil.errors import StateError
+from fedveil.sanitize import sanitize
+
+NOTE = (
+    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % each, by bootstrap over the rows. Every attack stands "
+    "beside a control that it must win (overfitted: a model that knows rows by heart) and those that it must lose: "
+    "round 0, a model taught other rows, and the upload of a site that never had the rows (wrong site). "
+    "Verdicts are corrected for how many there are, so an interval may leave 0.5 out where its verdict does not."
+)
+_SAID = {"above": "above 0.5", "below": "below 0.5", "contains": "not told from 0.5"}
+_HELD = "tag completed"
+_MUST: dict[str, tuple[str, ...]] = {
+    base.ROUND_0: ("contains",),
+    base.OTHER_ROWS: ("contains",),
+    base.OVERFITTED: ("above",),
+}
+
+
+def findings_html(run: Path) -> Html | None:
+    """The findings about the run in that folder; None where it was not audited."""
+    audit = AuditReport.read(run)
+    if audit is None:
+        return None
+    parts: list[object] = [html_tag("p", verdict.audit_verdict(audit.findings), "verdict")]
+    if plot := forest_plot.forest_svg(audit.findings, run.name):
+        words = html_tag("figcaption", forest_plot.forest_caption(audit.findings))
+        parts.append(html_tag("figure", join_markup([Html(plot), words]), "forest"))
+    head = ["AUROC", "TPR at 1 % FPR", "epsilon at least", "members", "non-members", "corrected verdict"]
+    every = html_table(["model", "attack", *head], [_row(f) for f in audit.findings])
+    parts += [
+        html_list([*(note.replace("`", "") for note in audit.notes), *_below(audit.findings)]),
+        html_details(f"All {len(audit.findings)} findings, controls too", every),
+    ]
+    if audit.rebuilt:
+        parts += [
+            html_tag("p", "What the server could rebuild of each site, from what the site sent:", "note"),
+            html_table(
+                ["site", "tensors seen", "participations between them"],
+                [[r.site, f"{100 * r.coverage:.0f} %", r.staleness] for r in audit.rebuilt],
+            ),
+        ]
+    if (sheet := reconstruction_images(run)) is not None:
+        parts.append(sheet)
+    return join_markup(parts)
+
+
+def findings_in_words(run: Path) -> str:
+    """Summarize the attacks on the run in that folder in a sentence; "" if it was not attacked."""
+    try:
+        audit = AuditReport.read(run)
+    except StateError as error:
+        return sanitize(error, 300)
+    return verdict.audit_verdict(audit.findings) if audit else ""
+
+
+def _below(found: Sequence[AttackFinding]) -> list[str]:
+    """A sentence on findings on the other side of a guess; [] without one."""
+    descriptions = [f"{f.attack} on {f.model} ({_interval(f.auroc)})" for f in found if f.kind == "about the run"
+            and f.verdict == "below"]  # fmt: skip
+    if not descriptions:
+        return []
+    return [
+        f"Below 0.5, corrected too: {', '.join(descriptions)}. Trained rows score lower there, so the attack as it is "
+        "tells no membership. Whether one that is turned round would was not tried."
+    ]
+
+
+def reconstruction_images(run: Path) -> Html | None:
+    """The sheet of rebuilt pictures of the run in that folder; None where there is none."""
+    file = run / findings.PICTURES
+    if not file.is_file():
+        return None
+    source = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+    caption = "What the server can read off single gradients; on the right the nearest image of the site."
+    return Html(f'<figure><img alt="" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>')
+
+
+def _row(f: AttackFinding) -> list[object]:
+    must = _MUST.get(f.model)
+    if findings.is_control_name(f.attack):
+        must = ("contains", "below")
+    kind = "" if must is None else _HELD if f.verdict in must else "tag failed"
+    return [
+        f.model, f.attack, *map(_interval, (f.auroc, f.tpr_at_1)), f"{f.epsilon_bound:.2f}", f.members, f.non_members,
+        html_tag("span", f"{_SAID[f.verdict]}{', as it must' if kind == _HELD else ', and must not'}", kind)
+        if kind else _SAID[f.verdict],
+    ]  # fmt: skip
+
+
+def _interval(value: Sequence[float]) -> str:
+    return "{:.3f} [{:.3f}, {:.3f}]".format(*value)

@@ -1,0 +1,118 @@
+"""The end of the demo: an attack on each run, texts before and after, and the picture of what was gained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fedveil.attacks.audit import compare_runs, findings, verdict
+from fedveil.attacks.audit.compare_runs import RunAudit, SharedAuditInputs
+from fedveil.attacks.audit.findings import AuditReport
+from fedveil.attacks.membership.alignment import AlignmentAttack
+from fedveil.attacks.samples import AuditDataSource
+from fedveil.config import parse
+from fedveil.console.runs import sample_texts, summary
+from fedveil.console.runs.run_reader import RunView, load_run
+from fedveil.console.web.report import run_page, tradeoff, tradeoff_plot
+from fedveil.console.web.report.demo_files import FIGURES, PICTURE, REPORT, SUMMARY
+from fedveil.records.atomic_files import write_atomic
+from fedveil.sanitize import sanitize
+
+_ROWS, _BY_HEART = 80, 12  # members and non-members of an attack, and members of its overfitted control
+# In a file of its own the picture takes the reader's light or dark, as it takes the page's inside of one.
+_OWN = (
+    "<style>svg{color:#1f2328;background:#fff;font-family:sans-serif}"
+    "@media (prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}</style>"
+)
+
+
+@dataclass(frozen=True)
+class DemoMeasurements:
+    """Results of `measure_runs`.
+
+    Attributes:
+        told: controls for the next run of the same sites; None before the first run with captured messages.
+        attacked: the run's audit; None if the run has no captured messages.
+    """
+
+    told: SharedAuditInputs | None
+    attacked: RunAudit | None = None
+
+
+def measure_runs(folder: Path, data: Path, before: SharedAuditInputs | None) -> DemoMeasurements:
+    """Attack the run in `folder` with controls if it has captured messages, and generate sample texts.
+
+    Writes audit.json and samples.json.
+
+    Args:
+        folder: folder of a finished run.
+        data: the sites' examples.
+        before: controls of an earlier run; None for the first.
+
+    Raises:
+        FedVeilError: same causes as `write_comparisons` and `write_samples`.
+    """
+    run = load_run(folder)
+    config = parse(run.config["config"])
+    sample_texts.write_samples(folder)
+    if not config.run.capture_messages:
+        return DemoMeasurements(before)
+    source = AuditDataSource(data, most=_ROWS)
+    shared_inputs = before or compare_runs.prepare_shared_inputs(
+        folder, config, run.sites, source, [AlignmentAttack()], _BY_HEART
+    )
+    audit_result = compare_runs.audit_run_pair(shared_inputs, folder, config)
+    _save(folder, audit_result.audit)
+    return DemoMeasurements(shared_inputs, audit_result)
+
+
+def write_comparisons(attacked: Mapping[Path, RunAudit]) -> None:
+    """Rewrite the audit.json of each run folder: each attack over all sites, compared with the FedAvg run.
+
+    Both runs are attacked on the same examples.
+    """
+    base = next((folder for folder in attacked if load_run(folder).method == summary.BASELINE), None)
+    digest = _save(base, attacked[base].beside(None)) if base else ""
+    for folder, run in attacked.items():
+        if folder != base:
+            _save(folder, run.beside(attacked[base] if base else None, digest))
+
+
+def _save(folder: Path, audit: AuditReport) -> str:
+    """Writes audit.json; its SHA-256."""
+    content = json.dumps(audit.to_json(), indent=1).encode()
+    write_atomic(folder / findings.FILE, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_demo_report(out: Path, runs: Sequence[RunView]) -> None:
+    """Writes SUMMARY and REPORT into the folder `out`; of several runs PICTURE and its figures as JSON."""
+    summary.write_summary(out / SUMMARY, "demo", runs)
+    run_page.write_run_page(out / REPORT, runs)
+    arms = [tradeoff.read_tradeoff_run(run) for run in runs]
+    for name in (PICTURE, FIGURES):
+        (out / name).unlink(missing_ok=True)  # of an earlier demo
+    if picture := tradeoff_plot.tradeoff_svg(arms):
+        (out / PICTURE).write_text(report_single_run(picture))
+        figures = json.dumps([asdict(arm) for arm in arms], indent=1)
+        (out / FIGURES).write_text(figures + "\n")
+
+
+def report_single_run(svg: str) -> str:
+    """A picture of a page as a file of its own."""
+    return svg.replace(">", f">{_OWN}", 1)
+
+
+def summary_sentences(runs: Sequence[RunView]) -> list[str]:
+    """The verdict in words, and where more was measured; without one what each run's own audit comes to."""
+    arms = [tradeoff.read_tradeoff_run(run) for run in runs]
+    audits = [(run.name, AuditReport.read(run.folder)) for run in runs]
+    own = [f"{sanitize(name, 80)}: {verdict.audit_verdict(audit.findings)}" for name, audit in audits if audit]
+    return [
+        line
+        for line in (*(list(filter(None, tradeoff.tradeoff_verdict(arms))) or own), tradeoff.is_larger(arms))
+        if line
+    ]

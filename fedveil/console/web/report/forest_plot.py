@@ -1,0 +1,91 @@
+"""An audit's findings as one forest plot: a row for each attack on each model, with its controls as bands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedveil.attacks.audit import verdict
+from fedveil.attacks.audit.findings import AttackFinding, attack_names
+from fedveil.console.web.report.line_chart import COLOURS, INK, draw_curves
+from fedveil.sanitize import sanitize
+
+MOST_ROWS = 24
+_WON, _LOST, _OPEN = COLOURS[5], COLOURS[0], "#8a8a8a"
+_NAME = 26  # characters
+_BANDS, _LEAST_BAND = {_LOST: 0.3, _WON: 0.6}, 0.012  # how dense a band is, and how wide at least, to be seen
+
+
+def forest_rows(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> list[AttackFinding]:
+    """At most `most` findings about the run, the strongest of all; attack by attack, unusable attacks last."""
+    lame = {attack for attack in attack_names(found) if verdict.explain_unusable(found, attack)}
+    about = [f for f in found if f.kind == "about the run"]
+    about = sorted(about, key=lambda f: (f.attack in lame, -f.auroc[0]))[:most]
+    attacks = list(dict.fromkeys(f.attack for f in about))
+    return sorted(about, key=lambda f: attacks.index(f.attack))
+
+
+def forest_svg(found: Sequence[AttackFinding], name: str, most: int = MOST_ROWS) -> str:
+    """The plot of the run `name` as an SVG element; "" where there is no finding about a run."""
+    from matplotlib.patches import Rectangle
+
+    listed = forest_rows(found, most)
+    if not listed:
+        return ""
+    attacks = list(dict.fromkeys(f.attack for f in listed))
+    height = len(listed) + len(attacks)  # each attack has a line of its own above its models
+
+    def draw(axes: Any) -> None:
+        y, ticks = 0.0, list[tuple[float, str]]()
+        for attack in attacks:
+            own = [f for f in listed if f.attack == attack]
+            usable = not verdict.explain_unusable(found, attack)
+            axes.text(0.0, y, _short(attack) + ("" if usable else ": NOT usable here"), weight="bold", va="center")
+            for colour, controls in ((_LOST, verdict.to_lose(found, attack)), (_WON, _to_win(found, attack))):
+                if controls:
+                    low, high = min(f.auroc[1] for f in controls), max(f.auroc[2] for f in controls)
+                    low = max(0.0, min(low, high - _LEAST_BAND))
+                    axes.add_patch(
+                        Rectangle((low, y + 0.5), high - low, len(own), color=colour, alpha=_BANDS[colour], lw=0)
+                    )
+            for f in own:
+                y += 1
+                value, low, high = f.auroc
+                colour = (_WON if f.verdict == "above" else _LOST) if usable else _OPEN
+                axes.plot((low, high), (y, y), color=colour, linewidth=1.6)
+                axes.plot((value,), (y,), color=colour, marker="o" if usable else "x", markersize=4.5)
+                ticks.append((y, _short(f.model)))
+            y += 1
+        axes.axvline(0.5, color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
+        axes.set(xlim=(0, 1), ylim=(y - 0.3, -0.7), xlabel="AUROC: 0.5 guessing, 1 certainty")
+        axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+
+    return draw_curves(f"forest-{name}", (5.4, 0.85 + 0.22 * height), _words(found, listed), draw)
+
+
+def forest_caption(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> str:
+    """Describe the plot, and the number of findings that appear only in the table."""
+    about = sum(f.kind == "about the run" for f in found)
+    left = f" Drawn are the {most} strongest of {about} findings; the table has all." if about > most else ""
+    return (
+        "A row is an attack on a model, with its interval of 95 %. Blue band: where the attack lies on models that "
+        "never saw the rows; there it must lose. Orange band: where rows are known by heart; there it must win. An "
+        f"orange row shows membership, a blue one does not. A grey cross proves nothing: a control failed.{left}"
+    )
+
+
+def _to_win(found: Sequence[AttackFinding], attack: str) -> list[AttackFinding]:
+    return [f for f in found if f.kind == "to win" and f.attack == attack]
+
+
+def _words(found: Sequence[AttackFinding], listed: Sequence[AttackFinding]) -> str:
+    """Return the plot's text alternative for readers who cannot see it."""
+    first_rows = "; ".join("{}, {}: {:.2f} [{:.2f}, {:.2f}]".format(f.attack, f.model, *f.auroc) for f in listed[:5])
+    return f"Forest plot of AUROC by attack and model. {verdict.audit_verdict(found)} First rows: {first_rows}."
+
+
+def _short(name: str) -> str:
+    name = sanitize(name, 200)
+    return name if len(name) <= _NAME else name[: _NAME - 1] + "\u2026"

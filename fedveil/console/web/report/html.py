@@ -1,0 +1,157 @@
+"""A small HTML page: escaped text, tables, and one style sheet for light and dark. Nothing is loaded from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedveil import paths
+from fedveil.sanitize import sanitize
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881;
+  --mute: color-mix(in srgb, currentColor 65%, transparent);
+  --good: #1a7f4b; --bad: #c0392b; }
+@media (prefers-color-scheme: dark) { :root { --good: #4cc38a; --bad: #ff7b6b; } }
+body { font: 15px/1.55 system-ui, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; max-width: 74rem; margin: 0 auto;
+  padding: 2.2rem 1.4rem 4rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; } h2 { font-size: 1.25rem; margin: 2.6rem 0 .6rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .4rem; } p { margin: .5rem 0; max-width: 60rem; }
+.lead, .note, th, figcaption, summary { color: var(--mute); } .note { font-size: .88rem; }
+.wide { overflow-x: auto; background: linear-gradient(to right, Canvas 40%, transparent) 0 / 2.4rem 100%,
+  linear-gradient(to left, Canvas 40%, transparent) 100% / 2.4rem 100%,
+  linear-gradient(to right, #8887, transparent) 0 / .9rem 100%,
+  linear-gradient(to left, #8887, transparent) 100% / .9rem 100%; background-repeat: no-repeat;
+  background-attachment: local, local, scroll, scroll; } /* a shadow where columns lie beyond the edge */
+table { border-collapse: collapse; width: 100%; font-size: .92rem; margin: .5rem 0 .9rem; }
+th { text-align: left; font-weight: 600; font-size: .82rem; vertical-align: bottom; }
+th { border-bottom: 2px solid var(--line); }
+th, td { padding: .42rem .55rem; } td { border-bottom: 1px solid var(--line); vertical-align: top; }
+.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+tbody tr:hover { background: var(--soft); }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1.2rem; }
+figure { margin: 0; } figure svg { width: 100%; height: auto; } .figures figure, .forest { max-width: 40rem; }
+.verdict { font-size: 1.12rem; font-weight: 600; } li, p, h1, h3 { overflow-wrap: anywhere; }
+.wide td:not(.n) { min-width: 4.5rem; }
+.tag { display: inline-block; padding: .05rem .55rem; border-radius: 1rem; border: 1px solid; font-size: .82rem; }
+.completed { color: var(--good); } .failed { color: var(--bad); } .plain { color: inherit; }
+.wait { border-left: 4px solid var(--line); background: var(--soft); padding: .6rem .9rem; }
+.alert { border-left: 4px solid var(--bad); background: var(--soft); padding: .6rem .9rem; margin: .8rem 0; }
+details { margin: .5rem 0; } summary { cursor: pointer; padding: .2rem 0; }
+code, pre { font: .86rem/1.5 ui-monospace, Menlo, Consolas, monospace; }
+td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem; } li { margin: .25rem 0; }
+@media (max-width: 40rem) { /* a row is a card, each cell behind its column's name */
+  .wide { background: none; }
+  .wide thead { position: absolute; clip-path: inset(50%); width: 1px; height: 1px; overflow: hidden; }
+  .wide :is(table, caption, thead, tbody, tr) { display: block; } .wide td { white-space: normal; text-align: left;
+    display: flow-root; padding: .25rem .5rem .25rem 9.2rem; border: 0; min-height: 1.6rem; overflow-wrap: anywhere; }
+  .wide tr { border: 1px solid var(--line); border-radius: .5rem; margin: .6rem 0; padding: .3rem 0; }
+  .wide td::before { content: attr(data-label); float: left; margin-left: -8.6rem; width: 8.2rem; color: var(--mute);
+    font-size: .85rem; } .wide td:empty { display: none; }
+  .texts td { padding-left: .6rem; } .texts td::before { float: none; margin: 0; display: block; width: auto; } }
+"""
+
+
+# What a browser may do with the page, whatever is written in it: no script, no request, no form, no frame. The figures
+# bring style attributes of their own.
+_PERMITTED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+Html = Markup  # text that is HTML already; everything else is escaped
+
+
+class FormattedNumber(Markup):
+    """A number with its unit, which is set as a number is."""
+
+
+def escape_text(value: object) -> Html:
+    """A value as HTML; integers with thousands separators, None as a dash."""
+    if isinstance(value, Html):
+        return value
+    if value is None:
+        return Html("&ndash;")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Html(f"{value:,}")
+    if isinstance(value, float):
+        return Html(f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}")
+    return Html(escape(sanitize(value, 5000)))
+
+
+def html_tag(name: str, content: object, kind: str = "") -> Html:
+    """One element around escaped content."""
+    attribute = f' class="{escape_text(kind)}"' if kind else ""
+    return Html(f"<{name}{attribute}>{escape_text(content)}</{name}>")
+
+
+def join_markup(parts: Iterable[object], between: str = "") -> Html:
+    """Parts one after the other."""
+    return Html(between.join(escape_text(part) for part in parts))
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Html:
+    """A table; columns with numbers only are set to the right. One with a caption can be reached by the keyboard."""
+    numeric = [
+        bool(rows) and all(row[i] is None or isinstance(row[i], int | float | FormattedNumber) for row in rows)
+        for i in range(len(head))
+    ]
+    kinds = ["n" if is_numeric else "" for is_numeric in numeric]
+    top = join_markup(_column(title, kind) for title, kind in zip(head, kinds, strict=True))
+    labels = [f' data-label="{escape_text(title)}"' for title in head]
+    body = join_markup(
+        html_tag(
+            "tr", join_markup(_cell(cell, kind, label) for cell, kind, label in zip(row, kinds, labels, strict=True))
+        )
+        for row in rows
+    )
+    named = [html_tag("caption", caption)] if caption else []
+    whole = html_tag("table", join_markup([*named, html_tag("thead", html_tag("tr", top)), html_tag("tbody", body)]))
+    scrolled = f' tabindex="0" role="region" aria-label="{escape_text(caption)}"' if caption else ""
+    return Html(f'<div class="wide"{scrolled}>{whole}</div>')
+
+
+def _cell(content: object, kind: str, label: str) -> Html:
+    attribute = f' class="{kind}"' if kind else ""
+    return Html(f"<td{attribute}{label}>{escape_text(content)}</td>")
+
+
+def _column(title: str, kind: str) -> Html:
+    attribute = f' class="{kind}"' if kind else ""
+    return Html(f'<th scope="col"{attribute}>{escape_text(title)}</th>')
+
+
+def html_list(items: Iterable[object]) -> Html:
+    """A list."""
+    return html_tag("ul", join_markup(html_tag("li", item) for item in items))
+
+
+def html_details(title: str, content: object) -> Html:
+    """Content that is shown on a click."""
+    return html_tag("details", join_markup([html_tag("summary", title), content]))
+
+
+def html_document(title: str, body: Html) -> str:
+    """The whole page, by itself in one file."""
+    whole = template_environment("console/web/report/templates").get_template("report.html")
+    return whole.render(title=title, body=body, style=Html(STYLE), permitted=_PERMITTED)
+
+
+def template_environment(*folders: str) -> Environment:
+    """Templates of these folders of the installation. They show text escaped, bounded and printable: `escape_text`."""
+    return Environment(
+        loader=FileSystemLoader([paths.find_folder(folder) for folder in folders]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_final,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _final(value: object) -> Html:
+    if isinstance(value, StrictUndefined):
+        str(value)  # raises, and names it
+    return escape_text(value)

@@ -1,0 +1,297 @@
+"""The report: one self-contained HTML page about one or more runs, finished, failed or still running."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fedveil.console.run_config_args import flatten_config
+from fedveil.console.runs import disclosure, per_site, sample_texts, secagg_summary
+from fedveil.console.runs.run_reader import Row, RunView
+from fedveil.console.runs.summary import is_unchanged, metric_names, run_label, upload_ratio
+from fedveil.console.web.report import audit_section, disclosure_section, privacy_section, tradeoff, tradeoff_plot
+from fedveil.console.web.report import html as page
+from fedveil.console.web.report.html import Html, html_details, html_list, html_table, html_tag, join_markup
+from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
+
+SUMMARY_NOTE = (
+    "Quality: the server's model on the server's own test data, last value. Test loss is cross-entropy a token, lower "
+    "is better; of the text metrics higher is better. Bytes: whole messages, refused ones too. Seconds: all rounds, "
+    "scoring on the server not counted. Upload / FedAvg: beside the FedAvg run of equal rounds, where one is here."
+)
+_HEADLINE = "FedVeil: what withholding gained, and cost"
+_PURPOSE = "One model, trained by sites that keep their rows: how good it is, what it cost, and what was given away."
+SITES_NOTE = (
+    "The server scored no model on rows of its own. The curves are what the sites told: the loss of the model that "
+    "they received, on rows that they train on, weighted with their examples. That is no held-out loss."
+)
+PRIVACY_NOTE = (
+    "Upper bounds, by dp-accounting, of what everyone but a site can tell about one of its rows, from everything "
+    "that the site sent and keeps. The relation of neighbouring data sets stands beside each; a site's own ledger "
+    "adds its other runs."
+)
+
+
+def write_run_page(file: Path, runs: Sequence[RunView], missing: Mapping[str, str] | None = None) -> None:
+    """Writes the page about `runs` to `file`; `missing` says of members of the federation why they are not online."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(run_page_html(runs, missing), encoding="utf-8")
+
+
+def run_page_html(runs: Sequence[RunView], missing: Mapping[str, str] | None = None) -> str:
+    """The page about `runs`."""
+    return page.html_document(_title(runs), run_page_body(runs, missing))
+
+
+def _title(runs: Sequence[RunView]) -> str:
+    return f"FedVeil: {_named(runs)}"
+
+
+def _named(runs: Sequence[RunView]) -> str:
+    return " / ".join(run.name for run in runs)
+
+
+def run_page_body(runs: Sequence[RunView], missing: Mapping[str, str] | None = None) -> Html:
+    """Return the page's content without its frame."""
+    gained = _gained(runs)
+    lead = f"{_named(runs)}. {_lead(runs)}" if gained else _lead(runs)
+    parts: list[object] = [html_tag("h1", _HEADLINE if gained else _title(runs)), html_tag("p", lead, "lead")]
+    parts += [_alert(run) for run in runs if run.status.get("state") != "completed"]
+    parts += [html_tag("p", _resumed(run, row), "note") for run in runs for row in run.resumes]
+    parts += [html_tag("p", _chosen(run), "note") for run in runs if run.of_round]
+    parts += [html_tag("p", f"{run.name}: {same}.", "note") for run in runs if (same := is_unchanged(run))]
+    parts += [gained, html_tag("h2", "Summary"), _summary(runs), _figures(runs), *_texts(runs)]
+    parts += [html_tag("h2", "What each side learned"), *map(disclosure_section.learned_section, runs)]
+    parts += [html_tag("p", disclosure.SYMBOLS, "note")]
+    parts += [
+        html_tag("h2", "Differential privacy"),
+        html_tag("p", PRIVACY_NOTE, "note"),
+        *(_privacy(run) for run in runs),
+    ]
+    parts += _unseen(runs)
+    parts += _findings(runs)
+    parts += [
+        html_tag("h2", "Disclosure ledger"),
+        html_tag("p", disclosure_section.LEDGER_NOTE, "note"),
+        *(disclosure_section.ledger_section(run) for run in runs),
+    ]
+    parts += [html_tag("h2", "Sites"), *map(disclosure_section.sites_section, runs), _missing(missing or {})]
+    parts += [html_tag("h2", "Configuration and environment"), _config(runs), _environment(runs)]
+    return join_markup(parts, "\n")
+
+
+def _lead(runs: Sequence[RunView]) -> str:
+    config: Row = next((run.config["config"] for run in runs if run.config.get("config")), {})
+    started = next((run.config["started"] for run in runs if run.config.get("started")), "")
+    ended = max((str(run.status.get("ended", "")) for run in runs), default="")
+    count = max((len(run.sites) for run in runs), default=0)
+    task = f"{config.get('task.name', 'unknown task')}, model {config.get('task.model', '?')}"
+    return f"{_PURPOSE} {task}; {count} sites; started {started or 'at an unknown time'}{ended and f', ended {ended}'}."
+
+
+def _gained(runs: Sequence[RunView]) -> Html:
+    """The answer of runs side by side, before anything else."""
+    arms = [tradeoff.read_tradeoff_run(run) for run in runs]
+    picture = tradeoff_plot.tradeoff_svg(arms) if any(a.attacked for a in arms) else ""
+    if not picture:
+        return Html("")
+    figure = join_markup([Html(picture), html_tag("figcaption", tradeoff_plot.tradeoff_caption(arms))])
+    answer, *rest = *tradeoff.tradeoff_verdict(arms), *filter(None, [tradeoff.is_larger(arms)]), ""
+    return join_markup(
+        [html_tag("p", answer, "verdict"), html_tag("figure", figure, "forest"), html_list(filter(None, rest))]
+    )
+
+
+def _texts(runs: Sequence[RunView]) -> list[Html]:
+    """Return the models' sample texts before and after training, if any; only the first run's are expanded."""
+    head = ["prompt (a test row)", "before any round", "after the last", "the row's own text"]
+    samples = [(run, sample_texts.read_samples(run.folder)) for run in runs]
+    tables = [
+        (run, html_tag("div", html_table(head, [[s.prompt, s.before, s.after, s.wanted] for s in texts]), "texts"))
+        for run, texts in samples
+        if texts
+    ]
+    open_ = [
+        join_markup([html_tag("h3", f"Texts: {disclosure_section.section_heading(run)}"), table])
+        for run, table in tables[:1]
+    ]
+    return [
+        *open_,
+        *(html_details(f"Texts: {disclosure_section.section_heading(run)}", table) for run, table in tables[1:]),
+    ]
+
+
+def _alert(run: RunView) -> Html:
+    state, reason = str(run.status.get("state", "unknown")), str(run.status.get("reason") or "").strip(" :.")
+    done = f"{run.rounds_done} of {run.status.get('rounds', '?')} rounds done"
+    words = {"running": "is still running", "stopped": "was stopped", "died": "died", "failed": "failed"}
+    became = words.get(state, f"has state {state}")
+    return html_tag(
+        "p",
+        f"{run.name} {became}, {done}{': ' if reason else ''}{reason}. The figures below are what it has so far.",
+        "alert",
+    )
+
+
+def _chosen(run: RunView) -> str:
+    """Describe what the scores decided: when the run ended, and with which model."""
+    why = str(run.status.get("reason") or "") if run.status.get("state") == "completed" else ""
+    return f"{run.name}: {run.of_round}{'; ' if why else ''}{why}."
+
+
+def _resumed(run: RunView, row: Row) -> str:
+    """Describe one line of resumes.jsonl."""
+    notes = [f"before that: {row['before']}"] if row.get("before") else []
+    notes += [str(row["checkpoint"])] if row.get("checkpoint") else []
+    notes += [f"{key}: {values}" for key, values in dict(row.get("changes") or {}).items()]
+    return f"{run.name} was resumed with round {int(row.get('round', -1)) + 1} at {row.get('time')}. {'; '.join(notes)}"
+
+
+def _summary(runs: Sequence[RunView]) -> Html:
+    metrics = metric_names(runs)
+    head = [
+        "run",
+        "method",
+        "state",
+        "rounds",
+        *map(run_label, metrics),
+        "upload bytes",
+        "download bytes",
+        "upload / FedAvg",
+        "seconds in rounds",
+    ]
+    rows = []
+    for run in runs:
+        state = str(run.status.get("state", "unknown"))
+        quality = [run.final.get(name) for name in metrics]
+        totals = [run.upload_bytes, run.download_bytes, upload_ratio(run, runs), round(run.seconds, 1)]
+        rows.append([run.name, run.method, html_tag("span", state, f"tag {state}"), run.rounds_done, *quality, *totals])
+    return join_markup([html_table(head, rows), html_tag("p", SUMMARY_NOTE, "note")])
+
+
+def _figures(runs: Sequence[RunView]) -> Html:
+    loss = {run.name: run.curve("loss") for run in runs}
+    sent = {run.name: dict(run.uploaded) for run in runs}
+    by_round = [ChartCurve(run.name, loss[run.name], i) for i, run in enumerate(runs)]
+    megabytes = [ChartCurve(r.name, [(x, y / 1e6) for x, y in r.uploaded], i) for i, r in enumerate(runs) if r.attempts]
+    against = [
+        ChartCurve(run.name, [(sent[run.name][x] / 1e6, y) for x, y in loss[run.name] if x in sent[run.name]], i)
+        for i, run in enumerate(runs)
+    ]
+    losses_at_sites = {run.name: per_site.site_losses(run) for run in runs if not loss[run.name]}
+    at_sites = [ChartCurve(run.name, losses_at_sites.get(run.name, []), i) for i, run in enumerate(runs)]
+    figures = [
+        curves_svg("Test loss by round", "rounds done", "loss", by_round, integer_x=True),
+        curves_svg("Training loss at the sites", "rounds done", "loss, sites' own rows", at_sites, integer_x=True),
+        curves_svg("Uploaded so far", "rounds done", "MB, all sites", megabytes, integer_x=True),
+        curves_svg("Test loss by upload", "MB uploaded, all sites", "loss", against),
+    ]
+    figure_block = html_tag("div", join_markup(html_tag("figure", Html(f)) for f in figures if f), "figures")
+    return (
+        join_markup([figure_block, html_tag("p", SITES_NOTE, "note")])
+        if any(losses_at_sites.values())
+        else figure_block
+    )
+
+
+def _privacy(run: RunView) -> Html:
+    return join_markup(
+        [html_tag("h3", disclosure_section.section_heading(run)), html_list(privacy_section.privacy_statements(run))]
+    )
+
+
+def _unseen(runs: Sequence[RunView]) -> list[object]:
+    secure_runs = [run for run in runs if run.unseen]
+    head = ["round", "attempt", "sites in the sum", "holders", "of whom open it", "opened no shares", "no sum, because"]
+    parts = [
+        join_markup(
+            [
+                html_tag("h3", disclosure_section.section_heading(run)),
+                html_list(secagg_summary.secagg_claims(run)),
+                html_table(head, secagg_summary.attempt_rows(run)),
+            ]
+        )
+        for run in secure_runs
+    ]
+    return (
+        [html_tag("h2", "Secure aggregation"), html_tag("p", secagg_summary.NOT_SEEN, "note"), *parts]
+        if secure_runs
+        else []
+    )
+
+
+def _findings(runs: Sequence[RunView]) -> list[object]:
+    run_sections = [(run, audit_section.findings_html(run.folder)) for run in runs]
+    note = [html_tag("p", audit_section.NOTE, "note")] if any(part is not None for _, part in run_sections) else []
+    parts = [
+        join_markup([
+            html_tag("h3", disclosure_section.section_heading(run)), _not_attacked(run) if part is None else part,
+        ])
+        for run, part in run_sections
+    ]  # fmt: skip
+    return [html_tag("h2", "What attacks found"), *note, *parts]
+
+
+def _not_attacked(run: RunView) -> Html:
+    """Return a note on how to audit the run, so that readers do not mistake a missing audit for a good result."""
+    taps = run.config.get("config", {}).get("run.capture-messages")
+    how = (
+        html_tag("code", f"fedveil audit {run.folder}")
+        if taps
+        else "only a run with run.capture-messages = true can be"
+    )
+    return html_tag(
+        "p", join_markup(["Not attacked, so nothing is known of what an attacker could tell: ", how, "."]), "wait"
+    )
+
+
+def _missing(missing: Mapping[str, str]) -> Html:
+    if not missing:
+        return Html("")
+    return join_markup(
+        [
+            html_tag("h3", "Members that are not online"),
+            html_table(["site", "why"], [[*row] for row in missing.items()]),
+        ]
+    )
+
+
+def _config(runs: Sequence[RunView]) -> Html:
+    keys = list(dict.fromkeys(key for run in runs for key in run.config.get("config", {})))
+    values = {key: [run.config.get("config", {}).get(key) for run in runs] for key in keys}
+    head = ["key", *(run.name for run in runs)]
+    different = [
+        [html_tag("code", key), *map(_plain, row)] for key, row in values.items() if len({str(v) for v in row}) > 1
+    ]
+    same = [[html_tag("code", key), _plain(row[0])] for key, row in values.items() if len({str(v) for v in row}) == 1]
+    fields = dict.fromkeys(  # runs of one method often have the same
+        f"{run.method}: "
+        + ", ".join(_field(*of) for of in flatten_config(run.config["method"].get("fields", {})).items())
+        for run in runs
+        if "method" in run.config
+    )
+    parts: list[object] = [html_tag("h3", "Fields of the methods"), html_list(fields)] if fields else []
+    parts += (
+        [html_tag("h3", "Where the runs differ"), html_table(head, different)] if different and len(runs) > 1 else []
+    )
+    return join_markup(
+        [*parts, html_details(f"The same for every run: {len(same)} keys", html_table(["key", "value"], same))]
+    )
+
+
+def _environment(runs: Sequence[RunView]) -> Html:
+    keys = [k for run in runs for k in run.config if k not in ("config", "method")]
+    head = ["", *(run.name for run in runs)]
+    rows = [[key, *(_plain(run.config.get(key)) for run in runs)] for key in dict.fromkeys(keys)]
+    return join_markup([html_tag("h3", "Environment"), html_table(head, rows)]) if rows else Html("")
+
+
+def _field(name: str, value: object) -> str:
+    """Format a field as a line of a run config."""
+    return f"{name} unset" if value is None else f"{name} = {json.dumps(value)}"
+
+
+def _plain(value: object) -> str:
+    """A config value as text: numbers here are not counts, and get no separators."""
+    return "" if value is None else str(value)

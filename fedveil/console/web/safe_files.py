@@ -1,0 +1,173 @@
+"""Files that pages are made from, found and read within bounds. A name out of a URL is looked up, never made a path."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fedveil.attacks.audit import findings
+from fedveil.console.runs import per_site
+from fedveil.console.runs.run_reader import RunView, load_run, status_of
+from fedveil.errors import StateError
+from fedveil.records import audit_log
+
+MOST_RUNS = 200
+MOST_BYTES = 64 << 20  # of one file
+MOST_LINES = 200  # of a log that are shown
+_MOST_ENTRIES = 10_000  # of a folder that are looked at
+_TAIL_BYTES = 1 << 20
+_STATUS = ("status.json", "config.json")
+_READ = (
+    *_STATUS,
+    "progress.json",
+    "metrics.jsonl",
+    "disclosure.jsonl",
+    "resumes.jsonl",
+    findings.FILE,
+    findings.PICTURES,
+)
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class RunLocation:
+    """A run's folder.
+
+    Attributes:
+        key: its name in a URL: that of the folder, behind its group's and ":" where it has one.
+        federation: whose run it is, where folders of several are shown; its name and ":" begin the key.
+    """
+
+    key: str
+    folder: Path
+    changed: float
+    federation: str = ""
+
+    @property
+    def name(self) -> str:
+        """The key without the federation."""
+        return self.key.removeprefix(f"{self.federation}:") if self.federation else self.key
+
+
+def find_runs(folders: Mapping[str, Path]) -> dict[str, RunLocation]:
+    """The runs in these folders and in their folders, by key, the newest first; no link is followed.
+
+    `folders`: by federation, "" where there is one folder.
+    """
+    runs: dict[str, RunLocation] = {}
+    for federation, folder in folders.items():
+        for child in _folders(folder):
+            for place in [child] if _is_run(child) else [below for below in _folders(child) if _is_run(below)]:
+                key = ":".join((*filter(None, [federation]), *place.relative_to(folder).parts))
+                changed = max(about.st_mtime for about in _regular(place, _STATUS).values())
+                runs.setdefault(key, RunLocation(key, place, changed, federation))
+    newest = sorted(runs.values(), key=lambda place: (-place.changed, place.key))
+    return {place.key: place for place in newest[:MOST_RUNS]}
+
+
+def find_logs(folders: Mapping[str, Path], places: Iterable[RunLocation]) -> dict[str, tuple[str, Path]]:
+    """Find the audit logs next to the runs; returns federation and file by the log's name in a URL."""
+    beside = [(place.federation, place.folder.parent) for place in places]
+    logs = {}
+    for federation, parent in dict.fromkeys([*folders.items(), *beside]):
+        name = "runs" if parent == folders[federation] else parent.name
+        logs[f"{federation}:{name}" if federation else name] = federation, parent / audit_log.NAME
+    return {name: (federation, file) for name, (federation, file) in logs.items() if file_stamps([file])}
+
+
+def find_run(place: RunLocation) -> RunView:
+    """The run there. Raises StateError where it cannot be read, or is larger than is read here."""
+    for name, about in _regular(place.folder, _READ).items():
+        require_bounded(place.folder / name, about.st_size)
+    try:
+        run = load_run(place.folder)
+        # What follows from its lines, once here: so a page that lists many runs finds out which one is damaged.
+        for name in run.final:
+            run.curve(name)
+        (
+            per_site.records_by_site(run),
+            run.uploaded,
+            run.rounds_done,
+            run.seconds,
+            run.upload_bytes,
+            run.download_bytes,
+        )
+        return run
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise StateError(f"{place.folder}: expected what a run writes, found {error!r}; fedveil report it") from None
+
+
+def with_status(place: RunLocation, found: RunView) -> RunView:
+    """`found`, with what has become of it by now: a process ends without a word in any file."""
+    return replace(found, status=status_of(place.folder))
+
+
+def require_bounded(file: Path, size: int) -> None:
+    """Raises StateError for a file that is too large to be read here."""
+    if size > MOST_BYTES:
+        raise StateError(f"{file.name}: expected at most {MOST_BYTES:,} bytes to be shown here, found {size:,}")
+
+
+def file_stamps(files: Iterable[Path]) -> Stamp:
+    """Name, size and time of the regular files among these; another stamp, another content."""
+    stamps = []
+    for file in files:
+        if file.name in (about := _regular(file.parent, (file.name,))):
+            stamps.append((str(file), about[file.name].st_size, about[file.name].st_mtime_ns))
+    return tuple(stamps)
+
+
+def run_stamp(place: RunLocation) -> Stamp:
+    """Return the stamp of a run's files."""
+    return file_stamps(place.folder / name for name in _READ)
+
+
+def tail_log(file: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:
+    """The last lines of a log as they stand, the newest first: at most `most` of 1 MiB, and nothing is checked."""
+    with file.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(0, size - _TAIL_BYTES))
+        lines = log.read(_TAIL_BYTES).split(b"\n")[0 if size <= _TAIL_BYTES else 1 : -1]
+    return [_line(line) for line in reversed(lines[-most:])]
+
+
+def _line(line: bytes) -> dict[str, Any]:
+    try:
+        about = json.loads(line)
+    except (ValueError, RecursionError):
+        about = None
+    if isinstance(about, dict):
+        return about
+    return {"event": "no line of a log", "reason": line[:200].decode("ascii", "replace")}
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in islice(entries, _MOST_ENTRIES):
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                    yield folder / entry.name
+    except FileNotFoundError:
+        return
+
+
+def _is_run(folder: Path) -> bool:
+    return bool(_regular(folder, _STATUS))
+
+
+def _regular(folder: Path, names: Iterable[str]) -> dict[str, os.stat_result]:
+    file_stats = {}
+    for name in names:
+        try:
+            about = (folder / name).lstat()
+        except OSError:  # none there, or none that may be seen
+            continue
+        if stat.S_ISREG(about.st_mode):
+            file_stats[name] = about
+    return file_stats

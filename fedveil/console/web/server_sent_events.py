@@ -1,0 +1,66 @@
+"""Server-sent events: notify an open page that its content has changed, so that it reloads itself.
+
+    GET events?page=PATH&seen=STATE      text/event-stream: `event: changed` with the new state; a comment now and then
+
+The content is thus rendered in one place only. A page without its script is complete; it only does not
+refresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+MOST = 16  # streams at a time
+_LIFE = 3600.0  # seconds; the browser then asks again
+_POLL = 1.0
+_BEAT = 15.0  # a comment, by which a client that has gone is noticed
+
+
+class EventStreams:
+    """The open streams of one dashboard. `ending`: whether it is about to end."""
+
+    def __init__(self, ending: Callable[[], bool], most: int = MOST, poll: float = _POLL) -> None:
+        self._ending, self._most, self._poll = ending, most, poll
+        self.open = 0
+
+    def of(self, state: Callable[[], str], seen: str) -> Response:
+        """A stream that says when `state` is not `seen` any more, and at each further change."""
+        if self.open >= self._most:
+            return PlainTextResponse("too many pages follow at a time; close one\n", 503, {"Retry-After": "60"})
+        self.open += 1
+        return _Stream(self._told(state, seen), self._close)
+
+    def _close(self) -> None:
+        self.open -= 1
+
+    async def _told(self, state: Callable[[], str], seen: str) -> AsyncIterator[str]:
+        end = beat = time.monotonic()
+        end += _LIFE
+        yield "retry: 3000\n\n"
+        while not self._ending() and time.monotonic() < end:
+            now = await run_in_threadpool(state)
+            if now != seen:
+                seen, beat = now, time.monotonic()
+                yield f"event: changed\ndata: {now}\n\n"
+            elif time.monotonic() - beat >= _BEAT:
+                beat = time.monotonic()
+                yield ": nothing new\n\n"
+            await asyncio.sleep(self._poll)
+
+
+class _Stream(StreamingResponse):
+    def __init__(self, content: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

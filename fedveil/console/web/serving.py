@@ -1,0 +1,117 @@
+"""Serve a dashboard on this machine's loopback interface until Ctrl-C; auth.py controls access.
+
+| a client ... | gets |
+|---|---|
+| that sends no whole request, or none any more | an end within 10 to 20 seconds, so that it holds no place |
+| that reads slowly | its answer, and slows nobody else |
+| that sends a head of more than 16 kB | 400 |
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fedveil.console.web.auth import AccessMiddleware, DashboardCredentials
+from fedveil.errors import ConfigError
+from fedveil.sanitize import sanitize
+
+HOST = "127.0.0.1"
+_IDLE_SECONDS = 10.0
+_LONGEST_HEAD = 16_384
+
+
+def require_loopback(host: str) -> None:
+    """Raises ConfigError for another address than this machine's loopback, and says why."""
+    if host not in (HOST, "localhost"):
+        raise ConfigError(
+            f"--host: expected {HOST}, found {sanitize(host, 80)}: pages and the link's token go in the clear, so "
+            "whoever is on the way could read what sites sent and refused; from elsewhere: "
+            f"ssh -N -L PORT:{HOST}:PORT THIS-MACHINE"
+        )
+
+
+def open_listener(port: int) -> socket.socket:
+    """A socket on the loopback alone; 0 is any free port. Raises ConfigError where the port cannot be had."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+        listener.listen()  # so that whoever opens the link at once is answered
+    except (OSError, OverflowError) as error:
+        listener.close()
+        used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "it is in use" if used else f"it cannot be used ({error})"
+        raise ConfigError(f"--port: expected a free port, found {port}: {reason}; name another, or 0 for any") from None
+    return listener
+
+
+class _Bounded(H11Protocol):
+    """A connection that is cut off where no answer of ours is on its way, every ten seconds."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(_IDLE_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+            return
+        self.loop.call_later(_IDLE_SECONDS, self._look)
+
+
+class _Announced(uvicorn.Server):
+    """Says that it serves once a signal ends it in order; before, one would cut it off where it starts."""
+
+    announce: Callable[[], None] = staticmethod(lambda: None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.announce()
+
+
+class DashboardServer:
+    """One dashboard that listens; `run` serves it. `app_of`: its pages, given its entry and whether it is to end."""
+
+    def __init__(self, port: int, app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp]) -> None:
+        self._socket = open_listener(port)
+        self.entry = DashboardCredentials(self._socket.getsockname()[1])
+        app = AccessMiddleware(app_of(self.entry, lambda: self._server.should_exit), self.entry)
+        config = uvicorn.Config(
+            cast(Any, app), http=_Bounded, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, date_header=False, proxy_headers=False, h11_max_incomplete_event_size=_LONGEST_HEAD,
+            timeout_graceful_shutdown=3, log_level="error",
+        )  # fmt: skip
+        self._server = _Announced(config)
+
+    def run(self, announce: Callable[[], None] = lambda: None) -> None:
+        """Until `end`, SIGINT or SIGTERM; calls `announce` once these are heard."""
+        self._server.announce = announce
+        self._server.run(sockets=[self._socket])
+
+    def end(self) -> None:
+        """Ends `run`, from another thread."""
+        self._server.should_exit = True
+
+
+def serve_dashboard(host: str, port: int, app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp]) -> int:
+    """Prints the link and serves until Ctrl-C. Raises ConfigError for an address or port that cannot be."""
+    require_loopback(host)
+    server = DashboardServer(port, app_of)
+    server.run(lambda: _say(server.entry))
+    return 0
+
+
+def _say(entry: DashboardCredentials) -> None:
+    print(f"dashboard: {entry.link}")
+    print("whoever has this link sees all of it and can change nothing; from elsewhere, first:")
+    print(f"  ssh -N -L {entry.port}:{HOST}:{entry.port} THIS-MACHINE")
+    print("Ctrl-C ends it", flush=True)

@@ -1,0 +1,224 @@
+"""The pages of a site: what left it, what was refused, what the ledger holds, what the worker does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.runs.ledger_summary import LedgerStanding, charged_datasets, ledger_standing
+from fedveil.console.runs.site_notes import noted_federation, read_site_note
+from fedveil.console.runs.workers import WorkerStatus, last_failures, list_workers
+from fedveil.console.web import safe_files
+from fedveil.console.web.background import BackgroundQueries, CachedAnswer
+from fedveil.console.web.components import LOG_HEAD, failure_count, format_time, log_rows, log_verdict, rounds_from_1
+from fedveil.console.web.pages import PageNotFound, PageView, page_digest
+from fedveil.console.web.report.html import html_tag
+from fedveil.contract.privacy import UNTIMED, stated_guarantee
+from fedveil.errors import FedVeilError
+from fedveil.guard import last_heartbeat
+from fedveil.records import audit_log
+from fedveil.sanitize import sanitize
+
+LINKS = (("", "This site"), ("log", "Audit log"))
+_REFUSALS = ("refused", "withheld", "failed")
+_MOST_REFUSALS = 50
+_MOST_RUNS = 100
+_MOST_NAMES = 20
+_POLL = 0.9
+_UNBOUNDED = html_tag("span", "no bound", "tag failed")
+
+
+@dataclass(frozen=True)
+class _Left:
+    """Summary of the audit log. `runs`: (run, site) with uploads, bytes up and down, time of the last upload."""
+
+    runs: dict[tuple[str, str], tuple[int, int, int, str]]
+    events: Counter[str]
+    refusals: list[dict[str, Any]]
+
+
+@dataclass
+class SiteViews:
+    """Pages on a site's state folder. Set `policy` and `key_file` if `fedveil site start` has not saved them."""
+
+    state_dir: Path
+    policy: str = ""
+    key_file: str = ""
+    later: BackgroundQueries = field(default_factory=BackgroundQueries)
+    _state: tuple[float, str] = (0.0, "")
+
+    def view(self, path: Sequence[str]) -> PageView:
+        """The page at a path. Raises PageNotFound, FedVeilError."""
+        match list(path):
+            case []:
+                return self._home()
+            case ["log"]:
+                return self._whole_log()
+        raise PageNotFound("expected a page that is linked, found none")
+
+    def state(self) -> str:
+        """Return a digest of all page content, updated at most once a second regardless of the number of requests."""
+        if time.monotonic() - self._state[0] > _POLL:
+            # That it is heard, and not when: a page that changes with each heartbeat would never be at rest.
+            silent = [name for name, said in self._heartbeats().items() if said.startswith("not")]
+            does = [*(_where(worker) for worker in self._workers()[0]), *silent]
+            files = [self._log, *self._ledgers().values(), *self.state_dir.expanduser().glob("workers/*/turns.jsonl")]
+            self._state = (time.monotonic(), page_digest((does, safe_files.file_stamps(files), self.later.answered)))
+        return self._state[1]
+
+    @property
+    def _log(self) -> Path:
+        return self.state_dir.expanduser() / audit_log.NAME
+
+    def _heartbeats(self) -> dict[str, str]:
+        return {sanitize(name, 80): said for name, said in last_heartbeat.describe_sites(self.state_dir).items()}
+
+    def _ledgers(self) -> dict[str, Path]:
+        return {
+            name: self.state_dir.expanduser() / ".ledger" / f"{name}.json" for name in charged_datasets(self.state_dir)
+        }
+
+    def _home(self) -> PageView:
+        stamp = safe_files.file_stamps([self._log])
+        left = self.later.ask("left", stamp, lambda: _summed(self._log)) if stamp else None
+        log_summary = left.value if left else _Left({}, Counter(), [])
+        doing, why = self._workers()
+        sites, files = self._names(log_summary), self._ledgers().items()
+        ledgers = [self._ledger(name, file) for name, file in files]
+        known = [self._standing(name, file).value for name, file in files]
+        about: dict[str, Any] = {
+            "sites": ", ".join(sites), "federation": self._federation(sites), "folder": str(self.state_dir),
+            "verdict": log_verdict(self.later, self._log) if stamp else None,
+            "left": [], "refusals": [], "facts": {}, "known": log_summary is not None,
+            "old": f"{left.since}; the lines since are being read." if left and log_summary and not left.is_new else "",
+            "why": (left.why or "The log is being read.") if left and log_summary is None else "",
+            "ledgers": ledgers, "untimed": UNTIMED if any(of.poisson for of in known if of) else "",
+            "unbounded": [name for name, *_, left_ in ledgers if left_ == _UNBOUNDED],
+            "heard": self._heartbeats(),
+            "workers": [_row(worker) for worker in doing], "workers_why": why,
+            "failures": last_failures(self.state_dir),
+        }  # fmt: skip
+        if log_summary is not None:
+            newest = sorted(log_summary.runs.items(), key=lambda pair: pair[1][3], reverse=True)[:_MOST_RUNS]
+            about["left"] = [[run, site, n, up, down, format_time(last)] for (run, site), (n, up, down, last) in newest]
+            about["refusals"] = [
+                [format_time(line.get("time")), html_tag("span", line["event"], "tag failed"),
+                 sanitize(line.get("run", ""), 100), rounds_from_1(line.get("round")),
+                 "; ".join(sanitize(line[key]) for key in ("cause", "reason") if line.get(key))]
+                for line in log_summary.refusals
+            ]  # fmt: skip
+            about["facts"] = {
+                "uploads that left": log_summary.events["sent"],
+                "bytes that left": sum(up for _, up, _, _ in log_summary.runs.values()),
+                **{event: failure_count(log_summary.events[event]) for event in _REFUSALS},
+            }  # fmt: skip
+        return PageView("site.html", f"Site {about['sites']}" if sites else "This site", about)
+
+    def _names(self, found: _Left | None) -> list[str]:
+        """The sites of this folder: `fedveil site start` notes their settings, the log and the ledger name them too."""
+        noted_ = [file.stem for file in self.state_dir.expanduser().glob("*.toml")]
+        logged = [site for _, site in found.runs] if found else []
+        return [sanitize(name, 80) for name in sorted({*noted_, *logged, *self._ledgers()} - {""})][:_MOST_NAMES]
+
+    def _federation(self, sites: list[str]) -> str:
+        """Return the federation of the sites, as saved by `fedveil site start --kit`."""
+        federations = {site: noted_federation(self.state_dir, site) or "not known" for site in sites}
+        if len(set(federations.values())) <= 1:
+            return next(iter(federations.values()), "not known")
+        return ", ".join(f"{of} ({site})" for site, of in federations.items())
+
+    def _standing(self, name: str, file: Path) -> CachedAnswer[LedgerStanding]:
+        return self.later.ask(
+            ("ledger", name),
+            safe_files.file_stamps([file]),
+            lambda: ledger_standing(self.state_dir, name, self.policy, self.key_file),
+        )
+
+    def _ledger(self, name: str, file: Path) -> list[object]:
+        asked = self._standing(name, file)
+        if asked.value is None:
+            return [name, None, None, asked.why or "is being worked out", "", ""]
+        rows, spent, *more = _of(asked.value)
+        return [name, self._data(name), rows, spent if asked.is_new else f"{spent} ({asked.since})", *more]
+
+    def _data(self, name: str) -> str | None:
+        """The site's data as its settings have it now; a ledger holds keyed digests of rows alone."""
+        try:
+            site = read_site_note(self.state_dir, name)
+        except (FedVeilError, OSError, ValueError):
+            return None
+        return sanitize(site.data_set or site.data, 200) or None
+
+    def _workers(self) -> tuple[list[WorkerStatus], str]:
+        """The living workers; why nothing can be said of them. What a worker says is bundled code's word."""
+        try:
+            return list_workers(self.state_dir), ""
+        except (ValueError, TypeError, KeyError) as error:
+            return [], f"a worker gave an answer that is none: {sanitize(repr(error))}"
+
+    def _whole_log(self) -> PageView:
+        if not safe_files.file_stamps([self._log]):
+            raise PageNotFound(f"expected an audit log at {self._log}, found none; the first message of a run makes it")
+        about = {"verdict": log_verdict(self.later, self._log), "name": "of this site", "file": str(self._log)}
+        return PageView(
+            "log.html",
+            "Audit log of this site",
+            {**about, "head": LOG_HEAD, "rows": log_rows(safe_files.tail_log(self._log))},
+        )
+
+
+def _of(found: LedgerStanding) -> tuple[int, str, object, object]:
+    """Rows, what is spent, what is permitted and what is left of it, rounded down."""
+    about = found.budget.delta, found.budget.neighbours
+    spent = stated_guarantee(found.epsilon, *about)
+    if found.own is not None:
+        spent += f"; against the server and all other sites together {stated_guarantee(found.own, *about)}"
+    if found.budget.epsilon == math.inf:
+        return found.rows, spent, _UNBOUNDED, _UNBOUNDED
+    return found.rows, spent, f"epsilon {found.budget.epsilon:g}", f"{math.floor(found.left * 1000) / 1000:g}"
+
+
+def _summed(file: Path) -> _Left:
+    """Reads the whole log and checks it. Raises StateError."""
+    safe_files.require_bounded(file, file.stat().st_size)
+    runs: dict[tuple[str, str], tuple[int, int, int, str]] = {}
+    events, refusals = Counter[str](), []
+    for line in audit_log.read_log(file):
+        event = str(line["event"])
+        events[event] += 1
+        if event == "sent":
+            key = sanitize(line.get("run", ""), 100), sanitize(line.get("site", ""), 80)
+            count, up, down, _ = runs.get(key, (0, 0, 0, ""))
+            sizes = (_size(line.get("up_bytes")), _size(line.get("down_bytes")))
+            runs[key] = (count + 1, up + sizes[0], down + sizes[1], sanitize(line["time"], 40))
+        elif event in _REFUSALS:
+            refusals.append(line)
+    return _Left(runs, events, refusals[: -_MOST_REFUSALS - 1 : -1])
+
+
+def _size(value: object) -> int:
+    return value if type(value) is int else 0
+
+
+def _where(worker: WorkerStatus) -> tuple[object, ...]:
+    return (worker.card.id, *(sanitize(worker.says.get(key), 100) for key in ("state", "run", "round", "step")))
+
+
+def _row(worker: WorkerStatus) -> list[object]:
+    says = worker.says
+    about: list[object] = [
+        worker.site,
+        str(worker.card.pid),
+        format_time(worker.card.since),
+        sanitize(says.get("state"), 80),
+    ]
+    step = f"{sanitize(says.get('step'), 20)} of {sanitize(says.get('steps'), 20)}" if "step" in says else ""
+    try:
+        return [*about, worker.where, step, worker.pace, worker.holds]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return [*about, f"says something else than a worker does: {sanitize(repr(error), 200)}", step, "", ""]

@@ -1,0 +1,100 @@
+"""A method's contributions that are summed over clients, and the sums that it gets back.
+
+    weight(name) = sum_k w_k m_k        mean(name) = sum_k w_k m_k x_k / sum_k w_k m_k        entry by entry
+
+x_k: what client k adds under that name; w_k: its weight; m_k: its mask, all ones if it has none. The
+server needs nothing from a client except its part in these sums. Secure aggregation, distributed noise
+and intermediate aggregators build on this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+__all__ = ["AddedAggregateSums", "AggregateSums", "ClientContributions", "Contribution", "weighted_contributions"]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """One client's summand under one name.
+
+    Attributes:
+        name: the sum that it belongs to. Under one name, all terms have a mask or none has.
+        value: only read; may be a view of received bytes. Entries where the mask is False do not count.
+        weight: above 0.
+        mask: of the value's shape; None stands for ones everywhere.
+    """
+
+    name: str
+    value: Float[Tensor, "*s"]
+    weight: float
+    mask: Bool[Tensor, "*s"] | None = None
+
+
+@dataclass(frozen=True)
+class ClientContributions:
+    """All of one client's summands.
+
+    Attributes:
+        tensors: read one at a time, so that a decoded upload is never whole in memory.
+        clear: values of this client that the server needs and sees one by one, not as a sum.
+    """
+
+    tensors: Iterable[Contribution]
+    clear: Mapping[str, str | float] = field(default_factory=dict)
+
+
+class AggregateSums(Protocol):
+    """The sums over the clients of a round, at least one of them."""
+
+    @property
+    def examples(self) -> int:
+        """Training examples of all clients together."""
+        ...
+
+    @property
+    def clear(self) -> Mapping[str, Mapping[str, str | float]]:
+        """`ClientContributions.clear` of every client in the sums, by the client's name."""
+        ...
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether any client contributed a term of this name."""
+        ...
+
+    def weight(self, name: str) -> float:
+        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
+        ...
+
+    def mean(self, name: str) -> Float[Tensor, "..."]:
+        """The weighted mean, fp32; zero where no client's mask is True."""
+        ...
+
+    def take(self, name: str) -> Float[Tensor, "..."]:
+        """The mean, for the caller to keep and to write to: the sums forget it. A name can be taken once."""
+        ...
+
+    def moved(self, name: str) -> Bool[Tensor, "..."]:
+        """True where at least one client's mask is True; only to be read."""
+        ...
+
+    def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        ...
+
+
+class AddedAggregateSums(AggregateSums, Protocol):
+    """Sums that terms can be added to."""
+
+    def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
+        """Adds all terms of one client, before anything is read."""
+        ...
+
+
+def weighted_contributions(tensors: Mapping[str, Tensor], weight: float) -> ClientContributions:
+    """Terms of a weighted mean: every tensor with the same weight and no mask."""
+    return ClientContributions(Contribution(name, value, weight) for name, value in tensors.items())

@@ -1,0 +1,67 @@
+"""A site's report on held-out examples, on which it scores received weights and never trains, or its refusal.
+
+    loss_held_out       mean loss, as a task's `loss` is
+    rows_held_out       examples behind it, at least LEAST_ROWS
+    held_out_refused    instead of both: a key of REFUSALS
+
+A site that refuses still takes part in the round. The server only ever sees sentences from this file,
+never a site's own text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = [
+    "FIELDS",
+    "LEAST_ROWS",
+    "LOSS",
+    "NOT_FINITE",
+    "NOT_PERMITTED",
+    "NO_SCORE",
+    "REFUSALS",
+    "REFUSED",
+    "ROWS",
+    "SPENT",
+    "TOO_FEW",
+    "find_fault",
+    "held_out_metrics",
+]
+
+LEAST_ROWS: Final = 64  # the mean loss of fewer rows tells more of each
+LOSS, ROWS, REFUSED = "loss_held_out", "rows_held_out", "held_out_refused"
+FIELDS: Final = frozenset({LOSS, ROWS, REFUSED})
+
+NOT_PERMITTED, TOO_FEW, SPENT, NO_SCORE, NOT_FINITE = 1, 2, 3, 4, 5
+REFUSALS: Final[Mapping[int, str]] = {
+    NOT_PERMITTED: "its policy permits no scores of held-out rows (max-scores)",
+    TOO_FEW: f"fewer than {LEAST_ROWS} of its rows would be held out; it trains on all of them",
+    SPENT: "it has given as many scores in this run as its policy permits (max-scores)",
+    NO_SCORE: "its task has no loss of given rows",
+    NOT_FINITE: "the loss is not finite",
+}
+
+
+def held_out_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a report that is of held-out rows."""
+    return {name: report[name] for name in sorted(FIELDS & set(report))}
+
+
+def find_fault(report: Mapping[str, Any], most: int) -> str:
+    """Return what is wrong with a possibly forged report: "expected ..., found ..."; "" if nothing is.
+
+    `most`: the largest number of examples that a site may claim.
+    """
+    metrics = held_out_metrics(report)
+    if not metrics:
+        return ""
+    if set(metrics) == {REFUSED}:
+        known = metrics[REFUSED] in REFUSALS
+        return "" if known else f"{REFUSED}: expected one of {sorted(REFUSALS)}, found {metrics[REFUSED]!r}"
+    if set(metrics) != {LOSS, ROWS}:
+        return f"{LOSS}: expected it with {ROWS} or {REFUSED} alone, found {', '.join(metrics)}"
+    rows = metrics[ROWS]
+    if rows != int(rows) or not LEAST_ROWS <= rows <= most:
+        return f"{ROWS}: expected a whole number from {LEAST_ROWS} to {most}, found {rows!r}"
+    return ""

@@ -1,0 +1,216 @@
+"""Privacy budgets, and plans of how often training samples records. It needs neither torch nor dp-accounting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, Protocol, runtime_checkable
+
+from fedveil.errors import ConfigError
+
+__all__ = [
+    "OWN_SHARE",
+    "SUMMED",
+    "UNTIMED",
+    "Adjacency",
+    "DistributableGuarantee",
+    "PrivacyBudget",
+    "PrivacyGuarantee",
+    "Sampling",
+    "SamplingPlan",
+    "Spent",
+    "Step",
+    "SummableNoise",
+    "check_batch",
+    "check_claim",
+    "check_delta",
+    "check_epsilon",
+    "check_number",
+    "check_sampling",
+    "check_seeded",
+    "is_poisson_sampled",
+    "joint_budget",
+    "stated_guarantee",
+]
+
+Sampling = Literal["poisson", "disjoint", "fixed"]
+
+
+class Adjacency(StrEnum):
+    """The relation of the two data sets that an epsilon compares. An epsilon without it means nothing."""
+
+    ADD_OR_REMOVE_ONE = "add-or-remove-one"
+    REPLACE_ONE = "replace-one"
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """The most that one record of a site may be charged.
+
+    Attributes:
+        epsilon: no record is charged more than this; infinite where charges are only counted.
+        delta: of (epsilon, delta).
+        neighbours: the relation that both are stated for.
+        nominal: an epsilon that the method was given but does not keep; None where there is none.
+        server_trusted: the server sees values before the noise; against the server epsilon is infinite.
+    """
+
+    epsilon: float
+    delta: float
+    neighbours: Adjacency
+    nominal: float | None = None
+    server_trusted: bool = False
+
+    @property
+    def asked(self) -> bool:
+        """Return whether the run asks for an epsilon, kept or nominal."""
+        return self.epsilon < math.inf or self.nominal is not None
+
+
+Step = tuple[str, int, int, float]  # one look at a record: kind, rows of the site, rows of a batch, z
+SUMMED, OWN_SHARE = "summed", "own share"  # kinds of a look at noise that is in a sum: all of it, and the site's part
+Spent = Mapping[Step, int]  # how often each step was taken
+UNTIMED = "An epsilon with Poisson sampling assumes a server that does not time the site."
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """A plan of how often the training samples one site's records.
+
+    Attributes:
+        rounds: participations of the site.
+        steps: noisy steps a participation.
+        batch: the configured examples of a step, by which its sum is divided.
+        examples: examples of the site.
+        neighbours: the relation that the epsilon will be stated for.
+    """
+
+    rounds: int
+    steps: int
+    batch: int
+    examples: int
+    neighbours: Adjacency
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "steps", "batch", "examples"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected an integer of at least 1, found {getattr(self, name)}")
+        check_batch(self.batch, self.examples)
+
+
+@runtime_checkable
+class PrivacyGuarantee(Protocol):
+    """A promise of differential privacy, made by a method that adds noise itself or by `dp.*` in the run config."""
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """Return the most that a record of a site may be charged; the site's ledger enforces it."""
+        ...
+
+    def privacy_spent(self, plan: SamplingPlan) -> Spent:
+        """Return the charge over the plan for the site's most often sampled record."""
+        ...
+
+
+@dataclass(frozen=True)
+class SummableNoise:
+    """The noise that a guarantee needs on an upload, described so that it can be added to the sum of uploads instead.
+
+    Attributes:
+        multiplier: z, on what is summed.
+        part: how far adding or removing one example moves an upload, in the upload's unit; replacing one
+            moves it twice as far.
+        kept: multipliers of the noise that stays at the site, on the same use of the examples.
+        sampling, across_rounds: as the accountant takes them.
+    """
+
+    multiplier: float
+    part: float
+    kept: tuple[float, ...] = ()
+    sampling: Sampling = "poisson"
+    across_rounds: bool = False
+
+
+@runtime_checkable
+class DistributableGuarantee(PrivacyGuarantee, Protocol):
+    """A claim whose noise may be in the sum."""
+
+    def summable(self, batch: int, most_steps: int) -> SummableNoise:
+        """Return the noise of uploads under this guarantee, with train.batch-size and train.max-steps.
+
+        Raises:
+            ConfigError: another step would use examples at a point that has no noise in it, or the distance by
+                which examples move the upload is not known.
+        """
+        ...
+
+
+def is_poisson_sampled(charges: Iterable[Step]) -> bool:
+    """Return whether the epsilon of these steps counts on batches that are drawn by Poisson sampling."""
+    return any(kind == "poisson" or (kind in (SUMMED, OWN_SHARE) and examples > 0) for kind, examples, _, _ in charges)
+
+
+def joint_budget(*multipliers: float) -> float:
+    """The z of the one Gaussian release that costs as much as these together, z^-2 = sum z_i^-2; 0 if any z_i is 0."""
+    return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
+
+
+def check_batch(batch: int, examples: int) -> None:
+    """Raises ConfigError for a batch with more rows than the site has."""
+    if batch > examples:
+        raise ConfigError(
+            f"train.batch-size: expected at most the site's {examples} rows, found {batch}; "
+            "lower it, or leave the site out"
+        )
+
+
+def check_number(name: str, value: float, zero: bool = False) -> None:
+    """Raises ConfigError unless `value` is finite and above 0; with `zero` it may also be 0."""
+    if not (0 < value < math.inf or (zero and value == 0)):
+        raise ConfigError(f"{name}: expected a finite number {'of at least' if zero else 'above'} 0, found {value}")
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Raises ConfigError unless `epsilon` is a finite number above 0."""
+    if not 0 < epsilon < math.inf:
+        raise ConfigError(f"epsilon: expected a finite number above 0, found {epsilon}; leave it out to go without")
+
+
+def check_delta(delta: float) -> None:
+    """Raises ConfigError unless `delta` is above 0 and below 1."""
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta: expected a number above 0 and below 1, found {delta}; 1e-5 is usual")
+
+
+def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
+    """Raises ConfigError for batches that depend on the number of rows, under a relation that changes this number."""
+    if sampling != "poisson" and neighbours is Adjacency.ADD_OR_REMOVE_ONE:
+        raise ConfigError(
+            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change with '
+            f"the number of rows; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
+        )
+
+
+def check_claim(epsilon: float | None, delta: float, sampling: Sampling, neighbours: Adjacency) -> None:
+    """Raises ConfigError unless a claim with these values can be accounted for."""
+    check_delta(delta)
+    check_sampling(sampling, neighbours)
+    if epsilon is not None:
+        check_epsilon(epsilon)
+
+
+def check_seeded(budget: PrivacyBudget | None, deterministic: bool) -> None:
+    """Raises ConfigError if a deterministic run asks for an epsilon."""
+    if deterministic and budget is not None and budget.asked:
+        raise ConfigError(
+            "run.deterministic: expected false with an epsilon, found true: seeded noise protects nobody; leave one of "
+            "the two out"
+        )
+
+
+def stated_guarantee(epsilon: float, delta: float, neighbours: Adjacency) -> str:
+    """The text with which every report prints an epsilon."""
+    value = "infinite" if math.isinf(epsilon) else f"{epsilon:.4g}"
+    return f"epsilon {value} at delta {delta:g} ({neighbours.value})"

@@ -1,0 +1,121 @@
+"""Wrappers that pass every call to a trainer or to its gradients, and a trainer that has such gradients alone."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.privacy import Sampling
+from fedveil.contract.trainer import (
+    BatchIndices,
+    Frozen,
+    Penalty,
+    PerExampleFeatureGradients,
+    PerExampleGradients,
+    PerExampleGradientSource,
+    Trainer,
+    TrainingResult,
+)
+from fedveil.rng import RandomStream
+
+__all__ = ["PerExampleTrainerWrapper", "TrainerWrapper", "WrappedGradientSource"]
+
+
+class TrainerWrapper(Trainer):
+    """A wrapper that passes every call to `trainer`. A subclass that inspects single examples overrides `rows` too."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        """Return the wrapped trainer's number of examples."""
+        return self._trainer.num_examples
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        """Return the wrapped trainer's spec."""
+        return self._trainer.spec
+
+    @property
+    @override
+    def rows(self) -> PerExampleGradientSource:
+        """Return the wrapped trainer's source of gradients."""
+        return self._trainer.rows
+
+    @override
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        """Train by the wrapped trainer."""
+        return self._trainer.train(weights, frozen, penalty)
+
+    @override
+    def gradient(self, weights: Weights) -> TrainingResult:
+        """Return the gradient of the wrapped trainer."""
+        return self._trainer.gradient(weights)
+
+
+class PerExampleTrainerWrapper(Trainer):
+    """A trainer that offers only per-example gradients, so its holder cannot train on the examples any other way."""
+
+    def __init__(self, spec: Spec, rows: PerExampleGradientSource) -> None:
+        self._spec, self._rows = spec, rows
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        """Return the source's number of examples."""
+        return self._rows.num_examples
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        """Return the spec that was given."""
+        return self._spec
+
+    @property
+    @override
+    def rows(self) -> PerExampleGradientSource:
+        """Return the source of gradients that was given."""
+        return self._rows
+
+
+class WrappedGradientSource(PerExampleGradientSource):
+    """Passes every call to `rows`."""
+
+    def __init__(self, rows: PerExampleGradientSource) -> None:
+        self._rows = rows
+
+    @property
+    @override
+    def num_examples(self) -> int:
+        """Return the wrapped source's number of examples."""
+        return self._rows.num_examples
+
+    @property
+    @override
+    def batch_size(self) -> int:
+        """Return the wrapped source's batch size."""
+        return self._rows.batch_size
+
+    @property
+    @override
+    def steps(self) -> int:
+        """Return the wrapped source's number of steps."""
+        return self._rows.steps
+
+    @override
+    def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
+        """Draw the batches by the wrapped source."""
+        return self._rows.batches(sampling, steps, rng, skip)
+
+    @override
+    def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
+        """Return the gradients of the wrapped source."""
+        return self._rows.per_sample(weights, batch)
+
+    @override
+    def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
+        """Return the feature gradients of the wrapped source."""
+        return self._rows.feature(weights, batch)

@@ -1,0 +1,214 @@
+"""Rows, batches of them, the order of an epoch, and how batches reach the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+__all__ = ["EncodedExample", "ExampleBatch", "LabelledBatch", "TokenBatch", "TokenExample", "epoch_order"]
+
+WINDOW = 32  # batches inside which bucketing sorts: wide enough for rows of like length, far from a sorted epoch
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+_Same = TypeVar("_Same")  # not Self, which the check of shapes in tests does not know
+
+
+@runtime_checkable
+class ExampleBatch(Protocol):
+    """The interface that local training needs of a batch, independent of the task's own content."""
+
+    @property
+    def terms(self) -> int:
+        """Terms of the loss: target tokens, or images."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows, padding apart; 0 where a task has none."""
+        ...
+
+    def pinned(self: _Same) -> _Same:
+        """The batch in page-locked memory."""
+        ...
+
+    def to(self: _Same, device: torch.device) -> _Same:
+        """The batch on `device`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """A batch of images, or of points of their features, with their classes."""
+
+    inputs: Float[Tensor, "rows ..."]
+    labels: Int[Tensor, " rows"]
+
+    @property
+    def terms(self) -> int:
+        """Images, the terms of the loss."""
+        return len(self.labels)
+
+    @property
+    def tokens(self) -> int:
+        """None."""
+        return 0
+
+    def pinned(self) -> LabelledBatch:
+        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
+        return LabelledBatch(self.inputs.pin_memory(), self.labels.pin_memory())
+
+    def to(self, device: torch.device) -> LabelledBatch:
+        """The batch on `device`; pinned memory is copied without waiting."""
+        return LabelledBatch(self.inputs.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+
+
+@runtime_checkable
+class EncodedExample(Protocol):
+    """The interface that the order of an epoch needs of an example."""
+
+    @property
+    def length(self) -> int:
+        """Return the length by which bucketing sorts."""
+        ...
+
+
+_Batch = TypeVar("_Batch", bound=ExampleBatch)
+
+
+@dataclass(frozen=True)
+class TokenExample:
+    """One encoded row: `ids` with the target from position `start` on.
+
+    `cut`: what it has lost to the limit on its length: 0 nothing, 1 the end of its source, 2 that of its target too.
+    """
+
+    ids: list[int]
+    start: int
+    cut: int = field(default=0, compare=False, kw_only=True)
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """A batch of examples padded on the right.
+
+    Attributes:
+        ids, mask: token ids, and 1 where they are not padding.
+        positions: where the model predicts a target token, counted over the flattened `ids`.
+        wanted: the target token of each of these positions.
+        tokens: in all examples, without padding.
+        inputs: further model inputs: the images of all examples, for a vision model.
+    """
+
+    ids: Int[Tensor, "rows length"]
+    mask: Int[Tensor, "rows length"]
+    positions: Int[Tensor, " terms"]
+    wanted: Int[Tensor, " terms"]
+    tokens: int
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def terms(self) -> int:
+        """Target tokens, the terms of the loss."""
+        return len(self.wanted)
+
+    def pinned(self) -> TokenBatch:
+        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
+        return self._each(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The batch on `device`; pinned memory is copied without waiting."""
+        return self._each(lambda t: t.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        inputs = {name: change(value) for name, value in self.inputs.items()}
+        ids, mask, positions, wanted = map(change, (self.ids, self.mask, self.positions, self.wanted))
+        return TokenBatch(ids, mask, positions, wanted, self.tokens, inputs)
+
+
+def round_up(length: int, multiple: int, limit: int) -> int:
+    """The smallest multiple of `multiple` that is at least `length`; where that is above `limit`, the larger of
+    `length` and `limit`."""
+    return max(length, min(-(-length // multiple) * multiple, limit))
+
+
+def collate_batch(
+    rows: Sequence[TokenExample],
+    padding: int,
+    whole: bool = False,
+    width: Callable[[int], int] = lambda longest: longest,
+) -> TokenBatch:
+    """One batch of `rows`, padded with `padding` to the longest of them. `whole`: all but a row's first token count as
+    its target. `width`: the batch's length by that of its longest row.
+
+    Positions are counted here, on the CPU: a mask of target tokens would have to be counted on the GPU, and waited for.
+    """
+    length = width(max(len(row.ids) for row in rows))
+    ids = [row.ids + [padding] * (length - len(row.ids)) for row in rows]
+    mask = [[1] * len(row.ids) + [0] * (length - len(row.ids)) for row in rows]
+    starts = [1 if whole else max(1, row.start) for row in rows]
+    positions = [i * length + at - 1 for i, row in enumerate(rows) for at in range(starts[i], len(row.ids))]
+    wanted = [token for row, start in zip(rows, starts, strict=True) for token in row.ids[start:]]
+    tokens = sum(len(row.ids) for row in rows)
+    # torch would make floats of an empty list.
+    where, target = (torch.tensor(values, dtype=torch.int64) for values in (positions, wanted))
+    return TokenBatch(torch.tensor(ids), torch.tensor(mask), where, target, tokens)
+
+
+def epoch_order(
+    rows: Sequence[EncodedExample], batch_size: int, generator: torch.Generator, bucketing: bool
+) -> list[int]:
+    """Indices of one epoch, every row once: shuffled, or shuffled batches of rows of like length.
+
+    With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches,
+    which are then shuffled. Only the last batch is short, and chance alone says which rows it has.
+    """
+    shuffled: list[int] = torch.randperm(len(rows), generator=generator).tolist()
+    if not bucketing:
+        return shuffled
+    window, full = WINDOW * batch_size, len(shuffled) // batch_size
+    whole, short = shuffled[: full * batch_size], shuffled[full * batch_size :]
+    alike = [
+        index
+        for i in range(0, len(whole), window)
+        for index in sorted(whole[i : i + window], key=lambda j: rows[j].length)
+    ]
+    cuts: list[int] = torch.randperm(full, generator=generator).tolist()
+    batched = [index for cut in cuts for index in alike[cut * batch_size : (cut + 1) * batch_size]]
+    return batched + short
+
+
+def load_batches(
+    steps: Iterable[_In], collated: Callable[[_In], list[_Batch]], device: torch.device
+) -> Generator[list[_Batch]]:
+    """The batches of each step on `device`; for a GPU they are collated a step ahead, into pinned memory."""
+    if device.type != "cuda":
+        for rows in steps:
+            yield [batch.to(device) for batch in collated(rows)]
+        return
+    for batches in prefetch(steps, lambda rows: [batch.pinned() for batch in collated(rows)]):
+        yield [batch.to(device) for batch in batches]
+
+
+def prefetch(items: Iterable[_In], work: Callable[[_In], _Out]) -> Iterator[_Out]:
+    """`work` of every item in order, done one item ahead in a thread; what it raises comes in its place."""
+    with ThreadPoolExecutor(1, "batches") as pool:
+        pending = None
+        for item in items:
+            following = pool.submit(work, item)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()

@@ -1,0 +1,210 @@
+"""A cache of prepared examples that outlives its process: sets of arrays in a private folder, memory-mapped.
+
+    <folder>/<SHA-256 of the key>/about.json     {"fedveil-rows": 1, "key": {...},
+                                                  "arrays": {name: {"kind", "bytes", "sha256"}, ...}}
+    <folder>/<SHA-256 of the key>/<name>.bin     little-endian numbers
+    <folder>/.<random>.part                      what is being written
+
+The key contains everything that determines the arrays: the examples' content, how they were selected,
+the tokenizer, the code.
+
+| case | what happens |
+|---|---|
+| the key differs in anything | another set: this one is not looked at |
+| a set that is not whole, has another byte, or is open to others than its owner | it is removed and rebuilt |
+| the process dies while it writes | a .part stays, which no process reads; it goes with the next set, an hour later |
+| two processes make one set | each uses its own; the first one to end keeps it |
+| more than KEPT sets | those that were used longest ago go; a process that has them mapped keeps them |
+| the disk is full | StateError, nothing is kept |
+
+The digests show damage. They do not protect against anyone who can write the site's folder, who can also
+write its examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+import numpy as np
+
+from fedveil import paths
+from fedveil.config import RunConfig
+from fedveil.contract.task import DatasetShard
+from fedveil.errors import StateError
+
+Part = Mapping[str, np.ndarray]
+KEPT = 4
+_VERSION = 1
+_ABOUT = "about.json"
+_LARGEST_ABOUT = 1 << 20
+_WRITING_SECONDS = 3600.0  # after which nobody still writes a .part
+
+log = logging.getLogger("fedveil.data")
+
+
+def cache_key(config: RunConfig, split: str, share: DatasetShard | None) -> dict[str, Any]:
+    """Return the task-independent part of the key: how the examples were selected, and the code."""
+    task = config.task.model_dump()
+    drawn = share is not None or config.task.examples_per_site > 0
+    return {
+        "split": split,
+        "task": task,
+        "share": [share.index, share.count] if share else [],
+        "seed": config.run.seed if drawn else None,
+        "code": _code(),
+    }
+
+
+@cache
+def _code() -> str:
+    """SHA-256 of the app's source and of the versions of the libraries that prepare rows."""
+    hasher = hashlib.sha256()
+    for name, source in paths.app_sources().items():
+        hasher.update(name.encode() + hashlib.sha256(source.read_bytes()).digest())
+    for library in ("datasets", "flwr-datasets", "pyarrow", "tokenizers", "transformers"):
+        hasher.update(f"{library} {version(library)}".encode())
+    return hasher.hexdigest()
+
+
+@final
+class DatasetCache:
+    """The sets of one data set.
+
+    Args:
+        folder: made when something is written.
+        kinds: of the arrays of every set, by name: "<i4", "<i8".
+    """
+
+    def __init__(self, folder: Path, kinds: Mapping[str, str]) -> None:
+        self._folder, self._kinds = folder, kinds
+
+    def find(self, key: Mapping[str, Any]) -> Part | None:
+        """The arrays under exactly this key, checked and mapped; None if there are none, or none that are whole."""
+        folder = self._of(key)
+        if not folder.is_dir():
+            return None
+        try:
+            about = json.loads(_bounded(folder / _ABOUT))
+            if (
+                about["fedveil-rows"] != _VERSION
+                or about["key"] != _plain(key)
+                or set(about["arrays"]) != set(self._kinds)
+            ):
+                raise ValueError("another key, version or arrays")
+            mapped_arrays = {name: self._mapped(folder, name, about["arrays"][name]) for name in self._kinds}
+            os.utime(folder)
+            return mapped_arrays
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s: prepared rows that are not whole (%s); they are made anew", folder, error)
+            _remove(folder)
+            return None
+
+    def put(self, key: Mapping[str, Any], parts: Iterable[Part]) -> Part:
+        """Writes a set, part by part, and gives its arrays, mapped. What `parts` raises leaves nothing behind.
+
+        Raises:
+            StateError: the folder cannot be written.
+        """
+        partial = self._folder / f".{secrets.token_hex(8)}.part"
+        try:
+            paths.private_folder(partial)
+            arrays = _written(partial, parts, self._kinds)
+            about = {"fedveil-rows": _VERSION, "key": _plain(key), "arrays": arrays}
+            with _new(partial / _ABOUT) as file:
+                file.write(json.dumps(about).encode())
+            mapped_arrays = {name: self._mapped(partial, name, arrays[name], check=False) for name in self._kinds}
+            with contextlib.suppress(FileExistsError, NotADirectoryError):  # else another process was faster
+                _rename(partial, self._of(key))
+        except OSError as error:
+            raise StateError(f"{self._folder}: expected to write prepared rows, found {error}; free space") from None
+        finally:
+            _remove(partial)
+        self._tidy()
+        return mapped_arrays
+
+    def _of(self, key: Mapping[str, Any]) -> Path:
+        return self._folder / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+    def _mapped(self, folder: Path, name: str, about: Mapping[str, Any], check: bool = True) -> np.ndarray:
+        kind = np.dtype(self._kinds[name])
+        with (folder / f"{name}.bin").open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size != about["bytes"] or status.st_size % kind.itemsize or about["kind"] != self._kinds[name]:
+                raise ValueError(f"{name}: {status.st_size} bytes")
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise ValueError(f"{name}: open to others")
+            if check and hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
+                raise ValueError(f"{name}: another digest")
+            if not status.st_size:
+                return np.empty(0, kind)
+            return np.memmap(file, kind, "r")
+
+    def _tidy(self) -> None:
+        """Removes the sets that were used longest ago, and what dead processes left."""
+        with contextlib.suppress(FileNotFoundError):  # another process tidies too
+            ages = {path: path.lstat().st_mtime for path in self._folder.iterdir()}
+            sets = sorted((path for path in ages if not path.name.startswith(".")), key=lambda path: ages[path])
+            before = time.time() - _WRITING_SECONDS
+            for path in (*sets[:-KEPT], *(path for path in ages if path.suffix == ".part" and ages[path] < before)):
+                _remove(path)
+
+
+def _written(folder: Path, parts: Iterable[Part], kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Appends every part to the files of its arrays. Returns what about.json says of them."""
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(_new(folder / f"{name}.bin")) for name in kinds}
+        digests = {name: hashlib.sha256() for name in kinds}
+        for part in parts:
+            for name, kind in kinds.items():
+                data = np.ascontiguousarray(part[name], kind).data
+                files[name].write(data)
+                digests[name].update(data)
+        return {
+            name: {"kind": kind, "bytes": files[name].tell(), "sha256": digests[name].hexdigest()}
+            for name, kind in kinds.items()
+        }
+
+
+def _new(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def _rename(partial: Path, target: Path) -> None:
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if not target.is_dir():
+            raise
+        raise FileExistsError(target) from error
+
+
+def _bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_LARGEST_ABOUT)
+
+
+def _plain(key: Mapping[str, Any]) -> Any:
+    """The key as JSON gives it back."""
+    return json.loads(json.dumps(key))
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder. If that fails it stays, but it is never read as a whole set."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,59 @@
+"""Looking whether a file has rows with some columns, without reading a large one whole.
+
+| file | what is looked at |
+|---|---|
+| Parquet | its footer: the names of its columns, the number of its rows |
+| JSON Lines of at most _MOST_BYTES | all of it, as a run reads it |
+| longer ones | the lines within these bytes |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.data import tables
+from fedveil.errors import TaskError
+
+_MOST_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class FileProbe:
+    """The number of examples read from a file, and whether that is the whole file."""
+
+    rows: int
+    is_whole: bool
+
+
+def probe_file(file: Path, columns: tuple[str, ...]) -> FileProbe:
+    """The rows of `file`, all with these columns. Raises TaskError as `tables.read_table`, of what is looked at."""
+    is_parquet = file.suffix == ".parquet"
+    if not is_parquet and file.stat().st_size <= _MOST_BYTES:
+        return FileProbe(len(tables.read_table(file, columns)), True)
+    rows, names = _footer(file) if is_parquet else _lines(file)
+    if not rows:
+        raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
+    tables.require_columns(columns, names, file)
+    return FileProbe(rows, is_parquet)
+
+
+def _footer(file: Path) -> tuple[int, list[str]]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            return int(opened.metadata.num_rows), list(opened.schema_arrow.names)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise tables.no_parquet(file, error) from None
+
+
+def _lines(file: Path) -> tuple[int, list[str]]:
+    rows, number, left, names = 0, 0, _MOST_BYTES, dict[str, None]()
+    with file.open("rb") as lines:
+        while (line := lines.readline(left + 1)) and len(line) <= left:
+            number, left = number + 1, left - len(line)
+            if line.strip():
+                rows, names = rows + 1, names | dict.fromkeys(tables.parse_line(line, number, file))
+    return rows, list(names)

@@ -1,0 +1,151 @@
+"""Images of a data set: their table with the names of classes, their bytes, decoding, a bound on what is kept."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedveil.config import TaskConfig
+from fedveil.contract.task import Example, ExampleOrigin
+from fedveil.data import tables
+from fedveil.data.tables import DatasetTable
+from fedveil.errors import TaskError
+
+__all__ = ["decode_image", "image_bytes"]
+
+_Out = TypeVar("_Out")
+KEPT_BYTES = 1 << 30  # of decoded images; beyond it, an image is decoded again for every batch that has it
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
+
+
+@dataclass
+class DecodeMemoryLimit:
+    """Memory for decoded images, for several threads."""
+
+    left: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def holds(self, nbytes: int) -> bool:
+        """Takes that much, where it is left."""
+        with self._lock:
+            self.left -= nbytes
+            return self.left >= 0
+
+
+def decode_parallel(works: Sequence[Callable[[], _Out]]) -> list[_Out]:
+    """Run the decoders in threads and return their results in order: decoding releases Python's lock."""
+    return list(_pool().map(lambda work: work(), works))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), "pictures")
+
+
+def image_bytes(example: Example, column: str) -> bytes:
+    """The bytes of an example's image, which are kept as `datasets` does ({"bytes", "path"}), plainly, or at a path.
+
+    Raises:
+        TaskError: there is no image, or none at its path.
+    """
+    value: object = example.values.get(column)
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str) and value:
+        try:
+            return (Path(example.folder) / value).read_bytes()
+        except OSError as error:
+            raise TaskError(
+                f'task.data: expected an image at the path in "{column}", found {error} ({example.where}); correct '
+                "the path"
+            ) from None
+    raise TaskError(
+        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; '
+        "correct or drop the row"
+    )
+
+
+def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
+    """The image in colour, or in PIL's mode `mode`. Raises TaskError where it does not decode."""
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(image)).convert(mode)
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise _broken(where, error) from None
+
+
+def require_image(image: bytes, where: str) -> None:
+    """Raises TaskError where the head is none of an image; what comes behind it is seen when the image is decoded."""
+    from PIL import Image
+
+    try:
+        Image.open(io.BytesIO(image)).close()
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise _broken(where, error) from None
+
+
+def _broken(where: str, error: Exception) -> TaskError:
+    return TaskError(
+        f"task.data: expected an image that decodes, found that {where} does not ({error}); correct or drop the row"
+    )
+
+
+def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
+    """Images with their classes: the file of a split, or an image folder `<split>/<class>/<image>`.
+
+    Names of the classes are those that the target column keeps (ClassLabel), else its sorted texts, else none; of an
+    image folder the class folders.
+
+    Raises:
+        TaskError: as `tables.read_split`, or an image folder without an image.
+    """
+    if is_by_class(data, split):
+        return _by_class(data / split, task)
+    table = tables.read_split(data, split, (task.image_column, task.target_column))
+    label_names = getattr(table.rows.features[task.target_column], "names", None)
+    names = label_names or sorted({value for value in table.rows[task.target_column] if isinstance(value, str)})
+    return replace(table, class_names=tuple(names))
+
+
+def is_by_class(data: Path, split: str) -> bool:
+    """Return whether a split is a folder of class folders rather than a file."""
+    return (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in tables.SUFFIXES)
+
+
+def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
+    """The images of class folders, in the order of their paths.
+
+    The class is in task.target-column and in task.label-column. Class folders without an image are classes too. Hidden
+    files and those that are not SUFFIXES are passed over.
+    """
+    from datasets import Dataset
+
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    files = [
+        path
+        for name in names
+        for path in sorted((folder / name).iterdir())
+        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
+    ]
+    if not files:
+        raise TaskError(
+            f'task.data: expected images at <class>/<name>.png or .jpg in "{folder}", found none in '
+            f"{', '.join(names[:8]) or 'no folder'}; add them"
+        )
+    columns = {task.image_column: [str(file.relative_to(folder)) for file in files]}
+    for column in sorted({task.target_column, task.label_column} - {task.image_column}):
+        columns[column] = [file.parent.name for file in files]
+    paths = columns[task.image_column]
+    return DatasetTable(
+        Dataset.from_dict(columns), lambda i: ExampleOrigin(str(folder / paths[i])), str(folder), tuple(names)
+    )

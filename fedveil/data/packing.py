@@ -1,0 +1,71 @@
+"""Packing of several short examples into one sequence: steps on the same examples, with less padding.
+
+Attention stays within an example. Positions restart at each example, and no mask is passed with them.
+From the positions transformers builds the block mask itself, for the families in FAMILIES. Tests compare
+loss and gradient there with those of unpacked examples. Each padding token is an example of its own,
+which does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.errors import ConfigError
+
+FAMILIES = ("gpt2", "llama")  # by "model_type" of a model's config
+
+
+def check_packing(family: str, name: str) -> None:
+    """Raises ConfigError for a family of models in which a row is not known to keep to itself; `name`: the model's."""
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"train.packing: expected a model of one of the families {', '.join(FAMILIES)}, in which attention is "
+            f'known to stay within a row, found "{family}" ({name}); set train.packing = false, or take train.bucketing'
+        )
+
+
+def fit_sequences(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Rows of these lengths, none above `room`, in sequences of at most `room` tokens: first fit, longest first."""
+    sequences: list[list[int]] = []
+    left: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = next((i for i, free in enumerate(left) if free >= lengths[row]), len(left))
+        if at == len(left):
+            sequences.append([])
+            left.append(room)
+        sequences[at].append(row)
+        left[at] -= lengths[row]
+    return sequences
+
+
+def collate_packed(
+    rows: Sequence[TokenExample],
+    padding: int,
+    room: int,
+    whole: bool = False,
+    width: Callable[[int], int] = lambda longest: longest,
+) -> TokenBatch:
+    """One batch of `rows` in sequences of up to `room` tokens; otherwise as `batches.collate_batch`.
+
+    Its `mask` is 1 where there is no padding. `inputs` has the positions ("position_ids"), which take its place.
+    """
+    sequences = [[rows[i] for i in chosen] for chosen in fit_sequences([row.length for row in rows], room)]
+    length = width(max(sum(row.length for row in sequence) for sequence in sequences))
+    ids, mask, places = (torch.full((len(sequences), length), value) for value in (padding, 0, 0))
+    positions: list[int] = []
+    wanted: list[int] = []
+    for i, sequence in enumerate(sequences):
+        at = 0
+        for row in sequence:
+            start, end = 1 if whole else max(1, row.start), at + row.length
+            ids[i, at:end], mask[i, at:end] = torch.tensor(row.ids), 1
+            places[i, at:end] = torch.arange(row.length)
+            positions.extend(range(i * length + at + start - 1, i * length + end - 1))
+            wanted.extend(row.ids[start:])
+            at = end
+    # torch would make floats of an empty list.
+    where, target = (torch.tensor(values, dtype=torch.int64) for values in (positions, wanted))
+    return TokenBatch(ids, mask, where, target, sum(row.length for row in rows), {"position_ids": places})

@@ -1,0 +1,181 @@
+"""Cutting one table into the parts of several sites, with the partitioners of flwr-datasets.
+
+Every site's process cuts the same table with the same seed and keeps its own part, so nothing needs to be sent. Each
+row is in exactly one part and no part is empty; a cut that cannot be made so is refused.
+
+| task.partition | part of a site |
+|---|---|
+| iid | an equal share of the shuffled rows |
+| dirichlet | of each label a share drawn from Dirichlet(task.alpha) |
+| pathological | the rows of task.classes-per-site labels, split with the other sites that have the label |
+| pathological, task.classes-per-site 0 | the rows of whole labels: of C shuffled labels round(C / sites) each, the rest
+  to the last site (Tran et al. 2025, DP-FPL) |
+| natural | the rows of whole labels; the sorted labels are dealt out in turn where there are more than sites |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import re
+import warnings
+from typing import TYPE_CHECKING
+
+from fedveil.errors import TaskError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import Partitioner
+
+    from fedveil.config import TaskConfig
+    from fedveil.contract.task import DatasetShard
+
+__all__ = ["NO_LABEL", "example_labels", "partition_indices", "partition_rows"]
+
+NO_LABEL = "none"
+_INDEX, _LABEL = "index", "label"
+
+
+def partition_rows(rows: Dataset, share: DatasetShard, task: TaskConfig, seed: int) -> Dataset:
+    """The part of `rows` that is site `share.index` of `share.count`. Raises as `partition_indices`."""
+    return rows.select(partition_indices(rows, share, task, seed))
+
+
+def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed: int) -> list[int]:
+    """The rows of the part that is site `share.index` of `share.count`, in its order.
+
+    Raises:
+        TaskError: the share is not one of the count, or the rows cannot be cut so that each site gets some and
+            each row has a site.
+    """
+    from datasets import Dataset
+
+    if not 0 <= share.index < share.count:
+        raise TaskError(
+            f"share: expected an index from 0 to {share.count - 1}, found {share.index}; "
+            f"number the sites from 0 and give each its own"
+        )
+    if len(rows) < share.count:
+        raise TaskError(f"task.data: expected at least one row a site ({share.count}), found {len(rows)}; add rows")
+    # The partitioners get a table of their own, so that no column of the user's can be taken for one of theirs.
+    table = Dataset.from_dict({_INDEX: range(len(rows))})
+    if task.partition == "iid":
+        part = _load(_partitioner([], share, task, seed), table.shuffle(seed=seed), share, task)
+        return list(part[_INDEX])
+    labels = example_labels(rows, task)
+    if task.partition == "natural":
+        labels = _dealt(labels, share)
+    if _is_apart(task):
+        labels = _apart(labels, share, seed)
+    part = _load(_partitioner(labels, share, task, seed), table.add_column(_LABEL, labels), share, task)
+    return list(part[_INDEX])
+
+
+def example_labels(rows: Dataset, task: TaskConfig) -> list[str]:
+    """The label of each row: task.label-column, or the group that task.label-pattern finds in it.
+
+    Raises:
+        TaskError: no such column, or a pattern that is no regular expression with one group.
+    """
+    if task.label_column not in rows.column_names:
+        raise TaskError(
+            f'task.label-column: expected a column of the data, found "{task.label_column}"; '
+            f"it has {', '.join(rows.column_names)}"
+        )
+    values = ["" if value is None else str(value) for value in rows[task.label_column]]
+    if not task.label_pattern:
+        return [value or NO_LABEL for value in values]
+    try:
+        pattern = re.compile(task.label_pattern)
+    except re.error as error:
+        raise TaskError(
+            f'task.label-pattern: expected a regular expression, found "{task.label_pattern}" ({error})'
+        ) from None
+    if pattern.groups != 1:
+        raise TaskError(
+            f"task.label-pattern: expected one group in parentheses, found {pattern.groups} "
+            f'in "{task.label_pattern}"; mark the label with (...) and other brackets with (?:...)'
+        )
+    return [match[1] or NO_LABEL if (match := pattern.search(value)) else NO_LABEL for value in values]
+
+
+def _dealt(found: list[str], share: DatasetShard) -> list[str]:
+    """Whole labels dealt to the sites in turn: a group name for each row, as many groups as sites."""
+    distinct = sorted(set(found))
+    if len(distinct) < share.count:
+        raise TaskError(
+            f"task.partition natural: expected at least {share.count} labels for {share.count} sites, found "
+            f"{len(distinct)}; use fewer sites, another task.label-column, or another partition"
+        )
+    group = {label: f"{position % share.count:09d}" for position, label in enumerate(distinct)}
+    return [group[label] for label in found]
+
+
+def _is_apart(task: TaskConfig) -> bool:
+    return task.partition == "pathological" and task.classes_per_site == 0
+
+
+def _apart(found: list[str], share: DatasetShard, seed: int) -> list[str]:
+    """Whole labels in runs of round(C / sites) of a seeded order, halves to the even number; a group for each row."""
+    distinct = sorted(set(found))
+    random.Random(seed).shuffle(distinct)
+    run = round(len(distinct) / share.count)
+    if run == 0 or run * (share.count - 1) >= len(distinct):
+        raise TaskError(
+            f"task.partition pathological: expected {max(1, run)} labels for every site and one for the last of "
+            f"{share.count} at least, found {len(distinct)} in all; use fewer sites, or set task.classes-per-site"
+        )
+    group = {label: f"{min(position // run, share.count - 1):09d}" for position, label in enumerate(distinct)}
+    return [group[label] for label in found]
+
+
+def _partitioner(found: list[str], share: DatasetShard, task: TaskConfig, seed: int) -> Partitioner:
+    from flwr_datasets.partitioner import (
+        DirichletPartitioner,
+        IidPartitioner,
+        NaturalIdPartitioner,
+        PathologicalPartitioner,
+    )
+
+    if _is_apart(task):
+        return NaturalIdPartitioner(_LABEL)
+    match task.partition:
+        case "iid":
+            return IidPartitioner(share.count)
+        case "dirichlet":
+            return DirichletPartitioner(share.count, _LABEL, task.alpha, min_partition_size=1, seed=seed)
+        case "pathological":
+            # In this mode site i has the labels i, i + 1, ..., so all are used if the last site reaches the last one.
+            distinct = len(set(found))
+            reached = share.count + task.classes_per_site - 1
+            if reached < distinct:
+                raise TaskError(
+                    f"task.partition pathological: expected a site for each of {distinct} labels, found {share.count} "
+                    f"sites with {task.classes_per_site}, which reach {reached}; raise task.classes-per-site to "
+                    f"{distinct - share.count + 1} or narrow task.label-pattern"
+                )
+            return PathologicalPartitioner(share.count, _LABEL, task.classes_per_site, "deterministic", seed=seed)
+        case "natural":
+            return NaturalIdPartitioner(_LABEL)
+
+
+def _load(partitioner: Partitioner, rows: Dataset, share: DatasetShard, task: TaskConfig) -> Dataset:
+    partitioner.dataset = rows
+    # flwr-datasets warns at each Dirichlet draw that leaves a site empty, and draws again; a last failure it raises.
+    # The natural partitioner writes a progress bar to stderr.
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.filterwarnings("ignore", module=r"flwr_datasets\.", category=UserWarning)
+        warnings.filterwarnings("ignore", message="The specified min_partition_size", category=UserWarning)
+        try:
+            part = partitioner.load_partition(share.index)
+        except ValueError as error:
+            raise TaskError(
+                f"task.partition {task.partition}: expected at least one row for each of {share.count} sites, found "
+                f"that the labels do not allow it; raise task.alpha, or use fewer sites ({str(error).splitlines()[0]})"
+            ) from None
+    if not len(part):
+        raise TaskError(
+            f"task.partition {task.partition}: expected rows for site {share.index}, found none; use fewer sites"
+        )
+    return part

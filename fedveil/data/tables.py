@@ -1,0 +1,285 @@
+"""Read a split's examples from a data folder or file, JSON Lines or Parquet, and write no file next to it.
+
+A table is an Arrow table: in memory, or mapped from an unnamed file in a private folder that the caller
+gives. Its rows become Python objects a few at a time, as they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import operator
+import os
+import random
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from fedveil import paths
+from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
+from fedveil.data import partition
+from fedveil.errors import StateError, TaskError
+
+if TYPE_CHECKING:
+    import pyarrow  # type: ignore[import-untyped]
+    from datasets import Dataset
+
+    from fedveil.config import RunConfig
+
+__all__ = ["DatasetTable", "TableSelection", "read_split", "read_table", "split_file"]
+
+SUFFIXES = (".jsonl", ".parquet")
+_PARSED = 10_000  # lines of JSON that become a part of the table together
+_AT_ONCE = 256  # rows that are Python objects together: few, for they may be pictures
+
+
+@dataclass(frozen=True)
+class DatasetTable:
+    """The rows of one split, whole.
+
+    Attributes:
+        rows: all columns.
+        origin: of a row, by its index.
+        folder: where relative paths in the rows begin.
+        class_names: of all classes, by number; empty where the rows name none.
+    """
+
+    rows: Dataset
+    origin: Callable[[int], ExampleOrigin]
+    folder: str
+    class_names: tuple[str, ...] = ()
+
+    def examples(self, split: str, share: DatasetShard | None, config: RunConfig) -> TableSelection:
+        """The rows, or those of the part that is `share`.
+
+        Of the split "train" at most task.examples-per-site, a seeded choice in file order. Raises TaskError as
+        `partition.indices`.
+        """
+        task, seed = config.task, config.run.seed
+        chosen: Sequence[int] = range(len(self.rows))
+        if share is not None:
+            chosen = partition.partition_indices(self.rows, share, task, seed)
+        if split == "train" and 0 < task.examples_per_site < len(chosen):
+            chosen = [chosen[i] for i in sorted(random.Random(seed).sample(range(len(chosen)), task.examples_per_site))]
+        return TableSelection(self, np.asarray(chosen, dtype=np.int64))
+
+
+@final
+class TableSelection(Sequence[Example]):
+    """Some rows of a table. An example is made when it is asked for; an iteration reads _AT_ONCE rows at a time.
+
+    Args:
+        table: the whole.
+        at: the indices of the rows in it.
+    """
+
+    def __init__(self, table: DatasetTable, at: NDArray[np.int64]) -> None:
+        self._table, self.at = table, at
+        self._rows = table.rows.with_format("arrow")
+
+    @override
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> TableSelection: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Example | TableSelection:
+        if isinstance(index, slice):
+            return TableSelection(self._table, self.at[index])
+        return self._read(self.at[operator.index(index)][None])[0]
+
+    @override
+    def __iter__(self) -> Iterator[Example]:
+        for i in range(0, len(self.at), _AT_ONCE):
+            yield from self._read(self.at[i : i + _AT_ONCE])
+
+    def _read(self, at: NDArray[np.int64]) -> list[Example]:
+        first, last = int(at[0]), int(at[-1])
+        in_line = last - first + 1 == len(at) and bool((np.diff(at) == 1).all())
+        selection = self._rows[first : last + 1] if in_line else self._rows[at.tolist()]
+        table = self._table
+        return [
+            Example(row, table.origin(i), table.folder, table.class_names)
+            for i, row in zip(at.tolist(), selection.to_pylist(), strict=True)
+        ]
+
+
+def read_split(data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None) -> DatasetTable:
+    """The rows of the split's file; see `read_table`. Raises TaskError as `split_file` and `read_table`."""
+    file = split_file(data, split)
+    name, folder = str(file), data if data.is_dir() else data.parent
+    return DatasetTable(read_table(file, columns, scratch), lambda i: ExampleOrigin(name, i + 1), str(folder))
+
+
+@contextlib.contextmanager
+def columns_named_by(key: str) -> Iterator[None]:
+    """Around the reading of rows that `key` names: what is wrong with them is said of it, and not of task.data."""
+    try:
+        yield
+    except TaskError as error:
+        raise TaskError(str(error).replace("task.data:", f"{key}:", 1)) from None
+
+
+def digest_file(file: Path) -> str:
+    """SHA-256 of a file of rows."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def split_file(data: Path, split: str) -> Path:
+    """The file of `split` in the folder `data`; `data` itself where that is a file.
+
+    Raises:
+        TaskError: neither is there, or the file is of another kind.
+    """
+    if data.is_file():
+        if data.suffix not in SUFFIXES:
+            raise TaskError(f'task.data: expected a file ending in {" or ".join(SUFFIXES)}, found "{data}"; convert it')
+        return data
+    if not data.is_dir():
+        raise TaskError(f'task.data: expected a folder or file of rows, found none at "{data}"; correct the path')
+    for suffix in SUFFIXES:
+        if (file := data / f"{split}{suffix}").is_file():
+            return file
+    raise TaskError(
+        f'task.data: expected {split}.jsonl or {split}.parquet in "{data}", found '
+        f"{', '.join(sorted(p.name for p in data.iterdir())[:8]) or 'nothing'}; add the file or name another folder"
+    )
+
+
+def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None) -> Dataset:
+    """All rows of `file`, in memory or, with a private folder `scratch`, mapped from a nameless file in it.
+
+    Goes past the cache of `datasets`: a site may have no writable one, and many processes would share it.
+
+    Raises:
+        TaskError: a line or the file cannot be read, there is no row, or one of `columns` is missing.
+        StateError: `scratch` cannot be written.
+    """
+    from datasets import Dataset
+
+    table = _parquet(file, scratch) if file.suffix == ".parquet" else _json_lines(file, scratch)
+    if table is None or not len(table):
+        raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
+    require_columns(columns, table.column_names, file)
+    return Dataset(table, fingerprint=secrets.token_hex(8))  # else `datasets` would hash the whole table for one
+
+
+def no_parquet(file: Path, error: Exception) -> TaskError:
+    """Return the error for a file that is damaged or is not Parquet."""
+    return TaskError(f'task.data: expected Parquet in "{file}", found {str(error).splitlines()[0]}; write it anew')
+
+
+def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) -> None:
+    """Raises TaskError where one of `columns` is not among the names that `file` has."""
+    for column in columns:
+        if column not in names:
+            raise TaskError(
+                f'task.data: expected column "{column}" in "{file}", found {", ".join(names)}; '
+                f"set task.source-column and task.target-column to columns of the file"
+            )
+
+
+def _json_lines(file: Path, scratch: Path | None) -> pyarrow.Table | None:
+    # Not pyarrow's JSON reader: it turns text that looks like a date into timestamps.
+    import pyarrow
+
+    try:
+        schemas: list[pyarrow.Schema] = []
+        table = _kept(_same(_json_tables(file), schemas), scratch)
+        if len(schemas) < 2:
+            return table
+        return _kept(_json_tables(file, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        reason = str(error).splitlines()[0]
+        raise TaskError(
+            f'task.data: expected one type a column in "{file}", found {reason}; correct the rows'
+        ) from None
+
+
+def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Iterator[pyarrow.Table]:
+    """The tables up to the first one of another schema; the schemas of all of them go into `schemas`, each once."""
+    for table in tables:
+        if table.schema not in schemas:
+            schemas.append(table.schema)
+        if len(schemas) == 1:
+            yield table
+
+
+def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
+    """The lines of a file, _PARSED at a time, by what they hold or under a schema."""
+    import pyarrow
+
+    with file.open("rb") as lines:
+        rows = (parse_line(line, number, file) for number, line in enumerate(lines, start=1) if line.strip())
+        while part := list(itertools.islice(rows, _PARSED)):
+            names = schema.names if schema is not None else list(dict.fromkeys(name for row in part for name in row))
+            columns = [
+                pyarrow.array([row.get(name) for row in part], schema and schema.field(name).type) for name in names
+            ]
+            yield pyarrow.table(dict(zip(names, columns, strict=True)))
+
+
+def parse_line(line: bytes, number: int, file: Path) -> dict[str, Any]:
+    """The row in a line of JSON. Raises TaskError where there is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(
+            f'task.data: expected JSON in line {number} of "{file}", found {error}; correct the line'
+        ) from None
+    if not isinstance(row, dict):
+        text = line.rstrip(b"\n")[:40]
+        raise TaskError(f'task.data: expected an object in line {number} of "{file}", found {text!r}; correct it')
+    return row
+
+
+def _parquet(file: Path, scratch: Path | None) -> pyarrow.Table | None:
+    import pyarrow
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        if scratch is None:
+            return pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            schema = opened.schema_arrow
+            parts = (pyarrow.Table.from_batches([part], schema) for part in opened.iter_batches(_AT_ONCE))
+            return _kept(parts, scratch)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise no_parquet(file, error) from None
+
+
+def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Table | None:
+    """The tables, of one schema, as one; None where there are none."""
+    import pyarrow
+
+    first = next(tables, None)
+    if first is None:
+        return None
+    if scratch is None:
+        return pyarrow.concat_tables([first, *tables])
+    path = paths.private_folder(scratch) / f".{secrets.token_hex(8)}.part"
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with pyarrow.ipc.new_stream(file, first.schema) as stream:
+                for table in itertools.chain([first], tables):
+                    stream.write_table(table)
+            file.flush()
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+    except OSError as error:
+        if error.errno is None:  # Arrow's own, about what it read
+            raise
+        raise StateError(f"{scratch}: expected to write the rows, found {error}; free space") from None
+    finally:
+        path.unlink(missing_ok=True)

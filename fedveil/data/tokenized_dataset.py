@@ -1,0 +1,75 @@
+"""Encoded rows of text as a few arrays, not as Python objects: in memory, or mapped from a shelf."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final, overload
+
+import numpy as np
+from jaxtyping import Int32, Int64
+from typing_extensions import override
+
+from fedveil.data.batches import TokenExample
+
+Part = Mapping[str, np.ndarray]
+KINDS: Mapping[str, str] = {"ids": "<i4", "lengths": "<i4", "starts": "<i4", "cuts": "<i4", "numbers": "<i8"}
+
+
+@final
+class TokenizedDataset(Sequence[TokenExample]):
+    """Rows of tokens. A row becomes a Python object when it is asked for; a slice is a list of such objects.
+
+    Args:
+        arrays: by the names of KINDS: the tokens of all rows behind one another; of each row how many they are, where
+            its target begins, what it has lost, and the number of the row of the file that it was made from (0 where it
+            is of none).
+    """
+
+    def __init__(self, arrays: Part) -> None:
+        self._ids: Int32[np.ndarray, " tokens"] = arrays["ids"]
+        self._starts: Int32[np.ndarray, " rows"] = arrays["starts"]
+        self.cuts: Int32[np.ndarray, " rows"] = arrays["cuts"]
+        self.numbers: Int64[np.ndarray, " rows"] = arrays["numbers"]
+        self._ends: Int64[np.ndarray, " rows"] = np.cumsum(arrays["lengths"], dtype=np.int64)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenExample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenExample]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> TokenExample | list[TokenExample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[operator.index(index)]
+        first = int(self._ends[at - 1]) if at else 0
+        return TokenExample(
+            self._ids[first : int(self._ends[at])].tolist(), int(self._starts[at]), cut=int(self.cuts[at])
+        )
+
+
+def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
+    """Some rows as arrays."""
+    lengths = [len(row.ids) for row in rows]
+    ids = np.fromiter(itertools.chain.from_iterable(row.ids for row in rows), np.int32, sum(lengths))
+    return {
+        "ids": ids,
+        "lengths": np.array(lengths, np.int32),
+        "starts": np.array([row.start for row in rows], np.int32),
+        "cuts": np.array([row.cut for row in rows], np.int32),
+        "numbers": np.array(numbers, np.int64),
+    }
+
+
+def join_parts(parts: Iterable[Part]) -> Part:
+    """The arrays of all parts, in memory."""
+    arrays_by_name: dict[str, list[np.ndarray]] = {name: [np.empty(0, kind)] for name, kind in KINDS.items()}
+    for part in parts:
+        for name, array in part.items():
+            arrays_by_name[name].append(array)
+    return {name: np.concatenate(arrays) for name, arrays in arrays_by_name.items()}

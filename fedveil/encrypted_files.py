@@ -1,0 +1,248 @@
+"""Files that are sealed under a key of their owner: what a site keeps, where it names a key file.
+
+    magic | key's id | salt | length of role | role       16, 8, 32, 2 and some bytes: the head, in the clear
+    chunk | tag | chunk | tag | ... | last chunk | tag    1 MiB a chunk, the last one shorter; 16 bytes a tag
+
+    key of the file = HKDF-SHA256(key, salt)              salt: 32 bytes from the operating system, new for every file
+    chunk i         = AES-256-GCM(key of the file, nonce = i on 11 bytes | 1 if it is the last else 0, head)
+
+A role says what the file is and whose: "state/RUN/SITE". The reader says which one it expects. The shape is that of
+Hoang, Reyhanitabar, Rogaway and Vizar, "Online Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", 2015
+(STREAM). The key file holds 32 bytes and nothing else; it is never written to by this module.
+
+Formal guarantees, for a key that nobody else has:
+- without the key a file shows its length, its role and which key sealed it, and nothing of its content;
+- what `read` returns was written under that role by somebody with the key, whole and in order.
+
+| case | result of `read` |
+|---|---|
+| a byte changed, chunks swapped, dropped or repeated, the end cut off | StateError |
+| another sealed file in its place | StateError: it has another role |
+| an older version of the same file in its place | it is read: nothing here knows which one is the latest |
+| sealed under another key; a sealed file and no key; a file in the clear and a key | StateError |
+| no key, and a file in the clear | its bytes |
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from io import BufferedIOBase
+from mmap import mmap
+from pathlib import Path
+from typing import final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedveil.errors import ConfigError, StateError
+
+Bytes = bytes | bytearray | memoryview | mmap
+
+KEY_BYTES = 32
+VARIABLE = "FEDVEIL_KEY_FILE"  # names the key file of a process that no node config reaches
+_MAGIC = b"FedVeil sealed\n\x01"  # its last byte is the version
+_ID_BYTES, _SALT_BYTES, _TAG_BYTES = 8, 32, 16
+_CHUNK_BYTES = 1 << 20
+
+
+@final
+@dataclass(frozen=True)
+class FileSeal:
+    """How files are kept: sealed under a key, or in the clear where there is none.
+
+    Attributes:
+        key: 32 bytes; None = in the clear.
+    """
+
+    key: bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_key_file(cls, file: str | Path) -> FileSeal:
+        """The seal of a key file; in the clear for "". Raises ConfigError for a file that is no such key."""
+        if not str(file):
+            return cls()
+        missing = "put its copy back, for without it nothing sealed can be read"
+        return cls(read_key_file(Path(file).expanduser(), "key-file", missing, "fedveil site key"))
+
+    @classmethod
+    def of_environment(cls) -> FileSeal:
+        """Return the seal of a process that no node config reaches: the server, and who reads its taps."""
+        return cls.from_key_file(os.environ.get(VARIABLE, ""))
+
+    @property
+    def id(self) -> str:
+        """16 hex digits that tell this key from others; "" without a key."""
+        return "" if self.key is None else _derived(self.key, None, b"fedveil key id", _ID_BYTES).hex()
+
+    def closed(self, parts: Iterable[Bytes], role: str) -> Iterator[Bytes]:
+        """The bytes of a file with this content, part by part; at most some MiB of it in memory."""
+        if self.key is None:
+            yield from parts
+            return
+        salt, name = os.urandom(_SALT_BYTES), role.encode()
+        head = _MAGIC + bytes.fromhex(self.id) + salt + len(name).to_bytes(2, "big") + name
+        cipher = _cipher(self.key, salt)
+        yield head
+        for number, (chunk, last) in enumerate(_chunks(parts)):
+            yield cipher.encrypt(_nonce(number, last), chunk, head)
+
+    def read(self, path: Path, role: str) -> bytes:
+        """The content of a file that has this role.
+
+        Raises:
+            OSError: it cannot be opened.
+            StateError: it is not such a file, or not sealed as this says.
+        """
+        with path.open("rb") as file:
+            return b"".join(self.opened(file, role, path))
+
+    def opened(self, file: BufferedIOBase, role: str, path: Path) -> Iterator[bytes]:
+        """The same of an open file, chunk by chunk: the content is whole only once all of them have come."""
+        sealed = file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
+        file.seek(0)
+        if self.key is None or not sealed:
+            self._require_clear(sealed, path)
+            yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
+            return
+        head, header = _head(file, path)
+        if header.key != self.id:
+            raise StateError(
+                f"{path}: expected a file that key {self.id} sealed, found one of key {header.key}; name that key's "
+                "file, or seal it anew: fedveil site seal --old-key-file"
+            )
+        if header.role != role:
+            raise StateError(
+                f"{path}: expected a sealed file of {role!r}, found one of {header.role!r}; it was put in another's "
+                "place: restore it from a backup"
+            )
+        cipher, chunk, number = _cipher(self.key, header.salt), file.read(_CHUNK_BYTES + _TAG_BYTES), 0
+        while True:
+            after = file.read(_CHUNK_BYTES + _TAG_BYTES)
+            try:
+                yield cipher.decrypt(_nonce(number, not after), chunk, head)
+            except InvalidTag:
+                raise StateError(
+                    f"{path}: expected what was sealed, found chunk {number} changed or the end cut off; restore it "
+                    "from a backup"
+                ) from None
+            if not after:
+                return
+            chunk, number = after, number + 1
+
+    def _require_clear(self, sealed: bool, path: Path) -> None:
+        if self.key is not None:
+            raise StateError(
+                f"{path}: expected a file sealed under key {self.id}, found one in the clear; if you know that it is "
+                "the site's own, stop the site and run fedveil site seal"
+            )
+        if sealed:
+            raise StateError(
+                f"{path}: expected a file in the clear, for no key file is named, found a sealed one; name its key: "
+                f"key-file in the node config, fedveil site start --key-file, or {VARIABLE} at the server"
+            )
+
+
+def read_key_file(path: Path, named: str, missing: str, makes: str) -> bytes:
+    """The 32 bytes of a key's file. Raises ConfigError for one that is no such file, or that others can read.
+
+    Args:
+        named: the key of the node config that names it.
+        missing: what to do where it is not there.
+        makes: the command that makes one.
+    """
+    try:
+        with path.open("rb") as opened:
+            about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{named}: expected one at {path}, found none ({type(error).__name__}); {missing}") from None
+    if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
+        raise ConfigError(
+            f"{named}: expected {path} to be a file that only its owner can read, found mode "
+            f"{stat.S_IMODE(about.st_mode):o}; chmod 600, and make a new key if others could read it"
+        )
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"{named}: expected {KEY_BYTES} bytes in {path}, found {'more' if len(key) > KEY_BYTES else len(key)}; "
+            f"{makes} makes one"
+        )
+    return key
+
+
+@dataclass(frozen=True)
+class SealHeader:
+    """What a sealed file says of itself: the id of its key, its salt and its role."""
+
+    key: str
+    salt: bytes
+    role: str
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file begins as a sealed one does, of any version. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
+
+
+def read_seal_header(path: Path) -> SealHeader:
+    """The head of a sealed file, which nobody has vouched for. Raises OSError, or StateError for another file."""
+    with path.open("rb") as file:
+        return _head(file, path)[1]
+
+
+def make_key(path: Path) -> FileSeal:
+    """Makes a key file that only its owner can read. Raises ConfigError where there is a file already."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(os.urandom(KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(
+            f"key file: expected a new name in a folder that is there, found {path} ({type(error).__name__}); "
+            "choose another"
+        ) from None
+    return FileSeal.from_key_file(path)
+
+
+def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, SealHeader]:
+    fixed = len(_MAGIC) + _ID_BYTES + _SALT_BYTES + 2
+    head = file.read(fixed)
+    size = int.from_bytes(head[-2:], "big")
+    role = file.read(size) if len(head) == fixed else b""
+    if head[: len(_MAGIC)] != _MAGIC or len(head) != fixed or len(role) != size:
+        raise StateError(
+            f"{path}: expected a sealed file of version {_MAGIC[-1]}, found another version, or one cut off in its "
+            "head; restore it from a backup"
+        )
+    key, salt = head[len(_MAGIC) :][:_ID_BYTES], head[len(_MAGIC) + _ID_BYTES : -2]
+    return head + role, SealHeader(key.hex(), salt, role.decode(errors="replace"))
+
+
+def _chunks(parts: Iterable[Bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Chunks of equal size, each with whether it is the last one, which is shorter, or full, or empty at most once."""
+    buffer = bytearray()
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), _CHUNK_BYTES):
+            buffer += view[start : start + _CHUNK_BYTES]
+            if len(buffer) > _CHUNK_BYTES:
+                yield bytes(buffer[:_CHUNK_BYTES]), False
+                del buffer[:_CHUNK_BYTES]
+    yield bytes(buffer), True
+
+
+def _nonce(number: int, last: bool) -> bytes:
+    return number.to_bytes(11, "big") + bytes([last])
+
+
+def _cipher(key: bytes, salt: bytes) -> AESGCM:
+    return AESGCM(_derived(key, salt, b"fedveil sealed file", KEY_BYTES))
+
+
+def _derived(key: bytes, salt: bytes | None, purpose: bytes, length: int) -> bytes:
+    return HKDF(SHA256(), length, salt, purpose).derive(key)

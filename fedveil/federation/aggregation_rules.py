@@ -1,0 +1,153 @@
+"""Cohort selection, checks of the aggregation rule, and the bound on one site's weight in a round.
+
+Cohorts are drawn by seeded sampling without replacement, the same in one process and over gRPC.
+`aggregate.*` sets how uploads are combined; `check_rule` and similar functions check that method and
+cohort allow it. One site's weight is bounded:
+
+    n_k <- min(n_k, s / (1 - s) * sum of the others' n),   s from 1/2 to 1
+
+A site reports its own number of examples, and the server cannot verify it. With s = 1/2 it never weighs
+more than all others together, regardless of its report. Methods that weigh every site alike do not need
+the bound.
+
+| case | what happens |
+|---|---|
+| s = 1 | nothing is bounded |
+| a round of one upload | nothing is bounded |
+| no site is above the bound | every upload is passed on in the order in which it came |
+| one site is above it (with s >= 1/2 there cannot be two) | it may come later than it came, with fewer examples |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from fedveil.config import AggregateConfig, CohortConfig, SecureConfig
+from fedveil.contract.method import AcceptedUpload
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.ops.krum import MultiKrumAggregator, min_uploads
+from fedveil.ops.robust_means import RobustAggregator
+from fedveil.ops.running_sums import RunningSums
+from fedveil.rng import RandomStream
+
+
+def make_aggregator(aggregate: AggregateConfig) -> RunningSums | RobustAggregator | MultiKrumAggregator:
+    """Empty sums of a round under a rule."""
+    if aggregate.rule == "multi-krum":
+        return MultiKrumAggregator(aggregate.num_byzantine, aggregate.num_selected)
+    if aggregate.rule == "mean":
+        return RunningSums()
+    return RobustAggregator(0.5 if aggregate.rule == "median" else aggregate.trim_fraction)
+
+
+def fewest_uploads(aggregate: AggregateConfig) -> int:
+    """The fewest uploads that the rule can choose among; 0 for a rule that takes any number."""
+    return min_uploads(aggregate.num_byzantine, aggregate.num_selected) if aggregate.rule == "multi-krum" else 0
+
+
+def fewest_sites(aggregate: AggregateConfig, fraction: float) -> int:
+    """Return the fewest connected sites from which a cohort of `fraction` has enough uploads for the rule."""
+    least = fewest_uploads(aggregate)
+    count = max(0, math.floor((least - 1) / fraction))
+    while cohort_size(fraction, count) < least:
+        count += 1
+    return count
+
+
+def check_rule(exchange: MessageExchange, aggregate: AggregateConfig) -> None:
+    """Raises ConfigError for a rule that compares whole uploads, with a method whose uploads cannot be compared."""
+    variants = exchange.layout.variants("up")
+    if aggregate.rule == "multi-krum" and (exchange.method.has_masked_terms or len(variants) > 1):
+        obstacle = "masks" if exchange.method.has_masked_terms else f"uploads of the kinds {', '.join(variants)}"
+        raise ConfigError(
+            f'aggregate.rule: expected a method whose uploads all hold the same entries for "multi-krum", found '
+            f'{exchange.name}, which has {obstacle}; choose "median" or "trimmed"'
+        )
+
+
+def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
+    """Raise ConfigError for what this cohort, or a sum of masked uploads, does not allow under any method."""
+    check_secure(secure, aggregate, cohort)
+    check_count(aggregate, "cohort.min-sites", cohort.min_sites)
+    drawn = cohort_size(cohort.fraction, max(cohort.sites, cohort.min_sites))
+    check_count(aggregate, "cohort.fraction of cohort.sites", drawn)
+
+
+def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
+    """Raises ConfigError for what cannot be done with masked uploads, which are not read one by one."""
+    if not secure.enabled:
+        return
+    asked: tuple[tuple[str, object, object, str], ...] = (
+        ("aggregate.rule", aggregate.rule, "mean", "other rules compare single uploads"),
+        ("cohort.max-norm-ratio", cohort.max_norm_ratio, 0.0, "norms of single uploads are not known"),
+    )
+    if secure.graph_degree:
+        asked += (("cohort.fraction", cohort.fraction, 1.0, "a cohort may leave out a site's neighbours"),)
+    for key, value, expected, why in asked:
+        if value != expected:
+            raise ConfigError(f"{key}: expected {expected!r} with secure.enabled ({why}), found {value!r}")
+    if secure.threshold == 1 or 0 < secure.graph_degree < secure.threshold:
+        raise ConfigError(f"secure.threshold: expected 0, or from 2 to the number of holders, found {secure.threshold}")
+
+
+def check_count(aggregate: AggregateConfig, field: str, found: int) -> None:
+    """Raises ConfigError if a round of so many uploads, which `field` allows, is too small for the rule."""
+    if found < (least := fewest_uploads(aggregate)):
+        means = f" and aggregate.num-selected = {aggregate.num_selected}" if aggregate.num_selected else ""
+        raise ConfigError(
+            f"{field}: expected at least {least} for multi-krum with aggregate.num-byzantine = "
+            f"{aggregate.num_byzantine}{means}, found {found}; raise it, or choose another rule"
+        )
+
+
+def cohort_size(fraction: float, sites: int) -> int:
+    """Sites in a cohort: ceil(fraction x sites)."""
+    return math.ceil(round(fraction * sites, 9))  # 0.3 * 10 is 3.0000000000000004
+
+
+def draw_cohort(sites: Iterable[str], fraction: float, secret: bytes, round_: int, attempt: int = 0) -> list[str]:
+    """ceil(fraction x sites) names, uniform without replacement, sorted.
+
+    A repeated round draws a new cohort, so that one site that is down does not end the run.
+    """
+    ordered = sorted(sites)
+    rng = RandomStream.derive(secret, round_, "", f"cohort {attempt}")
+    return sorted(ordered[i] for i in rng.choice(len(ordered), cohort_size(fraction, len(ordered))))
+
+
+_MOST_WAITING = 2
+
+
+def bound_weights(
+    uploads: Iterable[AcceptedUpload], share: float, cut: Callable[[str, int], None]
+) -> Iterator[AcceptedUpload]:
+    """Yield the uploads so that none has more than `share` of all examples. At most 3 are in memory at a time.
+
+    Args:
+        uploads: in order of arrival.
+        share: s, from 1/2 to 1.
+        cut: called with the name of a site whose number of examples was reduced, and with the reduced
+            number.
+    """
+    waiting: list[AcceptedUpload] = []
+    total = 0
+    for upload in uploads:
+        waiting.append(upload)
+        total += upload.num_examples
+        del upload
+        while waiting and waiting[0].num_examples <= share * total:
+            yield waiting.pop(0)
+        if len(waiting) > _MOST_WAITING:  # the first has more than half so far, so the others are below the bound
+            yield waiting.pop(1)
+    while waiting:
+        upload = waiting.pop(0)
+        others = total - upload.num_examples
+        if others and upload.num_examples > share * total:
+            counted = max(1, int(share / (1 - share) * others))
+            cut(upload.ctx.client, counted)
+            upload = replace(upload, num_examples=counted)
+        yield upload
+        del upload

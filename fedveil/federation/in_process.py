@@ -1,0 +1,158 @@
+"""A whole federation in one process, without Flower: the same contract, the same codecs, the same draws.
+
+It serves tests, research and benchmarks. Every message is encoded and decoded as over the wire, and with
+`run.deterministic = true` the global weights end bit-identical to those of the same run over gRPC, if both have the
+same bound on a site's weight (`max_weight_fraction`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from fedveil.config import RunConfig
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import check_seeded
+from fedveil.contract.trainer import Trainer
+from fedveil.federation import aggregation_rules
+from fedveil.federation.aggregation_rules import bound_weights
+from fedveil.federation.client_states import ClientStateCache
+from fedveil.federation.exchange import MessageExchange, Participate
+from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
+from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.federation.secagg.site import SiteRequirements
+from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
+from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.rng import derive_secret
+from fedveil.wire.capture import MessageCapture
+
+__all__ = ["InProcessFederation", "OnRound", "TrainerFor"]
+
+OnRound = Callable[["InProcessFederation", int], None]
+TrainerFor = Callable[[str, RoundContext], Trainer]
+
+
+@dataclass
+class InProcessFederation:
+    """A server, its sites and the messages between them.
+
+    Attributes:
+        exchange: the method on its spec.
+        config: the sections cohort, aggregate, secure, run and dp are read.
+        trainer_for: gives a site's trainer for one round.
+        sites: names of the sites.
+        server: the server's state.
+        last_cohort: sites of the last round.
+        participated: sites whose upload the server has accepted.
+        upload_bytes, download_bytes: bytes of all messages of the run so far.
+        reports: the last report of each site.
+        tap: records every message; None records nothing.
+        unseen: the keys of server and sites where uploads are summed unseen; else None.
+        max_share: as cohort.max-weight-fraction of a run over gRPC. No site here is hostile: by default none is cut.
+        private_bytes: of the sites' private states, as many are held in memory; the others lie in temporary files.
+        private: each site's private state; a site that never took part has none.
+    """
+
+    exchange: MessageExchange
+    config: RunConfig
+    trainer_for: TrainerFor
+    sites: list[str]
+    server: FederatedState
+    last_cohort: list[str] = field(default_factory=list)
+    participated: set[str] = field(default_factory=set)
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    reports: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    tap: MessageCapture | None = None
+    max_share: float = 1.0
+    private_bytes: int = 10**9
+    private: ClientStateCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.private = ClientStateCache(self.private_bytes)
+        self._dp = DpSgdConfig.from_config(self.config.dp)
+        self._claim = guarantee_of(self.exchange.method, self.config)
+        check_seeded(self._claim.budget if self._claim else None, self.config.run.deterministic)
+        aggregation_rules.check_rule(self.exchange, self.config.aggregate)
+        aggregation_rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
+        secure = self.config.secure
+        self.unseen = (
+            InProcessSecureSums("run", secagg_config_of(secure), self.sites, SiteRequirements(colluding=secure.feared))
+            if secure.enabled
+            else None
+        )
+        drawn = aggregation_rules.cohort_size(self.config.cohort.fraction, len(self.sites))
+        aggregation_rules.check_count(self.config.aggregate, "sites in a cohort", drawn)
+        self._server_secret = self._secret("server")
+        self._client_secrets = {site: self._secret(f"client:{site}") for site in self.sites}
+
+    def _secret(self, side: str) -> bytes:
+        return derive_secret(side, self.config.run.seed, self.config.run.deterministic)
+
+    def run(self, on_round: OnRound | None = None) -> FederatedState:
+        """All rounds of the config, with `on_round` called after each. Returns the last server state."""
+        for round_ in range(self.config.run.rounds):
+            self.round(round_)
+            if on_round:
+                on_round(self, round_)
+        return self.server
+
+    def round(self, round_: int) -> None:
+        """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
+        chosen = aggregation_rules.draw_cohort(self.sites, self.config.cohort.fraction, self._server_secret, round_)
+        self.private.discard()
+        if self.unseen:
+            self.server = self._summed_unseen(self.unseen, round_, chosen)
+        else:
+            uploads = bound_weights(self._uploads(round_, chosen), self.max_share, lambda site, counted: None)
+            self.server = self.exchange.aggregate(
+                self.server, uploads, lambda: aggregation_rules.make_aggregator(self.config.aggregate)
+            )
+        self.private.commit()  # with the server's state, or not at all
+        self.participated |= set(chosen)
+        self.last_cohort = chosen
+
+    def _uploads(self, round_: int, chosen: list[str]) -> Iterator[AcceptedUpload]:
+        for site in chosen:
+            up = self._turn(round_, site, self.exchange.participate)
+            message = self.exchange.receive(up, round_, site=site)
+            self.reports[site] = message.report
+            ctx = self._context(round_, site, self._server_secret)
+            yield AcceptedUpload(message.payload, message.num_examples, ctx, message.report)
+
+    def _summed_unseen(self, unseen: InProcessSecureSums, round_: int, chosen: list[str]) -> FederatedState:
+        attempt, clear = unseen.begin(round_, 0, chosen), dict[str, Mapping[str, str]]()
+        summed = MaskedUploadCodec.from_exchange(self.exchange, round_, attempt.plan.bits, self._claim)
+        for site in chosen:
+            up = self._turn(round_, site, summed.of_site(unseen.sites[site], attempt.plan))
+            message, vector, attached = summed.receive(up)
+            attempt.add(site, vector, attached)
+            clear[site] = message.payload.scalars
+        ctx = replace(self._context(round_, "", self._server_secret), is_new=False)
+        return self.exchange.method.server_update(self.server, unseen.sums(attempt, summed, clear), ctx)
+
+    def _context(self, round_: int, site: str, secret_: bytes) -> RoundContext:
+        is_new, in_sum = site not in self.participated, self.config.secure.noise == "sum"
+        return RoundContext(round_, site, is_new, secret_, self.config.run.deterministic, noise_in_sum=in_sum)
+
+    def _turn(self, round_: int, site: str, participate: Participate) -> bytes:
+        """One site's turn: its upload, which is counted and tapped, as is the broadcast."""
+        down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret))
+        ctx = self._context(round_, site, self._client_secrets[site])
+        trainer = self.trainer_for(site, ctx)
+        if self._dp:
+            trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
+        state, parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())
+        self.private.stage(site, state)
+        up = b"".join(parts)
+        self.download_bytes += len(down)
+        self.upload_bytes += len(up)
+        if self.tap:
+            self.tap.write(down, round_, 0, site, "down")
+            self.tap.write(up, round_, 0, site, "up", accepted=True)
+        return up
+
+    def models(self, site: str | None = None) -> Mapping[str, Weights]:
+        """The current models by view; with `site` also that client's."""
+        return self.exchange.method.models(self.server, self.private.get(site) if site else None)

@@ -1,0 +1,115 @@
+"""Signatures, agreed keys, and what one holder alone can read. All ciphers are of the package `cryptography`.
+
+A key is bound to what it is for: HKDF-SHA256 takes the purpose, the names of both ends and the context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedveil.errors import WireError
+
+KEY_BYTES = 32
+SEED_BYTES = 16
+_NONCE_BYTES = 12
+# Of Ed25519's curve: y of the 8 points of small order, which are 0, 1, -1 and two of order 8.
+_PRIME = 2**255 - 19
+_ORDER_8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
+_SMALL_ORDER = frozenset((0, 1, _PRIME - 1, _ORDER_8, _PRIME - _ORDER_8))
+
+
+def context_bytes(purpose: str, *parts: str | int) -> bytes:
+    """One text of a purpose and its parts, such that different parts never give the same one."""
+    return json.dumps(["fedveil secure aggregation 1", purpose, *parts], separators=(",", ":")).encode()
+
+
+def derive_key(secret: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
+    """32 bytes for one purpose."""
+    return HKDF(SHA256(), KEY_BYTES, salt or None, purpose).derive(secret)
+
+
+def private_key_from(seed: bytes) -> bytes:
+    """The private X25519 key that a seed stands for."""
+    return derive_key(seed, context_bytes("prekey"))
+
+
+def public_key_of(private: bytes) -> bytes:
+    """The public X25519 key."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def is_point(public: bytes) -> bool:
+    """Check that an X25519 key is fit for key agreement: a low-order point gives everyone the same shared key."""
+    try:
+        X25519PrivateKey.from_private_bytes(bytes(KEY_BYTES)).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
+def agree_secret(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
+    """32 bytes that two ends agree on. Raises WireError for a public key that agrees with everybody's."""
+    try:
+        shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        raise WireError("key: expected a point of X25519, found one of low order; do not trust its sender") from None
+    return derive_key(shared, purpose, salt)
+
+
+def encrypt_share(key: bytes, text: bytes, purpose: bytes) -> bytes:
+    """Encrypt with AES-256-GCM; return nonce, text and tag. Decryption needs the same purpose."""
+    nonce = os.urandom(_NONCE_BYTES)
+    return nonce + AESGCM(key).encrypt(nonce, text, purpose)
+
+
+def decrypt_share(key: bytes, data: bytes, purpose: bytes) -> bytes:
+    """The text. Raises WireError where another key, purpose or byte is found."""
+    try:
+        return AESGCM(key).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], purpose)
+    except (InvalidTag, ValueError):
+        raise WireError("share: expected one for this holder and context, found another") from None
+
+
+def share_digest(share: bytes, purpose: bytes) -> str:
+    """32 hex digits by which a share of that purpose is known again. Shares are drawn uniformly: it tells nothing."""
+    return hashlib.sha256(purpose + share).hexdigest()[:32]
+
+
+def sign_bytes(signing_key: bytes, text: bytes) -> bytes:
+    """The Ed25519 signature."""
+    return Ed25519PrivateKey.from_private_bytes(signing_key).sign(text)
+
+
+def verifying_key(signing_key: bytes) -> bytes:
+    """The public half of a signing key."""
+    return Ed25519PrivateKey.from_private_bytes(signing_key).public_key().public_bytes_raw()
+
+
+def is_small_order(public: bytes) -> bool:
+    """Whether an Ed25519 key is of small order, or is written in another way than keys are.
+
+    One signature by such a key holds for every text, so that its owner can deny each of them; the library takes it. The
+    sign is left out: it also takes two that no point has.
+    """
+    y = int.from_bytes(public, "little") & ~(1 << 255)
+    return len(public) != KEY_BYTES or y >= _PRIME or y in _SMALL_ORDER
+
+
+def is_signed(public: bytes, signature: bytes, text: bytes) -> bool:
+    """Return whether the signature is that key's signature of this text; never by a key of small order."""
+    if is_small_order(public):
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, text)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""Noise of a sum: each site adds a share of it to the integers of its vector, before it masks them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedveil.contract.contributions import ClientContributions
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import FederatedState
+from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.flatten import VectorLayout
+from fedveil.federation.secagg.mask_streams import Integers
+from fedveil.privacy import discrete_gaussian
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.dp_sgd import NoisyTrainer
+from fedveil.privacy.gaussian_noise import Source
+
+
+@dataclass(frozen=True)
+class DistributedNoise:
+    """The noise of one round's uploads.
+
+    Attributes:
+        claim: what it must be.
+        slots: of the vector. All values have noise; numbers of sites and of examples depend on no row and have none.
+    """
+
+    claim: DistributedDiscreteGaussian
+    slots: VectorLayout
+
+    @property
+    def entries(self) -> int:
+        """d."""
+        return sum(slot.values for slot in self.slots.slots)
+
+    def ring(self, ring: FixedPointRing) -> FixedPointRing:
+        """The same ring with integers that fit the noise. Raises ConfigError where none do."""
+        room = ((1 << (ring.bits - 1)) - 1 - ((1 << ring.bits) >> 51)) / ring.most_summands
+        finest = self.claim.scale(self.entries, ring.bound, room)
+        return replace(
+            ring, finest=finest, noise=discrete_gaussian.max_draw(self.deviation(replace(ring, finest=finest)))
+        )
+
+    def deviation(self, ring: FixedPointRing) -> float:
+        """sigma_i, in the integers of such a ring."""
+        return self.claim.deviation(ring.scale, self.entries, ring.bound)
+
+    def add(self, vector: Integers, ring: FixedPointRing, source: Source) -> None:
+        """Adds the share to a vector, in place."""
+        sigma = self.deviation(ring)
+        for slot in self.slots.slots:
+            values = vector[slot.start : slot.start + slot.values]
+            values += (
+                discrete_gaussian.draw_discrete_gaussian(slot.values, sigma, source)
+                .astype(f"<i{ring.bits // 8}")
+                .view(ring.dtype)
+            )
+
+
+def require_the_step_alone(
+    trainer: Trainer,
+    private: FederatedState | None,
+    payload: Payload,
+    terms: ClientContributions,
+    bound: float,
+    divisor: float = 1.0,
+) -> None:
+    """Check that a method sends only the step itself, which has no noise yet.
+
+    Only the sum has noise. So the method must send the stepped weights themselves, or their change, or
+    either divided by `divisor`, which is at least 1. An example then moves the upload by no more. For
+    anything else the effect of an example is unknown. The method may keep no state either, because a later
+    upload would depend on it.
+
+    Raises:
+        ConfigError: the method sends something else, or it received weights above the bound; the upload is
+            withheld.
+    """
+    if not isinstance(trainer, NoisyTrainer):  # a method with noise of its own says itself what it sends
+        return
+    problem = "" if 1.0 <= divisor < math.inf else f"one whose divisor is {divisor:g}"
+    if private is not None:
+        problem = "one that keeps state at the site"
+    if payload.scalars:
+        problem = f"one that sends {', '.join(payload.scalars)} in clear"
+    stepped, started = trainer.without_noise or {}, trainer.started
+    for term in terms.tensors:
+        name, mask = term.name, torch.ones((), dtype=torch.bool) if term.mask is None else term.mask.cpu()
+        value = torch.where(mask, term.value.cpu().float(), 0.0)
+        own = (stepped[name], stepped[name] - started[name]) if name in stepped else ()
+        whole = [w.cpu().float() for w in own]
+        if not any(torch.equal(value, torch.where(mask, w, 0.0)) for w in (*whole, *(w / divisor for w in whole))):
+            problem = f"one that makes something else of {name}"
+        elif float(started[name].abs().max()) > bound:
+            problem = f"{name} received with values above secure.clip-bound, {bound:g}"
+    if problem:
+        raise ConfigError(
+            f'secure.noise: expected a method that sends trained weights as they are, or their change, with "sum", '
+            f"found {problem}; "
+            'choose another method or other fields, or set secure.noise to "site"'
+        )

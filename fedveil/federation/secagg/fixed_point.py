@@ -1,0 +1,128 @@
+"""Values as integers modulo 2^w, so that a uniform mask hides them and a sum of masked values is exact.
+
+    integer = round(S w clip(x, -C, C)),    S = (2^(w-1) - 1 - K - 2^(w-51)) / (K M C)
+
+C is the bound, K the maximum number of summands, M the largest weight. No sum of K integers wraps,
+because each is at most S M C + 1/2 in absolute value. The last term is what fp64 may round up by; it is
+0 for w = 32. Rounding moves a weighted mean by at most K / (2 S W), with W the sum of the weights: for
+equal weights, by K C 2^-w. Where sites add noise, S is capped at the resolution that is useful under it
+(`finest`).
+
+| case | what happens |
+|---|---|
+| a value beyond the bound | clipped to it, and counted |
+| NaN or an infinity | ValueError: no integer stands for it |
+| an entry that the mask leaves out | 0, regardless of its value |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fedveil.errors import WireError
+from fedveil.federation.secagg.mask_streams import Integers
+from fedveil.federation.secagg.messages import AttemptPlan
+
+BLOCK = 1 << 16  # entries at a time, which stay in the cache in fp64
+
+
+@dataclass(frozen=True)
+class FixedPointRing:
+    """Integers modulo 2^bits, and the scale that fits them.
+
+    Attributes:
+        bits: w, 32 or 64.
+        most_summands: K.
+        most_weight: M; weights are whole numbers from 1 to M.
+        bound: C, on the absolute value of an entry.
+        finest: the largest S that is made use of.
+        noise: the largest integer that a site adds to an entry.
+    """
+
+    bits: int
+    most_summands: int
+    most_weight: int
+    bound: float
+    finest: float = math.inf
+    noise: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (32, 64):
+            raise ValueError(f"bits: expected 32 or 64, found {self.bits}")
+        if not (self.most_summands >= 1 and self.most_weight >= 1 and 0 < self.bound < math.inf):
+            raise ValueError(f"expected summands, weight and bound above 0, found {self}")
+        if self.most_summands * self.most_weight >= 1 << (self.bits - 2):
+            raise ValueError(
+                f"expected at most {1 << (self.bits - 2)} for summands times weight in {self.bits} bits, found "
+                f"{self.most_summands * self.most_weight}"
+            )
+        if self.noise and self.most_summands * (self.largest + self.noise) >= 1 << (self.bits - 1):
+            raise ValueError(f"noise: expected less, found {self.noise}, with which a sum would wrap")
+        if not math.isfinite(self.scale * self.most_weight):
+            raise ValueError(f"bound: expected one whose integers can be counted, found {self.bound}; raise it")
+
+    @classmethod
+    def from_plan(cls, plan: AttemptPlan) -> FixedPointRing:
+        """Create the ring of a plan's vectors. Raises WireError where a sum of so many sites does not fit."""
+        try:
+            return cls(plan.bits, len(plan.prekeys), plan.most_weight, plan.bound)
+        except ValueError as error:
+            raise WireError(f"secure: {error}") from None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return the dtype of the integers, little-endian."""
+        return np.dtype(f"<u{self.bits // 8}")
+
+    @property
+    def scale(self) -> float:
+        """S, integers a unit of weight times value."""
+        room = (1 << (self.bits - 1)) - 1 - self.most_summands - ((1 << self.bits) >> 51)
+        return min(room // (self.most_summands * self.most_weight) / self.bound, self.finest)
+
+    @property
+    def largest(self) -> int:
+        """No integer of a value is larger."""
+        return math.ceil(self.scale * self.most_weight * self.bound) + 1
+
+    @property
+    def step(self) -> float:
+        """The most by which rounding moves a mean of sites with the largest weight; for w = 64, fp64 adds 2^-51 C."""
+        return 1 / (2 * self.scale * self.most_weight)
+
+    def encode(self, value: Float[Tensor, "*s"], weight: int, mask: Bool[Tensor, "*s"] | None, into: Integers) -> int:
+        """Writes the integers of a tensor, row by row, into a vector. Returns how many entries were clipped.
+
+        Raises:
+            ValueError: a value is not finite, or the weight is out of range.
+        """
+        if not 1 <= weight <= self.most_weight:
+            raise ValueError(f"weight: expected a whole number from 1 to {self.most_weight}, found {weight}")
+        flat, flat_mask = value.detach().cpu().flatten(), None if mask is None else mask.cpu().flatten()
+        signed, clipped = into.view(f"<i{self.bits // 8}"), 0  # two's complement
+        for start in range(0, len(flat), BLOCK):
+            block = flat[start : start + BLOCK]
+            if flat_mask is not None:
+                block = torch.where(flat_mask[start : start + BLOCK], block, 0.0)
+            low, high = map(float, torch.aminmax(block))
+            if not (math.isfinite(low) and math.isfinite(high)):  # NaN is both
+                raise ValueError("expected finite values, found others")
+            block = block.to(torch.float64, copy=True)
+            if max(-low, high) > self.bound:
+                clipped += int((block.abs() > self.bound).sum())
+                block.clamp_(-self.bound, self.bound)
+            integers = block.mul_(self.scale * weight).round_().to(getattr(torch, f"int{self.bits}"))
+            signed[start : start + len(integers)] = integers.numpy()
+        return clipped
+
+    def decode(self, total: Integers) -> Float[Tensor, " n"]:
+        """The sum of weights times values that a sum of integers stands for, fp64."""
+        signed = np.ascontiguousarray(total).view(f"<i{self.bits // 8}")
+        return torch.from_numpy(signed.astype(np.float64)).div_(self.scale)

@@ -1,0 +1,200 @@
+"""A method's terms as one vector of integers, and the sums that such vectors give.
+
+    vector = for each name, sorted: the values' integers, row by row, and then the weights' | the examples
+
+A weight is a whole number: the examples, at most M of them, or 1. Which names there are, with how many weights each, is
+`Method.summed`, known to both ends before anything is sent. A name that a site's method leaves out is zeros: who left
+it out is hidden too.
+
+| case | result |
+|---|---|
+| a term under another name, of another shape, or with a mask of finer weights than declared | ConfigError at the site |
+| words in clear that are not the payload's own | ConfigError: this method cannot be summed unseen |
+| an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
+| sums whose weights no honest sites can have sent (more than K M, masks of more than all examples) | WireError |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from fedveil.contract.contributions import Contribution
+from fedveil.contract.layout import Payload
+from fedveil.contract.method import RoundContext
+from fedveil.errors import ConfigError, WireError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.mask_streams import Integers
+
+
+@dataclass(frozen=True)
+class VectorSlot:
+    """The position of one name in a vector: `values` entries from `start` on, followed by its weights."""
+
+    name: str
+    shape: tuple[int, ...]
+    weights_shape: tuple[int, ...]
+    start: int
+
+    @property
+    def values(self) -> int:
+        """Entries."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """One past its last weight."""
+        return self.start + self.values + math.prod(self.weights_shape)
+
+
+@dataclass(frozen=True)
+class VectorLayout:
+    """The vector of a round."""
+
+    slots: tuple[VectorSlot, ...]
+
+    @classmethod
+    def from_exchange(cls, exchange: MessageExchange, round_: int) -> VectorLayout:
+        """Create the layout for a method on its spec, in one round."""
+        shapes = {field.name: field.largest for field in exchange.layout.fields if field.direction == "up"}
+        shapes |= {name: tensor.shape for name, tensor in exchange.spec.items()}
+        slots: list[VectorSlot] = []
+        start = 0
+        for name, weights_shape in sorted(exchange.method.aggregate_shapes(exchange.spec, round_).items()):
+            slots.append(VectorSlot(name, tuple(shapes[name]), tuple(weights_shape), start))
+            start = slots[-1].end
+        return cls(tuple(slots))
+
+    @property
+    def length(self) -> int:
+        """Integers of a vector."""
+        return (self.slots[-1].end if self.slots else 0) + 1
+
+    def vector(
+        self, exchange: MessageExchange, payload: Payload, examples: int, round_: int, ring: FixedPointRing
+    ) -> tuple[Integers, int]:
+        """An upload's summands, not masked yet, and how many entries were clipped to the bound.
+
+        Raises:
+            ConfigError: the method's terms are not what it declares, or their values are not finite.
+        """
+        counted = min(examples, ring.most_weight)
+        terms = exchange.method.contributions(payload, counted, exchange.spec, RoundContext(round_, "", False, b""))
+        if dict(terms.clear) not in ({}, dict(payload.scalars)):
+            raise ConfigError(
+                f"secure.enabled: expected a method that needs sums alone, found {exchange.name} with "
+                f"{', '.join(terms.clear)} of each site in clear; choose its fields otherwise, or add up in the clear"
+            )
+        vector, slots, clipped = np.zeros(self.length, ring.dtype), {slot.name: slot for slot in self.slots}, 0
+        for term in terms.tensors:
+            slot = slots.pop(term.name, None)
+            if slot is None or tuple(term.value.shape) != slot.shape or not float(term.weight).is_integer():
+                raise ConfigError(
+                    f"{term.name}: expected a term that {exchange.name} declares as summed, once, of its shape and a "
+                    f"whole weight, found shape {tuple(term.value.shape)} and weight {term.weight}"
+                )
+            weight, values = int(term.weight), vector[slot.start : slot.start + slot.values]
+            try:
+                clipped += ring.encode(term.value, weight, term.mask, values)
+            except ValueError as error:
+                raise ConfigError(f"{term.name}: {error}; see the site's training") from None
+            vector[slot.start + slot.values : slot.end] = _weights(term, slot).flatten().numpy() * weight
+        vector[-1] = counted
+        return vector, clipped
+
+
+def _weights(term: Contribution, slot: VectorSlot) -> Tensor:
+    """1 where the term counts, in the declared shape."""
+    if term.mask is None:
+        return torch.ones(slot.weights_shape, dtype=torch.int64)
+    if slot.weights_shape == slot.shape:
+        return term.mask.to(torch.int64)
+    narrow = term.mask[tuple(slice(0, 1) if n == 1 else slice(None) for n in slot.weights_shape)]
+    if len(slot.weights_shape) != term.mask.ndim or not torch.equal(narrow.expand(term.mask.shape), term.mask):
+        raise ConfigError(f"{term.name}: expected a mask with weights of shape {slot.weights_shape}, found another")
+    return narrow.to(torch.int64)
+
+
+@final
+class FixedPointSums:
+    """Implements `fedveil.contract.contributions.AggregateSums` on the sum of the vectors of `clients`.
+
+    Raises:
+        WireError: a sum that honest sites cannot have.
+    """
+
+    def __init__(
+        self, slots: VectorLayout, ring: FixedPointRing, total: Integers, clear: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        self._slots, self._ring, self._total = {slot.name: slot for slot in slots.slots}, ring, total
+        self.clear, self.examples = clear, int(total[-1])
+        most = len(clear) * ring.most_weight
+        if not len(clear) <= self.examples <= most:
+            raise WireError(
+                f"secure: expected from {len(clear)} to {most} examples in the sum, found {self.examples}: a site has "
+                "sent another vector than it should"
+            )
+        for slot in slots.slots:
+            largest = int(self._weights(slot).max(initial=0))
+            if largest > most:
+                raise WireError(f"{slot.name}: expected weights of at most {most} in the sum, found {largest}")
+
+    def _weights(self, slot: VectorSlot) -> Integers:
+        return self._total[slot.start + slot.values : slot.end]
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether any client had a term of this name; without masks, whether its weight is above 0."""
+        slot = self._slots.get(name)
+        return slot is not None and bool(self._weights(slot).any())
+
+    def weight(self, name: str) -> float:
+        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
+        slot = self._slots.get(name)
+        if slot is None:
+            return 0.0
+        if slot.weights_shape != ():
+            raise ValueError(f"{name}: expected a name without masks, found one with several weights")
+        return float(self._weights(slot)[0])
+
+    def mean(self, name: str) -> Float[Tensor, "..."]:
+        """The weighted mean, fp32; zero where no client's mask is True."""
+        slot = self._slots[name]
+        values = self._ring.decode(self._total[slot.start : slot.start + slot.values]).reshape(slot.shape)
+        weights = torch.from_numpy(self._weights(slot).astype(np.float64)).reshape(slot.weights_shape)
+        return torch.where(weights > 0, values / weights.clamp(min=1), 0.0).to(torch.float32)
+
+    def take(self, name: str) -> Float[Tensor, "..."]:
+        """The mean, for the caller to keep."""
+        return self.mean(name)
+
+    def moved(self, name: str) -> Bool[Tensor, "..."]:
+        """True where at least one client's mask is True."""
+        slot = self._slots[name]
+        some = torch.from_numpy(self._weights(slot) > 0).reshape(slot.weights_shape)
+        return some.expand(slot.shape)
+
+    def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        return {name: self.mean(name).to(old.dtype) if name in self else old for name, old in otherwise.items()}
+
+    def check(self, max_norm: float) -> None:
+        """Judges the sum, for single uploads cannot be. Raises WireError for one that no honest sites have."""
+        for slot in self._slots.values():
+            values = self._ring.decode(self._total[slot.start : slot.start + slot.values])
+            weights = torch.from_numpy(self._weights(slot).astype(np.float64)).reshape(slot.weights_shape)
+            more = 1 + len(self.clear) * self._ring.noise / self._ring.scale  # rounding adds less than 1
+            most = (self._ring.bound * weights + more).expand(slot.shape).flatten()
+            norm = float(torch.linalg.vector_norm(values)) / max(float(weights.max()), 1.0) if slot.values else 0.0
+            if bool((values.abs() > most).any()) or norm > max_norm:
+                raise WireError(
+                    f"{slot.name}: expected a sum of values within +-{self._ring.bound:g} each and a mean of norm "
+                    f"{max_norm:g} at most, found another: a site has sent another vector than it should"
+                )

@@ -1,0 +1,145 @@
+"""An upload of secure aggregation as a message: one masked vector, and the site's attachment.
+
+    sum        the vector, `ring.bits` an entry: uniform to anyone who lacks one of its masks
+    attached   shares of the mask's secret, and the site's next prekey (messages.py)
+
+Its header contains neither the number of examples nor training metrics: they are part of the sum, or
+they are not sent. Where a guarantee's noise is in the sum (privacy/distributed_dgauss.py), a site adds
+its share to the integers before it masks them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from logging import INFO, WARNING, getLogger
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.contract.codec import Buffer
+from fedveil.contract.layout import MessageLayout, Payload, WireField
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import FederatedState, RoundContext
+from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.contract.trainer import Trainer
+from fedveil.errors import WireError
+from fedveil.federation.exchange import MessageExchange, Participate
+from fedveil.federation.secagg.distributed_noise import DistributedNoise, require_the_step_alone
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.flatten import VectorLayout
+from fedveil.federation.secagg.mask_streams import Integers
+from fedveil.federation.secagg.messages import AttemptPlan, UploadAttachment
+from fedveil.federation.secagg.schema import HOLDER_CHARACTERS, MOST_SITES
+from fedveil.federation.secagg.site import SecAggSite
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.wire import integers
+from fedveil.wire.envelope import DecodedMessage, EnvelopeStamp, pack_message_parts, unpack_message
+from fedveil.wire.raw_bytes import RawBytesCodec
+from fedveil.wire.validation import message_bounds
+
+log = getLogger("fedveil.secure")
+
+_SUM, _ATTACHED = "sum", "attached"
+_MOST_ATTACHED = MOST_SITES * HOLDER_CHARACTERS + 4096
+
+
+@dataclass(frozen=True)
+class MaskedUploadCodec:
+    """A method's uploads of one round, as they are summed unseen.
+
+    Attributes:
+        slots: of the vector.
+        bits: of the ring.
+        noise: what each site adds to its vector, if the noise of the run's claim is in the sum.
+    """
+
+    exchange: MessageExchange
+    round: int
+    slots: VectorLayout
+    bits: int
+    noise: DistributedNoise | None = None
+
+    @classmethod
+    def from_exchange(
+        cls, exchange: MessageExchange, round_: int, bits: int, claim: PrivacyGuarantee | None = None
+    ) -> MaskedUploadCodec:
+        """Create the codec of one round, in a run with this privacy guarantee."""
+        slots = VectorLayout.from_exchange(exchange, round_)
+        return cls(
+            exchange,
+            round_,
+            slots,
+            bits,
+            DistributedNoise(claim, slots) if isinstance(claim, DistributedDiscreteGaussian) else None,
+        )
+
+    def ring(self, plan: AttemptPlan) -> FixedPointRing:
+        """Return the ring of a plan's integers. Raises WireError or ConfigError where none fits."""
+        return self.noise.ring(FixedPointRing.from_plan(plan)) if self.noise else FixedPointRing.from_plan(plan)
+
+    @cached_property
+    def layout(self) -> MessageLayout:
+        """Every field on the wire; the broadcast's are the method's own."""
+        down = tuple(field for field in self.exchange.layout.fields if field.direction == "down")
+        up = (
+            WireField(_SUM, "up", integers.IntegerCodec(self.bits), (self.slots.length,), "masked integer"),
+            WireField(_ATTACHED, "up", RawBytesCodec(), (None,), "byte of keys", most=(_MOST_ATTACHED,)),
+        )
+        return MessageLayout((*down, *up), self.exchange.layout.scalars)
+
+    @cached_property
+    def largest_upload(self) -> int:
+        """The most bytes that a client's message can have."""
+        return message_bounds(self.layout, "up").message
+
+    def of_site(self, site: SecAggSite, plan: AttemptPlan) -> Participate:
+        """A client's whole turn under a plan, as `MessageExchange.participate`, with a masked upload.
+
+        The turn raises PolicyError and WireError as `SecAggSite.begin` does, before anything is trained, and
+        ConfigError for a method that cannot be summed unseen, or that noise in the sum does not cover.
+        """
+
+        def participate(
+            data: Buffer, private: FederatedState | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
+        ) -> tuple[FederatedState | None, list[Buffer]]:
+            site.begin(plan)
+            ring = self.ring(plan)
+            received = [self.exchange.opened(data, ctx)]
+            del data
+            private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
+            vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
+            if self.noise:
+                method = self.exchange.method
+                terms = method.contributions(payload, ring.most_weight, self.exchange.spec, ctx)
+                require_the_step_alone(trainer, private, payload, terms, ring.bound, method.aggregate_divisor)
+                self.noise.add(vector, ring, ctx.noise("noise in the sum"))
+            log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
+            state_turn = turn if private is not None else ""
+            return private, self._packed(payload, vector, site.mask(plan, vector), ctx, state_turn)
+
+        return participate
+
+    def _packed(
+        self, payload: Payload, vector: Integers, attached: UploadAttachment, ctx: RoundContext, turn: str
+    ) -> list[Buffer]:
+        signed = torch.from_numpy(vector.view(f"<i{self.bits // 8}"))
+        sent = Payload({_SUM: signed, _ATTACHED: attached.to_bytes()}, scalars=payload.scalars)
+        stamp = EnvelopeStamp.from_exchange(self.exchange.method, self.exchange.name, ctx.round, "up", ctx.address)
+        return pack_message_parts(self.layout, stamp, sent, turn=turn).parts
+
+    def receive(
+        self, data: Buffer, address: MessageAddress | None = MessageAddress()
+    ) -> tuple[DecodedMessage, Integers, UploadAttachment]:
+        """A client's message, its masked vector, which is only to be read, and what is attached. Raises WireError.
+
+        Without an address: a message that is only read from a tap.
+        """
+        stamp = EnvelopeStamp.from_exchange(self.exchange.method, self.exchange.name, self.round, "up", address)
+        message = unpack_message(data, self.layout, stamp)
+        if message.num_examples is not None or message.report:
+            raise WireError("num_examples: expected none beside a masked vector, nor a report, found one; send neither")
+        vector = cast(Tensor, message.payload.fields[_SUM]).numpy().view(np.dtype(f"<u{self.bits // 8}"))
+        return message, vector, UploadAttachment.from_bytes(cast(bytes, message.payload.fields[_ATTACHED]))

@@ -1,0 +1,64 @@
+"""The form of all messages between sites except the vectors: JSON of fixed fields, bounded before it is read.
+
+Keys, shares and signatures are hex digits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedveil.errors import WireError
+from fedveil.sanitize import sanitize
+
+MOST_BYTES = 64 << 20
+MOST_SITES = 10_000
+HOLDER_CHARACTERS = 2 * (88 + 32 + 2 * (64 + 8))  # shares of two secrets and their digests for one holder, with names
+ALL_PAIRS = 32  # sites up to which everybody has a mask with everybody
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Digest = Key
+Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+Share = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+ShareDigest = Share
+ClosedShare = Annotated[str, Field(pattern=r"^[0-9a-f]{88}$")]  # nonce, share and tag
+Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+S = TypeVar("S", bound="SecAggMessage")
+
+
+class SecAggMessage(BaseModel):
+    """A value of a fixed form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def to_bytes(self) -> bytes:
+        """The one text of it."""
+        return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls: type[S], data: bytes | memoryview) -> S:
+        """The statement in these bytes. Raises WireError for another form."""
+        if len(data) > MOST_BYTES:
+            raise WireError(f"{cls.__name__}: expected at most {MOST_BYTES} bytes, found {len(data)}")
+        try:
+            return cls.model_validate_json(bytes(data))
+        except ValidationError as error:
+            raise describe_malformed(cls.__name__, error) from None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the text."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+def describe_malformed(what: str, error: ValidationError) -> WireError:
+    """Return an error that says what is wrong, without the offending value."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = sanitize(".".join(map(str, first["loc"])), 100)
+    return WireError(f"{what}: {where}: expected another form of it ({first['type']})")

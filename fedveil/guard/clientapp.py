@@ -1,0 +1,307 @@
+"""`flwr-clientapp` for a site's SuperExec: Flower's program, preceded by this site's decision.
+
+    SuperExec -> flwr-clientapp (the script that `fedveil site guard` writes) -> main
+        message, run and bundle are pulled               Flower
+        SHA-256 of the bundle, its signature, the policy here; a refusal ends it: nothing is installed, loaded or opened
+        the bundle is installed, its files compared      Flower, then here
+        the bundle's ClientApp runs                      bundled code, for the first time
+        the reply is measured against the policy         here
+        the reply is sent                                Flower
+
+Each decision is written to <state-dir>/audit-log.jsonl before it takes effect, and to the server's record
+afterwards.
+
+If the policy names neither a digest nor a signer, it admits code that was not reviewed at the site. Such
+code could undo the later steps in this process and read everything that this user can read. `fedveil
+doctor` warns of such a policy.
+
+| case | what happens |
+|---|---|
+| the policy cannot be read, or anything else goes wrong here | refused |
+| no policy named | refused, unless the script was written for a site that permits everything |
+| the audit log cannot be written, or its last line is not whole | refused |
+| the SuperLink names another digest, app or version than the bundle's own | refused |
+| a Flower that guard/flower/ does not know | the process ends with the reason; no message is taken |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from logging import ERROR, INFO
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flwr.app import Error, Message
+from flwr.common.config import get_project_dir
+from flwr.supercore import log
+
+from fedveil.errors import ConfigError
+from fedveil.guard import flower, heartbeat, reply_check
+from fedveil.guard.flower import replaced
+from fedveil.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from fedveil.client_app.instruction import ClientAssignment
+
+RUNTIME = "flwr.supernode.runtime.run_clientapp"
+_HOOKS = ("pull_task_input", "install_from_fab", "push_message")
+_QUESTION = "query.secure"  # Flower's type of a message about keys or shares; any other one asks for a turn
+_RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+_BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
+_PUBLIC = ("PolicyError", "WireError")
+_OWN_BOUNDS = ("PolicyError: ", "BudgetError: ")
+_REASON = 2000  # characters of a refusal
+_RECORDS, _SHOWN = ("order", "fedveil"), 10
+_NAMED = 100  # records of a withheld reply that a line of the audit log names
+
+
+class MessageRefused(Exception):
+    """Raised when this site refuses a message; the text is sent to the server."""
+
+
+class MessageGuard:
+    """The decision about one message. `runtime` is Flower's module that takes it.
+
+    Nothing of Flower is changed before `install`; then three functions of `runtime` pass by here.
+    """
+
+    def __init__(self, runtime: ModuleType, require_policy: bool) -> None:
+        self._runtime = runtime
+        self._pull: Callable[..., Any] = runtime.pull_task_input
+        self._install: Callable[..., Path] = runtime.install_from_fab
+        self._push: Callable[..., None] = runtime.push_message
+        self._require_policy = require_policy
+        self._task: tuple[Any, ...] = ()
+        self._assignment: ClientAssignment | None = None
+        self._down_bytes = 0
+        self._about: dict[str, Any] = {}
+        self._refusal = ""
+        # Loaded now, from the site's own installation, and kept: the bundle brings modules of the same names.
+        (
+            self._assignments, self._sites, self._decisions, self._audit_log, self._header, self._bundle,
+            self._signature, self._cause,
+        ) = (
+            importlib.import_module(f"fedveil.{name}")
+            for name in (
+                "client_app.instruction", "client_app.node_config", "client_app.policy.decisions",
+                "records.audit_log", "wire.header", "guard.installed_bundle", "guard.run_signature",
+                "client_app.failure_reason",
+            )
+        )  # fmt: skip
+
+    def install(self) -> None:
+        """Puts this guard's functions in place of Flower's three, for the rest of the process."""
+        for name, own in zip(_HOOKS, (self.pull, self.install_bundle, self.push), strict=True):
+            setattr(self._runtime, name, own)
+
+    def pull(self, client: Any) -> tuple[Any, ...]:
+        """Flower's pull_task_input; what it gave is kept."""
+        self._task = self._pull(client)
+        return self._task
+
+    def install_bundle(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
+        """Flower's install_from_fab, if this site permits the run. Raises MessageRefused."""
+        try:
+            digest = self._admit(content)
+            self._note("admitted")
+            folder = self._installed() or self._install(content, *args, **kwargs)
+            self._require_installed(content, folder)
+        except Exception as error:
+            self._refuse(error)
+        os.environ["FEDVEIL_APP_DIGEST"], os.environ["FEDVEIL_APP_SIGNER"] = digest, self._about["signer"]
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for the worker; compiled code would be dropped every time
+        sys.dont_write_bytecode = True
+        unload_modules()
+        return folder
+
+    def push(self, client: Any, message: Message, context: Any) -> None:
+        """Flower's push_message: of the upload if it is within bounds, else of the reason."""
+        if not self._refusal and message.has_error():
+            message = reply_check.check_error_reply(message.error, self._task[0])
+            by_policy = str(message.error.reason).startswith(_OWN_BOUNDS)  # what only the turn itself could show
+            event = "refused" if by_policy else "failed"
+            self._try_to_note(event, MessageRefused(message.error.reason), cause=self._cause.take_failure())
+        elif not self._refusal:
+            record_list: list[list[str | int]] = []
+            try:
+                record_list = reply_check.list_records(message.content)
+                message = self._measured(message)
+            except Exception as error:
+                _log_error("the upload is withheld", error)
+                self._refusal = _public(error)
+                self._try_to_note(
+                    "withheld", error, up_bytes=sum(int(n) for _, _, n in record_list), records=record_list[:_NAMED]
+                )
+        if self._refusal:
+            message = Message(Error(_RAISED, self._refusal), reply_to=self._task[0])
+        self._push(client, message, context)
+
+    def _admit(self, content: bytes) -> str:
+        """The digest of a bundle that the policy permits for this message. Fills in what the audit log says."""
+        message, context, run, fab = self._task
+        digest = hashlib.sha256(content).hexdigest()
+        self._about = {"flower_run": str(run.run_id), "node": str(context.node_id), "app": digest}
+        # First of all, and whatever else is wrong with the node config: a refusal has its line in the site's log.
+        state = context.node_config.get("state-dir", self._sites.SiteConfig.model_fields["state_dir"].default)
+        self._log_file = Path(str(state)).expanduser() / self._audit_log.NAME
+        site = self._sites.parse_site(context.node_config)
+        self._about |= {"site": site.site, "policy": _file_digest(site.policy)}
+        # The bundle before its message: another app's has other records, and the log is to say what was refused.
+        self._require_bundle(site, digest, (fab.hash_str, run.fab_hash))
+        records = _own_records(message)
+        self._down_bytes = sum(len(array.data) for array in records.array_records["fedveil"].values())
+        order = records.config_records["order"]
+        assignment = self._assignments.ClientAssignment.from_instruction(order, context.run_config, context.node_config)
+        self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
+        self._about["signer"] = by = self._signer(assignment, digest)
+        bundle, serves = self._decisions.VerifiedBundle(digest, by), message.metadata.message_type != _QUESTION
+        self._decisions.check_run(assignment, bundle, self._down_bytes, serves=serves)
+        self._assignment = assignment
+        return digest
+
+    def _require_bundle(self, site: Any, digest: str, named: tuple[str, str]) -> None:
+        """Raises MessageRefused or PolicyError. `named`: the digests by which the SuperLink calls the bundle."""
+        if self._require_policy and not site.policy:
+            raise MessageRefused("policy: this site permits nothing without one; name it in the node config")
+        if digest != named[0] or named[1] not in ("", digest):
+            raise MessageRefused(
+                f"app digest: expected the SuperLink to name {digest}, found {named[0]} and {named[1]}"
+            )
+        self._decisions.check_app_digest(site, digest)
+
+    def _signer(self, assignment: ClientAssignment, digest: str) -> str:
+        """The key that signed this run; "" for none. Raises PolicyError where the config's signature is not of it."""
+        order, run = assignment.order, assignment.config.run
+        # The server's run is called by its name and 8 hex digits; state at this site goes by that.
+        if run.signature and not re.fullmatch(re.escape(run.name) + r"-[0-9a-f]{8}", order.run):
+            raise MessageRefused(
+                f"run.signature: expected a run called {run.name!r}, found {order.run!r}; set run.name"
+            )
+        return str(self._signature.verify_signer(run.signature, run.name, digest))
+
+    def _installed(self) -> Path | None:
+        """Return the folder that Flower loads, if it exists.
+
+        Flower would otherwise extract all files again and then return the same folder.
+        """
+        run, fab = self._task[2:]
+        loaded = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
+        # The server names it: of any other place on this machine not even compiled code is to be dropped.
+        is_app = loaded.parent == get_project_dir("a/b", "", "").parent and not loaded.is_symlink()
+        return loaded if is_app and loaded.is_dir() else None
+
+    def _require_installed(self, content: bytes, folder: Path) -> None:
+        run, fab = self._task[2:]
+        loaded = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
+        if folder.resolve() != loaded.resolve():
+            raise MessageRefused(f"app: expected the run to name {folder.name}, found {loaded.name}")
+        self._bundle.require_same(content, folder)
+
+    def _measured(self, message: Message) -> Message:
+        """The guard's own reply with the upload of this one, if it is within bounds; with the anchor of the log."""
+        parts = reply_check.upload_slices(message.content)
+        header, size = self._header.header_of_slices(parts), sum(map(len, parts))
+        if self._assignment is None:
+            raise MessageRefused("upload: expected one of an admitted message, found none")
+        self._decisions.check_upload(self._assignment, self._down_bytes, size, header["num_examples"], header["report"])
+        fields = [[entry[0], entry[3]] for entry in header["fields"]]
+        head = self._note(
+            "sent", up_bytes=size, variant=header["variant"], fields=fields, figures=sorted(header["report"])
+        )
+        return reply_check.check_upload_reply(parts, str(head), self._task[0])
+
+    def _refuse(self, error: Exception) -> None:
+        _log_error("this site refuses the run", error)
+        self._refusal = _public(error)
+        self._try_to_note("refused", error)
+        raise MessageRefused(self._refusal) from None  # Flower logs what is raised, with its causes as they are
+
+    def _try_to_note(self, event: str, error: Exception, **more: Any) -> None:
+        """A refusal stands, noted or not; what could not be noted is in the process's log."""
+        try:
+            self._note(event, reason=sanitize(f"{_kind(error)}: {error}"), **more)
+        except Exception as unwritten:
+            _log_error("the audit log has no line of this", unwritten)
+
+    def _note(self, event: str, **more: Any) -> Any:
+        head = self._audit_log.append_entry(self._log_file, event, {**self._about, **more})
+        log(INFO, "%s; line %s of %s", event, head.lines, self._log_file)
+        return head
+
+
+def _own_records(message: Message) -> Any:
+    """The records of a message, if they are those of FedVeil's ServerApp. Raises MessageRefused."""
+    records = message.content if message.has_content() else {}
+    if missing := [name for name in _RECORDS if name not in records]:
+        found = ", ".join(sanitize(name, 80) for name in sorted(map(str, records))[:_SHOWN]) or "none"
+        raise MessageRefused(
+            f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]} it is "
+            "another app's, which this site does not run"
+        )
+    return records
+
+
+def unload_modules() -> None:
+    """Lets go of this installation's modules whose names the bundle has too, so that its own are loaded."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in _BUNDLED]:
+        del sys.modules[name]
+
+
+def main(require_policy: bool = True) -> None:
+    """The process. Its arguments are those of Flower's own `flwr-clientapp`."""
+    require_flower()
+    install_guard(require_policy)
+    from flwr.supernode.cli import flwr_clientapp  # after the check: another Flower may not have it
+
+    flwr_clientapp()
+
+
+def require_flower() -> None:
+    """Ends the process, with the reason, where Flower is one that the guard does not know."""
+    try:
+        flower.installed_release()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def install_guard(require_policy: bool) -> None:
+    """Route every message that this process takes through a guard. Raises AttributeError for an unknown Flower."""
+    try:
+        replaced.require_attributes("client process")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    heartbeat.patch_task_heartbeat(RUNTIME)
+    MessageGuard(importlib.import_module(RUNTIME), require_policy).install()
+
+
+def _public(error: Exception) -> str:
+    """Return the error text that the server may see, under the same rule as in client_app/app.py."""
+    if isinstance(error, MessageRefused):
+        return sanitize(f"PolicyError: {error}", _REASON)
+    kind = type(error).__name__
+    return sanitize(f"{kind}: {error}", _REASON) if kind in _PUBLIC else f"{kind} at the site; its log has the text"
+
+
+def _kind(error: Exception) -> str:
+    """Return the name that logs have for an error."""
+    return "Refused" if isinstance(error, MessageRefused) else type(error).__name__
+
+
+def _log_error(what: str, error: Exception) -> None:
+    """The place of an error and its text in the process's log; the text may quote what the server sent."""
+    log(ERROR, "%s: %s: %s", what, _kind(error), sanitize(error, _REASON))
+    log(ERROR, "%s", "".join(traceback.format_tb(error.__traceback__)))
+
+
+def _file_digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() if path else ""
+    except OSError:
+        return ""  # the check that follows refuses it, with the reason

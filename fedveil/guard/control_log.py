@@ -1,0 +1,65 @@
+"""The server's log of who asked what at its control port, and which site's key was shut out (records/audit_log.py).
+
+| event | says |
+|---|---|
+| asked | operator, role, call, what it is about (run, app, node, key), peer; permitted, or refused and why |
+| submitted | the run that a permitted start-run became, or the HTTP status that Flower gave it |
+| shut-out | a site whose key is past its last day, revoked or replaced; once for each start of the program |
+| fleet-refused | site, node, call, reason and count of calls at the sites' port (fedveil/guard/fleet/refusal_log.py) |
+| rogue | a site with 20 such calls within a minute |
+| unchecked | the program was started without the checks of what sites send |
+
+What cannot be logged is not done. Of refusals at most 60 a minute have a line of their own; the next line after them
+says how many more there were, so that a stranger cannot fill the disk. Each line has the time that the program went
+by (`clock`): the next start begins there, so a clock that was set back meanwhile makes no key valid again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import StateError
+from fedveil.guard.registry_files import MonotonicClock, format_time
+from fedveil.records import audit_log
+
+_REFUSALS_A_MINUTE = 60
+
+
+class ControlLog:
+    """The log in `file`, and the clock that goes by it. Raises StateError where the log is torn or changed."""
+
+    def __init__(self, file: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.file = file
+        last = audit_log.last_entry(file)
+        try:
+            times = [format_time(last[key]) for key in ("time", "clock") if key in last]
+        except (ValueError, TypeError) as error:
+            raise StateError(
+                f"{file}, last line: expected its time, found {error}; move the log away, and keep it"
+            ) from None
+        self.clock = MonotonicClock(max(times, default=datetime.fromtimestamp(0, UTC)))
+        self._monotonic, self._minute, self._refused, self._unsaid = monotonic, monotonic(), 0, 0
+        self._lock = threading.Lock()
+
+    def write(self, event: str, about: Mapping[str, Any]) -> None:
+        """One line, which is on the disk when this returns. Raises StateError."""
+        with self._lock:
+            more = {"unsaid": self._unsaid} if self._unsaid else {}
+            audit_log.append_entry(self.file, event, {**about, **more, "clock": self.clock.now().isoformat()})
+            self._unsaid = 0
+
+    def refused(self, about: Mapping[str, Any]) -> None:
+        """The line of a refusal, or its count. Raises StateError."""
+        with self._lock:
+            if self._monotonic() - self._minute >= 60.0:
+                self._minute, self._refused = self._monotonic(), 0
+            self._refused += 1
+            if self._refused > _REFUSALS_A_MINUTE:
+                self._unsaid += 1
+                return
+        self.write("asked", {**about, "decision": "refused"})

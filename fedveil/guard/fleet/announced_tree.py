@@ -1,0 +1,133 @@
+"""The tree of objects that a site announces with a reply, in the one form that FedVeil's sites send.
+
+    Message -- RecordDict -- ArrayRecord -- Array -- ArrayChunk      (a slice of the upload; many)
+                          -- ConfigRecord                            (the head of the site's log; at most three)
+
+Flower registers whatever is announced, in one transaction, and its objects have one space of names for all sites. So
+a tree is checked before Flower sees it.
+
+Formal guarantees, for a tree that `read_tree` returns:
+- it has at most `max_nodes` nodes, and one id stands for one type with one set of children wherever it occurs;
+- every object lies at the depth that its type has above, so an Array has one chunk and a chunk has no children.
+
+| tree | result |
+|---|---|
+| of a reply with an error | the Message alone |
+| two slices of equal bytes | the ArrayRecord's tree names their Array once |
+| children in another order (Flower's database sorts them) | the same tree |
+| a child named twice by one object | refused |
+| an id at two depths, or with other children at its second place | refused |
+| an id in capitals, or another text than 64 hex digits | refused |
+| a record without children | a ConfigRecord; an empty ArrayRecord is none of FedVeil's replies |
+| deeper than a chunk | refused; the walk has no recursion, and stops at `max_nodes` |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from flwr.proto.message_pb2 import ObjectTree
+
+from fedveil.guard import fleet_limits as limits
+from fedveil.guard.fleet.refusal import FleetCallRefused, RefusalReason
+
+_ID = re.compile(r"[0-9a-f]{64}")
+
+
+class ObjectType(Enum):
+    """A class of Flower's, by the name that stands in the head of its objects."""
+
+    MESSAGE = "Message"
+    RECORD_DICT = "RecordDict"
+    ARRAY_RECORD = "ArrayRecord"
+    CONFIG_RECORD = "ConfigRecord"
+    ARRAY = "Array"
+    ARRAY_CHUNK = "ArrayChunk"
+
+
+@dataclass(frozen=True)
+class AnnouncedObject:
+    """What the object of an id has to be."""
+
+    type: ObjectType
+    children: frozenset[str]
+
+
+@dataclass(frozen=True)
+class AnnouncedTree:
+    """All objects of a reply, by their ids."""
+
+    root: str
+    objects: Mapping[str, AnnouncedObject]
+
+
+def is_object_id(text: str) -> bool:
+    """Return whether a text can be the id of an object: the SHA-256 of its bytes."""
+    return _ID.fullmatch(text) is not None
+
+
+def max_tree_nodes(max_reply_bytes: int) -> int:
+    """Return how many objects a reply of so many bytes may have."""
+    slices = -(-max_reply_bytes // limits.MAX_CHUNK_BYTES)
+    return min(2 * slices + limits.EXTRA_TREE_NODES, limits.MAX_TREE_NODES)
+
+
+def read_tree(tree: ObjectTree, max_nodes: int, is_error: bool) -> AnnouncedTree:
+    """Return the objects of a tree. Raises FleetCallRefused unless it has the form of a reply."""
+    objects: dict[str, AnnouncedObject] = {}
+    level, nodes = [(tree, ObjectType.MESSAGE)], 0
+    while level:
+        below: list[tuple[ObjectTree, ObjectType]] = []
+        for node, object_type in level:
+            nodes += 1
+            if nodes + len(node.children) > max_nodes:
+                raise FleetCallRefused(RefusalReason.TREE_SIZE, str(nodes + len(node.children)))
+            announced = _announced(node, object_type)
+            _require_form(announced, node, is_error)
+            if objects.setdefault(node.object_id, announced) != announced:
+                raise FleetCallRefused(RefusalReason.TREE_TWICE, node.object_id)
+            below += [(child, _type_below(object_type, child)) for child in node.children]
+        level = below
+    return AnnouncedTree(tree.object_id, objects)
+
+
+def _announced(node: ObjectTree, object_type: ObjectType) -> AnnouncedObject:
+    children = [child.object_id for child in node.children]
+    if not is_object_id(node.object_id):
+        raise FleetCallRefused(RefusalReason.TREE_FORM, node.object_id)
+    if len(set(children)) != len(children):
+        raise FleetCallRefused(RefusalReason.TREE_TWICE, node.object_id)
+    return AnnouncedObject(object_type, frozenset(children))
+
+
+def _type_below(parent: ObjectType, child: ObjectTree) -> ObjectType:
+    match parent:
+        case ObjectType.MESSAGE:
+            return ObjectType.RECORD_DICT
+        case ObjectType.RECORD_DICT:
+            return ObjectType.ARRAY_RECORD if child.children else ObjectType.CONFIG_RECORD
+        case ObjectType.ARRAY_RECORD:
+            return ObjectType.ARRAY
+        case _:
+            return ObjectType.ARRAY_CHUNK
+
+
+def _require_form(announced: AnnouncedObject, node: ObjectTree, is_error: bool) -> None:
+    """Raise FleetCallRefused unless an object has as many children as its type may have."""
+    count = len(announced.children)
+    match announced.type:
+        case ObjectType.MESSAGE:
+            is_right = count == (0 if is_error else 1)
+        case ObjectType.RECORD_DICT:  # a second ArrayRecord could name the first one's slices again
+            is_right = 1 <= count <= limits.MAX_RECORDS and sum(bool(c.children) for c in node.children) <= 1
+        case ObjectType.ARRAY_RECORD:
+            is_right = count >= 1
+        case ObjectType.ARRAY:
+            is_right = count == 1
+        case _:
+            is_right = count == 0
+    if not is_right:
+        raise FleetCallRefused(RefusalReason.TREE_FORM, f"{announced.type.value} with {count} children")

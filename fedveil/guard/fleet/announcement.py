@@ -1,0 +1,158 @@
+"""A reply that a site announces, judged against the instruction that it answers.
+
+Flower checks of a reply that its run is running and that its instruction was sent to the node that it names. It checks
+no instruction's number, type or times, and takes a message without an instruction for an order to any other site.
+
+Formal guarantees, for an `Announcement` that `read_announcement` returns:
+- its source is the site that signed the call, and its instruction was sent to that site;
+- run, type and group are the instruction's, and it does not outlive it;
+- its message id is the root of its tree, which has the form and at most the size of a reply (announced_tree.py);
+- `request` holds nothing else that the site wrote.
+
+| announced | result |
+|---|---|
+| two messages, two trees, none | refused |
+| a message without an instruction, or to another destination than the ServerApp | refused: it is an order |
+| the reply to another site's instruction, or to one whose reply was taken | refused, in the same words |
+| a clock that is 305 s behind or 5 s ahead, as Flower allows it | admitted |
+| NaN or infinite times | refused |
+| a run time that is NaN, negative or above 3e6 s | set to 0, 0 or 3e6: it is added up in a column of the run |
+| a reply with an error | a tree of one object, and at most 64 KiB |
+| numbers of tasks | as announced; Flower's database does not keep the instruction's, and nobody uses a reply's |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import Metadata as ProtoMetadata
+
+from fedveil.guard import fleet_limits as limits
+from fedveil.guard.fleet.announced_tree import AnnouncedTree, is_object_id, max_tree_nodes, read_tree
+from fedveil.guard.fleet.refusal import FleetCallRefused, RefusalReason
+from fedveil.guard.flower.link_states import InstructionRow
+
+_GROUP = re.compile(r"[0-9]{1,9}/([0-9]{1,13})")
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """A reply of which the site sends the objects next.
+
+    Attributes:
+        expires: when its instruction ends, in seconds since 1970.
+        max_bytes: the sum of its objects' bodies that is taken.
+        root_body: what the body of its root object has to say.
+        request: the call as Flower is to see it, once all objects are there.
+    """
+
+    node_id: int
+    run_id: int
+    instruction_id: str
+    expires: float
+    max_bytes: int
+    tree: AnnouncedTree
+    root_body: ProtoMessage
+    request: bytes
+
+
+def max_reply_bytes(group_id: str) -> int:
+    """Return the bytes of the largest reply, which the ServerApp names in an instruction's group as "ROUND/BYTES"."""
+    named = _GROUP.fullmatch(group_id)
+    return int(named[1]) if named else limits.DEFAULT_REPLY_BYTES
+
+
+def instruction_id_of(request: PushMessagesRequest) -> str:
+    """Return the id of the instruction that a call answers. Raises FleetCallRefused."""
+    if (len(request.messages_list), len(request.message_object_trees)) != (1, 1):
+        raise FleetCallRefused(RefusalReason.SHAPE)
+    if len(request.clientapp_runtime_list) > 1:
+        raise FleetCallRefused(RefusalReason.SHAPE)
+    instruction_id = request.messages_list[0].metadata.reply_to_message_id
+    if not is_object_id(instruction_id):
+        raise FleetCallRefused(RefusalReason.FOREIGN_INSTRUCTION, instruction_id)
+    return str(instruction_id)
+
+
+def read_announcement(
+    request: PushMessagesRequest, instruction: InstructionRow | None, now: float, node_id: int
+) -> Announcement:
+    """Return the reply that a call announces. Raises FleetCallRefused.
+
+    Args:
+        instruction: the one with the id of `instruction_id_of`, None where Flower has none.
+        now: in seconds since 1970.
+        node_id: the site that signed the call.
+    """
+    message, tree = request.messages_list[0], request.message_object_trees[0]
+    about = message.metadata
+    if about.src_node_id != node_id or about.dst_node_id != SUPERLINK_NODE_ID:
+        raise FleetCallRefused(RefusalReason.SENDER, f"{about.src_node_id} to {about.dst_node_id}")
+    if instruction is None or instruction.node_id != node_id or instruction.expires <= now:
+        raise FleetCallRefused(RefusalReason.FOREIGN_INSTRUCTION, about.reply_to_message_id)
+    if (about.run_id, about.message_type, about.group_id) != (
+        instruction.run_id, instruction.message_type, instruction.group_id,
+    ):  # fmt: skip
+        raise FleetCallRefused(RefusalReason.FIELDS, f"{about.run_id} {about.message_type[:40]} {about.group_id[:40]}")
+    if about.message_id != tree.object_id:
+        raise FleetCallRefused(RefusalReason.MESSAGE_ID, about.message_id)
+    _require_times(about, instruction, now)
+    is_error = message.HasField("error")
+    if message.HasField("content") == is_error or message.content.ByteSize():
+        raise FleetCallRefused(RefusalReason.CONTENT)
+    largest = limits.MAX_ERROR_REPLY_BYTES if is_error else max_reply_bytes(instruction.group_id)
+    announced = read_tree(tree, max_tree_nodes(largest), is_error)
+    root_body = ProtoMessage(metadata=_known_fields(about))
+    if is_error:
+        root_body.error.SetInParent()  # an error of code 0 without a reason is one too
+        root_body.error.code, root_body.error.reason = message.error.code, message.error.reason
+    return Announcement(
+        node_id, instruction.run_id, instruction.message_id, instruction.expires, largest + limits.EXTRA_REPLY_BYTES,
+        announced, root_body, _flower_request(request, root_body),
+    )  # fmt: skip
+
+
+def _require_times(about: ProtoMetadata, instruction: InstructionRow, now: float) -> None:
+    earliest, latest = instruction.created_at - limits.MAX_CLOCK_SECONDS, now + limits.MAX_CLOCK_SECONDS
+    is_now = math.isfinite(about.created_at) and earliest <= about.created_at <= latest
+    end = instruction.expires + limits.TTL_TOLERANCE_SECONDS
+    if not (is_now and math.isfinite(about.ttl) and 0 < about.ttl <= end - about.created_at):
+        raise FleetCallRefused(RefusalReason.TIMES, f"{about.created_at} + {about.ttl}")
+
+
+def _known_fields(about: ProtoMetadata) -> ProtoMetadata:
+    """Return the metadata of a root object: without the message id, which is the object's own hash."""
+    fields = ProtoMetadata(
+        run_id=about.run_id, src_node_id=about.src_node_id, dst_node_id=about.dst_node_id,
+        reply_to_message_id=about.reply_to_message_id, group_id=about.group_id, ttl=about.ttl,
+        message_type=about.message_type, created_at=about.created_at,
+    )  # fmt: skip
+    if about.HasField("src_task_id"):
+        fields.src_task_id = about.src_task_id
+    if about.HasField("dst_task_id"):
+        fields.dst_task_id = about.dst_task_id
+    return fields
+
+
+def _flower_request(request: PushMessagesRequest, root_body: ProtoMessage) -> bytes:
+    """Return the call with the fields that were judged and no other."""
+    about = ProtoMetadata()
+    about.CopyFrom(root_body.metadata)
+    about.message_id = request.message_object_trees[0].object_id
+    message = ProtoMessage(metadata=about)
+    if root_body.HasField("error"):
+        message.error.CopyFrom(root_body.error)
+    else:
+        message.content.SetInParent()
+    judged = PushMessagesRequest(
+        node=request.node, messages_list=[message], message_object_trees=[request.message_object_trees[0]]
+    )
+    for seconds in request.clientapp_runtime_list:
+        is_number = not math.isnan(seconds)
+        judged.clientapp_runtime_list.append(min(max(seconds, 0.0), limits.MAX_RUNTIME_SECONDS) if is_number else 0.0)
+    return bytes(judged.SerializeToString())

@@ -1,0 +1,39 @@
+"""How often a site may call: a bucket of tokens for each site and call, filled evenly over a minute.
+
+| a site | result |
+|---|---|
+| calls less often than its rate | admitted, also all calls of a minute at once |
+| calls more often | not admitted until tokens have come back; the other calls of that site are not touched |
+| restarts the server | its buckets are full again |
+| asks for more at once than a minute's tokens | never admitted |
+
+Only registered sites reach this place, so their number bounds the buckets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+
+_MINUTE = 60.0
+
+
+class CallRates:
+    """Buckets for the calls of `per_minute`, which gives the tokens of a minute by the name of a call."""
+
+    def __init__(self, per_minute: Mapping[str, float], monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute, self._monotonic = per_minute, monotonic
+        self._buckets: dict[tuple[Hashable, str], tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def admits(self, site: Hashable, call: str, tokens: float = 1.0) -> bool:
+        """Take tokens for a call of a site, if there are as many."""
+        most = float(self._per_minute[call])
+        with self._lock:
+            now = self._monotonic()
+            left, at = self._buckets.get((site, call), (most, now))
+            left = min(most, left + (now - at) * most / _MINUTE)
+            admitted = tokens <= left
+            self._buckets[site, call] = (left - tokens if admitted else left), now
+            return admitted

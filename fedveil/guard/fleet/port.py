@@ -1,0 +1,338 @@
+"""The seam between Flower's fleet port and the checks of what a registered site asks: one for both lines of Flower.
+
+Flower checks WHO signs a call, and hands it to a function of one module, by attribute:
+
+    1.39         flwr.server.superlink.fleet.message_handler.message_handler.push_messages(request=, state=)
+    1.41, 1.42   flwr.superlink.servicer.fleet.fleet_handlers.push_messages(request=, state=)
+
+There `request.node` is the node of the key that signed (fleet_grpc.py and fleet_http.py make that true), and the
+request is parsed. `install_fleet_port` puts a check in the place of each of the twelve functions, before the server
+starts. A Flower that has moved one of them does not start (`ConfigError`).
+
+Formal guarantees, for every call that reaches one of the twelve functions:
+- a site pulls only objects of instructions that were sent to it, and confirms only such instructions;
+- what reaches Flower as a reply is whole and was checked (staging.py): no order, and no reply for another site;
+- an exception that no line of this table names becomes UNAVAILABLE or a refusal: never INTERNAL, by which an honest
+  SuperNode leaves its loop for good.
+
+| call | admitted | else |
+|---|---|---|
+| register_node, unregister_node | never | Flower's own refusal |
+| activate_node, send_node_heartbeat | with an interval of 10 to 60 s; Flower's SuperNode sends 30 | code 2003 |
+| send_node_heartbeat, more often than its rate | answered, Flower is not asked | |
+| pull_messages | always | more often than its rate: an empty answer |
+| get_run, get_fab | for a run of which the site has an instruction | code 2007 |
+| pull_object | an object of an instruction of this site and run | code 2007 |
+| confirm_message_received | an instruction of this site; a second time without asking Flower | code 2007 |
+| push_messages, push_object | an announced reply and its objects; answered here (staging.py) | code 2007 |
+| any call, more often than its rate | | UNAVAILABLE, 503: asks again |
+| the database or the disk fails | | UNAVAILABLE, 503; in a push at most ten times |
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from collections.abc import Callable
+from logging import ERROR
+from typing import Any, cast
+
+from flwr.proto.fleet_pb2 import PullMessagesResponse
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatResponse
+from flwr.proto.message_pb2 import ConfirmMessageReceivedResponse, ObjectTree
+from flwr.supercore import log
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.object_store import NoObjectInStoreError
+from flwr.supercore.run import InvalidRunStatusException
+from sqlalchemy.exc import SQLAlchemyError
+
+from fedveil.errors import ConfigError, StateError
+from fedveil.guard import fleet_limits as limits
+from fedveil.guard.fleet.announced_tree import is_object_id
+from fedveil.guard.fleet.call_rates import CallRates
+from fedveil.guard.fleet.delivered import DeliveredInstructions
+from fedveil.guard.fleet.hand_over import HandOver
+from fedveil.guard.fleet.refusal import DeferralReason, FleetCallDeferred, FleetCallRefused, RefusalReason
+from fedveil.guard.fleet.refusal_log import FleetRefusalLog
+from fedveil.guard.fleet.spool import ReplySpool
+from fedveil.guard.fleet.staging import ReplyStaging
+from fedveil.guard.fleet.sweep import PeriodicSweep, clean_up_runs, shrink_database
+from fedveil.guard.flower import FlowerRelease, link_states
+from fedveil.guard.flower.replaced import FLEET_CALLS, FLEET_MODULES
+
+Flower = Callable[..., Any]
+
+_WITH_STORE = ("pull_messages", "confirm_message_received")
+_PUSHES = ("push_messages", "push_object")
+# Flower's own servicer of 1.39 makes an answer of a ValueError in these; in others it becomes INTERNAL.
+_VALUE_ERRORS = ("activate_node", "deactivate_node", "get_run", "get_fab")
+_RATES = {
+    **limits.CALLS_A_MINUTE,
+    "announced bytes": limits.ANNOUNCED_BYTES_A_MINUTE,
+    "objects read again": limits.CALLS_A_MINUTE["get_run"],
+}
+# Of Flower's numbered errors the one that both lines answer with UNAVAILABLE and 503.
+_UNAVAILABLE = ApiErrorCode.LINKSTATE_NOT_INITIALIZED
+
+
+def install_fleet_port(release: FlowerRelease, port: FleetPort) -> None:
+    """Put the checks of `port` before the fleet functions of this process. Raises ConfigError for an unknown Flower."""
+    name = FLEET_MODULES[release.speaks]
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"flwr {release.release}: expected the module {name}, found none ({error})") from None
+    functions = {call: _flower_function(module, call) for call in FLEET_CALLS}  # all of them, before one is replaced
+    for call, function in functions.items():
+        setattr(module, call, port.guarded(call, function))
+
+
+def _flower_function(module: Any, call: str) -> Flower:
+    function: Any = getattr(module, call, None)
+    expected = {"request", "state"} | ({"store"} if call in _WITH_STORE else set())
+    parameters = set(inspect.signature(function).parameters) if callable(function) else set()
+    if not callable(function) or parameters - {"enable_supernode_auth"} != expected:
+        raise ConfigError(
+            f"{module.__name__}.{call}: expected a function of {', '.join(sorted(expected))}, found "
+            f"{', '.join(sorted(parameters)) or 'none'}; this Flower would serve sites without the checks of FedVeil"
+        )
+    return cast(Flower, function)
+
+
+class FleetPort:
+    """The checks of calls, in the order in which port.py's table has them.
+
+    Args:
+        site_of: the name of the registered site with this public key (PEM); "" for none.
+    """
+
+    def __init__(
+        self, refusals: FleetRefusalLog, site_of: Callable[[bytes], str], spool: ReplySpool, sweeps: bool = True
+    ) -> None:
+        self._refusals, self._site_of, self._sweeps = refusals, site_of, sweeps
+        self._rates = CallRates(_RATES)
+        self._delivered = DeliveredInstructions()
+        self._site_names: dict[int, str] = {}
+        self._functions: dict[str, Flower] = {}
+        self._state: Any = None
+        self._starting = threading.Lock()
+        self._hand_over = HandOver(self)
+        self._staging = ReplyStaging(spool, self._hand_over)
+
+    def guarded(self, call: str, function: Flower) -> Flower:
+        """Return the function that takes the place of Flower's `function`."""
+        self._functions[call] = function
+        check = getattr(self, f"_{call}")
+
+        def answer(request: Any, state: Any, **more: Any) -> Any:
+            def flower(request: Any = request) -> Any:
+                return function(request=request, state=state, **more)
+
+            try:
+                self._start(state)
+                self._require_rate(call, request)
+                return check(request, state, flower)
+            except FleetCallRefused as refused:
+                self._record(state, call, request, refused)
+                code = (
+                    ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL
+                    if refused.reason is RefusalReason.HEARTBEAT_INTERVAL
+                    else ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED
+                )
+                raise _flower_error(code, call, request, refused.reason.value) from None
+            except FleetCallDeferred as deferred:
+                raise _flower_error(_UNAVAILABLE, call, request, deferred.reason.value) from None
+            except (FlowerError, InvalidRunStatusException):
+                raise
+            except Exception as error:
+                if isinstance(error, ValueError) and call in _VALUE_ERRORS:
+                    raise
+                raise self._after_failure(state, call, request, error) from None
+
+        return answer
+
+    # What a call may be
+
+    def _register_node(self, _request: Any, _state: Any, _flower: Flower) -> Any:
+        raise FlowerError(ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED, "sites are registered by fedveil members")
+
+    def _unregister_node(self, _request: Any, _state: Any, _flower: Flower) -> Any:
+        raise FlowerError(ApiErrorCode.FLEET_SUPERNODE_UNREGISTRATION_DISABLED, "sites are removed by fedveil members")
+
+    def _activate_node(self, request: Any, _state: Any, flower: Flower) -> Any:
+        _require_interval(request.heartbeat_interval)
+        return flower()
+
+    def _deactivate_node(self, _request: Any, _state: Any, flower: Flower) -> Any:
+        return flower()
+
+    def _send_node_heartbeat(self, request: Any, _state: Any, flower: Flower) -> Any:
+        _require_interval(request.heartbeat_interval)
+        if not self._rates.admits(_node_of(request), "send_node_heartbeat"):
+            return SendNodeHeartbeatResponse(success=True)
+        return flower()
+
+    def _pull_messages(self, request: Any, _state: Any, flower: Flower) -> Any:
+        if not self._rates.admits(_node_of(request), "pull_messages"):
+            return PullMessagesResponse()
+        response = flower()
+        for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            run_id = message.metadata.run_id
+            self._delivered.record_delivery(_node_of(request), run_id, tree.object_id, _object_ids(tree))
+        return response
+
+    def _get_run(self, request: Any, state: Any, flower: Flower) -> Any:
+        self._require_own_run(request, state)
+        return flower()
+
+    def _get_fab(self, request: Any, state: Any, flower: Flower) -> Any:
+        self._require_own_run(request, state)
+        return flower()
+
+    def _pull_object(self, request: Any, state: Any, flower: Flower) -> Any:
+        of = _node_of(request), request.run_id, request.object_id
+        if not self._delivered.may_pull(*of):
+            self._read_again(request, state)
+        if not self._delivered.may_pull(*of):
+            raise FleetCallRefused(RefusalReason.FOREIGN_OBJECT, request.object_id)
+        if self._delivered.is_pulled_too_often(*of):
+            raise FleetCallRefused(RefusalReason.PULLED_TOO_OFTEN, request.object_id)
+        response = flower()
+        if response.object_content:  # an object that is not there yet is asked for again, and costs nothing
+            self._delivered.count_pull(*of)
+        return response
+
+    def _confirm_message_received(self, request: Any, state: Any, flower: Flower) -> Any:
+        node_id, root = _node_of(request), request.message_object_id
+        if self._delivered.is_confirmed(node_id, root):
+            return ConfirmMessageReceivedResponse()
+        row = link_states.find_instruction(state, root) if is_object_id(root) else None
+        if row is None or (row.node_id, row.run_id) != (node_id, request.run_id):
+            raise FleetCallRefused(RefusalReason.FOREIGN_INSTRUCTION, root)
+        response = flower()
+        self._delivered.confirm(node_id, root)
+        return response
+
+    def _push_messages(self, request: Any, state: Any, _flower: Flower) -> Any:
+        if not self._rates.admits(_node_of(request), "announced bytes", request.ByteSize()):
+            raise FleetCallDeferred(DeferralReason.RATE)
+        return self._staging.announce(request, state)
+
+    def _push_object(self, request: Any, _state: Any, _flower: Flower) -> Any:
+        return self._staging.push(request)
+
+    # Flower's own functions, for the hand-over
+
+    def push_messages(self, request: Any) -> Any:
+        """Announce a whole reply to Flower."""
+        return self._functions["push_messages"](request=request, state=self._state)
+
+    def push_object(self, request: Any) -> Any:
+        """Give Flower an object of a whole reply."""
+        return self._functions["push_object"](request=request, state=self._state)
+
+    def sweep(self) -> None:
+        """Tidy up once (sweep.py)."""
+        self._staging.sweep(self._state, self._is_registered)
+        self._refusals.write_counts()
+        clean_up_runs(self._state)
+        shrink_database(self._state)
+
+    # Parts
+
+    def _start(self, state: Any) -> None:
+        """Take up what an earlier process has left, before the first call: Flower's state is not there earlier."""
+        if self._state is not None:
+            return
+        with self._starting:
+            if self._state is None:
+                self._staging.recover(state)
+                self._state = state
+                if self._sweeps:
+                    PeriodicSweep(self.sweep).start()
+
+    def _is_registered(self, node_id: int) -> bool:
+        """Return whether a site's key is registered today; an unreadable registry takes nothing from anybody."""
+        try:
+            nodes = self._state.get_node_info(node_ids=[node_id])
+            return bool(nodes and self._site_of(nodes[0].public_key))
+        except StateError as error:
+            log(ERROR, "fleet port: %s", error)
+            return True
+
+    def _require_rate(self, call: str, request: Any) -> None:
+        """Raise FleetCallDeferred where a call comes too often that has no other answer then."""
+        if call in limits.CALLS_A_MINUTE and call not in ("send_node_heartbeat", "pull_messages"):
+            site = request.public_key if call == "activate_node" else _node_of(request)
+            if not self._rates.admits(site, call):
+                raise FleetCallDeferred(DeferralReason.RATE)
+
+    def _require_own_run(self, request: Any, state: Any) -> None:
+        node_id, run_id = _node_of(request), request.run_id
+        is_own = self._delivered.has_run(node_id, run_id)
+        if not is_own and not link_states.instructions_of_node(state, node_id, run_id):
+            raise FleetCallRefused(RefusalReason.FOREIGN_RUN, str(run_id))
+
+    def _read_again(self, request: Any, state: Any) -> None:
+        """Remember the site's instructions as the database has them: after a restart nothing is remembered."""
+        node_id = _node_of(request)
+        if not self._rates.admits(node_id, "objects read again"):
+            return
+        rows = link_states.instructions_of_node(state, node_id, request.run_id)
+        for row in rows[: limits.REMEMBERED_INSTRUCTIONS][::-1]:
+            try:
+                tree = state.object_store.get_object_tree(row.message_id)
+            except NoObjectInStoreError:  # it was confirmed, so its objects are gone
+                continue
+            self._delivered.record_delivery(node_id, row.run_id, row.message_id, _object_ids(tree))
+
+    def _record(self, state: Any, call: str, request: Any, refused: FleetCallRefused) -> None:
+        node_id, name = _node_of(request), ""
+        try:
+            if call == "activate_node":  # which names its own key, the one that signed
+                node_id = state.get_node_id_by_public_key(request.public_key) or 0
+            name = self._name_of(state, node_id)
+        except (SQLAlchemyError, StateError) as error:  # the refusal stands, with the node's number
+            log(ERROR, "fleet port: the name of node %s is not known: %s", node_id, error)
+        self._refusals.record_refusal(name, node_id, call, refused.reason, refused.value)
+
+    def _name_of(self, state: Any, node_id: int) -> str:
+        """Return the site's name in the registry; "" while the node has none (a node keeps its key for ever)."""
+        if node_id not in self._site_names:
+            nodes = state.get_node_info(node_ids=[node_id])
+            if not (name := self._site_of(nodes[0].public_key) if nodes else ""):
+                return ""
+            self._site_names[node_id] = name
+        return self._site_names[node_id]
+
+    def _after_failure(self, state: Any, call: str, request: Any, error: Exception) -> FlowerError:
+        """Return what a site is answered after an exception that has no line in the table: never INTERNAL."""
+        log(ERROR, "fleet port, %s of node %s", call, _node_of(request), exc_info=error)
+        if isinstance(error, SQLAlchemyError | OSError):
+            return _flower_error(_UNAVAILABLE, call, request, DeferralReason.STORAGE.value)
+        if call not in _PUSHES:
+            return _flower_error(_UNAVAILABLE, call, request, DeferralReason.OWN_ERROR.value)
+        # A push that fails the same way each time would be repeated for ever.
+        refused = FleetCallRefused(RefusalReason.OWN_ERROR, type(error).__name__)
+        self._record(state, call, request, refused)
+        return _flower_error(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, call, request, RefusalReason.OWN_ERROR.value)
+
+
+def _node_of(request: Any) -> int:
+    """Return the node that signed a call: 0 for the two that name a key instead."""
+    return int(request.node.node_id if hasattr(request, "node") else getattr(request, "node_id", 0))
+
+
+def _object_ids(tree: ObjectTree) -> set[str]:
+    return {node.object_id for node in iterate_object_tree(tree)}
+
+
+def _require_interval(seconds: float) -> None:
+    if not limits.MIN_HEARTBEAT_SECONDS <= seconds <= limits.MAX_HEARTBEAT_SECONDS:
+        raise FleetCallRefused(RefusalReason.HEARTBEAT_INTERVAL, str(seconds))
+
+
+def _flower_error(code: int, call: str, request: Any, reason: str) -> FlowerError:
+    return FlowerError(code, f"fedveil: {call} of node {_node_of(request)}: {reason}", public_details=reason)

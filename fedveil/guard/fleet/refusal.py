@@ -1,0 +1,72 @@
+"""The ways in which the fleet port does not do what a site asks, and the fixed words for each.
+
+| raised | the site is answered | its SuperNode |
+|---|---|---|
+| `FleetCallRefused` | PERMISSION_DENIED / 403, code 2007 | drops this message or reply, and goes on |
+| the same, of a heartbeat or an activation | INVALID_ARGUMENT / 400, code 2003 | (an honest one sends none such) |
+| `FleetCallDeferred` | UNAVAILABLE / 503 | asks again after 1 to 20 s |
+
+Any other status code ends the loop or the heartbeats of an honest SuperNode for good.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class RefusalReason(Enum):
+    """Why a call is refused. The text is for the control log and for the site; it holds nothing that a site sent."""
+
+    HEARTBEAT_INTERVAL = "heartbeat interval out of bounds"
+    FOREIGN_RUN = "no instruction of this run for this site"
+    FOREIGN_OBJECT = "object of no instruction for this site"
+    PULLED_TOO_OFTEN = "object pulled too often"
+    FOREIGN_INSTRUCTION = "no open instruction for this site"
+    ANSWERED = "instruction has another reply"
+    SHAPE = "not one message with one tree"
+    SENDER = "source or destination"
+    FIELDS = "run, type or group of another instruction"
+    MESSAGE_ID = "message id is not the tree's root"
+    TIMES = "created_at or ttl"
+    CONTENT = "content beside the tree"
+    TREE_FORM = "tree of another form"
+    TREE_SIZE = "tree too large"
+    TREE_TWICE = "object twice in the tree"
+    SESSION = "unknown session"
+    NOT_ANNOUNCED = "object not announced"
+    HASH = "object of another hash"
+    HEAD = "object head"
+    OBJECT_TYPE = "object of another type"
+    CHILDREN = "object with other children"
+    ROOT = "message object is not what was announced"
+    BODY = "object body"
+    BODY_SIZE = "object too large"
+    REPLY_SIZE = "reply too large"
+    UPLOADED_TOO_OFTEN = "too many bytes for one instruction"
+    STORAGE = "reply could not be stored"
+    OWN_ERROR = "error of the server"
+
+
+class DeferralReason(Enum):
+    """Why a site is to ask again."""
+
+    RATE = "too many calls"
+    NO_ROOM = "no room for the reply"
+    STORAGE = "database or disk"
+    OWN_ERROR = "error of the server"
+
+
+class FleetCallRefused(Exception):
+    """A call that is not done. `value` is what the site sent, for the log alone."""
+
+    def __init__(self, reason: RefusalReason, value: str = "") -> None:
+        super().__init__(reason.value)
+        self.reason, self.value = reason, value
+
+
+class FleetCallDeferred(Exception):
+    """A call that the site is to repeat."""
+
+    def __init__(self, reason: DeferralReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason

@@ -1,0 +1,95 @@
+"""Lines of the control log about refused calls: who sent what, so often that it is seen, so seldom that no disk fills.
+
+    {"event": "fleet-refused", "site": "east", "node": "49..", "call": "push_messages", "reason": "...", "count": 1}
+    {"event": "rogue", "site": "east", "node": "49..", "count": 20}
+
+| refusals of a site | lines |
+|---|---|
+| the first one of a call and reason | one at once, with what the site sent, cut to 80 characters |
+| more of them within a minute | none; then one with their number, at the next one or at the next sweep |
+| 20 within a minute, of any calls | one of the event `rogue`, once a minute |
+| while the control log cannot be written | a line in the SuperLink's own log; the call stays refused |
+
+A reason is one of the fixed words of refusal.py, so a site cannot choose how many kinds of lines there are. What the
+event `rogue` means for a site is decided by the operator: `fedveil members revoke`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from logging import ERROR
+
+from flwr.supercore import log
+
+from fedveil.errors import StateError
+from fedveil.guard import fleet_limits as limits
+from fedveil.guard.control_log import ControlLog
+from fedveil.guard.fleet.refusal import RefusalReason
+from fedveil.sanitize import sanitize
+
+_VALUE_CHARACTERS = 80
+
+
+@dataclass
+class _Line:
+    """When the last line of a kind was written, and how many refusals have none."""
+
+    at: float
+    unsaid: int = 0
+
+
+class FleetRefusalLog:
+    """The lines about refused calls in `control`."""
+
+    def __init__(self, control: ControlLog, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._control, self._monotonic = control, monotonic
+        self._lines: dict[tuple[str, int, str, RefusalReason], _Line] = {}
+        self._recent: dict[int, deque[float]] = {}
+        self._rogues: dict[int, float] = {}
+        self._lock = threading.Lock()
+
+    def record_refusal(self, site: str, node_id: int, call: str, reason: RefusalReason, value: str) -> None:
+        """Count a refusal, and write the lines that are due."""
+        with self._lock:
+            now = self._monotonic()
+            key = site, node_id, call, reason
+            line = self._lines.get(key)
+            if line is None or now - line.at >= limits.REFUSAL_LINE_SECONDS:
+                about = {"value": sanitize(value, _VALUE_CHARACTERS)} if line is None and value else {}
+                self._write(key, 1 + (line.unsaid if line else 0), about)
+                self._lines[key] = _Line(now)
+            else:
+                line.unsaid += 1
+            self._record_rogue(site, node_id, now)
+
+    def write_counts(self) -> None:
+        """Write the numbers of refusals that have no line yet, where their minute is over."""
+        with self._lock:
+            now = self._monotonic()
+            for key, line in self._lines.items():
+                if line.unsaid and now - line.at >= limits.REFUSAL_LINE_SECONDS:
+                    self._write(key, line.unsaid, {})
+                    line.at, line.unsaid = now, 0
+
+    def _record_rogue(self, site: str, node_id: int, now: float) -> None:
+        recent = self._recent.setdefault(node_id, deque(maxlen=limits.ROGUE_REFUSALS_A_MINUTE))
+        recent.append(now)
+        is_rogue = len(recent) == recent.maxlen and now - recent[0] < limits.REFUSAL_LINE_SECONDS
+        if is_rogue and now - self._rogues.get(node_id, -limits.REFUSAL_LINE_SECONDS) >= limits.REFUSAL_LINE_SECONDS:
+            self._rogues[node_id] = now
+            self._append("rogue", {"site": site, "node": str(node_id), "count": len(recent)})
+
+    def _write(self, key: tuple[str, int, str, RefusalReason], count: int, more: dict[str, str]) -> None:
+        site, node_id, call, reason = key
+        about = {"site": site, "node": str(node_id), "call": call, "reason": reason.value, "count": count}
+        self._append("fleet-refused", {**about, **more})
+
+    def _append(self, event: str, about: dict[str, object]) -> None:
+        try:
+            self._control.write(event, about)
+        except StateError as error:  # the call is refused all the same, and the operator sees that the log is broken
+            log(ERROR, "%s of %s is not in the control log: %s", event, about["site"], error)

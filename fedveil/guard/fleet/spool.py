@@ -1,0 +1,138 @@
+"""Replies of which not all objects have come, on the server's disk.
+
+    <folder>/<node>/<session>/reply.json      the site's call, as Flower is to see it
+                              <object id>     the object's bytes
+
+Formal guarantees:
+- a file of a reply is there whole or not at all, for any process that is killed (`put_object` renames);
+- no other user of the machine reads a reply: folders have mode 0700, files 0600;
+- what a site sends chooses no path: a session is drawn here, and ids are 64 hex digits.
+
+| found at a start | result |
+|---|---|
+| a folder with a readable reply.json | its reply; the caller judges it anew, and each of its objects |
+| a folder without one, a link, any other file | removed |
+| the half of a file that a killed process was writing | removed |
+
+After a power cut a file can be there with other bytes. Then its hash is wrong, and the caller removes it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from logging import WARNING
+from pathlib import Path
+
+from flwr.supercore import log
+
+from fedveil.guard import fleet_limits as limits
+from fedveil.guard.fleet.announced_tree import is_object_id
+from fedveil.paths import private_folder
+
+_NAME = "reply.json"
+_NODE = re.compile(r"[0-9]{1,20}")
+_SESSION = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_MAX_JSON_BYTES = 2 * limits.MAX_ANNOUNCEMENT_CALL_BYTES
+
+
+@dataclass(frozen=True)
+class SpooledReply:
+    """A reply that an earlier process has left: the call that announced it, and the objects that have files."""
+
+    node_id: int
+    session: str
+    request: bytes
+    object_ids: tuple[str, ...]
+
+
+class ReplySpool:
+    """The files of replies in `folder`. Every method raises OSError where the disk does not do it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add_reply(self, node_id: int, session: str, request: bytes) -> None:
+        """Make the folder of a reply."""
+        private_folder(self._of(node_id, session))
+        content = {"request": base64.b64encode(request).decode()}
+        self._write(self._of(node_id, session) / _NAME, json.dumps(content).encode())
+
+    def put_object(self, node_id: int, session: str, object_id: str, content: bytes) -> None:
+        """Write an object of a reply, which replaces an earlier file of the same object."""
+        self._write(self._of(node_id, session) / object_id, content)
+
+    def read_object(self, node_id: int, session: str, object_id: str) -> bytes:
+        """Return the bytes of an object."""
+        return (self._of(node_id, session) / object_id).read_bytes()
+
+    def remove_object(self, node_id: int, session: str, object_id: str) -> None:
+        """Remove an object, if it is there."""
+        (self._of(node_id, session) / object_id).unlink(missing_ok=True)
+
+    def remove_reply(self, node_id: int, session: str) -> None:
+        """Remove all files of a reply, and the site's folder with its last one."""
+        shutil.rmtree(self._of(node_id, session), ignore_errors=True)  # what is left is removed at the next start
+        with contextlib.suppress(OSError):  # it has other replies
+            (self.folder / str(node_id)).rmdir()
+
+    def free_bytes(self) -> int:
+        """Return how many more bytes the disk takes."""
+        private_folder(self.folder)
+        return shutil.disk_usage(self.folder).free
+
+    def read_replies(self) -> Iterator[SpooledReply]:
+        """Return the replies of an earlier process, and remove whatever else is in the folder."""
+        private_folder(self.folder)
+        for node in sorted(self.folder.iterdir()):
+            if not _NODE.fullmatch(node.name) or node.is_symlink() or not node.is_dir():
+                _remove(node)
+                continue
+            for session in sorted(node.iterdir()):
+                reply = self._read(node, session)
+                if reply is None:
+                    _remove(session)
+                else:
+                    yield reply
+
+    def _read(self, node: Path, session: Path) -> SpooledReply | None:
+        if not _SESSION.fullmatch(session.name) or session.is_symlink() or not session.is_dir():
+            return None
+        for file in session.iterdir():
+            if file.is_symlink() or not file.is_file() or not (file.name == _NAME or is_object_id(file.name)):
+                _remove(file)
+        try:
+            with (session / _NAME).open("rb") as call:
+                content = json.loads(call.read(_MAX_JSON_BYTES))
+            request = base64.b64decode(content["request"], validate=True)
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError) as error:
+            log(WARNING, "%s: expected a reply, found none (%s); it is removed", session, type(error).__name__)
+            return None
+        objects = tuple(sorted(file.name for file in session.iterdir() if file.name != _NAME))
+        return SpooledReply(int(node.name), session.name, request, objects)
+
+    def _of(self, node_id: int, session: str) -> Path:
+        return self.folder / str(node_id) / session
+
+    @staticmethod
+    def _write(file: Path, content: bytes) -> None:
+        partial = file.with_name(f".{file.name}.{os.urandom(8).hex()}.part")
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as to:
+                to.write(content)
+            partial.replace(file)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,382 @@
+"""Replies between a site and Flower: Flower learns of none before all of it is there and checked.
+
+    PushMessages   judged (announcement.py), room is reserved, answered here; Flower sees nothing of it
+    PushObject     judged (object_form.py), written to the spool, answered here
+    the last one   the reply is queued for Flower (hand_over.py)
+
+An object id that a site announces is registered by Flower for all sites and runs at once. Announced with other children
+and never sent, the id of an object that the server sends next made the server's own push fail, and ended the run.
+
+Formal guarantees:
+- Flower sees a reply only when every object of it was checked against the announcement;
+- the open replies of all sites have room in the spool at once: no two halves wait for each other;
+- what a site sends for one instruction is at most `MAX_UPLOADS_OF_A_REPLY` times its largest reply;
+- a reply is queued once, however many calls bring its last object at once;
+- the answers are the same whatever Flower's store holds: they do not tell whether another site has an object.
+
+| case | result |
+|---|---|
+| the announcement again, in the middle of it | the same session, and the objects that are not there yet |
+| the announcement again, or an object again, after the end | success; nothing to push, "stored" |
+| another reply to the same instruction while the first is not whole | replaces it: the site's client has died |
+| another one after that | refused |
+| a third open reply of a site | drops its oldest |
+| no room in the spool or on the disk | UNAVAILABLE, 503: the site asks again |
+| no call for 300 s, run ended, instruction expired, key not registered any more | dropped by the sweep |
+| the server is killed | whole replies are queued again, half ones stay open in their old session |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.common.constant import Status
+from flwr.proto.fleet_pb2 import PushMessagesRequest, PushMessagesResponse, Reconnect
+from flwr.proto.message_pb2 import PushObjectRequest, PushObjectResponse
+from flwr.supercore import log
+from sqlalchemy.exc import SQLAlchemyError
+
+from fedveil.guard import fleet_limits as limits
+from fedveil.guard.fleet.announcement import Announcement, instruction_id_of, read_announcement
+from fedveil.guard.fleet.hand_over import HandOver, WholeReply
+from fedveil.guard.fleet.object_form import check_object
+from fedveil.guard.fleet.refusal import DeferralReason, FleetCallDeferred, FleetCallRefused, RefusalReason
+from fedveil.guard.fleet.spool import ReplySpool, SpooledReply
+from fedveil.guard.flower import link_states
+
+_RECONNECT_SECONDS = 5  # Flower's own
+
+
+@dataclass
+class StagedReply:
+    """A reply that was announced. Its site's lock guards it.
+
+    Attributes:
+        present: the objects that are in the spool.
+        body_bytes: of those objects.
+        active_calls: pushes that are being checked or written.
+        is_whole: it is queued for Flower.
+    """
+
+    session: str
+    announcement: Announcement
+    last_call: float
+    present: set[str] = field(default_factory=set)
+    body_bytes: int = 0
+    active_calls: int = 0
+    is_whole: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        """The objects that are to come, in the order of the tree."""
+        return [object_id for object_id in self.announcement.tree.objects if object_id not in self.present]
+
+
+@dataclass(frozen=True)
+class FinishedReply:
+    """A reply that Flower has: what its site may still ask about it."""
+
+    session: str
+    announcement: Announcement
+
+
+class ReplyStaging:
+    """The open replies of all sites.
+
+    Args:
+        clock: seconds since 1970; `monotonic`: seconds of a clock that does not jump.
+    """
+
+    def __init__(
+        self,
+        spool: ReplySpool,
+        hand_over: HandOver,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spool, self._hand_over = spool, hand_over
+        self._clock, self._monotonic = clock, monotonic
+        self._open: dict[int, dict[str, StagedReply]] = defaultdict(dict)  # by site and session
+        self._finished: dict[int, dict[str, FinishedReply]] = defaultdict(dict)
+        self._uploaded: dict[tuple[int, str], tuple[int, float]] = {}  # bytes, and when the instruction ends
+        self._storage_errors: dict[tuple[int, str], tuple[int, float]] = {}  # how many, and when the last one was
+        self._locks: dict[int, threading.RLock] = defaultdict(threading.RLock)
+        # A site's lock comes first, then the one of room, then the one of what is kept for all sites.
+        self._room, self._all = threading.Lock(), threading.Lock()
+
+    # Calls of a site
+
+    def announce(self, request: PushMessagesRequest, state: Any) -> PushMessagesResponse:
+        """Answer PushMessages. Raises FleetCallRefused, FleetCallDeferred."""
+        node_id, instruction_id = request.node.node_id, instruction_id_of(request)
+        root = request.message_object_trees[0].object_id
+        with self._lock_of(node_id), self._bounded_errors(node_id, root):
+            if (known := self._answer_again(node_id, root)) is not None:
+                return known
+            row = link_states.find_instruction(state, instruction_id)
+            announcement = read_announcement(request, row, self._clock(), node_id)
+            if row is not None and row.reply_id:
+                if row.reply_id != root:
+                    raise FleetCallRefused(RefusalReason.ANSWERED, root)
+                return _response(root, str(uuid.uuid4()), [])
+            self._drop_replaced(announcement)
+            with self._room:
+                self._require_room(announcement)
+                staged = self._add(str(uuid.uuid4()), announcement)
+            return _response(root, staged.session, staged.missing)
+
+    def push(self, request: PushObjectRequest) -> PushObjectResponse:
+        """Answer PushObject. Raises FleetCallRefused."""
+        node_id, object_id, content = request.node.node_id, request.object_id, request.object_content
+        with self._lock_of(node_id):
+            staged = self._session_of(request)
+            if staged is None or object_id in staged.present or staged.is_whole:
+                return PushObjectResponse(stored=True)
+            self._count_upload(staged.announcement, len(content))
+            staged.active_calls += 1
+        try:
+            with self._bounded_errors(node_id, staged.session):
+                body_bytes = check_object(staged.announcement, object_id, content)
+                self._write(staged, object_id, content)
+                self._take(staged, object_id, body_bytes)
+        finally:
+            with self._lock_of(node_id):
+                staged.active_calls -= 1
+                staged.last_call = self._monotonic()
+        return PushObjectResponse(stored=True)
+
+    # Start and sweep
+
+    def recover(self, state: Any) -> None:
+        """Take up what an earlier process has left, and remove what nobody waits for."""
+        for spooled in self._spool.read_replies():
+            with self._lock_of(spooled.node_id):
+                if spooled.session in self._open[spooled.node_id]:
+                    continue  # an earlier try, which the database ended
+                announcement = self._judge_again(spooled, state)
+                if announcement is None:
+                    self._spool.remove_reply(spooled.node_id, spooled.session)
+                    continue
+                staged = self._add(spooled.session, announcement, write=False)
+                log(INFO, "a reply of node %s is taken up: %s", spooled.node_id, spooled.session)
+                for object_id in spooled.object_ids:
+                    self._take_up(staged, object_id)
+                self._queue_if_whole(staged)
+
+    def sweep(self, state: Any, is_registered: Callable[[int], bool]) -> None:
+        """Drop replies that nobody waits for or nobody sends, and forget what has expired."""
+        for staged in self._all_open():
+            node_id = staged.announcement.node_id
+            with self._lock_of(node_id):
+                if not staged.is_whole and (why := self._why_drop(staged, state, is_registered)):
+                    self._drop(staged, why)
+        now = self._clock()
+        for node_id in list(self._finished):
+            with self._lock_of(node_id):
+                kept = self._finished[node_id].items()
+                self._finished[node_id] = {s: reply for s, reply in kept if reply.announcement.expires > now}
+        with self._all:
+            self._uploaded = {of: (count, end) for of, (count, end) in self._uploaded.items() if end > now}
+            since, errors = self._monotonic() - limits.STORAGE_ERROR_SECONDS, self._storage_errors
+            self._storage_errors = {of: (count, at) for of, (count, at) in errors.items() if at > since}
+
+    def open_replies(self) -> int:
+        """Return how many replies are open or on their way to Flower."""
+        return len(self._all_open())
+
+    # Parts. Each caller holds the site's lock.
+
+    def _answer_again(self, node_id: int, root: str) -> PushMessagesResponse | None:
+        """Return the answer to an announcement that is known; None for a new one."""
+        for staged in self._open[node_id].values():
+            if staged.announcement.tree.root == root:
+                staged.last_call = self._monotonic()
+                return _response(root, staged.session, [] if staged.is_whole else staged.missing)
+        for finished in self._finished[node_id].values():
+            if finished.announcement.tree.root == root:
+                return _response(root, finished.session, [])
+        return None
+
+    def _drop_replaced(self, announcement: Announcement) -> None:
+        """Drop what the site's new reply replaces. Raises FleetCallRefused."""
+        own = self._open[announcement.node_id]
+        finished = self._finished[announcement.node_id].values()
+        if any(reply.announcement.instruction_id == announcement.instruction_id for reply in finished):
+            raise FleetCallRefused(RefusalReason.ANSWERED, announcement.tree.root)
+        for staged in list(own.values()):
+            if staged.announcement.instruction_id == announcement.instruction_id:
+                if staged.is_whole:
+                    raise FleetCallRefused(RefusalReason.ANSWERED, announcement.tree.root)
+                self._drop(staged, "the site has announced another reply")
+        halves = sorted((staged for staged in own.values() if not staged.is_whole), key=lambda staged: staged.last_call)
+        for staged in halves[: max(0, len(halves) + 1 - limits.MAX_OPEN_REPLIES)]:
+            self._drop(staged, "the site has announced more than two")
+
+    def _require_room(self, announcement: Announcement) -> None:
+        """Raise FleetCallDeferred unless the whole reply has room beside what was promised to others.
+
+        To see to it later would leave all sites with halves, and none with room for the rest.
+        """
+        reserved = sum(staged.announcement.max_bytes for staged in self._all_open())
+        if reserved + announcement.max_bytes > limits.MAX_SPOOL_BYTES:
+            raise FleetCallDeferred(DeferralReason.NO_ROOM)
+        if self._spool.free_bytes() < 2 * announcement.max_bytes:
+            raise FleetCallDeferred(DeferralReason.NO_ROOM)
+
+    def _add(self, session: str, announcement: Announcement, write: bool = True) -> StagedReply:
+        if write:
+            self._spool.add_reply(announcement.node_id, session, announcement.request)
+        staged = StagedReply(session, announcement, self._monotonic())
+        self._open[announcement.node_id][session] = staged
+        return staged
+
+    def _session_of(self, request: PushObjectRequest) -> StagedReply | None:
+        """Return the reply that an object belongs to; None where it is stored already. Raises FleetCallRefused."""
+        node_id, session = request.node.node_id, request.session_id
+        staged = self._open[node_id].get(session)
+        known = staged or self._finished[node_id].get(session)
+        if known is None or known.announcement.run_id != request.run_id:
+            raise FleetCallRefused(RefusalReason.SESSION, session)
+        if request.object_id not in known.announcement.tree.objects:
+            raise FleetCallRefused(RefusalReason.NOT_ANNOUNCED, request.object_id)
+        return staged
+
+    def _count_upload(self, announcement: Announcement, count: int) -> None:
+        """Count bytes for an instruction. Raises FleetCallRefused above the bound, over all replies to it."""
+        of = announcement.node_id, announcement.instruction_id
+        with self._all:
+            before = self._uploaded.get(of, (0, 0.0))[0]
+            if before + count > limits.MAX_UPLOADS_OF_A_REPLY * announcement.max_bytes:
+                raise FleetCallRefused(RefusalReason.UPLOADED_TOO_OFTEN, str(before + count))
+            self._uploaded[of] = before + count, announcement.expires
+
+    def _write(self, staged: StagedReply, object_id: str, content: bytes) -> None:
+        """Write an object, unless its reply went meanwhile with its folder: then `_take` says how."""
+        node_id = staged.announcement.node_id
+        try:
+            self._spool.put_object(node_id, staged.session, object_id, content)
+        except FileNotFoundError:
+            with self._lock_of(node_id):
+                if self._open[node_id].get(staged.session) is staged:
+                    raise
+
+    def _take(self, staged: StagedReply, object_id: str, body_bytes: int) -> None:
+        """Count an object that was written. Raises FleetCallRefused."""
+        node_id = staged.announcement.node_id
+        with self._lock_of(node_id):
+            if self._open[node_id].get(staged.session) is not staged:
+                # It went while the file was being written, which may have come into a folder that was being removed.
+                self._spool.remove_reply(node_id, staged.session)
+                if staged.session in self._finished[node_id]:
+                    return  # another call has brought this object, and Flower has the reply
+                raise FleetCallRefused(RefusalReason.SESSION, staged.session)
+            if object_id in staged.present:
+                return
+            try:
+                self._count_object(staged, object_id, body_bytes)
+            except FleetCallRefused:
+                self._spool.remove_object(node_id, staged.session, object_id)
+                raise
+            self._queue_if_whole(staged)
+
+    def _queue_if_whole(self, staged: StagedReply) -> None:
+        if staged.missing:
+            return  # each object is counted once, so only one call finds none missing
+        staged.is_whole = True
+        read = partial(self._spool.read_object, staged.announcement.node_id, staged.session)
+        self._hand_over.add_reply(WholeReply(staged.announcement, read, partial(self._finish, staged)))
+
+    def _finish(self, staged: StagedReply, flower_has_it: bool) -> None:
+        """End a reply, on the thread of the hand-over."""
+        node_id = staged.announcement.node_id
+        with self._lock_of(node_id):
+            del self._open[node_id][staged.session]
+            if flower_has_it:
+                self._finished[node_id][staged.session] = FinishedReply(staged.session, staged.announcement)
+            self._spool.remove_reply(node_id, staged.session)
+
+    def _drop(self, staged: StagedReply, why: str) -> None:
+        node_id = staged.announcement.node_id
+        log(WARNING, "a half reply of node %s is dropped: %s", node_id, why)
+        del self._open[node_id][staged.session]
+        self._spool.remove_reply(node_id, staged.session)
+
+    def _why_drop(self, staged: StagedReply, state: Any, is_registered: Callable[[int], bool]) -> str:
+        announcement = staged.announcement
+        if self._open[announcement.node_id].get(staged.session) is not staged:
+            return ""  # it went meanwhile
+        if not staged.active_calls and self._monotonic() - staged.last_call > limits.IDLE_SECONDS:
+            return f"no object for {limits.IDLE_SECONDS:.0f} s"
+        row = link_states.find_instruction(state, announcement.instruction_id)
+        if row is None or row.expires <= self._clock():
+            return "its instruction is over"
+        status = state.get_run_status({announcement.run_id}).get(announcement.run_id)
+        if status is None or status.status == Status.FINISHED:
+            return "its run has ended"
+        return "" if is_registered(announcement.node_id) else "the site's key is not registered any more"
+
+    def _judge_again(self, spooled: SpooledReply, state: Any) -> Announcement | None:
+        """Return the announcement of a reply that was found on the disk; None where nobody waits for it."""
+        try:
+            request = PushMessagesRequest.FromString(spooled.request)
+            row = link_states.find_instruction(state, instruction_id_of(request))
+            announcement = read_announcement(request, row, self._clock(), spooled.node_id)
+        except (FleetCallRefused, ValueError) as error:  # protobuf's DecodeError is a ValueError
+            log(WARNING, "a reply of node %s on the disk is removed: %s", spooled.node_id, error)
+            return None
+        # Flower takes the same reply a second time, which completes one that was cut off in the middle.
+        return announcement if row is not None and row.reply_id in ("", announcement.tree.root) else None
+
+    def _take_up(self, staged: StagedReply, object_id: str) -> None:
+        """Check a file of an earlier process. A wrong one is removed, and counts as one that has not come."""
+        node_id = staged.announcement.node_id
+        try:
+            content = self._spool.read_object(node_id, staged.session, object_id)
+            self._count_object(staged, object_id, check_object(staged.announcement, object_id, content))
+        except FleetCallRefused as refused:
+            log(WARNING, "an object of node %s on the disk is removed: %s", node_id, refused)
+            self._spool.remove_object(node_id, staged.session, object_id)
+
+    @staticmethod
+    def _count_object(staged: StagedReply, object_id: str, body_bytes: int) -> None:
+        if staged.body_bytes + body_bytes > staged.announcement.max_bytes:
+            raise FleetCallRefused(RefusalReason.REPLY_SIZE, str(staged.body_bytes + body_bytes))
+        staged.present.add(object_id)
+        staged.body_bytes += body_bytes
+
+    def _lock_of(self, node_id: int) -> threading.RLock:
+        with self._all:
+            return self._locks[node_id]
+
+    def _all_open(self) -> list[StagedReply]:
+        with self._all:
+            return [staged for own in list(self._open.values()) for staged in list(own.values())]
+
+    @contextlib.contextmanager
+    def _bounded_errors(self, node_id: int, of: str) -> Iterator[None]:
+        """Let errors of the disk and the database pass; after ten for one reply they are a refusal."""
+        try:
+            yield
+        except (SQLAlchemyError, OSError) as error:
+            with self._all:
+                count = self._storage_errors.get((node_id, of), (0, 0.0))[0] + 1
+                self._storage_errors[node_id, of] = count, self._monotonic()
+            if count > limits.MAX_STORAGE_ERRORS:
+                raise FleetCallRefused(RefusalReason.STORAGE, type(error).__name__) from error
+            raise
+
+
+def _response(root: str, session: str, missing: list[str]) -> PushMessagesResponse:
+    return PushMessagesResponse(
+        reconnect=Reconnect(reconnect=_RECONNECT_SECONDS), results={root: 0}, objects_to_push=missing,
+        session_id=session,
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Every number of the fleet port, with its name. All bytes are of what a site sends, and all rates are per site."""
+
+from __future__ import annotations
+
+from fedveil.wire.chunking import MAX_REPLY_SLICES, SLICE_BYTES
+
+# Heartbeats. Flower's SuperNode sends one every 30 s; Flower's own bound would let a dead site look online for an hour.
+MIN_HEARTBEAT_SECONDS = 10.0
+MAX_HEARTBEAT_SECONDS = 60.0
+
+# The largest reply to an instruction whose group_id does not name one.
+DEFAULT_REPLY_BYTES = 1 << 30
+MAX_ERROR_REPLY_BYTES = 64 << 10
+# Beside the upload itself: heads, names and records of a reply.
+EXTRA_REPLY_BYTES = 1 << 20
+# Bytes that a site may send for one instruction, over all its tries.
+MAX_UPLOADS_OF_A_REPLY = 8
+
+# A tree of 4,096 objects keeps Flower's database locked for 3 s. So a reply of more than 2.67 GB cannot be announced.
+EXTRA_TREE_NODES = 16
+MAX_TREE_NODES = 2 * MAX_REPLY_SLICES + EXTRA_TREE_NODES
+MAX_RECORDS = 4
+
+MAX_CHUNK_BYTES = SLICE_BYTES
+MAX_ARRAY_BODY_BYTES = 512  # 60 kB of "[" end Python's JSON reader with a RecursionError
+MAX_BODY_BYTES = 64 << 10
+BODY_BYTES_OF_A_SLICE = 160  # an ArrayRecord has 65 bytes of head and 78 of body for each slice
+
+# A site's clock may be 305 s behind: Flower's own check of signed times.
+MAX_CLOCK_SECONDS = 400.0
+TTL_TOLERANCE_SECONDS = 0.1  # Flower's own is 0.1 too
+MAX_RUNTIME_SECONDS = 3e6
+
+# Staging.
+MAX_OPEN_REPLIES = 2  # a third drops the oldest: a bound that refused would lock out a site killed twice in an upload
+MAX_SPOOL_BYTES = 8 << 30
+IDLE_SECONDS = 300.0  # two slices at once on a line of 10 kB/s take 262 s
+MAX_STORAGE_ERRORS = 10  # of the disk or the database, while one reply is pushed; then the reply is refused
+STORAGE_ERROR_SECONDS = 3600.0  # then they are forgotten
+MAX_HAND_OVER_TRIES = 10
+SWEEP_SECONDS = 30.0
+MAX_FREE_DATABASE_BYTES = 256 << 20
+
+# What is remembered of a site, to answer it without the database.
+REMEMBERED_INSTRUCTIONS = 4
+MAX_PULLS_OF_AN_OBJECT = 4  # each time its instruction is handed out
+MAX_COUNTED_DELIVERIES = 16
+
+# Calls a minute.
+CALLS_A_MINUTE = {
+    "activate_node": 6,
+    "deactivate_node": 6,
+    "send_node_heartbeat": 30,
+    "pull_messages": 3600,  # poll_backoff.py asks every 20 ms at most, and so often only with a single site
+    "get_run": 60,
+    "get_fab": 60,
+    "confirm_message_received": 600,
+    "push_messages": 600,  # a round of secure aggregation has several
+}
+ANNOUNCED_BYTES_A_MINUTE = 16 << 20
+
+# Before a call is parsed.
+MAX_OBJECT_CALL_BYTES = 8 << 20
+MAX_ANNOUNCEMENT_CALL_BYTES = 2 << 20
+MAX_CALL_BYTES = 64 << 10
+MAX_OPEN_CALLS = 8
+MAX_BODY_SECONDS = 300.0
+MAX_STREAMS_OF_A_CONNECTION = 32
+
+# Lines in the control log.
+REFUSAL_LINE_SECONDS = 60.0
+ROGUE_REFUSALS_A_MINUTE = 20

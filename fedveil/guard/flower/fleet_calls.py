@@ -1,0 +1,137 @@
+"""Calls of the gRPC port of Flower 1.39 before they are parsed: no stranger keeps a thread, and no site keeps many.
+
+A handler of gRPC's usual kind waits for the body in a thread of the pool before it is entered, also one that only
+refuses. So this interceptor stands before Flower's, and its handler is of the kind that is entered with the headers.
+
+Formal guarantees, for a server that `patch_grpc_server` has changed:
+- a call waits for its body only after its key was found in the registry and its signature and time were right;
+- at most 8 such calls of a key are open, each for at most 300 s until its body has come;
+- who finds no thread waits for one: nobody is told RESOURCE_EXHAUSTED for calls that others have open.
+
+| a call | is answered |
+|---|---|
+| without a key, a time or a signature, or with one of them twice | UNAUTHENTICATED |
+| of a key that is none of the registry's | as site_registry.py says; its signature is not looked at |
+| of a registered key, with another signature or time | UNAUTHENTICATED |
+| the ninth of a key | the oldest one of that key ends with UNAVAILABLE |
+| no body after 300 s, or the end of the stream instead of one | UNAVAILABLE |
+| a body of more than 64 KiB (2 MiB for PushMessages, 8 MiB for PushObject) | PERMISSION_DENIED |
+| a body that is no request | INVALID_ARGUMENT |
+
+UNAVAILABLE makes an honest SuperNode ask again. gRPC's own way to end a call says CANCELLED, by which it leaves its
+loop for good; so a call is ended by the function below that one, which takes a code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import grpc
+from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER
+from google.protobuf.message import DecodeError
+
+from fedveil.guard import fleet_limits as limits
+from fedveil.guard.flower import RefusalBehavior
+from fedveil.guard.open_calls import OpenCalls
+from fedveil.guard.signed_time import ERRORS, check_signed_time
+
+Refusal = Callable[[bytes, bool], tuple[RefusalBehavior, str] | None]
+
+_FLEET = "/flwr.proto.Fleet/"
+_HEADERS = (PUBLIC_KEY_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER)
+_HEADERS_NEEDED = "fedveil: a key, a time and a signature are needed, each once"
+_MAX_BYTES = {"PushMessages": limits.MAX_ANNOUNCEMENT_CALL_BYTES, "PushObject": limits.MAX_OBJECT_CALL_BYTES}
+_OPTIONS = {
+    "grpc.max_receive_message_length": limits.MAX_OBJECT_CALL_BYTES,
+    "grpc.max_concurrent_streams": limits.MAX_STREAMS_OF_A_CONNECTION,
+}
+_CODES = {
+    RefusalBehavior.SAYS_WHY: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalBehavior.ENDS: grpc.StatusCode.UNAUTHENTICATED,
+    RefusalBehavior.ASKS_AGAIN: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def patch_grpc_server(interceptor: FleetCallInterceptor) -> None:
+    """From now on every gRPC server of this process has the bounds above, and `interceptor` before its own."""
+    original = grpc.server
+
+    def server(
+        pool: Any, handlers: Any = None, interceptors: Any = None, options: Any = None,
+        maximum_concurrent_rpcs: int | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
+        del maximum_concurrent_rpcs  # a call above it would be told RESOURCE_EXHAUSTED, and its SuperNode would end
+        own = [(name, value) for name, value in options or () if name not in _OPTIONS]
+        return original(pool, handlers, [interceptor, *(interceptors or ())], [*own, *_OPTIONS.items()], None, **more)
+
+    grpc.server = server
+
+
+class FleetCallInterceptor(grpc.ServerInterceptor):
+    """The bounds of calls to the fleet port.
+
+    Args:
+        refusal: by a key (PEM) and whether the call activates a SuperNode, what it is answered; None for a member.
+        is_known: whether a key stands in the registry, valid or not.
+    """
+
+    def __init__(self, refusal: Refusal, is_known: Callable[[bytes], bool], open_calls: OpenCalls) -> None:
+        self._refusal, self._is_known, self._open_calls = refusal, is_known, open_calls
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """Return the handler of a call: this runs in the one thread that takes all calls, so it does nothing else."""
+        if not details.method.startswith(_FLEET):
+            return continuation(details)
+        return grpc.stream_unary_rpc_method_handler(partial(self._answer, continuation, details))
+
+    def _answer(self, continuation: Callable[[Any], Any], details: Any, bodies: Iterator[bytes], context: Any) -> bytes:
+        """Answer one call, in a thread of the pool."""
+        key = self._require_member(details, context)
+        call = self._open_calls.enter(key, partial(_end_call, context))
+        if not context.add_callback(partial(self._open_calls.leave, call)):
+            self._open_calls.leave(call)  # it has ended already
+        try:
+            body = next(bodies)
+        except StopIteration:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "fedveil: a call without a body")
+            raise  # mypy: abort always raises
+        call.has_body = True
+        name = details.method.removeprefix(_FLEET)
+        if len(body) > _MAX_BYTES.get(name, limits.MAX_CALL_BYTES):
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, f"fedveil: {len(body)} bytes are too many for {name}")
+        handler = continuation(details)
+        if handler is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "fedveil: no such call")
+        try:
+            request = handler.request_deserializer(body)
+        except DecodeError:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "fedveil: no request")
+        answer: bytes = handler.response_serializer(handler.unary_unary(request, context))
+        return answer
+
+    def _require_member(self, details: Any, context: Any) -> bytes:
+        """Return the key that signed a call; ends the call otherwise."""
+        found = {name: [v for n, v in details.invocation_metadata if n == name] for name in _HEADERS}
+        if any(len(values) != 1 for values in found.values()):
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "fedveil: a key, a time and a signature are needed, each once"
+            )
+        key, stamp, signature = (found[name][0] for name in _HEADERS)
+        activates = details.method == f"{_FLEET}ActivateNode"
+        try:
+            refused = None if self._is_known(key) else self._refusal(key, activates)
+            if refused is None:
+                check_signed_time(key, stamp, signature)
+                refused = self._refusal(key, activates)
+        except ERRORS:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "fedveil: the signature is none of this key and time")
+        if refused is not None:
+            context.abort(_CODES[refused[0]], refused[1])
+        return bytes(key)
+
+
+def _end_call(context: Any) -> None:
+    """End a call with UNAVAILABLE, whatever its handler is doing."""
+    context._rpc_event.call.cancel(grpc.StatusCode.UNAVAILABLE.value[0], "fedveil: too many open calls, or no body")

@@ -1,0 +1,47 @@
+"""Detect a SuperNode's dead connection within seconds and reconnect.
+
+Flower's SuperNode polls without a deadline. If a firewall, router or bridge silently drops the connection,
+the request waits for a TCP timeout, which takes a quarter of an hour on Linux. A proxy that keeps its own
+end open makes it wait forever. The server considers the site offline after a minute.
+
+| the network | found after |
+|---|---|
+| carries nothing any more, and says nothing | `SECONDS` without a byte, then `TIMEOUT` without an answer to a ping |
+| is there again under another address, or behind another router | the same; then a new connection |
+| is gone for longer | a try to connect every `AGAIN` seconds at most |
+
+A ping is sent only during an open request, and at most two without data between them. A gRPC server treats
+more as abuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+SECONDS = 15.0
+TIMEOUT = 10.0
+AGAIN = 10.0
+
+
+def patch_supernode_keepalive(seconds: float = SECONDS, timeout: float = TIMEOUT) -> None:
+    """Make every gRPC channel of this process check by keepalive pings whether its peer is alive."""
+    options = (
+        ("grpc.keepalive_time_ms", round(seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", round(timeout * 1000)),  # for bytes that nobody has acknowledged
+        ("grpc.http2.ping_timeout_ms", round(timeout * 1000)),  # for the ping: gRPC 1.85 waits a minute without it
+        ("grpc.max_reconnect_backoff_ms", round(AGAIN * 1000)),
+    )
+    for name in ("secure_channel", "insecure_channel"):
+        setattr(grpc, name, _with(getattr(grpc, name), options))
+
+
+def _with(make: Callable[..., grpc.Channel], more: tuple[tuple[str, int], ...]) -> Callable[..., grpc.Channel]:
+    """`make` with these options of the channel in front of those that it is given."""
+
+    def made(*args: Any, options: Any = None, **kwargs: Any) -> grpc.Channel:
+        return make(*args, options=[*more, *(options or ())], **kwargs)
+
+    return made

@@ -1,0 +1,107 @@
+"""Which answers a SuperNode or SuperExec asks again after, beyond those of Flower's own.
+
+Flower asks again where nothing answers, and gives up at any other error: its SuperNode then leaves its loop for good.
+
+| the answer | Flower's own | here |
+|---|---|---|
+| UNAVAILABLE, 503, 504; 502 from Flower 1.42 on | again, without end | the same; 502 on all |
+| INTERNAL, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, CANCELLED, RESOURCE_EXHAUSTED; 408, 429, 500 | gives up | again, a
+  push for `PUSH_SECONDS` at most: a server that cannot take it would be sent the same for ever |
+| a TLS handshake that fails, where one call has succeeded before | gives up | again: it was this server once |
+| the same, before that | gives up | the same: it is another server, or another CA |
+| PERMISSION_DENIED, 403: the run has ended | gives up | the same |
+| UNAUTHENTICATED, 401 | the process ends | the same |
+
+`_RETRYABLE_STATUS_CODES` of Flower's http_retry.py is left alone: it has no bound for pushes, and the app's processes
+go by it too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from logging import WARNING
+from typing import Any
+
+from fedveil.guard.minute_log import MinuteLog
+
+AGAIN = frozenset(
+    ("INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "RESOURCE_EXHAUSTED", "408", "429", "500")
+)
+PUSH_SECONDS = 300.0
+_PUSHES = ("PushMessagesRequest", "PushObjectRequest")
+_BAD_GATEWAY = "502"
+_TLS_WORDS = ("certificate", "ssl", "tls")  # as Flower's http_retry.py has them
+
+_log = MinuteLog()
+
+
+def status_of(error: BaseException) -> str:
+    """The status of an error of gRPC ("INTERNAL") or of HTTP ("500"); "" for one without an answer."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return str(int(response.status_code))
+    code = getattr(error, "code", None)
+    return str(getattr(code(), "name", "")) if callable(code) else ""
+
+
+def is_unauthenticated(error: BaseException) -> bool:
+    """Whether the other side does not take this process's key."""
+    return status_of(error) in ("UNAUTHENTICATED", "401")
+
+
+class RetryPolicy:
+    """Decides for one of Flower's retry invokers."""
+
+    def __init__(self, invoker: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self._invoke, self._give_up, self._clock = invoker.invoke, invoker.should_giveup, clock
+        self._call = threading.local()  # parts of a message are pulled and pushed in several threads
+        self._has_succeeded = False
+
+    def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As Flower's `invoke`, of a call whose request is among the arguments."""
+        asked = {type(value).__name__ for value in (*args, *kwargs.values())}
+        self._call.push_began = self._clock() if asked & {*_PUSHES} else None
+        result = self._invoke(target, *args, **kwargs)
+        self._has_succeeded = True
+        return result
+
+    def should_give_up(self, error: Exception) -> bool:
+        """As Flower's `should_giveup`."""
+        status = status_of(error)
+        if status in AGAIN:
+            began = getattr(self._call, "push_began", None)
+            late = began is not None and self._clock() - began >= PUSH_SECONDS
+            if late:
+                _log.write(WARNING, f"the server has not taken a push for {PUSH_SECONDS:g} s ({status}); it is dropped")
+            return late
+        if status == _BAD_GATEWAY or (self._has_succeeded and _is_handshake(error, status)):
+            return False
+        return bool(self._give_up(error))
+
+
+def retry_persistently(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, which makes one of Flower's retry invokers, with a `RetryPolicy` in each."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        invoker = make(*args, **kwargs)
+        policy = RetryPolicy(invoker)
+        invoker.invoke, invoker.should_giveup = policy.invoke, policy.should_give_up
+        return invoker
+
+    return made
+
+
+def patch_retries(module: str, name: str) -> None:
+    """From now on what the function `name` of Flower's `module` makes asks again as this page says."""
+    loaded = importlib.import_module(module)
+    setattr(loaded, name, retry_persistently(getattr(loaded, name)))
+
+
+def _is_handshake(error: Exception, status: str) -> bool:
+    if status == "UNAVAILABLE":
+        details = getattr(error, "details", None)
+        return "handshake failed" in str(details() if callable(details) else "").lower()
+    return not status and any(word in str(error).lower() for word in _TLS_WORDS)

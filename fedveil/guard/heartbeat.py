@@ -1,0 +1,84 @@
+"""Heartbeats that go on whatever they are answered.
+
+Flower's sender goes on after two kinds of error and ends its thread at any other; the process lives on, and is offline
+a minute later for good.
+
+| a heartbeat | Flower's own | here |
+|---|---|---|
+| no answer, UNAVAILABLE, 502, 503, 504 | again, after at most 20 s | the same |
+| any other error, `success` false, the end of a run | the thread ends | again, and a line a minute in the log |
+| UNAUTHENTICATED, 401 | the process ends | the same |
+| is answered | nothing is kept | the time of it is in FEDVEIL_HEARTBEAT_FILE, where that is set: "online" goes by it |
+| `stop` after the thread has ended | RuntimeError | returns |
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from logging import ERROR, WARNING
+from pathlib import Path
+
+from flwr.supercore.heartbeat import HeartbeatFailure, HeartbeatSender
+from flwr.supercore.run import RunNotRunningException
+
+from fedveil.guard.last_heartbeat import VARIABLE
+from fedveil.guard.minute_log import MinuteLog
+from fedveil.sanitize import sanitize
+
+_SENDER = "HeartbeatSender"
+_LONGEST = 300
+
+_log = MinuteLog()
+
+
+class PersistentHeartbeatSender(HeartbeatSender):
+    """Flower's sender, which tries again after every error."""
+
+    def stop(self) -> None:
+        """Stops it; one whose thread has ended has nothing to stop."""
+        if self._thread.is_alive():
+            super().stop()
+
+    def _heartbeat(self) -> None:
+        if self._stop_event.is_set():
+            return
+        try:
+            answered = self.heartbeat_fn()
+        except (Exception, RunNotRunningException) as error:  # the second is no Exception
+            words = f"a heartbeat failed, and is sent again: {type(error).__name__}: {sanitize(error, _LONGEST)}"
+            _log.write(WARNING, words, key=type(error).__name__)
+            raise HeartbeatFailure from None
+        if not answered:
+            raise HeartbeatFailure
+        self._note_answer()
+
+    def _note_answer(self) -> None:
+        """Do what an answered heartbeat is for besides; nothing for a task's."""
+
+
+class NodeHeartbeatSender(PersistentHeartbeatSender):
+    """That of a SuperNode, which notes when it was answered."""
+
+    def __init__(self, heartbeat_fn: Callable[[], bool]) -> None:
+        super().__init__(heartbeat_fn)
+        self._file = os.environ.get(VARIABLE, "")
+
+    def _note_answer(self) -> None:
+        if not self._file:
+            return
+        try:
+            Path(self._file).touch(mode=0o600)
+        except OSError as error:  # the site's people are told that it is not heard; the server hears it all the same
+            _log.write(ERROR, f"{self._file}: the time of a heartbeat cannot be noted: {error.strerror}")
+
+
+def patch_node_heartbeat(module: str) -> None:
+    """From now on a SuperNode of this process sends such heartbeats. `module`: Flower's, of its connection."""
+    setattr(importlib.import_module(module), _SENDER, NodeHeartbeatSender)
+
+
+def patch_task_heartbeat(module: str) -> None:
+    """From now on a ServerApp's or ClientApp's process sends such heartbeats. `module`: Flower's, which runs it."""
+    setattr(importlib.import_module(module), _SENDER, PersistentHeartbeatSender)

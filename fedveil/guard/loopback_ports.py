@@ -1,0 +1,125 @@
+"""Flower's HTTP ports on this machine, for one user alone: `flower-superlink` and `flower-supernode` with a check.
+
+Flower knows no users on its control port, and on its runtime ports it asks for a secret only where a task is taken.
+Each user of a machine reaches a port of the loopback. So before Flower reads the first request of a connection, the
+kernel is asked whose its other end is.
+
+| the other end | what happens |
+|---|---|
+| is a socket of this process's user, or of root | Flower answers |
+| is another user's | 403, and nothing of the request is read |
+| is at another address, is closed already, or the kernel does not say whose it is | the same |
+| was this user's or root's at an earlier request of the same connection | Flower answers |
+
+A message of 200 MB is hundreds of requests, and the kernel's table has a line for every connection of the machine: to
+read it for each took a sixth of the CPU seconds of a SuperLink or SuperNode with large messages. A connection is known
+by the object that uvicorn makes of its address, once: another one, from the same port too, has another, and while it is
+kept here no other object has its identity.
+
+Linux alone says so (/proc/net/tcp); elsewhere these programs are not put in the place of Flower's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import socket
+import sys
+from collections import OrderedDict
+from logging import WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.supercore import log
+
+from fedveil.guard import duplicate_pushes, superlink, supernode
+from fedveil.guard.operator_access import App, Scope
+
+_TABLE = Path("/proc/net/tcp")
+_MALLOPT = {-3: 32 << 20, -1: 16 << 20, -8: 2}  # M_MMAP_THRESHOLD, at most 32 MiB; M_TRIM_THRESHOLD; M_ARENA_MAX
+_MOST_KNOWN = 4096  # of the others the kernel is asked again
+_ESTABLISHED = "01"  # a socket that was closed has no user any more, and the table says 0 for it
+_PROGRAMS = {
+    "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
+    "flower-supernode": ("flwr.supernode.cli", "flower_supernode"),
+}
+
+
+def connection_owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """The user whose socket is the client's end of a connection on this machine; None where the kernel names none."""
+    try:
+        local, remote = _entry(client), _entry(server)
+    except OSError:  # not an IPv4 address
+        return None
+    for line in _TABLE.read_text().splitlines()[1:]:
+        words = line.split()
+        if words[1:4] == [local, remote, _ESTABLISHED]:
+            return int(words[7])
+    return None
+
+
+def close_to_other_users(app: App) -> App:
+    """`app`, an ASGI application, for connections of this process's user and root alone."""
+    known: OrderedDict[int, Any] = OrderedDict()  # the addresses of connections that were let in, by identity
+
+    async def asked(scope: Scope, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await app(scope, receive, send)
+            return
+        client, server = scope.get("client"), scope.get("server")
+        if client is not None and known.get(id(client)) is client:
+            await app(scope, receive, send)
+            return
+        user = connection_owner((client[0], client[1]), (server[0], server[1])) if client and server else None
+        if user is not None and user in (0, os.geteuid()):
+            known[id(client)] = client
+            while len(known) > _MOST_KNOWN:
+                known.popitem(last=False)
+            await app(scope, receive, send)
+            return
+        log(WARNING, "a connection of user %s is refused: this port serves user %s alone", user, os.geteuid())
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 403, "headers": []})
+            await send({"type": "http.response.body", "body": b"this port serves one user of this machine alone\n"})
+
+    return asked
+
+
+def keep_blocks() -> bool:
+    """Lets this process, which only passes messages on, use the memory of a slice again for the next one.
+
+    Else glibc, which is told to give blocks of a slice's size back at once (fedveil/console/flower/processes.py), has
+    the kernel fill 1.25 MB with zeros for each: a third of the CPU seconds of both programs with large messages. With
+    two arenas their peak stays what it was; between rounds they keep about half a message. Returns whether glibc took
+    it; another libc is left as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    taken = [mallopt(parameter, value) for parameter, value in _MALLOPT.items()]
+    return all(taken)
+
+
+def main(program: str) -> None:
+    """Run Flower's `program`. A SuperLink takes two more arguments than Flower's (fedveil/guard/superlink.py)."""
+    keep_blocks()
+    fronts = superlink.prepare_arguments() if program == "flower-superlink" else None
+    if program == "flower-supernode":
+        supernode.patch_supernode()
+    if fronts is not None:
+        fronts.serve(also=close_to_other_users)
+    else:
+        superlink.serve_through(close_to_other_users)
+    if program == "flower-superlink":
+        superlink.patch_link_state()
+    else:
+        duplicate_pushes.patch_duplicate_pushes()
+    module, function = _PROGRAMS[program]
+    getattr(importlib.import_module(module), function)()
+
+
+def _entry(address: tuple[str, int]) -> str:
+    """An address as the table has it: "0100007F:1F40" for 127.0.0.1:8000 on most machines."""
+    number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
+    return f"{number:08X}:{address[1]:04X}"

@@ -1,0 +1,80 @@
+"""How many calls of one key may be open at once, and for how long a call may keep its body to itself.
+
+A server that waits for a body holds a thread or memory for it. A thousand calls that never sent theirs shut every
+other caller out of Flower's gRPC port.
+
+| a key | result |
+|---|---|
+| has at most 8 open calls | each is served |
+| opens a ninth | its OLDEST is ended |
+| has not sent a body after 300 s | that call is ended |
+
+A site whose line has dropped leaves calls that stay open until keepalive finds them. A bound that refused the new call
+would lock that site out.
+
+Calls are counted after the signature was checked: a public key is no secret, and whoever names one without signing must
+not use up its calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedveil.guard import fleet_limits as limits
+
+
+@dataclass(eq=False)
+class OpenCall:
+    """A call that was let in. `end` tells its site to ask again; it can be called at any time, and on any thread."""
+
+    key: bytes
+    end: Callable[[], object]
+    begun: float
+    has_body: bool = False
+
+
+class OpenCalls:
+    """The open calls of all keys."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._of_key: dict[bytes, list[OpenCall]] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, key: bytes, end: Callable[[], object]) -> OpenCall:
+        """Count a call in, and end the oldest of its key where there are too many."""
+        call = OpenCall(key, end, self._monotonic())
+        with self._lock:
+            own = self._of_key.setdefault(key, [])
+            own.append(call)
+            excess = own[: max(0, len(own) - limits.MAX_OPEN_CALLS)]
+            del own[: len(excess)]
+        for oldest in excess:
+            oldest.end()
+        return call
+
+    def leave(self, call: OpenCall) -> None:
+        """Count a call out; one that was ended by another is gone already."""
+        with self._lock:
+            own = self._of_key.get(call.key, [])
+            if call in own:
+                own.remove(call)
+            if not own:
+                self._of_key.pop(call.key, None)
+
+    def end_late(self) -> None:
+        """End the calls that have not sent their body in time."""
+        with self._lock:
+            since = self._monotonic() - limits.MAX_BODY_SECONDS
+            late = [call for own in self._of_key.values() for call in own if not call.has_body and call.begun <= since]
+        for call in late:
+            self.leave(call)
+            call.end()
+
+    def count(self) -> int:
+        """Return how many calls are open."""
+        with self._lock:
+            return sum(map(len, self._of_key.values()))

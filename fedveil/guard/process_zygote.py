@@ -1,0 +1,171 @@
+"""`flower-superexec` of a site: forks client processes from a zygote with Flower already loaded.
+
+Flower starts a Python process for each message, and importing Flower takes a second of one core. With the
+zygote (the "resident" below):
+
+    flower-superexec -- forks, before it has read anything --> the resident: no bundled code ever runs in it
+      SuperExec: a task --- its arguments over a socket -----> resident forks --> client process: the guard, the bundle
+
+A client process is therefore a copy of the zygote, with Flower and the guard loaded. It decides as
+described in clientapp.py and exits after its message. Nothing that a bundle does in it affects the next
+client process.
+
+| case | what happens |
+|---|---|
+| the SuperExec's secret | it is read after the fork: neither the resident nor a client process has it in memory |
+| bundled code opens the resident's memory (ptrace, /proc) | the kernel refuses; root alone may |
+| bundled code looks for the resident's socket | it is closed in the copy |
+| two copies draw "random" numbers | Python's and NumPy's generators are seeded anew; keys are the operating system's |
+| the resident is killed, or silent for 30 s | it is ended, the log says so, and Flower starts each client process |
+| the SuperExec ends | the resident's socket ends, and so does it; client processes watch the SuperExec, as ever |
+| a task that is no ClientApp's | Flower starts it as it would |
+| a Flower that guard/flower/ does not know | the process ends with the reason |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from logging import WARNING
+from typing import Any
+
+from fedveil.guard import clientapp, heartbeat, poll_backoff, superexec
+
+CLIENT_APP = "flwr-clientapp"
+_MOST_BYTES = 1 << 16  # of a client process's arguments
+_ANSWER_SECONDS = 30.0
+_STARTED = b"started"
+_NAME, _DUMPABLE = 15, 4  # Linux's PR_SET_NAME and PR_SET_DUMPABLE
+# Of other people's, what Flower and a bundle import in a client process. Of this installation nothing: the bundle has
+# its own.
+_LOADED = (
+    "httpcore",
+    "grpc._channel",
+    "xxhash",
+    "numpy.random",
+    "pydantic",
+    "cryptography.hazmat.primitives.ciphers.aead",
+    "Crypto.Protocol.SecretSharing",
+    "psutil",
+)
+
+
+class ProcessZygote:
+    """The SuperExec's end of the socket. `pid` is the process at the other end."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection, self._pid = connection, pid
+        self._connection.settimeout(_ANSWER_SECONDS)
+        self.lost = False
+
+    def start(self, arguments: Sequence[str]) -> bool:
+        """A client process with these arguments; False where the resident is gone, now and from then on."""
+        if self.lost:
+            return False
+        try:
+            self._connection.send(json.dumps(list(arguments)).encode())
+            if self._connection.recv(len(_STARTED)) == _STARTED:
+                return True
+        except OSError:
+            pass  # said below: whatever it was, this resident is not asked again
+        self._end()
+        return False
+
+    def _end(self) -> None:
+        from flwr.supercore import log
+
+        self.lost = True
+        self._connection.close()
+        try:
+            os.kill(self._pid, signal.SIGKILL)  # or a late answer would start the same task twice
+            os.waitpid(self._pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        log(WARNING, "the process that client processes are forked from has ended; each is started anew from now on")
+
+
+def main(guarded: bool = True, require_policy: bool = True) -> None:
+    """The process. Its arguments are those of Flower's own `flower-superexec`. Not `guarded`: without the guard."""
+    clientapp.require_flower()
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if (pid := os.fork()) == 0:
+        here.close()
+        _reside(there, guarded, require_policy)  # returns in client processes alone
+        from flwr.supernode.cli import flwr_clientapp
+
+        flwr_clientapp()
+        return
+    there.close()
+    superexec.patch_superexec()
+    _launch_from(ProcessZygote(here, pid), poll_backoff.patch_superexec_polling())
+    from flwr.supercore.cli import flower_superexec
+
+    flower_superexec()
+
+
+def _launch_from(resident: ProcessZygote, waits: poll_backoff.PollBackoff) -> None:
+    """Make Flower's executor ask the zygote instead of starting a new `flwr-clientapp`."""
+    module = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
+
+    def start(arguments: Sequence[str], **options: Any) -> None:
+        waits.again()
+        if arguments[0] != CLIENT_APP or options or not resident.start(arguments[1:]):
+            subprocess.Popen(arguments, **options)
+
+    module.subprocess = types.SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+
+
+def _reside(requests: socket.socket, guarded: bool, require_policy: bool) -> None:
+    """Forks a copy for each request. Returns in the copy; the process itself ends when the socket does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the copies
+    _set(_NAME, b"flwr-clientapps")
+    _set(_DUMPABLE, 0)
+    loaded = False
+    while request := requests.recv(_MOST_BYTES):
+        if not loaded:  # at the first request, for a server's SuperExec has none
+            _load(guarded, require_policy)
+            loaded = True
+        if os.fork() == 0:
+            requests.close()
+            _become_client(json.loads(request))
+            return
+        requests.send(_STARTED)
+    os._exit(0)
+
+
+def _load(guarded: bool, require_policy: bool) -> None:
+    if guarded:
+        clientapp.install_guard(require_policy)
+    else:
+        heartbeat.patch_task_heartbeat(clientapp.RUNTIME)
+    for name in ("flwr.supernode.cli", *_LOADED):
+        importlib.import_module(name)
+    if threading.active_count() != 1:
+        sys.exit(f"{CLIENT_APP}: expected no thread before a fork, found {threading.active_count() - 1}")
+    gc.collect()
+    gc.freeze()  # what a copy never touches stays shared
+
+
+def _become_client(arguments: list[str]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _set(_NAME, CLIENT_APP.encode())
+    _set(_DUMPABLE, 1)
+    sys.argv = [CLIENT_APP, *arguments]
+    sys.modules["numpy"].random.seed()  # Python's own is seeded anew by the fork
+
+
+def _set(option: int, value: bytes | int) -> None:
+    """Linux's prctl for this process. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")

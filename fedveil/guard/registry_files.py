@@ -1,0 +1,96 @@
+"""Registry files that the operator writes and the server's programs read, and a monotonic clock.
+
+`--fedveil-registry` names the folder of the files, members.json and operators.json. A changed file is
+reloaded, so a change takes effect with the next request, and nothing has to be started or run.
+
+| the file | what happens |
+|---|---|
+| is missing, longer than 4 MiB, writable by everybody, or something else, at the start | the program does not start |
+| becomes so later | every request that needs it is refused until it is mended: nobody comes in by breaking it |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from cryptography.exceptions import UnsupportedAlgorithm
+
+from fedveil.errors import StateError
+
+_MOST_BYTES = 4 << 20
+
+T = TypeVar("T")
+
+
+class WatchedJsonFile(Generic[T]):
+    """A JSON file that is reloaded when it changes. `check` converts its content to the value used, or raises."""
+
+    def __init__(self, file: Path, check: Callable[[Any], T]) -> None:
+        self.file = file
+        self._check = check
+        self._read: tuple[tuple[int, ...], T] | None = None
+
+    def get(self) -> T:
+        """The content as it is now. Raises StateError."""
+        try:
+            with self.file.open("rb") as file:
+                about = os.fstat(file.fileno())
+                stamp = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
+                if self._read is not None and self._read[0] == stamp:
+                    return self._read[1]
+                if not stat.S_ISREG(about.st_mode) or about.st_mode & stat.S_IWOTH or about.st_size > _MOST_BYTES:
+                    raise ValueError(f"a file of at most {_MOST_BYTES} bytes that not everybody may write is needed")
+                content = self._check(json.loads(file.read(_MOST_BYTES + 1)))
+        # The last is of a key of a kind that the library does not know: no entry may cost every site an INTERNAL.
+        except (
+            OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm,
+        ) as error:  # fmt: skip
+            raise StateError(
+                f"{self.file}: expected what fedveil provision made, found none ({type(error).__name__}: {error}); "
+                "bring it back from a backup"
+            ) from None
+        self._read = (stamp, content)
+        return content
+
+
+class MonotonicClock:
+    """Clock that never goes backwards: not when the machine's clock is set back, and not below `floor`.
+
+    A key that is past its last day thus stays expired. If the machine's clock was ahead by mistake, the
+    error remains until the program is restarted. It remains even longer if the log contains it
+    (fedveil/guard/control_log.py).
+    """
+
+    def __init__(
+        self,
+        floor: datetime,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._latest, self._at = floor, monotonic()
+        self._wall, self._monotonic = wall, monotonic
+        self._lock = threading.Lock()
+
+    def now(self) -> datetime:
+        """Return the current time in UTC."""
+        with self._lock:
+            at = self._monotonic()
+            self._latest = max(self._wall(), self._latest + timedelta(seconds=at - self._at))
+            self._at = at
+            return self._latest
+
+
+def format_time(text: Any) -> datetime:
+    """A time as the registry writes it. Raises ValueError for one without a zone."""
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError(f"a time with its zone is needed, not {text[:40]!r}")
+    return moment

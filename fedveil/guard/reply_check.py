@@ -1,0 +1,90 @@
+"""Check a site's reply, record by record, before any of it is sent.
+
+The author of the bundle also controls the reply. So the guard extracts the upload's bytes and puts them
+into a reply of its own. It sends nothing else that the bundle produced.
+
+| of the bundle's reply | what happens |
+|---|---|
+| the record "fedveil", cut into slices as `fedveil.wire.chunking` cuts | its bytes are measured against the policy |
+| any other record of arrays, metrics or config | the reply is withheld; the site's audit log has names and bytes |
+| another dtype, shape or kind of an array, or slices of other sizes | the same |
+| message type, group, time to live | not sent; the guard's reply has its own |
+| the reason of an error | sent as printable text of at most 500 characters |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
+
+from fedveil.errors import PolicyError
+from fedveil.sanitize import sanitize
+from fedveil.wire import chunking
+
+_UPLOAD = "fedveil"
+_REASON = 500  # characters
+_CODES = range(9)  # Flower's ErrorCode
+_RAISED = 2
+_ITEM = 8  # bytes of a number, for what is measured only to be refused
+
+
+def list_records(content: RecordDict) -> list[list[str | int]]:
+    """Every record as [name, type, bytes], names and keys counted. Names are printable, at most 80 characters."""
+    return [
+        [sanitize(name, 80), type(record).__name__, _bytes(name) + _size(record)] for name, record in content.items()
+    ]
+
+
+def upload_slices(content: RecordDict) -> list[bytes]:
+    """The slices of the upload, if the reply holds nothing else. Raises PolicyError, which quotes nothing of it."""
+    if set(content) != {_UPLOAD} or _UPLOAD not in content.array_records:
+        raise PolicyError(
+            f"reply: expected the record {_UPLOAD} alone, found {len(content)} records, or another; "
+            "the site's audit log names them"
+        )
+    record = content.array_records[_UPLOAD]
+    if not record or sorted(record) != [chunking.slice_key(i) for i in range(len(record))]:
+        raise PolicyError(
+            "reply: expected slices 0, 1, 2, ..., found other names; send it as fedveil.wire.chunking does"
+        )
+    parts = [record[name].data for name in sorted(record)]
+    whole = all(len(part) == chunking.SLICE_BYTES for part in parts[:-1]) and 0 < len(parts[-1]) <= chunking.SLICE_BYTES
+    plain = all(
+        (array.dtype, tuple(array.shape), array.stype) == ("uint8", (len(array.data),), chunking.STYPE)
+        for array in record.values()
+    )
+    if not whole or not plain:
+        raise PolicyError(
+            f"reply: expected slices of {chunking.SLICE_BYTES} bytes each but the last, as uint8, found others; "
+            "send it as fedveil.wire.chunking does"
+        )
+    return parts
+
+
+def check_upload_reply(parts: Iterable[bytes], head: str, to: Message) -> Message:
+    """A reply to the message `to` with an upload and the anchor of this site's log, and nothing else."""
+    arrays = {chunking.slice_key(i): Array("uint8", (len(part),), chunking.STYPE, part) for i, part in enumerate(parts)}
+    content = RecordDict({_UPLOAD: ArrayRecord(arrays), "log": ConfigRecord({"head": head})})
+    return Message(content, reply_to=to)
+
+
+def check_error_reply(error: Error, to: Message) -> Message:
+    """A reply to the message `to` that says why there is no upload."""
+    code = error.code if error.code in _CODES else _RAISED
+    return Message(Error(code, sanitize(error.reason or "", _REASON)), reply_to=to)
+
+
+def _size(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    if isinstance(record, ArrayRecord):
+        return sum(
+            _bytes(key) + len(array.data) + _bytes(array.dtype) + _bytes(array.stype) + _ITEM * len(array.shape)
+            for key, array in record.items()
+        )
+    return sum(_bytes(key) + _bytes(value) for key, value in record.items())
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, list):
+        return sum(map(_bytes, value))
+    return len(value.encode()) if isinstance(value, str) else len(value) if isinstance(value, bytes) else _ITEM

@@ -1,0 +1,80 @@
+r"""Signatures of a run: Ed25519 over its name, a last day and the SHA-256 of its bundle, in `run.signature`.
+
+    run.signature = "ssh-ed25519 AAAA... 2026-03-31 <base64 of the signature>"
+
+    signed: b"fedveil run 2\n" + run.name + b"\n" + "2026-03-31" + b"\n" + 64 hex digits
+
+The signature says that the key's holder approved this bundle for the run of this name, until the end of
+that day in UTC. A site checks the day against its own clock. Within these limits, the signature does not
+restrict how often the run may be submitted.
+
+| run.signature | what a site does |
+|---|---|
+| is empty | it has no signer |
+| is no signature of this run, name, day and bundle, or its day is over | it refuses, whatever its policy names |
+| has the form of version 0.1, which named the bundle alone | the same |
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from datetime import UTC, date, datetime
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fedveil.errors import PolicyError
+from fedveil.sanitize import sanitize
+
+_FORM = re.compile(r"ssh-ed25519 ([A-Za-z0-9+/=]{1,200})(?: (\d{4}-\d\d-\d\d))? ([A-Za-z0-9+/=]{1,200})")
+_NEXT = "sign it with: fedveil app sign --run NAME --until DATE"
+
+
+def sign_run(key: Ed25519PrivateKey, run: str, until: date, digest: str) -> str:
+    """The text for run.signature."""
+    signature = base64.b64encode(key.sign(_signed(run, until, digest))).decode()
+    return f"{_text(key.public_key())} {until.isoformat()} {signature}"
+
+
+def verify_signer(text: str, run: str, digest: str, today: date | None = None) -> str:
+    """The key that signed, "ssh-ed25519 AAAA..."; "" where `text` is empty. `today`: by default this machine's, in UTC.
+
+    Raises:
+        PolicyError: `text` is not a signature of this run and bundle that holds today.
+    """
+    if not text:
+        return ""
+    match = _FORM.fullmatch(text)
+    if not match:
+        raise PolicyError(
+            f'run.signature: expected "ssh-ed25519 KEY DATE SIGNATURE", found {sanitize(text, 60)!r}; {_NEXT}'
+        )
+    encoded, day, signature = match.groups()
+    if day is None:
+        raise PolicyError(
+            "run.signature: expected one of a run's name, a day and a bundle, found one of a bundle alone, as version "
+            f"0.1 made them; {_NEXT}"
+        )
+    try:
+        public, until = serialization.load_ssh_public_key(f"ssh-ed25519 {encoded}".encode()), date.fromisoformat(day)
+        if not isinstance(public, Ed25519PublicKey):
+            raise ValueError("another kind of key")
+        public.verify(base64.b64decode(signature, validate=True), _signed(run, until, digest))
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise PolicyError(
+            f"run.signature: expected a signature of the run {sanitize(run, 80)!r} until {day} with the bundle "
+            f"{digest}, found another ({type(error).__name__}); {_NEXT}"
+        ) from None
+    if (today or datetime.now(UTC).date()) > until:
+        raise PolicyError(f"run.signature: expected a day that is not over, found {day}; {_NEXT}")
+    return _text(public)
+
+
+def _signed(run: str, until: date, digest: str) -> bytes:
+    return f"fedveil run 2\n{run}\n{until.isoformat()}\n{digest}".encode()
+
+
+def _text(key: Ed25519PublicKey) -> str:
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()

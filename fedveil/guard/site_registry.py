@@ -1,0 +1,135 @@
+"""Decide which site keys the fleet port serves: those registered in members.json, until their last day.
+
+Flower has no expiry for keys, so every request of a site is checked here, after Flower has checked its
+signature.
+
+| the key that signed | the site is answered |
+|---|---|
+| is registered, and its last day is not over | by Flower |
+| is past its last day, revoked or replaced | its SuperNode ends, and logs why when it is started again |
+| is none of the registry's | the same: a key that somebody registered with Flower alone is not a member's |
+| cannot be judged: members.json is missing or broken | its SuperNode asks again until it is mended |
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from logging import ERROR, WARNING
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import serialization
+from flwr.supercore import log
+
+from fedveil.errors import StateError
+from fedveil.guard.control_log import ControlLog
+from fedveil.guard.flower import RefusalBehavior
+from fedveil.guard.registry_files import WatchedJsonFile, format_time
+from fedveil.sanitize import sanitize
+
+FILE = "members.json"
+_NEXT = "a new key comes with fedveil site init --renew at the site, and the operator registers it"
+_BOTH = (  # a site's signing key is revoked with the other
+    "new keys come with fedveil site init --renew --renew-signing at the site, and the operator registers them"
+)
+_REPEAT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    site: str
+    state: str
+    until: datetime | None
+
+
+class SiteKeyChecker:
+    """Judges keys by members.json in the folder `registry`. Raises StateError where the file is missing or broken."""
+
+    def __init__(self, registry: Path, control: ControlLog) -> None:
+        self._file = WatchedJsonFile(registry / FILE, _entries)
+        self._control = control
+        self._logged: set[tuple[bytes, str]] = set()
+        self._said: dict[str, float] = {}
+        self._file.get()
+
+    def refusal(self, public: bytes, activates: bool) -> tuple[RefusalBehavior, str] | None:
+        """Return the refusal of a request that the key `public` (PEM) signed; None to let Flower answer.
+
+        `activates`: whether it is a SuperNode's first request.
+        """
+        try:
+            key = serialization.load_pem_public_key(public)
+            entry = self._file.get().get(_canonical(key))
+            why = self._why(entry)
+            if why and entry is not None:
+                self._record(_canonical(key), entry, why)
+        except StateError as error:
+            self._say(ERROR, f"every site is refused: {error}")
+            return RefusalBehavior.ASKS_AGAIN, "fedveil: the server cannot read who its members are; its log says why"
+        if not why:
+            return None
+        self._say(WARNING, f"a request of {sanitize(entry.site, 80) if entry else 'a stranger'} is refused: {why}")
+        # The first a SuperNode logs with the reason, and ends; once it is active it would hang. At the second it ends
+        # without a word, and whoever starts it again reads the reason.
+        return RefusalBehavior.SAYS_WHY if activates else RefusalBehavior.ENDS, f"fedveil: {why}"
+
+    def is_known(self, public: bytes) -> bool:
+        """Return whether a key (PEM) stands in the registry, valid or not; true where the registry cannot be read.
+
+        Raises ValueError or the like for what is no key.
+        """
+        key = _canonical(serialization.load_pem_public_key(public))
+        try:
+            return key in self._file.get()
+        except StateError:
+            return True
+
+    def site_of(self, public: bytes) -> str:
+        """Return the site whose key `public` (PEM) is and may be used today; "" for none. Raises StateError."""
+        found = self._file.get().get(_canonical(serialization.load_pem_public_key(public)))
+        return found.site if found is not None and not self._why(found) else ""
+
+    def _why(self, found: _Entry | None) -> str:
+        if found is None:
+            return "this key is not registered; the operator registers one with fedveil members register"
+        if found.state != "registered" or found.until is None:
+            return f"this key is {found.state}; {_BOTH if found.state == 'revoked' else _NEXT}"
+        if found.until <= self._control.clock.now():
+            return f"the last day of this key was {found.until:%Y-%m-%d}; {_NEXT}"
+        return ""
+
+    def _record(self, key: bytes, found: _Entry, why: str) -> None:
+        """Its line in the log, once. The number of keys in the registry bounds them."""
+        if (key, why) not in self._logged:
+            self._control.write("shut-out", {"site": found.site, "state": found.state, "reason": why})
+            self._logged.add((key, why))
+
+    def _say(self, level: int, words: str) -> None:
+        """Write to the SuperLink's log, at most once a minute for the same message."""
+        now = time.monotonic()
+        if now - self._said.get(words, -_REPEAT_SECONDS) >= _REPEAT_SECONDS:
+            self._said = {old: at for old, at in self._said.items() if now - at < _REPEAT_SECONDS} | {words: now}
+            log(level, words)
+
+
+def _entries(content: Any) -> dict[bytes, _Entry]:
+    """The keys of members.json, those of today and those that were. Raises ValueError, KeyError or the like."""
+    entries = {_read(key): _Entry("", str(how), None) for key, how in content["retired"].items()}
+    for site, entry in content["sites"].items():
+        if "key" in entry:
+            entries[_read(entry["key"])] = _Entry(site, str(entry["state"]), format_time(entry["until"]))
+        elif entry["state"] != "invited":
+            raise ValueError(f"{site}: a key is needed, for its state is {entry['state']!r}")
+    return entries
+
+
+def _read(text: str) -> bytes:
+    return _canonical(serialization.load_ssh_public_key(text.encode()))
+
+
+def _canonical(key: Any) -> bytes:
+    """One form of a key, however it was written."""
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    return bytes(key.public_bytes(serialization.Encoding.DER, form))

@@ -1,0 +1,232 @@
+"""`flower-superlink` with the federation's own checks: who the sites are and until when, and who may operate it.
+
+    flower-superlink --fedveil-registry FOLDER --fedveil-log FILE ...and Flower's own arguments
+
+    --fleet-api-address HOST:PORT    where sites are served; from Flower 1.41 on this one listens (fleet_http.py)
+    --enable-supernode-auth          Flower's own; here it has to be there
+    --without-fleet-checks           sites may send what Flower lets them send: for measurements of other Flower apps
+
+FOLDER has members.json and operators.json (fedveil/guard/registry_files.py), FILE is the log of the control port
+(fedveil/guard/control_log.py); beside it the folder `spool` has replies of which not all parts have come
+(fedveil/guard/fleet/spool.py). Flower's own program knows neither argument, so a command that was written for this one
+does not run without the checks. Without them this one does not start either; only `--simulation`, which has no sites,
+and `--help` do without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import uvicorn
+
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.guard import duplicate_pushes, flower
+from fedveil.guard.control_log import ControlLog
+from fedveil.guard.flower import incomplete_replies, redelivery, replaced
+from fedveil.guard.operator_access import App, OperatorAccessChecker
+from fedveil.guard.site_registry import SiteKeyChecker
+
+_WITHOUT = {"--simulation", "--help", "-h", "--version", "-V"}
+# The control calls over gRPC, and from 1.41 on the fleet's, each on a port that asks nobody of ours.
+_OTHER_WAYS_IN = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
+_LATE_CALL_SECONDS = 5.0  # how often it is looked for calls that keep their body to themselves
+_FLEET = "0.0.0.0:9092"  # Flower's own, where the option is missing
+
+
+@dataclass(frozen=True)
+class PortProxies:
+    """Proxies in front of Flower's ports.
+
+    Attributes:
+        control: in front of the requests of operators and Flower's own processes.
+        sites: in front of the requests of sites, where Flower has one port for all.
+        fleet: host and port of the sites, where this process must listen there.
+    """
+
+    control: Callable[[App], App]
+    sites: Callable[[App], App] | None = None
+    fleet: tuple[str, int] | None = None
+    install_checks: Callable[[], None] = lambda: None
+
+    def serve(self, also: Callable[[App], App] = lambda app: app) -> None:
+        """Put this process's servers behind the proxies; `also` is in front of the control port's."""
+        try:
+            self.install_checks()
+        except FedVeilError as error:
+            _refuse(error)
+        if self.sites is None or self.fleet is None:
+            serve_through(lambda app: also(self.control(app)))
+            return
+        from fedveil.guard.flower import fleet_http
+
+        port, sites = self.fleet[1], self.sites
+        # Else a line for each question of each site: some ten million a day from a hundred of them.
+        serve_through(lambda app: fleet_http.route_by_port(port, sites(app), also(self.control(app))), access_log=False)
+        fleet_http.add_listener(*self.fleet)
+
+
+def main() -> None:
+    """The process."""
+    fronts = prepare_arguments()
+    if fronts is not None:
+        fronts.serve()
+    patch_link_state()
+    from flwr.superlink.cli import flower_superlink  # a second of imports, which the scripts' tests do without
+
+    flower_superlink()
+
+
+def patch_link_state() -> None:
+    """Patch the state of this process to do what Flower's does not (docs/decisions/0008).
+
+    Ends the process, with the reason, where Flower has not got what is replaced.
+    """
+    try:
+        replaced.require_attributes("SuperLink")
+    except ConfigError as error:
+        _refuse(error)
+    duplicate_pushes.patch_duplicate_pushes()
+    incomplete_replies.patch_incomplete_replies()
+    redelivery.patch_redelivery()
+
+
+def prepare_arguments() -> PortProxies | None:
+    """Takes its own two arguments out of `sys.argv` and puts the checks in place.
+
+    Returns what goes in front of Flower's ports, None where there is nothing to protect. Ends the process with exit
+    code 2 where the registry or the log cannot be used, or Flower is one that the guard does not know.
+    """
+    if _WITHOUT & set(sys.argv[1:]):
+        return None
+    try:
+        line = flower.installed_release()
+        given, sys.argv[1:] = _arguments(sys.argv[1:], line)
+        control = ControlLog(given.log)
+        members, operators = SiteKeyChecker(given.registry, control), OperatorAccessChecker(given.registry, control)
+        if not given.with_fleet_checks:
+            control.write("unchecked", {"reason": "--without-fleet-checks"})
+    except FedVeilError as error:
+        _refuse(error)
+    for name in _OTHER_WAYS_IN:
+        os.environ.pop(name, None)
+
+    def install_checks() -> None:
+        if given.with_fleet_checks:
+            _install_fleet_port(line, members, control)
+
+    from fedveil.guard.fleet.sweep import PeriodicSweep
+    from fedveil.guard.open_calls import OpenCalls
+
+    calls = OpenCalls()
+    if line.speaks == "HTTP":
+        from fedveil.guard.flower import fleet_http
+
+        return PortProxies(
+            operators.before,
+            lambda app: fleet_http.sites_only(app, members.refusal, members.is_known, calls),
+            given.fleet,
+            install_checks,
+        )
+    from fedveil.guard.flower import fleet_calls, fleet_grpc
+
+    fleet_grpc.install_checks(members.refusal)
+
+    def install_all() -> None:
+        install_checks()
+        fleet_calls.patch_grpc_server(fleet_calls.FleetCallInterceptor(members.refusal, members.is_known, calls))
+        PeriodicSweep(calls.end_late, _LATE_CALL_SECONDS).start()
+
+    return PortProxies(operators.before, install_checks=install_all)
+
+
+def _install_fleet_port(line: flower.FlowerRelease, members: SiteKeyChecker, control: ControlLog) -> None:
+    from fedveil.guard.fleet.port import FleetPort, install_fleet_port  # after the arguments: it loads Flower's server
+    from fedveil.guard.fleet.refusal_log import FleetRefusalLog
+    from fedveil.guard.fleet.spool import ReplySpool
+
+    spool = ReplySpool(control.file.parent / "spool")
+    install_fleet_port(line, FleetPort(FleetRefusalLog(control), members.site_of, spool))
+
+
+def serve_through(wrap: Callable[[App], App], **options: object) -> None:
+    """Make every uvicorn server serve its application through `wrap`; `options` override its own."""
+    original = uvicorn.Config.__init__
+
+    def configured(self: uvicorn.Config, app: App, *args: object, **kwargs: object) -> None:
+        original(self, wrap(app), *args, **{**kwargs, **options})  # type: ignore[arg-type]
+        # Or whoever is on this machine says in a header whose connection it is: fedveil/guard/loopback_ports.py goes by
+        # that.
+        self.proxy_headers = False
+
+    uvicorn.Config.__init__ = configured  # type: ignore[method-assign,assignment]
+
+
+def _refuse(error: FedVeilError) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201
+    sys.exit(2)
+
+
+@dataclass(frozen=True)
+class _GuardArguments:
+    """What this program takes beside Flower's own arguments."""
+
+    registry: Path
+    log: Path
+    fleet: tuple[str, int]
+    with_fleet_checks: bool
+
+
+def _arguments(given: Sequence[str], line: flower.FlowerRelease) -> tuple[_GuardArguments, list[str]]:
+    """Return the guard's arguments, and Flower's own. Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--fedveil-registry", type=Path)
+    parser.add_argument("--fedveil-log", type=Path)
+    parser.add_argument("--without-fleet-checks", action="store_true")
+    parser.add_argument("--fleet-api-type", default="grpc-rere")
+    parser.add_argument("--fleet-api-address", default=_FLEET)
+    args, rest = parser.parse_known_args(given)
+    if args.fedveil_registry is None or args.fedveil_log is None:
+        raise ConfigError(
+            "flower-superlink: expected --fedveil-registry FOLDER and --fedveil-log FILE, found "
+            f"{'neither' if args.fedveil_registry is args.fedveil_log else 'one of them'}; see docs/deploy/operate.md"
+        )
+    if args.fleet_api_type != "grpc-rere":
+        raise ConfigError(
+            f"--fleet-api-type: expected grpc-rere, found {args.fleet_api_type}: it asks for no key; leave it out"
+        )
+    if "--enable-supernode-auth" not in rest:
+        raise ConfigError(
+            "flower-superlink: expected --enable-supernode-auth, found none; without it each site speaks for all others"
+        )
+    fleet = _address(args.fleet_api_address)
+    if line.speaks == "gRPC":
+        rest += ["--fleet-api-type", "grpc-rere", "--fleet-api-address", args.fleet_api_address]
+    elif str(fleet[1]) == _control_port(rest):
+        raise ConfigError(
+            f"--fleet-api-address: expected another port than the control port's, found {fleet[1]} for both; operators "
+            "and sites are told apart by it"
+        )
+    checked = not args.without_fleet_checks
+    return _GuardArguments(args.fedveil_registry, args.fedveil_log, fleet, checked), rest
+
+
+def _address(text: str) -> tuple[str, int]:
+    """HOST:PORT, or [HOST]:PORT. Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ConfigError(f"--fleet-api-address: expected HOST:PORT, found {text[:80]!r}; write it as 0.0.0.0:9092")
+    return host.strip("[]"), int(port)
+
+
+def _control_port(words: Sequence[str]) -> str:
+    """Return the control port that Flower takes from its arguments."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--port", default="8000")
+    return str(parser.parse_known_args(words)[0].port)

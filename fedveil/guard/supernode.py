@@ -1,0 +1,170 @@
+"""`flower-supernode` in an image: Flower's program, patched by `patch_supernode`.
+
+On a host, loopback_ports.py does this. Apart from polling (poll_backoff.py), heartbeats (heartbeat.py), retries
+(flower/retries.py) and the connection (flower/), the patch fixes four faults of Flower 1.39, 1.41 and 1.42:
+
+| what happens | Flower's own | here |
+|---|---|---|
+| a run ends while the parts of its message are on their way to the site | the message stays, and a client process waits
+  for its parts for ever | the message, its parts and its task go, as after any other failure of that kind |
+| a reply that nobody waits for any more, for example of that client process once it dies | it is sent in place of the
+  next message's reply, which then waits for the one after it: from there on each reply comes one message late, and the
+  server hears nothing from the site within its deadlines | it is sent at the next look for messages |
+| a client process dies between its reply and the reply's parts | the SuperNode waits for them for ever, and is online |
+  three minutes after the last part the reply goes, as Flower has it for a server |
+| any other error ends the loop that asks for messages | the process lives on, and is offline for good | it is logged,
+  and the loop goes on after 1, 2, 4 .. 60 s, but not where the server refuses the site's key |
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from logging import ERROR
+from typing import Any
+
+from flwr.supercore.run import RunNotRunningException
+
+from fedveil.errors import ConfigError, StateError
+from fedveil.guard import duplicate_pushes, flower, heartbeat, poll_backoff
+from fedveil.guard.flower import replaced, retries
+from fedveil.guard.minute_log import MinuteLog
+from fedveil.sanitize import sanitize
+
+_CALLS = ("pull_object", "confirm_message_received")
+_LONGEST_PAUSE = 60.0
+_LONGEST_TEXT = 500
+
+
+def main() -> None:
+    """The process. Its arguments are those of Flower's own program."""
+    patch_supernode()
+    duplicate_pushes.patch_duplicate_pushes()
+    from flwr.supernode.cli import flower_supernode
+
+    flower_supernode()
+
+
+def patch_supernode() -> None:
+    """Changes Flower's SuperNode in this process. Ends the process where Flower is one that the guard does not know."""
+    try:
+        line = flower.installed_release()
+        replaced.require_attributes("SuperNode")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    poll_backoff.patch_supernode_polling()
+    patch_connection(line)
+    if line.speaks == "gRPC":
+        from fedveil.guard.flower import keepalive
+
+        keepalive.patch_supernode_keepalive()
+    else:
+        from fedveil.guard.flower import redirects
+
+        redirects.forbid_redirects()
+        sys.argv[1:] = [word for word in sys.argv[1:] if word != "--grpc-rere"]  # of a compose file made for 1.39
+    module = importlib.import_module("flwr.supernode.start_client_internal")
+    module._pull_and_store_message = pull_message(module._pull_and_store_message)  # type: ignore[attr-defined]
+    module._push_messages = push_reply(module._push_messages)  # type: ignore[attr-defined]
+
+
+def patch_connection(line: flower.FlowerRelease) -> None:
+    """From now on connections of this process's SuperNode outlive what the server answers."""
+    if line.speaks == "gRPC":
+        heartbeat.patch_node_heartbeat("flwr.client.grpc_rere_client.connection")
+        retries.patch_retries("flwr.supernode.start_client_internal", "_make_fleet_connection_retry_invoker")
+    else:
+        heartbeat.patch_node_heartbeat("flwr.supernode.fleet_http_connection")
+        retries.patch_retries("flwr.supernode.fleet_http_connection", "make_simple_http_retry_invoker")
+
+
+class LoopErrors:
+    """Keeps Flower's loop going: a step that fails is logged and waited after, 1 s at first, 60 s at most."""
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._sleep, self._failures, self._log = sleep, 0, MinuteLog()
+
+    def run(self, step: Callable[..., Any], **given: Any) -> Any:
+        """The step's result; None where it failed. Raises what says that the server refuses this site's key."""
+        try:
+            result = step(**given)
+        except (Exception, RunNotRunningException) as error:
+            if retries.is_unauthenticated(error):
+                raise
+            pause = min(2.0**self._failures, _LONGEST_PAUSE)
+            self._failures = min(self._failures + 1, 10)
+            words = f"{type(error).__name__}: {sanitize(error, _LONGEST_TEXT)}"
+            self._log.write(
+                ERROR, f"the SuperNode goes on after an error, in {pause:g} s: {words}", key=type(error).__name__
+            )
+            self._sleep(pause)
+            return None
+        self._failures = 0
+        return result
+
+
+def pull_message(original: Callable[..., int | None], errors: LoopErrors | None = None) -> Callable[..., int | None]:
+    """Flower's look for a message, without the faults.
+
+    The result is None where there is nothing to send: no message came, and no reply waits.
+    """
+    errors = errors or LoopErrors()
+
+    def look(**given: Any) -> int | None:
+        calls = {name: _ending(given[name]) for name in _CALLS}
+        run = errors.run(original, **{**given, **calls})
+        return 0 if run is None and _waits(given["state"]) else run
+
+    return look
+
+
+def push_reply(original: Callable[..., None], errors: LoopErrors | None = None) -> Callable[..., None]:
+    """Flower's sending of replies, which ends also where a reply's parts have stopped coming."""
+    errors = errors or LoopErrors()
+
+    def push(**given: Any) -> None:
+        errors.run(original, **{**given, "object_store": _Parts(given["object_store"], given["state"])})
+
+    return push
+
+
+class _Parts:
+    """Flower's object store of a SuperNode, which raises an error for parts that no process will send anymore."""
+
+    def __init__(self, store: Any, state: Any) -> None:
+        self._store, self._state = store, state
+
+    def get(self, object_id: str) -> bytes:
+        """Its content; b"" while it is on its way. Raises StateError once its sender was silent for too long."""
+        runs = {session.run_id for session in [*self._state._object_push_sessions.values()]}
+        for run in runs:
+            self._state.get_object(run, object_id)  # forgets what has expired
+        content: bytes | None = self._store.get(object_id)
+        if content is None:
+            raise StateError("the reply's parts stopped coming; its client process has ended")
+        return content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, where the end of the run is an error as others are: Flower tidies up after an Exception alone."""
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except RunNotRunningException:
+            raise StateError("the run has ended; nothing of its message is kept") from None
+
+    return asked
+
+
+def _waits(state: Any) -> bool:
+    """Return whether a reply has not been retrieved yet. `state`: Flower's InMemoryNodeState."""
+    with state.lock_msg_store:
+        return any(
+            entry.message.metadata.reply_to_message_id and not entry.is_retrieved for entry in state.msg_store.values()
+        )

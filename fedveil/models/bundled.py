@@ -1,0 +1,57 @@
+"""Locate the bundled bases: the folder `tiny-<task>` of a task's own small model, for offline use.
+
+The scripts that made them are in the repository's `tools/`. The bundle that Flower carries holds no
+weights. Inside a running app the app's own copy of `fedveil/` hides the installed one; `bundled_folder`
+looks in both places.
+
+It imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from fedveil import paths
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+ASSETS_VARIABLE = "FEDVEIL_ASSETS"
+HOW_TO_GET_IT = f"install fedveil with pip, or set {ASSETS_VARIABLE} to a copy of the repository's fedveil/assets"
+
+
+def bundled_folder(task: str) -> Path | None:
+    """Return the folder of a task's tiny base; None for a task without one, or where it is not installed.
+
+    It is searched for in $FEDVEIL_ASSETS, next to this package, in the installed distribution "fedveil"
+    (also an editable one), and in every folder of sys.path. A folder that lacks one of FILES does not count.
+    """
+    for assets in dict.fromkeys(_assets()):
+        if all((assets / f"tiny-{task}" / file).is_file() for file in FILES):
+            return assets / f"tiny-{task}"
+    return None
+
+
+def _assets() -> Iterator[Path]:
+    """Yield the folders that may contain bundled bases."""
+    if os.environ.get(ASSETS_VARIABLE):
+        yield Path(os.environ[ASSETS_VARIABLE])
+    yield paths.package_folder() / "assets"
+    for root in [*_installed_roots(), *map(Path, sys.path)]:
+        yield root / "fedveil" / "assets"
+
+
+def _installed_roots() -> Iterator[Path]:
+    """Yield where pip put the distribution: its site-packages, and the checkout behind an editable install."""
+    try:
+        distribution = importlib.metadata.distribution("fedveil")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    yield Path(str(distribution.locate_file("")))
+    url = urlparse(json.loads(distribution.read_text("direct_url.json") or "{}").get("url", ""))
+    if url.scheme == "file":
+        yield Path(unquote(url.path))

@@ -1,0 +1,90 @@
+"""Arithmetic of a site's training, and the seconds that it takes at a given speed: an estimate, not a measurement.
+
+    a token forward    2 (N + n) + 4 L t w      N: weights that it is multiplied with, n: the adapter's, of L layers
+                                                w wide; t: tokens of its row, which attention looks at
+    its gradient       the same again, and 2 for each weight that is trained
+    checkpointing      the forward pass once more
+
+So 6 N where all weights are trained, 4 N and some under an adapter, 2 N more with checkpointing (Kaplan et al. 2020,
+section 2.1, for 2 N and 4 N). Left out: norms, the softmax, the optimiser, making quantised layers whole, and all
+waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
+from fedveil.contract.param_spec import movable_names
+from fedveil.models.planning import meta_model
+from fedveil.models.planning.model_config import ModelConfig
+
+_WIDTH, _LONGEST = 1024, 1.0  # of the matrices that are multiplied, and seconds
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """Floating-point operations of one participation, padded to task.max-tokens.
+
+    Attributes:
+        training: of all steps.
+        scoring: of the rows on which the received weights are scored.
+        rows: rows trained on, an epoch's repetitions counted.
+    """
+
+    training: int
+    scoring: int
+    rows: int
+
+    def seconds(self, flops: float, gpus: int = 1, is_split: bool = False) -> float:
+        """At `flops` operations a second on each of `gpus`, evenly shared and without a cost of sharing.
+
+        The first one scores alone, unless the base is divided among them.
+        """
+        return (self.training / gpus + self.scoring / (gpus if is_split else 1)) / flops
+
+
+def training_flops(settings: ModelConfig, config: RunConfig, adapter: Adapter, rows: int) -> TrainingFlops:
+    """Count the operations of a site with `rows` examples. Raises ConfigError if the adapter fits no layer."""
+    train, tokens = config.train, config.task.max_tokens
+    shape, spec = meta_model.build_meta_model(settings), meta_model.param_specs(settings, adapter)
+    multiplied, trained = shape.multiplied, shape.multiplied
+    if not adapter.trains_base:
+        attached = sum(math.prod(tensor.shape) for tensor in spec.values())
+        trained = sum(math.prod(spec[name].shape) for name in movable_names(spec))
+        if adapter.kind == "hadamard-lora":  # the change is a matrix of the layer's own size
+            trained = attached = sum(layer.entries for layer in shape.small)
+        multiplied += attached
+    heads = int(settings.values.get("head_dim") or settings.width // settings.heads) * settings.heads
+    forward = 2 * multiplied + 4 * settings.layers * tokens * heads
+    a_token = (3 if train.gradient_checkpointing else 2) * forward + 4 * settings.layers * tokens * heads + 2 * trained
+    step = train.batch_size * train.gradient_accumulation_steps
+    passes = train.epochs * rows
+    if train.max_steps:
+        passes = min(passes, train.max_steps * step)
+    return TrainingFlops(passes * tokens * a_token, min(rows, train.received_loss_examples) * tokens * forward, passes)
+
+
+def measure_flops(bf16: bool) -> float:
+    """Operations a second of a product of two matrices on this machine's GPU, else on one thread a core of its CPU.
+
+    Takes about a second. A training has less, for a part of it waits for memory.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    left, right = (torch.ones(_WIDTH, _WIDTH, device=device, dtype=torch.bfloat16 if bf16 else None) for _ in "lr")
+    _wait(left @ right)
+    count, started = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - started) < _LONGEST:
+        _wait(left @ right)
+        count += 1
+    return 2 * _WIDTH**3 * count / seconds
+
+
+def _wait(product: torch.Tensor) -> None:
+    if product.is_cuda:
+        torch.cuda.synchronize()

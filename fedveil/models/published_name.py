@@ -1,0 +1,34 @@
+"""The public name of a base, for files that leave this machine: its Hub id or a name, never a path.
+
+It imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
+
+
+def is_on_the_hub(model: str) -> bool:
+    """Return whether a base has a Hub name, "owner/name", and is no folder here: a path would reveal more."""
+    return bool(_ON_THE_HUB.fullmatch(model)) and not Path(model).expanduser().exists()
+
+
+def published_name(model: str, task: str) -> str:
+    """`task.model` as others may read it: an id of the Hub as it is, of a path its last part.
+
+    "tiny" is the task's own, "fedveil/tiny-<task>": no id of the Hub, but a name that says whose it is.
+    """
+    if model == "tiny":
+        return bundled_name(task)
+    if not model or is_on_the_hub(model):
+        return model
+    return Path(os.path.abspath(Path(model).expanduser())).name  # a link keeps its own name
+
+
+def bundled_name(task: str) -> str:
+    """The name of a task's own small base."""
+    return f"fedveil/tiny-{task}"

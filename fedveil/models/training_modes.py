@@ -1,0 +1,116 @@
+"""Modes of training steps: recomputed activations, a compiled model, dropout of an adapter."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError
+
+
+def check_compile(config: RunConfig) -> None:
+    """Check that train.compile is compatible with the rest of the run config.
+
+    The compiler times several versions of a kernel and keeps the fastest. Two processes may then sum in
+    different orders, so it is refused under run.deterministic.
+
+    Raises:
+        ConfigError: a quantized base, whose kernels cannot be compiled, recomputed layers, or
+            run.deterministic.
+    """
+    if not config.train.compile:
+        return
+    if config.train.quantized_base != "none":
+        raise ConfigError(
+            f'train.compile: expected false with train.quantized-base = "{config.train.quantized_base}", found true; '
+            f"set train.compile = false, or keep the base unquantised"
+        )
+    if config.train.gradient_checkpointing:  # torch 2.13 fails on the layers' checkpoints, with an internal error
+        raise ConfigError(
+            "train.compile: expected false with train.gradient-checkpointing = true, found true; torch cannot compile "
+            "layers that are recomputed, so set one of the two to false"
+        )
+    if config.run.deterministic:
+        raise ConfigError(
+            "train.compile: expected false with run.deterministic = true, found true; a compiled model does not repeat "
+            "bit for bit, so set one of the two to false"
+        )
+
+
+def compile_model(model: Any, device: torch.device) -> Any:
+    """`model` compiled for batches of any shape; its layers are compiled at their first use.
+
+    Raises:
+        ConfigError: this machine cannot compile for `device`.
+    """
+    try:  # a trial, because only a compilation shows whether compiler, headers and Triton are there and fit together
+        torch.compile(torch.square)(torch.ones(3, device=device))
+    except Exception as error:  # torch raises what the failing part of its compiler happens to raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"train.compile: expected a machine on which torch.compile works for {device.type} (a C++ compiler; for "
+            f"CUDA also Triton), found that it fails ({reason}); install them, or set train.compile = false"
+        ) from None
+    return torch.compile(model, dynamic=True)
+
+
+@contextlib.contextmanager
+def enable_dropout(model: Any, device: torch.device, generator: torch.Generator) -> Iterator[None]:
+    """Inside, the dropout of PEFT's adapters is on, and torch draws what `generator` says; after, as it was before."""
+    dropouts = [module for name, module in model.named_modules() if ".lora_dropout." in name]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(generator.initial_seed())
+        try:
+            for module in dropouts:
+                module.training = True
+            yield
+        finally:
+            for module in dropouts:
+                module.training = False
+
+
+@contextlib.contextmanager
+def recompute_activations(model: Any, name: str, is_random: bool = False) -> Iterator[None]:
+    """Inside, each layer of `model` keeps its input alone and is computed again in the backward pass.
+
+    The library does so in training mode only, so the layers' own flags go up, while what they are made of stays in eval
+    mode; a dropout that a layer applies by itself is 0 for the time. The flags come down after: a layer in that state
+    ignores the cache of a generation. With `is_random`, what is dropped out inside is so again in the second pass.
+
+    Raises:
+        ConfigError: the model `name` has no layers that can be recomputed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"train.gradient-checkpointing: expected a model whose layers can be recomputed, found none in "
+            f'"{name}" ({type(model).__name__}); set train.gradient-checkpointing = false'
+        )
+    # Where nothing in a layer is random, the generators' state need not be kept for the second pass.
+    how = {"use_reentrant": False, "preserve_rng_state": is_random}
+    # Newer versions of the library say "activation", and warn about the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(how)
+    before = [{key: value for key, value in vars(layer).items() if _drops(key, value)} for layer in layers]
+    try:
+        for layer, dropouts in zip(layers, before, strict=True):
+            layer.training = True
+            for key in dropouts:
+                setattr(layer, key, 0.0)
+        yield
+    finally:
+        model.disable_input_require_grads()  # a hook that torch.func, for gradients of single rows, does not go through
+        for layer, dropouts in zip(layers, before, strict=True):
+            layer.training = False
+            for key, value in dropouts.items():
+                setattr(layer, key, value)
+
+
+def _drops(key: str, value: object) -> bool:
+    return "drop" in key and isinstance(value, float)

@@ -1,0 +1,200 @@
+"""Block-wise quantisation of weights: code tables, codes with one scale a block, and back.
+
+    c_b   = max |x| over block b of the flat tensor                             the scale, fp32
+    code  = index of the level nearest to x / c_b                               tables "nf_sym" and "nf"
+    code  = round(x / c_b * (2^(w-1) - 1)) + 2^(w-1) - 1                        table "absmax" (FedQSN, Eq. 4)
+    x~    = level[code] * c_b
+
+| table | number of levels | w | levels |
+|---|---|---|---|
+| "nf_sym" | 2^w + 1 | 1 to 4 | 0, and the 2^(w-1) normal quantiles of `_quantiles` with both signs, divided by the
+  largest |
+| "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym", with 2^(w-1) - 1 negative ones (-1, 0, 1 for w = 1); w = 4 is NF4 |
+| "absmax" | 2^w - 1 | 2 to 8 | even steps from -1 to 1 |
+
+On CUDA one kernel codes a tensor (`kernels`); where it does not work, and elsewhere, torch does. Both give the same
+codes and scales, bit for bit.
+
+| case | result |
+|---|---|
+| a block of zeros | scale 0 and the codes of level 0; it decodes to zeros |
+| a short last block | has its own scale; nothing is padded on the wire |
+| an entry of 0 | decodes to 0 in every block |
+| the largest entry of a block | decodes to itself, bit for bit |
+| halfway between two levels | the lower level; "absmax" rounds to the even step |
+| NaN, infinity | TaskError |
+| empty tensor | no code, no scale |
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from fedveil.contract.codec import QuantizedTensor
+from fedveil.errors import ConfigError, TaskError
+from fedveil.ops import triton_available
+from fedveil.wire.quantized import QuantizedCodec
+
+Table = Literal["nf_sym", "nf", "absmax"]
+
+_OFFSET = 0.9677083  # the outermost quantile of the normal-float tables
+_BITS = {"nf_sym": (1, 4), "nf": (1, 4), "absmax": (2, 8)}
+_CHUNK = 1 << 17  # entries: half a megabyte, which stays in cache and is worth the overhead of a torch call
+_ALONE = threading.Lock()  # the number of torch's threads is one setting for the whole process
+_CHUNK_THERE = 1 << 26  # on a GPU, where a call costs more than the memory
+
+
+@dataclass(frozen=True)
+class BlockQuantizer:
+    """A code table of `bits` bits a weight, over blocks of `block` entries."""
+
+    table: Table = "nf_sym"
+    bits: int = 2
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        low, high = _BITS[self.table]
+        if not low <= self.bits <= high:
+            why = "; with 1 bit Eq. 4 makes every weight 0" if (self.table, self.bits) == ("absmax", 1) else ""
+            raise ConfigError(f'bits: expected {low} to {high} with "{self.table}", found {self.bits}{why}')
+        if self.block < 1:
+            raise ConfigError(f"block: expected a block size of at least 1 entry, found {self.block}")
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The levels, ascending from -1 to 1 and with 0 among them."""
+        return _levels(self.table, self.bits)
+
+    @property
+    def codec(self) -> QuantizedCodec:
+        """The codec that sends these codes."""
+        return QuantizedCodec(len(self.levels), self.block)
+
+    def quantise(self, x: Float[Tensor, "*s"]) -> QuantizedTensor:
+        """Codes (uint8, the shape of x) and scales (fp32, one a block), on the device of x. Raises TaskError."""
+        coded = self.coded(x)
+        check_bits([coded])
+        return coded
+
+    def coded(self, x: Float[Tensor, "*s"]) -> QuantizedTensor:
+        """The same, not yet checked: a GPU need not be waited for after every tensor."""
+        flat = x.detach().reshape(-1)
+        if kernels := triton_available.load_kernels(flat.device):
+            codes, scales = kernels.quantize_blocks(flat, self.block, 2 ** (self.bits - 1) - 1, self._middles)
+        else:
+            codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
+            scales = torch.empty(-(-len(flat) // self.block), device=flat.device)
+            _each(flat, self.block, lambda part, rows: _quantise(flat[part], self, codes[part], scales[rows]))
+        return QuantizedTensor(codes.reshape(x.shape), scales)
+
+    @property
+    def _middles(self) -> tuple[float, ...]:
+        """Halfway between two levels each; none where the levels are even steps."""
+        return (
+            () if self.table == "absmax" else tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
+        )
+
+    def dequantise(self, coded: QuantizedTensor) -> Float[Tensor, "..."]:
+        """level[code] * scale, fp32, on the device of the codes."""
+        codes, scales = coded.codes.reshape(-1), coded.scales
+        out = torch.empty(codes.shape, device=codes.device)
+        table = torch.tensor(self.levels, device=codes.device)
+
+        def restore(part: slice, rows: slice) -> None:
+            torch.index_select(table, 0, codes[part].to(torch.int32), out=out[part])
+            _by_block(out[part], scales[rows], self.block, torch.mul)
+
+        _each(codes, self.block, restore)
+        return out.reshape(coded.codes.shape)
+
+
+def check_bits(coded: Sequence[QuantizedTensor]) -> None:
+    """Raises TaskError where a value was not finite; waits for the device once."""
+    largest = [c.scales.amax() for c in coded if len(c.scales)]  # NaN, where one is
+    if largest and not torch.isfinite(torch.stack(largest)).all():
+        raise TaskError("weights: expected finite values to quantise, found NaN or infinity; lower the learning rate")
+
+
+@cache
+def _levels(table: Table, bits: int) -> tuple[float, ...]:
+    half = 2 ** (bits - 1)
+    if table == "absmax":
+        return tuple(i / (half - 1) for i in range(1 - half, half))
+    negative = half if table == "nf_sym" else max(1, half - 1)
+    return (*(-q for q in _quantiles(negative)), 0.0, *reversed(_quantiles(half)))
+
+
+def _quantiles(count: int) -> list[float]:
+    """Normal quantiles at `count` even steps from _OFFSET to before 1/2, divided by the first; descending."""
+    quantiles = [NormalDist().inv_cdf(_OFFSET + (0.5 - _OFFSET) * i / count) for i in range(count)]
+    return [q / quantiles[0] for q in quantiles]
+
+
+def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> None:
+    """Calls `work` on every chunk; on the CPU in as many threads as torch has, each with one thread of torch's own.
+
+    Torch would synchronise its threads after every operation, a dozen times a chunk. Where another process holds one of
+    the cores, each of these waits lasts until the scheduler returns to it: 0.01 GB/s.
+    """
+    if flat.device.type != "cpu":
+        for chunk in _chunks(len(flat), block, _CHUNK_THERE):
+            work(*chunk)
+        return
+    chunks = _chunks(len(flat), block, _CHUNK)
+    with _ALONE:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # holds for threads that start later too
+        try:
+            if min(threads, len(chunks)) < 2:
+                for chunk in chunks:
+                    work(*chunk)
+                return
+            with ThreadPoolExecutor(threads, "codes") as pool:
+                list(pool.map(lambda chunk: work(*chunk), chunks))
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _chunks(count: int, block: int, size: int) -> list[tuple[slice, slice]]:
+    """Slices of the entries and of their blocks' scales, in chunks of whole blocks."""
+    rows = max(1, size // block)
+    return [
+        (slice(i * block, min((i + rows) * block, count)), slice(i, min(i + rows, -(-count // block))))
+        for i in range(0, -(-count // block), rows)
+    ]
+
+
+def _quantise(x: Tensor, how: BlockQuantizer, codes: Tensor, scales: Tensor) -> None:
+    """Fill `codes` and `scales` of whole blocks; the last block may be short."""
+    x, whole = x.to(torch.float32, copy=True), len(x) - len(x) % how.block
+    torch.amax(x[:whole].view(-1, how.block).abs(), 1, out=scales[: whole // how.block])
+    if whole < len(x):
+        scales[-1] = x[whole:].abs().amax()
+    _by_block(x, torch.where(scales == 0, 1.0, scales), how.block, torch.div)
+    if how.table == "absmax":
+        half = 2 ** (how.bits - 1) - 1
+        codes.copy_(x.mul_(half).round_().add_(half))
+        return
+    codes.zero_()
+    for middle in how._middles:
+        codes.add_(x > middle)
+
+
+def _by_block(x: Tensor, scales: Tensor, block: int, operation: Callable[..., Tensor]) -> None:
+    """x <- operation(x, the scale of its block), in place."""
+    whole = len(x) - len(x) % block
+    rows = x[:whole].view(-1, block)
+    operation(rows, scales[: len(rows), None], out=rows)
+    if whole < len(x):
+        operation(x[whole:], scales[-1], out=x[whole:])

@@ -1,0 +1,64 @@
+"""Check that the GPU kernels work on this machine.
+
+Triton comes with torch's CUDA build and compiles at first use. For that it needs a C compiler and a
+writable folder. Where that fails, torch's own operations compute the same bits on the same device, some
+ten times slower.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("fedveil")
+
+
+class Kernels(Protocol):
+    """The interface of `fedveil.ops.triton_kernels`, so that mypy checks calls of a module that may be missing."""
+
+    def draw_mask(self, states: Tensor, first: int, rest: int, count: int, /) -> Tensor:
+        """Draw a mask as `chacha20.decide_bits` does."""
+        ...
+
+    def pack_masked(self, values: Tensor, mask: Tensor, /) -> Tensor:
+        """Pack flat integers as `random_masks.pack_masked` does."""
+        ...
+
+    def unpack_masked(self, values: Tensor, mask: Tensor, ends: Tensor, /) -> Tensor:
+        """Unpack flat integers as `random_masks.unpack_masked` does; `ends` comes from `count_masked`."""
+        ...
+
+    def count_masked(self, mask: Tensor, /) -> tuple[Tensor, int]:
+        """Ones until the end of every program's entries, and of all."""
+        ...
+
+    def quantize_blocks(
+        self, flat: Tensor, block: int, half: int, middles: tuple[float, ...], /
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a flat tensor."""
+        ...
+
+
+def load_kernels(device: torch.device) -> Kernels | None:
+    """`fedveil.ops.triton_kernels` where `device` can run them; None elsewhere, which the log says once on a GPU."""
+    return _tried(device) if device.type == "cuda" else None
+
+
+@cache
+def _tried(device: torch.device) -> Kernels | None:
+    try:  # a trial, because only a compilation shows whether compiler, headers and Triton are there and fit together
+        from fedveil.ops import triton_kernels
+
+        triton_kernels.self_test(device)
+    except Exception as error:  # what the failing part of the compiler happens to raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        log.warning(
+            "kernels for the GPU: expected Triton and a C compiler, found that they fail (%s); torch computes the same "
+            "in more steps", reason
+        )  # fmt: skip
+        return None
+    return triton_kernels

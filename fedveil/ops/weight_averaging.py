@@ -1,0 +1,60 @@
+"""Base classes of methods that broadcast the server's tensors and average the trained weights.
+
+A method's own file has its fields, both halves of its math (`client`, `server_update`), and what it does
+differently.
+"""
+
+from __future__ import annotations
+
+from fedveil.contract.contributions import ClientContributions, weighted_contributions
+from fedveil.contract.layout import MessageLayout, Payload
+from fedveil.contract.method import FederatedState, Method, RoundContext
+from fedveil.contract.param_spec import Spec, Weights
+from fedveil.ops.lora_algebra import factor_modules
+from fedveil.ops.upload_quantization import UploadQuantization
+from fedveil.rng import RandomStream
+from fedveil.wire.payloads import WireDtype, cast_to, dense_fields
+
+
+class WeightAveragingMethod(Method):
+    """A method that averages trained weights. It is no dataclass: each method declares its fields, in its own order.
+
+    Attributes:
+        wire_dtype: dtype on the wire, both ways.
+        upload_bits: bits of the codes of an upload; a method without this field sends no codes.
+    """
+
+    wire_dtype: WireDtype
+    upload_bits: int = 0
+
+    def __post_init__(self) -> None:
+        self._uploads  # noqa: B018  # it checks the bits
+
+    @property
+    def _uploads(self) -> UploadQuantization:
+        return UploadQuantization(self.wire_dtype, self.upload_bits)
+
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
+        """The adapter's initial weights, drawn once for all clients."""
+        return FederatedState(dict(weights))
+
+    def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
+        """The server's tensors, the same for every client."""
+        return Payload(cast_to(server.tensors, self.wire_dtype))
+
+    def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
+        """Every tensor of the upload times the client's number of examples, and that number."""
+        return weighted_contributions(self._uploads.opened(payload), num_examples)
+
+    def layout(self, spec: Spec) -> MessageLayout:
+        """Every tensor, both ways."""
+        return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(spec))
+
+
+class LoraAveragingMethod(WeightAveragingMethod):
+    """A method that averages LoRA factors."""
+
+    def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
+        """(A_0, B_0), drawn once for all clients. Raises ConfigError where a factor stands alone."""
+        factor_modules(spec)
+        return super().init(spec, weights, rng)

@@ -1,0 +1,128 @@
+"""Where the files of this installation lie: in a wheel, in a checkout, or in the bundle that Flower installed.
+
+| file | in a wheel | in a checkout | in a bundle |
+|---|---|---|---|
+| `strategies`, `server_app`, `client_app`, `attacks` | in `fedveil/` | at the top, linked in `fedveil/` | at the top |
+| `data` | `fedveil/demo_data` | at the top, linked so | not there |
+| pyproject.toml, constraints.txt, lock, LICENSE | `fedveil/checkout` | at the top, linked so | at the top |
+
+The package's path has one folder, but in a bundle and in an archive that was unpacked without links
+(fedveil/__init__.py).
+
+No other module guesses a folder from `__file__`. This one imports neither torch nor Flower. Folders for what is private
+are made here too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import fedveil
+from fedveil.errors import ConfigError
+
+LINKS = ("attacks", "client_app", "server_app", "strategies")  # folders at the top, linked in the package
+# What Flower's bundle carries: the packages below fedveil/ and its modules, the apps and the methods.
+# A test compares with fab-include of pyproject.toml.
+APP_PACKAGES = (
+    "adapters", "cards", "contract", "data", "federation", "models", "ops", "privacy", "records", "tasks",
+    "training", "wire",
+)  # fmt: skip
+APP_LINKS = ("client_app", "server_app", "strategies")
+_DATA = "demo_data"  # the name of `data` inside the package
+# At the top of a checkout: what no build of FedVeil needs. A package has a folder runs, too.
+_NO_SOURCE = ("benchmarks", "build", "dist", "*.egg-info", ".*", "runs")
+_BESIDE = "checkout"  # the folder inside the package with the files that a checkout has beside it
+
+
+def package_folder() -> Path:
+    """The folder of the running package `fedveil`."""
+    return Path(fedveil.__path__[0]).absolute()
+
+
+def import_root() -> Path:
+    """The folder that must be on Python's path to import the code that is running."""
+    return package_folder().parent
+
+
+def checkout_folder() -> Path | None:
+    """The folder of the checkout or bundle that is running; None in a wheel."""
+    return (
+        import_root()
+        if (import_root() / "pyproject.toml").is_file() and (import_root() / "strategies").is_dir()
+        else None
+    )
+
+
+def find_folder(name: str) -> Path:
+    """Return a folder of this installation: "data/e2e", "docs/pictures". Raise ConfigError if it is missing."""
+    top, _, rest = name.partition("/")
+    inside = package_folder() / (_DATA if top == "data" else top) / rest
+    for place in (inside, import_root() / name):
+        if place.is_dir():
+            return place
+    raise ConfigError(
+        f"installation: expected the folder {name}, found none in {package_folder()} nor beside it; install fedveil "
+        "again"
+    )
+
+
+def find_file(name: str) -> Path:
+    """pyproject.toml, constraints.txt or LICENSE of this installation. Raises ConfigError if it is missing."""
+    for place in (checkout_folder(), package_folder() / _BESIDE):
+        if place and (place / name).is_file():
+            return place / name
+    raise ConfigError(
+        f"installation: expected {name}, found none in {package_folder()}; install fedveil from a wheel or a checkout"
+    )
+
+
+def private_folder(path: Path) -> Path:
+    """`path`, which exists then: it and the parents that were missing are readable by their owner alone.
+
+    Raises:
+        OSError: it cannot be made, or is a file; it names the path.
+    """
+    for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+        folder.mkdir(mode=0o700, exist_ok=True)  # not with parents=True, which gives them the usual mode
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    return path
+
+
+def copy_checkout(target: Path, source: Path | None = None) -> Path:
+    """Copies `source`, or this installation in the layout of a checkout, to the new folder `target`, to build from."""
+    compiled = shutil.ignore_patterns("__pycache__")
+    if at := source or checkout_folder():
+        top = shutil.ignore_patterns(*_NO_SOURCE)
+        shutil.copytree(
+            at,
+            target,
+            symlinks=True,
+            ignore=lambda f, names: {*compiled(f, names), *(top(f, names) if Path(f) == at else ())},
+        )
+        return target
+    shutil.copytree(package_folder() / _BESIDE, target, ignore=compiled)
+    shutil.copytree(package_folder(), target / "fedveil", ignore=compiled)
+    for file in (target / "fedveil" / _BESIDE).iterdir():
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
+        file.symlink_to(Path("../..") / file.name)
+    for name in (*LINKS, _DATA):
+        inside, top_name = target / "fedveil" / name, "data" if name == _DATA else name
+        inside.rename(target / top_name)
+        inside.symlink_to(Path("..") / top_name)
+    return target
+
+
+def app_sources(at: Path | None = None) -> dict[str, Path]:
+    """The app's Python files by their names in the bundle, sorted. `at`: where to look, by default `import_root()`."""
+    at = at or import_root()
+    inside = at / "fedveil"
+    sources = {f"fedveil/{source.name}": source for source in inside.glob("*.py")}
+    for name in (*APP_PACKAGES, *APP_LINKS):
+        base = at / name if name in APP_LINKS and (at / name / "__init__.py").is_file() else inside / name
+        prefix = name if name in APP_LINKS else f"fedveil/{name}"
+        sources |= {f"{prefix}/{source.relative_to(base).as_posix()}": source for source in base.rglob("*.py")}
+    return dict(sorted(sources.items()))

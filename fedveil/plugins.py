@@ -1,0 +1,111 @@
+"""Parts that are found by their name: a file of a package, or what another installed package brings.
+
+| name | found |
+|---|---|
+| of a file of the package | that file, whatever other packages say: no package can take the place of a part of FedVeil
+  |
+| of an entry point of one package | the module that the entry point names; it looks as a file of the package does |
+| of entry points of two packages | refused: nothing says which of them is meant |
+
+Flower's bundle carries FedVeil's own packages alone. A package that brings a part must be installed on every machine of
+a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import final
+
+from fedveil.errors import ConfigError
+from fedveil.sanitize import suggest_name
+
+
+@final
+@dataclass(frozen=True)
+class PluginPackage:
+    """A package whose files are found by name.
+
+    Attributes:
+        package: its import name: "fedveil.tasks".
+        group: of the entry points of other packages: "fedveil.tasks".
+        key: of the run config, for messages: "task.name".
+        joint: between the words of a name; in the name of a file it is "_".
+        needs: what a module of another package must define.
+    """
+
+    package: str
+    group: str
+    key: str
+    joint: str = "_"
+    needs: tuple[str, ...] = ()
+
+    def list_names(self) -> list[str]:
+        """The names of all parts: the files of the package, and what other packages bring."""
+        return sorted({*self._own(), *(point.name for point in entry_points(group=self.group))})
+
+    def load_module(self, name: str) -> ModuleType:
+        """The module of that name.
+
+        Raises:
+            ConfigError: there is none, two packages bring one, or the one that a package brings does not load.
+        """
+        if name in self._own():
+            return importlib.import_module(f"{self.package}.{name.replace(self.joint, '_')}")
+        if name not in self.list_names():
+            raise ConfigError(
+                f'{self.key}: expected one of {self.list_names()}, found "{name}"; '
+                f"{suggest_name(name, self.list_names())}Correct the name, or install on this machine the package "
+                "that brings it: Flower's bundle carries FedVeil's own parts alone"
+            )
+        return load_entry_point(find_entry_point(self.group, name, self.key), self.key, self.needs)
+
+    def _own(self) -> set[str]:
+        """Names of the files of the package."""
+        path = importlib.import_module(self.package).__path__
+        return {module.name.replace("_", self.joint) for module in pkgutil.iter_modules(path)}
+
+
+def find_entry_point(group: str, name: str, key: str) -> EntryPoint:
+    """Return the entry point of that group and name; `key` begins the message of an error.
+
+    Raises:
+        ConfigError: no package brings it, or two do.
+    """
+    points = list(entry_points(group=group, name=name))
+    if len(points) != 1:
+        packages = " and ".join(map(_package, points)) or "none"
+        raise ConfigError(
+            f'{key}: expected one package that brings "{name}", found {packages}; '
+            f"{'uninstall all but one' if points else 'install one'}"
+        )
+    return points[0]
+
+
+def load_entry_point(point: EntryPoint, key: str, needs: Sequence[str] = ()) -> ModuleType:
+    """Import the module that an entry point names; it must define the names in `needs`.
+
+    Raises:
+        ConfigError: it does not load, is no module, or lacks a name.
+    """
+    try:
+        module = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f'{key}: expected that "{point.name}" of the package {_package(point)} loads, found {error}; '
+            "mend or reinstall that package"
+        ) from error
+    if not isinstance(module, ModuleType) or any(not hasattr(module, name) for name in needs):
+        raise ConfigError(
+            f'{key}: expected that "{point.name}" of the package {_package(point)} is a module'
+            f"{' with ' * bool(needs)}{' and '.join(needs)}, found {module!r}; mend its entry point"
+        )
+    return module
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value

@@ -1,0 +1,102 @@
+"""Row gradients that charge the ledger before every look at the rows, and a trainer that offers nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+from typing_extensions import override
+
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, PrivacyGuarantee, Sampling, SamplingPlan
+from fedveil.contract.trainer import (
+    BatchIndices,
+    Frozen,
+    Penalty,
+    PerExampleFeatureGradients,
+    PerExampleGradients,
+    PerExampleGradientSource,
+    TrainingResult,
+)
+from fedveil.contract.trainer_wrappers import PerExampleTrainerWrapper, WrappedGradientSource
+from fedveil.errors import BudgetError
+from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.rng import RandomStream
+
+
+@final
+class ChargedGradientSource(WrappedGradientSource):
+    """Charges the ledger when batches are drawn. Only drawn batches can be looked at, and each only once.
+
+    Args:
+        rows: the site's row gradients.
+        claim: what a look costs, and what a record may be charged.
+        own: the site's own budget. The run's epsilon holds under the site's delta and relation too.
+        ledger: the site's.
+        records: the ledger's names of the rows, in the rows' order.
+    """
+
+    def __init__(
+        self,
+        rows: PerExampleGradientSource,
+        claim: PrivacyGuarantee,
+        own: PrivacyBudget,
+        ledger: PrivacyLedger,
+        records: Sequence[str],
+    ) -> None:
+        if len(records) != rows.num_examples:
+            raise ValueError(f"records: expected {rows.num_examples} names, one a row, found {len(records)}")
+        super().__init__(rows)
+        self._claim, self._ledger, self._records = claim, ledger, records
+        self._own = replace(own, epsilon=min(own.epsilon, claim.budget.epsilon))
+        self._paid: list[BatchIndices] = []
+
+    @override
+    def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
+        """Raises BudgetError before any row is looked at."""
+        if sampling != "poisson" and self._own.neighbours is Adjacency.ADD_OR_REMOVE_ONE:
+            raise BudgetError(
+                f'sampling: expected "poisson" at this site, whose own relation is {self._own.neighbours.value}, found '
+                f'"{sampling}", whose batches all change with the number of rows; agree on it with the site'
+            )
+        drawn = super().batches(sampling, steps, rng, skip)
+        budget = self._claim.budget
+        plan = SamplingPlan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
+        charges = self._claim.privacy_spent(plan)
+        used = sorted({i for b in drawn for i in b.rows}) if sampling == "disjoint" else range(self.num_examples)
+        self._ledger.charge([self._records[i] for i in used], charges, budget, self._own)
+        self._paid += drawn
+        return drawn
+
+    @override
+    def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
+        """Raises BudgetError for a batch that was not drawn here or was used before."""
+        self._use(batch)
+        return super().per_sample(weights, batch)
+
+    @override
+    def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
+        """Raises BudgetError as `per_sample` does."""
+        self._use(batch)
+        return super().feature(weights, batch)
+
+    def _use(self, batch: BatchIndices) -> None:
+        if not any(batch is paid for paid in self._paid):
+            raise BudgetError("batch: expected one that was drawn and not used yet, found another; draw one more")
+        self._paid = [paid for paid in self._paid if paid is not batch]
+
+
+@final
+class GradientsOnlyTrainer(PerExampleTrainerWrapper):
+    """A trainer that offers row gradients only, because no accountant covers plain training."""
+
+    @override
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        """Raises BudgetError."""
+        raise BudgetError("train: expected noisy steps only under a privacy ledger, found plain training")
+
+    @override
+    def gradient(self, weights: Weights) -> TrainingResult:
+        """Raises BudgetError."""
+        raise BudgetError("gradient: expected noisy steps only under a privacy ledger, found a plain gradient")

@@ -1,0 +1,204 @@
+"""Noise that is complete only in the sum of uploads: each site adds an integer share of it before masking.
+
+The mechanism follows Kairouz, Liu, Steinke: The Distributed Discrete Gaussian Mechanism for Federated
+Learning with Secure Aggregation, 2021. `secure.noise = "sum"` turns it on, for `dp.*` and for methods
+that add noise themselves.
+
+| symbol | code | unit |
+|---|---|---|
+| z | `multiplier` | noise on the sum over what one example moves it by |
+| P | `part` | of an upload, by which adding or removing one example moves it; replacing one moves it by 2 P |
+| m | `moved` | 1 where an example is added or removed, 2 where one is replaced |
+| h | `honest` | sites of a sum whose noise is unknown to the adversary: secure.min-sites less secure.max-colluders |
+| S, C, d | `scale`, `bound`, `entries` | integers a unit; bound on an entry; entries of an upload |
+| sigma, sigma_i | `deviation` times sqrt h, `deviation` | standard deviation in the sum, and at a site; integers |
+
+    integer_j = round(S clip(x_j, -C, C)) + noise_j
+    sigma = D / (m / z - tau sqrt d),    sigma_i = sigma / sqrt h,    D = m P S + sqrt d (1 + 2^-21 S C)
+
+D is the sensitivity of the integers. Two neighbors' uploads differ by m P, and clipping an entry moves
+no two values apart. Rounding to integers moves an entry by at most 1/2 on either side. So the difference
+of an entry moves by at most 1, and that of d entries by sqrt d. An entry is fp32, of weights within +-C
+and a change within +-C. That makes two roundings of at most 2^-23 C on either side, which the last term
+counts along with all fp64 rounding. So noise of z D / m integers is worth the z of the run config in any
+ring.
+
+Formal guarantees, for each example of a site, if the server follows the protocol and at most `colluding`
+sites of a sum tell it their noise:
+1. An opened sum has at least `secure.min-sites` uploads (site.py refuses others), so noise of at least
+   sigma that is unknown to the adversary. Its divergence is a Gaussian's of multiplier z (accounting.py,
+   "summed").
+2. Against the server and all other sites together, only the site's own share is left: z / sqrt h ("own
+   share").
+3. All summed entries have noise, even the zeros of a tensor that a method leaves out.
+4. A clipped entry is not refused: whether an entry is clipped depends on the examples, and a refusal
+   would tell the server.
+
+| case | result |
+|---|---|
+| secure.enabled = false, max-weight above 1, no honest site, no noise | ConfigError before any site is asked |
+| more than one use of the examples between two sums | ConfigError: the second would be at a point without noise |
+| the site's share is below 4 integers, or rounding more than doubles it | ConfigError: sums of it are no discrete
+  Gaussian, or secure.clip-bound is far above the values |
+| a deterministic run | its noise is seeded: not private |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+from typing_extensions import override
+
+from fedveil.config import RunConfig
+from fedveil.contract.privacy import (
+    SUMMED,
+    Adjacency,
+    DistributableGuarantee,
+    PrivacyBudget,
+    PrivacyGuarantee,
+    SamplingPlan,
+    Spent,
+    SummableNoise,
+    joint_budget,
+)
+from fedveil.errors import ConfigError
+from fedveil.privacy import accounting, discrete_gaussian
+
+MOST_ENTRIES = 1 << 30  # for which the table's distance is counted
+_ROUNDED = 2.0**-21  # of the bound: what floats round an entry by, on both sides together
+_FINE = 64  # sigma_i over what rounding adds to it; finer integers change nothing that is seen
+_LEAST_TARGET = 1024.0
+_SPARE = 2.0**-40  # what sums of floats may be above the most that can be drawn
+
+
+@final
+@dataclass(frozen=True)
+class DistributedDiscreteGaussian(PrivacyGuarantee):
+    """A claim whose noise on what is summed is in the sum.
+
+    Attributes:
+        claim: the same with its noise at the site.
+        noise: what an upload needs.
+        honest: h.
+    """
+
+    claim: PrivacyGuarantee
+    noise: SummableNoise
+    honest: int
+
+    @classmethod
+    def from_guarantee(cls, claim: PrivacyGuarantee | None, config: RunConfig) -> DistributedDiscreteGaussian:
+        """Create the guarantee for secure.noise = "sum". Raises ConfigError as the table above lists."""
+        secure = config.secure
+        if not secure.enabled:
+            raise ConfigError(
+                'secure.noise: expected "site" with secure.enabled = false, found "sum": a server that sees single '
+                "uploads sees too little noise; turn on secure aggregation"
+            )
+        if secure.max_weight != 1:
+            raise ConfigError(
+                f'secure.max-weight: expected 1 with secure.noise = "sum", found {secure.max_weight}: a site that '
+                "counts for more moves the sum by more; leave it out"
+            )
+        if secure.honest < 1:
+            raise ConfigError(
+                f"secure.max-colluders: expected less than secure.min-sites, {secure.min_sites}, found "
+                f"{secure.max_colluders}: nobody's noise would be unknown; raise secure.min-sites"
+            )
+        if not isinstance(claim, DistributableGuarantee):
+            fault = "no noise" if claim is None else "one that must add all of it at the site"
+            raise ConfigError(
+                f'secure.noise: expected "site", or a run with noise that can be shared out, found {fault}; set dp.*, '
+                "or choose dp_fpl"
+            )
+        noise = claim.summable(config.train.batch_size, config.train.max_steps)
+        if noise.multiplier == 0 or 0 in noise.kept:
+            raise ConfigError('secure.noise: expected "site" without noise, found "sum"; set noise above 0')
+        return cls(claim, noise, secure.honest)
+
+    @property
+    @override
+    def budget(self) -> PrivacyBudget:
+        return self.claim.budget
+
+    @override
+    def privacy_spent(self, plan: SamplingPlan) -> Spent:
+        """Both figures: against the server with the sites that collude, and against all others together."""
+        if plan.steps != 1:
+            raise ConfigError(f'steps: expected 1 between two sums with secure.noise = "sum", found {plan.steps}')
+        how = (self.noise.sampling, plan, self.noise.across_rounds)
+        return accounting.epsilon_in_sum(*(accounting.max_charged(z, *how) for z in self._multipliers))
+
+    @property
+    def _multipliers(self) -> tuple[float, float]:
+        """Return the multipliers of a whole use: with all honest sites' noise, and with the site's own share."""
+        noise = self.noise
+        return tuple(joint_budget(noise.multiplier / root, *noise.kept) for root in (1.0, math.sqrt(self.honest)))  # type: ignore[return-value]
+
+    def against_all(self, counted: float) -> float:
+        """Return the epsilon against the server and all other sites, for examples charged an epsilon of `counted`.
+
+        It is exact where all examples are used, and approximate where they are subsampled.
+        """
+        budget, (z, own) = self.budget, self._multipliers
+        once = accounting.noise_multiplier_for(
+            lambda z: {(SUMMED, 0, 0, z): 1}, counted, budget.delta, budget.neighbours
+        )
+        return accounting.compute_epsilon({(SUMMED, 0, 0, once * own / z): 1}, budget.delta, budget.neighbours)
+
+    @property
+    def words(self) -> str:
+        """Return a sentence on where the noise is and which parties the guarantee relies on."""
+        return (
+            f"noise is in the sum: the claim counts on {self.honest} honest sites in every sum, each of which "
+            "adds a share that it tells nobody, and on a server that keeps to the protocol"
+        )
+
+    @property
+    def moved(self) -> int:
+        """m."""
+        return 2 if self.claim.budget.neighbours is Adjacency.REPLACE_ONE else 1
+
+    def deviation(self, scale: float, entries: int, bound: float) -> float:
+        """sigma_i."""
+        fixed, each = self._line(entries, bound)
+        return fixed + each * scale
+
+    def _line(self, entries: int, bound: float) -> tuple[float, float]:
+        """sigma_i = the first + S times the second."""
+        root = math.sqrt(entries)
+        of_sensitivity = 1 / (
+            self.moved / self.noise.multiplier
+            - discrete_gaussian.sum_divergence(self.honest, discrete_gaussian.LEAST_SIGMA) * root
+        )
+        share = of_sensitivity / math.sqrt(self.honest)
+        return share * root, share * (self.moved * self.noise.part + root * _ROUNDED * bound)
+
+    def scale(self, entries: int, bound: float, room: float) -> float:
+        """S: as fine as the noise makes sensible, and as the ring has room for.
+
+        Args:
+            room: integers that one site's entry may have with its noise, so that no sum wraps.
+
+        Raises:
+            ConfigError: no scale fits.
+        """
+        fixed, each = self._line(entries, bound)
+        target = min(max(_FINE * fixed, _LEAST_TARGET), discrete_gaussian.MOST_SIGMA * (1 - _SPARE))
+        fits = (room - 4 - discrete_gaussian.TAIL * fixed) / (bound + discrete_gaussian.TAIL * each)
+        scale = min((target - fixed) / each, fits)
+        fine = scale > 0 and fixed + each * scale >= discrete_gaussian.LEAST_SIGMA
+        if not (entries <= MOST_ENTRIES and fine and self.excess(scale, entries, bound) <= 1):
+            raise ConfigError(
+                "secure.clip-bound: expected one for which the noise in the sum is at most twice the exact one's and "
+                f"has at least {discrete_gaussian.LEAST_SIGMA:g} integers a site, found another for {entries} entries "
+                f"within +-{bound:g}; lower it to what the values need, or take secure.ring-bits = 64"
+            )
+        return scale
+
+    def excess(self, scale: float, entries: int, bound: float) -> float:
+        """Return how much rounding increases the noise over the exact one, as a fraction of it."""
+        exact = self.noise.multiplier * self.noise.part * scale / math.sqrt(self.honest)
+        return self.deviation(scale, entries, bound) / exact - 1

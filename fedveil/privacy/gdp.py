@@ -1,0 +1,87 @@
+"""A run's charges as mu of Gaussian differential privacy (Dong, Roth, Su 2022): one number for the whole trade-off.
+
+A mechanism is mu-GDP if telling two neighbours apart by it is no easier than telling N(0, 1) from N(mu, 1). Then for
+every epsilon its delta is at most Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu).
+
+| charges | mu |
+|---|---|
+| Gaussian steps only | sqrt(steps) / z, twice that under replace-one: exact |
+| with Poisson subsampling | the smallest, to 0.1 %, whose deltas are no smaller than those of the accountant, for every
+  epsilon down to a delta of a hundredth of the claim's; beyond, no mu bounds it |
+| others, none, and no noise | none is stated |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedveil.contract.privacy import Adjacency, Spent
+from fedveil.privacy import accounting
+
+if TYPE_CHECKING:
+    import dp_accounting
+
+_POINTS = 1000  # of epsilon; between two of them the distribution's delta counts as at the lower one
+_LARGEST = 100.0
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class GdpMu:
+    """mu of GDP.
+
+    Attributes:
+        value: mu.
+        down_to: the bound holds for every epsilon whose delta is at least this; 0 where it is exact.
+    """
+
+    value: float
+    down_to: float
+
+
+def compute_mu(charges: Spent, delta: float, neighbours: Adjacency) -> GdpMu | None:
+    """The smallest mu known for these charges; None where none is known."""
+    taken = {step: count for step, count in charges.items() if count}
+    kinds = {step[0] for step in taken}
+    if not taken or any(step[3] == 0 for step in taken) or not kinds <= {"gaussian", "poisson"}:
+        return None
+    if kinds == {"gaussian"}:
+        moved = 2 if neighbours is Adjacency.REPLACE_ONE else 1
+        return GdpMu(moved * math.sqrt(sum(count / step[3] ** 2 for step, count in taken.items())), 0.0)
+
+    from dp_accounting.pld import PLDAccountant  # heavy: see accounting.py
+
+    accountant = PLDAccountant(accounting.accountant_relation(neighbours))
+    accountant.compose(accounting.dp_event(taken))
+    return _dominating(accountant, delta / 100)
+
+
+def _dominating(accountant: dp_accounting.PrivacyAccountant, floor: float) -> GdpMu | None:
+    """The smallest mu whose curve of deltas lies above the accountant's, for epsilons from 0 up to that of `floor`."""
+    from scipy.stats import norm
+
+    top = float(accountant.get_epsilon(floor))
+    if not 0 < top < math.inf:
+        return None
+    grid = np.linspace(0.0, top, _POINTS)
+    least = np.asarray(accountant.get_delta(grid[:-1]))  # it takes many at once
+
+    def bounds(value: float) -> bool:
+        of_gaussian = norm.cdf(value / 2 - grid[1:] / value) - np.exp(
+            grid[1:] + norm.logcdf(-value / 2 - grid[1:] / value)
+        )
+        return bool(np.all(of_gaussian >= least))
+
+    low, high = 0.0, 1e-3
+    while not bounds(high):
+        low, high = high, 2 * high
+        if high > _LARGEST:
+            return None
+    while high - low > _TOLERANCE * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if bounds(middle) else (middle, high)
+    return GdpMu(high, floor)

@@ -1,0 +1,80 @@
+"""The source of a run's privacy guarantee, `dp.*` or the method, and the place of its noise."""
+
+from __future__ import annotations
+
+from fedveil.config import RunConfig
+from fedveil.contract.method import Method
+from fedveil.contract.privacy import UNTIMED, PrivacyGuarantee, SamplingPlan, check_seeded, is_poisson_sampled
+from fedveil.errors import ConfigError
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.dp_sgd import DpSgdConfig
+
+__all__ = ["check_guarantee", "guarantee_of"]
+
+
+def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
+    """The run's claim of privacy, made by `dp.*` or by its method; None if there is none.
+
+    Raises:
+        ConfigError: `secure.noise = "sum"` for a run whose noise cannot be in the sum.
+    """
+    claim = DpSgdConfig.from_config(config.dp) or (method if isinstance(method, PrivacyGuarantee) else None)
+    return DistributedDiscreteGaussian.from_guarantee(claim, config) if config.secure.noise == "sum" else claim
+
+
+def untimed(claim: PrivacyGuarantee) -> str:
+    """Return the sentence on a server that times a site, for a claim with Poisson sampling; "" for another one."""
+    plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
+    return UNTIMED if is_poisson_sampled(claim.privacy_spent(plan)) else ""
+
+
+def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) -> PrivacyGuarantee | None:
+    """The run's claim, after a check that method, task and config fit it.
+
+    Raises:
+        ConfigError: `dp.*` with a method or task that cannot have it, an epsilon in a deterministic run, or scores of
+            sites' held-out rows that would pass a claim or a sum by.
+    """
+    dp = DpSgdConfig.from_config(config.dp)
+    if dp is not None:
+        problem = ""
+        if isinstance(method, PrivacyGuarantee):
+            problem = f"{config.method.name}, which adds noise of its own"
+        elif method.requests_raw_gradient:
+            how = "sends gradients" if method.upload_kind == "gradients" else "asks for plain gradients"
+            problem = f"{config.method.name}, which {how}"
+        elif not has_row_gradients:
+            problem = f"the task {config.task.name}, which has no gradients of single rows"
+        elif config.train.gradient_accumulation_steps > 1:
+            steps = config.train.gradient_accumulation_steps
+            problem = (
+                f"train.gradient-accumulation-steps = {steps}, which noisy steps do not have; raise train.batch-size"
+            )
+        if problem:
+            raise ConfigError(
+                f"dp: expected a run whose clients can train by noisy steps, found {problem}; leave [dp] out"
+            )
+    claim = guarantee_of(method, config)
+    _check_held_out(claim, config)
+    check_seeded(claim.budget if claim else None, config.run.deterministic)
+    if config.aggregate.rule != "mean" and claim is not None and claim.budget.server_trusted:
+        raise ConfigError(
+            f'aggregate.rule: expected "mean" with {config.method.name}, whose server adds noise for a mean, found '
+            f'"{config.aggregate.rule}"; leave it out'
+        )
+    return claim
+
+
+def _check_held_out(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
+    """A site's own score is a figure without noise, and of its rows alone: neither a claim nor a sum has room for it.
+
+    Scores on the server's own data cost nothing of either.
+    """
+    why = "secure.enabled, where nothing of a single site is sent" if config.secure.enabled else ""
+    if claim is not None:
+        why = "a claim of privacy, which covers no figure without noise"
+    if config.evaluate.held_out and why:
+        raise ConfigError(
+            f"evaluate.held-out: expected 0 with {why}, found {config.evaluate.held_out:g}; leave it out, and score on "
+            "the server's own data (task.evaluation)"
+        )

@@ -1,0 +1,116 @@
+"""An upper bound on a run's cost for one site's records, from the server's record and the site's reports alone.
+
+`promised_epsilon` is the most that a run may cost a record: the budget of its guarantee, which the
+site's ledger enforces.
+
+| case | epsilon |
+|---|---|
+| a run without a guarantee, or one that only counts its charges | infinite |
+| the site sends values before the noise (`PrivacyBudget.server_trusted`) | infinite: a site need not trust the server |
+| run.deterministic | infinite: seeded noise hides nothing |
+| `delta` is below the budget's | infinite: the run promises nothing there |
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil.config import RunConfig
+from fedveil.contract.method import Method
+from fedveil.contract.privacy import PrivacyGuarantee, SamplingPlan, Spent
+from fedveil.errors import ConfigError
+from fedveil.privacy import accounting
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.guarantee_source import guarantee_of
+
+_MOST_ROWS = 100_000_000  # as the server's gate has it
+# Of all participations together: beyond these, accounting takes minutes and then all memory.
+_MOST_STEPS, _MOST_LOSS = 3_000_000, 1200.0
+
+
+@dataclass(frozen=True)
+class ServerSideBound:
+    """The most that a record of a site was charged by one run.
+
+    Attributes:
+        rows, participations, steps: of the site; steps of one participation.
+        charges: every look at the most looked-at record.
+        epsilon: at the budget's delta, under its relation; infinite where none is known.
+        against_all: the same against the server and all other sites together; None where the noise is not in the sum.
+    """
+
+    rows: int
+    participations: int
+    steps: int
+    charges: Spent
+    epsilon: float
+    against_all: float | None
+
+
+def server_side_bound(
+    claim: PrivacyGuarantee, batch: int, attempts: Sequence[Mapping[str, Any]], site: str
+) -> ServerSideBound | str:
+    """Return what the run cost the site's records, or a sentence that says why it is not known.
+
+    Args:
+        batch: train.batch-size.
+        attempts: the run's, as in metrics.jsonl. Their reports come from the site, so their values are
+            bounded here.
+    """
+    asked = [int(a["round"]) for a in attempts if site in a.get("cohort", [])]
+    reports = [a["reports"][site] for a in attempts if site in a.get("reports", {})]
+    if not reports and any(a.get("unseen") and site in a["accepted"] for a in attempts):
+        return "its uploads were added up unseen, so its number of rows is not known here; its own ledger tells."
+    if not reports:
+        return "no accepted upload, so its number of rows is not known here; its own ledger tells."
+    counts = [(_count(r.get("num_examples"), 1, _MOST_ROWS), _count(r.get("steps"), 0, _MOST_STEPS)) for r in reports]
+    if any(rows is None or steps is None for rows, steps in counts):
+        return (
+            "not known. Its reports do not say how many rows and steps it took, or say more than "
+            f"{_MOST_STEPS:,} steps; its own ledger tells. Until then take epsilon for infinite."
+        )
+    rows, steps = min(n for n, _ in counts if n is not None), max(n for _, n in counts if n is not None)
+    budget = claim.budget
+    try:
+        # Every round up to the last: with an epoch cut over rounds a site that skips some meets more epochs.
+        plan = SamplingPlan(max(asked) + 1, max(steps, 1), batch, rows, budget.neighbours)
+    except ConfigError as error:
+        return f"not known, for its reports do not fit the run ({error}). Take epsilon for infinite."
+    once = SamplingPlan(1, plan.steps, plan.batch, rows, budget.neighbours)
+    charges = Counter(dict(claim.privacy_spent(plan)))
+    for _ in range(len(asked) - len(set(asked))):
+        charges.update(dict(claim.privacy_spent(once)))
+    is_closed = all(kind != "poisson" for kind, *_ in charges)  # a formula, for any number of steps
+    if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
+        return (
+            f"{rows} rows, {len(asked)} participations of {steps} steps: more than can be accounted here (a mean "
+            f"privacy loss of at most {_MOST_LOSS:g} in {_MOST_STEPS:,} steps). Take epsilon for infinite."
+        )
+    epsilon = accounting.compute_epsilon(charges, budget.delta, budget.neighbours)
+    alone = accounting.compute_epsilon(accounting.epsilon_against_all(charges), budget.delta, budget.neighbours)
+    return ServerSideBound(
+        rows,
+        len(asked),
+        steps,
+        dict(charges),
+        epsilon,
+        alone if isinstance(claim, DistributedDiscreteGaussian) else None,
+    )
+
+
+def _count(value: object, least: int, most: int) -> int | None:
+    """A number that a site reported; None if it is missing, or no whole number from `least` to `most`."""
+    known = isinstance(value, int | float) and least <= value <= most and value == int(value)
+    return int(value) if known else None  # type: ignore[call-overload]
+
+
+def promised_epsilon(method: Method, config: RunConfig, delta: float) -> float:
+    """The epsilon at `delta` of all that the run may ask of a record, under the budget's neighbouring relation."""
+    claim = guarantee_of(method, config)
+    if claim is None or claim.budget.server_trusted or config.run.deterministic or delta < claim.budget.delta:
+        return math.inf
+    return claim.budget.epsilon

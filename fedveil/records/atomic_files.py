@@ -1,0 +1,213 @@
+"""Files written whole or not at all, small files with a checksum, and files of lines. It imports no torch.
+
+A checksum detects accidental changes by a disk or a person. It does not stop an attacker: anyone who can
+write the file can write the checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fedveil import paths
+from fedveil.encrypted_files import Bytes
+
+_HEAD = b'{"checksum": "'
+_HEX = 32
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_PIECE = 1 << 20
+# Of what has the name of a partial file: it is gone, a link, another user's, or no file.
+_NOT_LEFT = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
+
+
+def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = None) -> None:
+    """Replaces a file so that a reader, a crash or a power cut finds the old or the new one whole.
+
+    Only its owner can read it. When this returns, file and name are on the disk. What killed writers of the same file
+    have left is removed. Others may write to the folder, as the carrier of relay files does: a link is replaced and
+    never followed, and nothing that is no plain file is opened.
+
+    Args:
+        data: may come in parts, such as `FileSeal.closed` gives.
+        keep: where the old file goes, in the same folder; a crash in between leaves the old one there alone.
+
+    Raises:
+        OSError: it cannot be written, for example on a full disk.
+    """
+    new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    paths.private_folder(path.parent)
+    partial, descriptor = _new_partial(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+            file.flush()
+            os.fsync(file.fileno())
+            _remove_left(path, partial)
+            if keep is not None and path.exists():
+                path.replace(keep)
+            partial.replace(path)
+        for folder in {path.parent, *(folder.parent for folder in new)}:
+            sync_folder(folder)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def link_atomic(path: Path, name: Path) -> None:
+    """Give a file a second name in the same folder, replacing any file of that name, without copying bytes.
+
+    Where the file system has no links, the file is copied. Raises OSError.
+    """
+    partial = name.with_name(f".{name.name}.{os.getpid()}.part")
+    partial.unlink(missing_ok=True)
+    try:
+        try:
+            partial.hardlink_to(path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with path.open("rb") as old:
+                write_atomic(name, iter(lambda: old.read(_PIECE), b""))
+            return
+        partial.replace(name)  # does nothing where both are one file already
+        sync_folder(name.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def fill_folder(folder: Path) -> Iterator[Path]:
+    """A folder for files that others' code writes; when the block ends they replace those of their names in `folder`.
+
+    Only their owner can read them. After an error in the block, `folder` is as it was. One process at a time.
+    """
+    paths.private_folder(folder)
+    scratch = folder / ".part"
+    shutil.rmtree(scratch, ignore_errors=True)  # what a killed process has left
+    scratch.mkdir(mode=0o700)
+    try:
+        yield scratch
+        for file in (file for file in scratch.rglob("*") if file.is_file()):
+            file.chmod(0o600)
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        for new in sorted(scratch.iterdir()):
+            if (folder / new.name).is_dir():
+                shutil.rmtree(folder / new.name)
+            new.replace(folder / new.name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _new_partial(path: Path) -> tuple[Path, int]:
+    """Creates and locks a new file beside `path`, under a name that nobody can foresee; returns it and its descriptor.
+
+    A file that is there already is never opened: where others may write to the folder, it may be a link elsewhere.
+    """
+    while True:
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.part")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return partial, descriptor
+        os.close(descriptor)  # another writer of the same file took it for a killed one's before it was locked
+
+
+def _remove_left(path: Path, own: Path) -> None:
+    """Removes partial files that no process is writing: a living writer holds the lock of its own.
+
+    A link, a pipe, a folder or another user's file of such a name was left by no writer of ours, and stays.
+    """
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        if left == own:
+            continue
+        try:  # a pipe would hold up who opens it otherwise
+            descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _NOT_LEFT:
+                raise
+            continue
+        try:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                with contextlib.suppress(FileNotFoundError, BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk: a file that was synced can be lost with its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has no such call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_checksummed(content: Mapping[str, Any]) -> bytes:
+    """JSON of `content`, which is not empty, behind the checksum of its bytes."""
+    text = json.dumps(dict(content)).encode()[1:]
+    return _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text
+
+
+def read_checksummed(data: bytes) -> dict[str, Any]:
+    """The content of what `write_checksummed` made. Raises ValueError where a byte differs."""
+    text = data[len(_HEAD) + _HEX + 3 :]
+    if data != _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text:
+        raise ValueError("its checksum is not that of its bytes")
+    try:
+        return dict(json.loads(b"{" + text))
+    except RecursionError:
+        raise ValueError("brackets in brackets, too deep to read") from None
+
+
+def checksummed_bytes(data: bytes) -> bytes:
+    """Bytes before their checksum of 16 bytes."""
+    return data + xxhash.xxh3_128_digest(data)
+
+
+def verify_checksummed(data: bytes) -> bytes:
+    """The bytes of what `checksummed_bytes` made. Raises ValueError where a byte differs."""
+    if checksummed_bytes(data[:-16]) != data:
+        raise ValueError("its checksum is not that of its bytes")
+    return data[:-16]
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Appends one JSON line, whole or not at all. Raises OSError, for example on a full disk."""
+    line = json.dumps(record).encode() + b"\n"
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        written = file.write(line)
+        if written != len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def cut_torn_line(path: Path) -> str:
+    """Cuts off a last line that a killed writer has left unfinished. Returns what it held; "" where all are whole."""
+    if not path.exists():
+        return ""
+    with path.open("r+b") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            file.truncate(whole)
+            os.fsync(file.fileno())
+    return data[whole:].decode(errors="replace")

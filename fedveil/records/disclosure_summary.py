@@ -1,0 +1,147 @@
+"""The disclosure ledger of a run, summed up: what left each side, how often, in how many bytes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedveil import paths
+
+_OF_SERVER = "The server learns: "
+
+
+@dataclass
+class DisclosureKind:
+    """All messages of one direction, variant and set of fields.
+
+    Attributes:
+        fields: (name, codec, shape, bytes) of each field; of the first such message.
+        sites: number of messages by site.
+        total_bytes: whole messages.
+        payload_bytes: the fields alone.
+    """
+
+    direction: str
+    variant: str
+    fields: list[tuple[str, str, list[int], int]]
+    sites: Counter[str] = field(default_factory=Counter)
+    total_bytes: int = 0
+    payload_bytes: int = 0
+
+    @property
+    def messages(self) -> int:
+        """Number of messages."""
+        return self.sites.total()
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes beyond the fields: names, shapes, what a site reports of its training."""
+        return self.total_bytes - self.payload_bytes
+
+
+def message_kinds(messages: Sequence[Mapping[str, Any]]) -> list[DisclosureKind]:
+    """Return the messages by kind, uploads first.
+
+    Args:
+        messages: as `fedveil.records.disclosure_ledger.read_messages` gives them.
+    """
+    kinds: dict[int, DisclosureKind] = {}
+    for message in messages:
+        if message["kind"] not in kinds:
+            fields = [(name, codec, shape, size) for name, codec, shape, size in message["fields"]]
+            kinds[message["kind"]] = DisclosureKind(message["direction"], message["variant"], fields)
+        kind = kinds[message["kind"]]
+        kind.sites[message["site"]] += 1
+        kind.total_bytes += message["bytes"]
+        kind.payload_bytes += message["payload_bytes"]
+    return sorted(kinds.values(), key=lambda kind: (kind.direction != "up", kind.variant))
+
+
+@dataclass
+class TrafficSummary:
+    """The number and bytes of one site's messages in each direction, regardless of content."""
+
+    up: int = 0
+    up_bytes: int = 0
+    down: int = 0
+    down_bytes: int = 0
+
+
+def site_traffic(
+    messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]
+) -> dict[str, TrafficSummary]:
+    """Return all messages by site, with those that `unlisted_messages` has.
+
+    The arguments are those of `message_kinds` and `reported_metrics`.
+    """
+    traffic: defaultdict[str, TrafficSummary] = defaultdict(TrafficSummary)
+    for message in messages:
+        of = traffic[str(message["site"])]
+        if message["direction"] == "up":
+            of.up, of.up_bytes = of.up + 1, of.up_bytes + message["bytes"]
+        else:
+            of.down, of.down_bytes = of.down + 1, of.down_bytes + message["bytes"]
+    for site, more in unlisted_messages(attempts).items():
+        of = traffic[site]
+        of.up, of.up_bytes = of.up + more.up, of.up_bytes + more.up_bytes
+        of.down, of.down_bytes = of.down + more.down, of.down_bytes + more.down_bytes
+    return dict(traffic)
+
+
+def unlisted_messages(attempts: Sequence[Mapping[str, Any]]) -> dict[str, TrafficSummary]:
+    """Return, by site, the messages that are in no ledger line: refused uploads, keys and shares.
+
+    Earlier records do not have their number.
+    """
+    traffic: defaultdict[str, TrafficSummary] = defaultdict(TrafficSummary)
+    for attempt in attempts:
+        for site, (up_bytes, down_bytes, *number) in (attempt.get("unlisted") or {}).items():
+            of, (up, down) = traffic[str(site)], number or (0, 0)
+            of.up, of.up_bytes = of.up + int(up), of.up_bytes + int(up_bytes)
+            of.down, of.down_bytes = of.down + int(down), of.down_bytes + int(down_bytes)
+    return dict(traffic)
+
+
+def scalar_names(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return, by direction, the names of the values that messages carried along with their tensors."""
+    names_by_direction: dict[str, set[str]] = {"up": set(), "down": set()}
+    for message in messages:
+        names_by_direction[message["direction"]] |= set(message["scalars"])
+    return {direction: sorted(names) for direction, names in names_by_direction.items()}
+
+
+def reported_metrics(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the figures that sites reported about their training, from the lines of metrics.jsonl."""
+    reports = [report for attempt in attempts for report in attempt.get("reports", {}).values()]
+    return sorted({name for report in reports for name in report})
+
+
+def what_is_learned(method: str) -> list[str]:
+    """Return what each side learns, from the paragraphs "The ... learns: ..." of the method's own file."""
+    file = paths.find_folder("strategies") / f"{Path(method).name}.py"
+    if not file.is_file():
+        return []
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    sentences: list[str] = []
+    for paragraph in text.split("\n\n"):
+        if " learns: " in paragraph.partition("\n")[0]:
+            for line in paragraph.splitlines():
+                if " learns: " in line:
+                    sentences.append(line)
+                else:
+                    sentences[-1] += " " + line.strip()
+    return [part for sentence in sentences for part in re.split(f" (?={_OF_SERVER})", sentence)]
+
+
+def what_is_learned_in_sum(sentences: Sequence[str], server: str) -> list[str]:
+    """The sentences of `what_is_learned` for a run with secure aggregation: `server` in the place of what a server
+    learns otherwise, which follows as such.
+    """
+    of_server = [sentence for sentence in sentences if sentence.startswith(_OF_SERVER)]
+    clear = [f"Without secure aggregation it would be: {text.removeprefix(_OF_SERVER)}" for text in of_server]
+    return [*(sentence for sentence in sentences if sentence not in of_server), _OF_SERVER + server, *clear]

@@ -1,0 +1,212 @@
+"""The reason why a ServerApp or a site's worker ended without an error message.
+
+    <run folder>/lock   held (flock) as long as the process lives; {"inode": of this file, "pid", "host", "since", ...}
+
+A process cannot catch SIGKILL. So it records its memory as it goes on, and readers infer the rest. A
+lock that no process holds means that it is dead. The kernel's count of memory kills, where readable,
+says why.
+
+`group_by_reason` explains to people why sites are missing: it lists sites with the same reason together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import shlex
+import signal
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import OutOfMemoryError, StateError
+
+LOCK = "lock"
+TOLD_TO_END = "interrupted: its ServerApp was told to end"  # so a run's reason begins, after `flwr stop` or a signal
+TEMPORARY = "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation goes with whoever started it
+_CGROUPS = Path("/sys/fs/cgroup")
+LOWER = "give the server more memory, or lower evaluate.eval-examples, or use a smaller or a quantized base"
+LOWER_AT_SITE = (
+    "give the site more memory, or lower train.batch-size, or set train.quantized-base or "
+    'train.optimizer = "adamw-8bit"'
+)
+_MUCH = 0.8  # of the memory that it may have: above that, memory is the likely reason
+_TRIES, _BETWEEN = 20, 0.1  # a reader that looks at a lock holds it for a moment
+
+
+class ExitCause(StrEnum):
+    """The cause that ended a process, in words that may be shared with others: none of its figures."""
+
+    MEMORY = "out of memory"
+    PERHAPS_MEMORY = "probably out of memory"
+    MACHINE = "its machine was started anew"
+    OTHER = "killed or crashed"
+
+
+def lock_folder(folder: Path) -> int:
+    """Takes the folder's lock for the life of this process or until it is closed. Returns the file's descriptor.
+
+    Raises:
+        StateError: another process holds it; the message says which.
+    """
+    path = folder / LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    for left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if not left:
+                holder = path.read_bytes()
+                os.close(descriptor)
+                raise StateError(
+                    f"run folder {folder}: expected no other ServerApp in it, found {_named(holder)}; wait until that "
+                    "run has ended, or stop it (flwr stop)"
+                ) from None
+            time.sleep(_BETWEEN)
+    about = {"pid": os.getpid(), "host": platform.node(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"inode": os.fstat(descriptor).st_ino, **about}).encode(), 0)
+    return descriptor
+
+
+def is_dead(folder: Path) -> bool:
+    """Return whether the folder's last writer is known to have ended; False where the folder is a copy."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            if json.loads(file.read()).get("inode") != os.fstat(file.fileno()).st_ino:
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except (OSError, ValueError, AttributeError):  # held, or none that can be read
+        return False
+
+
+def _named(holder: bytes) -> str:
+    try:
+        about = json.loads(holder)
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "one that has not said its name yet"
+
+
+def note_memory() -> dict[str, Any]:
+    """Memory of this process in MB, the most that it may have, and where the kernel counts its memory kills."""
+    about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "boot": _boot()}
+    status = _read(Path("/proc/self/status"))
+    for name, key in (("memory_mb", "VmRSS"), ("peak_mb", "VmHWM")):
+        about[name] = _kilobytes(status, key) // 1000
+    group = _group()
+    limits = [_kilobytes(_read(Path("/proc/meminfo")), "MemTotal") // 1000]
+    groups = [_read(group / name).strip() for name in ("memory.max", "memory.limit_in_bytes")]
+    limits += [int(text) // 1_000_000 for text in groups if text.isdigit()]  # else "max", or there is none
+    return about | {"limit_mb": min(limits), "group": str(group), "oom_kills": _oom_kills(group)}
+
+
+def exit_cause(about: Mapping[str, Any]) -> ExitCause:
+    """Return what ended the process that wrote `about` of itself; values in it may be missing."""
+    memory, limit, kills = (_number(about.get(key)) for key in ("peak_mb", "limit_mb", "oom_kills"))
+    if about.get("boot") and about.get("boot") != _boot():
+        return ExitCause.MACHINE
+    now = _oom_kills(Path(str(about.get("group", "")))) if about.get("host") == platform.node() else -1
+    if now > kills >= 0:
+        return ExitCause.MEMORY
+    return ExitCause.PERHAPS_MEMORY if limit > 0 and memory >= _MUCH * limit else ExitCause.OTHER
+
+
+def child_exit_cause(code: int, before: Mapping[str, Any]) -> tuple[ExitCause, str]:
+    """Return what ended a child process with that code, and a clause on what to lower if memory was the cause.
+
+    `before` is the result of `note_memory` when the child was started. The child is in this process's
+    cgroup, whose count of memory kills has then gone up.
+    """
+    cause = exit_cause({**before, "peak_mb": 0}) if code == -signal.SIGKILL else ExitCause.OTHER
+    return cause, f", {cause}; {LOWER_AT_SITE}" if cause is ExitCause.MEMORY else ""
+
+
+def describe_ending(about: Mapping[str, Any], lower: str = LOWER) -> str:
+    """The cause with the figures, for who may know them, and what to `lower`."""
+    memory, limit = (_number(about.get(key)) for key in ("peak_mb", "limit_mb"))
+    figures = f"{memory} of {limit} MB when it last wrote" if memory >= 0 else "not noted"
+    return {
+        ExitCause.MEMORY: f"killed by the kernel for want of memory: {figures}; {lower}",
+        ExitCause.PERHAPS_MEMORY: f"killed, probably for want of memory: {figures}; {lower}",
+        ExitCause.MACHINE: f"the machine was started anew, or this is another one; its memory was {figures}",
+        ExitCause.OTHER: f"killed, or it crashed, or its disk was full; its memory was {figures}",
+    }[exit_cause(about)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether this is Python's or torch's out-of-memory error; on the CPU torch has no type for it."""
+    kinds = (MemoryError.__name__, OutOfMemoryError.__name__)  # torch has one of this name too
+    return type(error).__name__ in kinds or "can't allocate memory" in str(error)
+
+
+def resume_command(folder: Path) -> str:
+    """Return a sentence on how to resume the run of a folder."""
+    if os.environ.get(TEMPORARY):
+        return "its federation was a temporary one: start the run anew"
+    config = shlex.quote(str(folder.absolute() / "resume.toml"))
+    return f"resume it: fedveil submit --federation FOLDER --config {config}"
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else -1
+
+
+def _group() -> Path:
+    """The folder of this process's memory cgroup, of version 2 or 1; in a container the top one that it can see."""
+    folders = [_CGROUPS / "memory", _CGROUPS]
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            folders.insert(0, (_CGROUPS / "memory" if controllers else _CGROUPS) / path.lstrip("/"))
+    return next((folder for folder in folders if _oom_kills(folder) >= 0), _CGROUPS)
+
+
+def _oom_kills(group: Path) -> int:
+    """The kernel's count; -1 where it cannot be read."""
+    for line in (_read(group / "memory.events") + _read(group / "memory.oom_control")).splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return -1
+
+
+def _boot() -> str:
+    return _read(Path("/proc/sys/kernel/random/boot_id")).strip()
+
+
+def _kilobytes(text: str, key: str) -> int:
+    for line in text.splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1])
+    return 0
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+MOST = 5  # sites before a reason, and reasons; the records have all
+
+
+def group_by_reason(failed: Mapping[str, str], most: int = MOST) -> list[str]:
+    """["east, north: why", "west: another", "and 2 more"] from the reason of each site, in their order."""
+    sites: dict[str, list[str]] = {}
+    for site, reason in failed.items():
+        sites.setdefault(reason, []).append(site)
+    lines = [f"{', '.join(_cut(names, most))}: {reason}" for reason, names in sites.items()]
+    rest = sum(len(names) for names in list(sites.values())[most:])
+    return [*lines[:most], *([f"and {rest} more"] if rest else [])]
+
+
+def _cut(names: list[str], most: int) -> list[str]:
+    return [*names[:most], f"and {len(names) - most} more"] if len(names) > most else names

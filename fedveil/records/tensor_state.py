@@ -1,0 +1,97 @@
+"""States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all.
+
+A checksum over names, dtypes, shapes and bytes of the tensors and over the scalars stands before the scalars. Any
+program that reads safetensors can read the file. It is written from the tensors' own memory, part by part; reading
+holds it twice for a moment. Where a seal has a key, the file is the same one, sealed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from fedveil.contract.codec import Buffer, raw_bytes
+from fedveil.contract.method import FederatedState
+from fedveil.contract.param_spec import Weights
+from fedveil.encrypted_files import FileSeal
+from fedveil.errors import StateError
+from fedveil.records.atomic_files import write_atomic
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def save_state(
+    state: FederatedState, path: Path, seal: FileSeal = FileSeal(), role: str = "", keep: Path | None = None
+) -> None:
+    """Writes the state as one file, under the role where it is sealed; the old one goes to `keep`, if that is given.
+
+    Raises:
+        KeyError: a dtype of no method.
+        OSError: it cannot be written.
+    """
+    write_atomic(path, seal.closed(_parts(state), role), keep)
+
+
+def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> FederatedState:
+    """The state that `save_state` wrote. Raises StateError for a missing, damaged or exchanged file."""
+    try:
+        data = seal.read(path, role)
+        tensors = load(data)  # checks the header
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        checksum, _, scalars = header["__metadata__"]["scalars"].partition(" ")
+        if _checksum(tensors, scalars) != checksum:
+            raise ValueError("its checksum is not that of its content")
+        return FederatedState(tensors, json.loads(scalars))
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, RecursionError) as error:
+        raise StateError(
+            f"{path}: expected a state file as this version writes it, found none that can be read ({error}); it was "
+            "damaged, or is of an older version"
+        ) from None
+
+
+def _parts(state: FederatedState) -> Iterator[Buffer]:
+    """The bytes of a safetensors file. Its library makes them as a whole, and holds a state three times for that."""
+    scalars = json.dumps(dict(state.scalars))
+    # One entry, as the checksum's: equal states shall be equal files.
+    header: dict[str, Any] = {"__metadata__": {"scalars": f"{_checksum(state.tensors, scalars)} {scalars}"}}
+    # The widest entries first, as the library has it, so that every tensor begins at a multiple of its entries' width.
+    tensors = dict(sorted(state.tensors.items(), key=lambda named: (-named[1].element_size(), named[0])))
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        yield raw_bytes(tensor)
+
+
+def state_digest(weights: Weights) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of the weights. Equal digests mean bit-identical weights."""
+    h = hashlib.sha256()
+    for name in sorted(weights):
+        tensor = weights[name]
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        h.update(raw_bytes(tensor))
+    return h.hexdigest()
+
+
+def _checksum(tensors: Weights, scalars: str) -> str:
+    h = xxhash.xxh3_128(scalars.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        h.update(raw_bytes(tensor))
+    return h.hexdigest()

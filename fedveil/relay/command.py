@@ -1,0 +1,85 @@
+"""`fedveil relay`: takes part without a connection, by files that are carried.
+
+The files are sealed and signed. `fedveil relay export` stands in the site's place at the server, and writes its orders
+as files; `fedveil relay import` answers them at the site, as if they had come over the wire. docs/relay.md says how.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fedveil.console.launch import site_options
+from fedveil.console.launch.site import NODE_OPTIONS
+from fedveil.errors import ConfigError
+from fedveil.guard import poll_backoff
+from fedveil.relay import keys, launch
+
+COMMAND_GROUP = "site"
+
+_RELAY = ("orders", "replies", "relay-key", "peer", "most-mb", "state-dir")
+_LINK = ("superlink", "ca", "key", "name", "poll-seconds")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    init = actions.add_parser("init", help="make the keys of one end of a relay: once at either end")
+    init.add_argument("--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit: they go into its keys")
+    init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go, in place of that")
+    init.set_defaults(run=_init)
+    export = actions.add_parser("export", help="at the server: write orders as files, hand in replies; Ctrl-C stops it")
+    _both(export)
+    export.add_argument("--superlink", metavar="HOST:PORT", help="the server's fleet port")
+    export.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
+    export.add_argument("--key", metavar="FILE", help="the site's node key, whose public half is registered")
+    export.add_argument("--name", help="the site's name, as registered")
+    export.add_argument("--state-dir", metavar="FOLDER", help="for logs; default: relay in the kit")
+    export.add_argument(
+        "--poll-seconds", type=float, metavar="S", help=f"first wait of a look; default {poll_backoff.DEFAULT}"
+    )
+    export.set_defaults(run=_export)
+    answer = actions.add_parser("import", help="at the site: answer the orders that came, and write replies as files")
+    _both(answer)
+    answer.add_argument("--name", help="the site's name, as registered")
+    answer.add_argument("--follow", action="store_true", help="stay, and answer what comes; Ctrl-C stops it")
+    site_options.add_site_options(answer)
+    answer.set_defaults(run=_import)
+
+
+def _both(action: argparse.ArgumentParser) -> None:
+    action.add_argument("orders", type=Path, metavar="ORDERS", help="the folder of the server's orders")
+    action.add_argument("replies", type=Path, metavar="REPLIES", help="the folder of the site's replies")
+    action.add_argument(
+        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; what follows overrides it"
+    )
+    action.add_argument("--relay-key", metavar="FILE", help="this end's; default: keys/relay.key in the kit")
+    action.add_argument("--peer", metavar="FILE", help="the other end's relay.pub; default: keys/peer.pub in the kit")
+    action.add_argument(
+        "--most-mb", type=int, default=launch.MOST_MB, metavar="MB", help=f"of a file; default {launch.MOST_MB}"
+    )
+
+
+def _init(args: argparse.Namespace) -> int:
+    if (args.kit is None) == (args.out is None):
+        raise ConfigError("--kit: expected it, or --out, found both or neither; fedveil relay init --kit .")
+    folder = args.out or args.kit / "keys"
+    public = keys.make_keys(folder)
+    print(f"{folder / keys.SECRET}: made; it stays here")
+    print(f"bring {folder / keys.PUBLIC} to the other end, as keys/{launch.PEER} of its kit, and read them this:")
+    print(public.fingerprint)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    return launch.start_export(_given(args, (*_RELAY, *_LINK)), args.kit)
+
+
+def _import(args: argparse.Namespace) -> int:
+    given = _given(args, (*_RELAY, "name", *NODE_OPTIONS))
+    return launch.start_import(given, args.kit, args.permit_everything, args.follow)
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name.replace("-", "_")) for name in names}

@@ -1,0 +1,82 @@
+"""Configuration of a relay's two ends, each of which uses Flower's SuperNode.
+
+The server's end is a connected SuperNode that starts no client process. The site's end is a SuperNode whose
+connection consists of two folders. Both run Flower's program, so heartbeats, tasks and message parts are
+Flower's own at either end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from fedveil.errors import StateError, WireError
+from fedveil.relay.keys import EndpointSecret, read_public
+from fedveil.relay.mailbox import IncomingFolder
+from fedveil.relay.sealed_message import MessageHeader, decrypt_message
+from fedveil.relay.status_events import NAME, StatusEvents
+from fedveil.sanitize import sanitize
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """Configuration of one end.
+
+    Attributes:
+        key, peer: files: this end's relay.key, the other end's relay.pub.
+        orders, replies: folders of the orders and the replies.
+        state: state folder of the site or of the server's end.
+        most_bytes: maximum size of a relay message.
+    """
+
+    key: Path
+    peer: Path
+    orders: Path
+    replies: Path
+    state: Path
+    most_bytes: int
+
+    def to_text(self) -> str:
+        """JSON, for the argument of a program."""
+        paths = {name: str(getattr(self, name)) for name in ("key", "peer", "orders", "replies", "state")}
+        return json.dumps({**paths, "most_bytes": self.most_bytes})
+
+    @classmethod
+    def of_text(cls, text: str) -> Self:
+        """Parse the text that `to_text` wrote."""
+        values = json.loads(text)
+        most = values.pop("most_bytes")
+        return cls(**{name: Path(path) for name, path in values.items()}, most_bytes=most)
+
+    @property
+    def said(self) -> StatusEvents:
+        """Return the status events that this end reports to its users."""
+        return StatusEvents(self.state / NAME)
+
+
+class PeerMessages:
+    """The other end's letters, opened as they come. Raises ConfigError for keys that cannot be used."""
+
+    def __init__(self, settings: EndpointConfig, kind: str, folder: Path) -> None:
+        self.own, self.peer = EndpointSecret.from_file(settings.key), read_public(settings.peer)
+        self._kind, self._most, self.incoming = kind, settings.most_bytes, IncomingFolder(folder)
+
+    def next(self, tell: Callable[[str, str], None]) -> str | None:
+        """The next name to be judged. That the folder is gone is told, for a stick may be on its way."""
+        try:
+            return self.incoming.next()
+        except StateError as error:
+            tell("waiting", str(error))
+            return None
+
+    def opened(self, name: str) -> tuple[MessageHeader, bytes]:
+        """Its head and content. Raises WireError."""
+        try:
+            with self.incoming.opened(name) as file:
+                return decrypt_message(file, name, self._kind, self.own, self.peer, self._most)
+        except OSError as error:  # of a stick that was pulled out, for example
+            words = sanitize(error.strerror, 80)
+            raise WireError(f"{name}: expected a file that can be read, found {words}; copy it again") from None

@@ -1,0 +1,154 @@
+"""Content of a relay message ("letter"): an order with all that a SuperNode would request, or a reply.
+
+    length of JSON    4 bytes, big endian
+    JSON              {"version": 1, "sizes": {part: bytes}, ...}, at most 16 KiB
+    parts             in the order of their names
+
+| content | JSON besides | parts |
+|---|---|---|
+| Order | made, expires (ms since 1970 by the server's clock), node | bundle (Flower's Fab), message, run: protobuf |
+| Reply | order (a letter's id), code, reason, log, seconds | upload |
+
+An order comes from the other end, and its parts are parsed like those from a SuperLink. A reply holds the
+bytes of an upload and a few words, each of limited size. No Flower object is parsed from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil.errors import StateError, WireError
+from fedveil.records.audit_log import LogHead
+from fedveil.sanitize import sanitize
+
+_VERSION = 1
+_LENGTH, _LONGEST = 4, 16_384
+_MOST_MS = 31 * 86_400_000  # between `made` and `expires`: a round has at most 30 days
+_REASON = 2000  # characters, as the guard has it
+_CODES = range(1, 9)  # Flower's ErrorCode
+
+
+@dataclass(frozen=True)
+class RelayRequest:
+    """A message of the server, with its run and its bundle.
+
+    Attributes:
+        made, expires: ms since 1970 by the clock of who wrote it; later than `expires` the server waits no more.
+        node: Flower's number of the site.
+        bundle, message, run: protobuf.
+    """
+
+    made: int
+    expires: int
+    node: int
+    bundle: bytes
+    message: bytes
+    run: bytes
+
+    def packed(self) -> list[bytes]:
+        """The parts of its letter's content."""
+        return _packed(
+            {"made": self.made, "expires": self.expires, "node": self.node},
+            {"bundle": self.bundle, "message": self.message, "run": self.run},
+        )
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> RelayRequest:
+        """Raises WireError for what is none."""
+        about, parts = _unpacked(content, {"made": int, "expires": int, "node": int}, ("bundle", "message", "run"))
+        order = cls(**about, bundle=parts["bundle"], message=parts["message"], run=parts["run"])
+        if not 0 < order.made < order.expires <= order.made + _MOST_MS or not 0 < order.node < 1 << 64:
+            raise WireError(
+                f"order: expected it to end within 31 days, and a node, found made {order.made}, expires "
+                f"{order.expires}, node {order.node}; both ends need one version"
+            )
+        return order
+
+
+@dataclass(frozen=True)
+class RelayReply:
+    """A site's answer: an upload with the anchor of its log, or the reason why there is none.
+
+    Attributes:
+        order: id of the order's letter.
+        code: 0 with an upload; otherwise Flower's error code.
+        reason: "" with an upload.
+        log: anchor of the site's audit log; "" if there is none.
+        seconds: running time of the site's client process, as reported by its SuperNode.
+        upload: b"" with an error.
+    """
+
+    order: str
+    code: int
+    reason: str
+    log: str
+    seconds: float
+    upload: bytes
+
+    def packed(self) -> list[bytes]:
+        """The parts of its letter's content."""
+        about = {"order": self.order, "code": self.code, "reason": self.reason, "log": self.log}
+        return _packed({**about, "seconds": self.seconds}, {"upload": self.upload})
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> RelayReply:
+        """Raises WireError for what is none."""
+        kinds = {"order": str, "code": int, "reason": str, "log": str, "seconds": float}
+        about, parts = _unpacked(content, kinds, ("upload",))
+        reply = cls(**about, upload=parts["upload"])
+        if not re.fullmatch("[0-9a-f]{32}", reply.order):
+            raise WireError(f"reply: order: expected 32 hex digits, found {sanitize(reply.order, 80)}; ask for it anew")
+        if bool(reply.code) == bool(reply.upload) or reply.code not in (0, *_CODES) or len(reply.reason) > _REASON:
+            raise WireError(
+                f"reply: expected an upload, or a code of {_CODES} and a reason of at most {_REASON} characters, found "
+                f"{len(reply.upload)} bytes, code {reply.code} and {len(reply.reason)} characters; ask for it anew"
+            )
+        if not math.isfinite(reply.seconds) or reply.seconds < 0:
+            raise WireError(f"reply: seconds: expected 0 or more, found {reply.seconds}; ask for it anew")
+        try:
+            anchor = str(LogHead.parse(reply.log)) if reply.log else ""
+        except StateError as error:
+            raise WireError(f"reply: log: {error}") from None
+        return cls(reply.order, reply.code, sanitize(reply.reason, _REASON), anchor, reply.seconds, reply.upload)
+
+
+def _packed(about: Mapping[str, Any], parts: Mapping[str, bytes]) -> list[bytes]:
+    sizes = {name: len(part) for name, part in parts.items()}
+    head = json.dumps({**about, "version": _VERSION, "sizes": sizes}).encode()
+    return [len(head).to_bytes(_LENGTH, "big"), head, *(parts[name] for name in sorted(parts))]
+
+
+def _unpacked(
+    content: bytes, kinds: Mapping[str, type], names: tuple[str, ...]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The values and the parts of a content that has these alone. Raises WireError."""
+    length = int.from_bytes(content[:_LENGTH], "big")
+    try:
+        about = json.loads(content[_LENGTH : _LENGTH + length]) if length <= _LONGEST else None
+        if not isinstance(about, dict) or set(about) != {*kinds, "version", "sizes"}:
+            raise ValueError("other names")
+        version, sizes = about.pop("version"), about.pop("sizes")
+        if type(version) is not int or version != _VERSION:
+            raise WireError(f"letter: expected version {_VERSION}, found {sanitize(version, 20)}; update the older end")
+        if any(type(about[name]) is not kind for name, kind in kinds.items()) or set(sizes) != set(names):
+            raise ValueError("other types")
+        if any(type(size) is not int or size < 0 for size in sizes.values()):
+            raise ValueError("other sizes")
+        start = _LENGTH + length
+        if start + sum(sizes.values()) != len(content):
+            raise ValueError("another length")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise WireError(
+            f"letter: expected {', '.join(kinds)} and {', '.join(names)}, found something else "
+            f"({sanitize(error, 80)}); both ends need one version"
+        ) from None
+    parts = {}
+    for name in sorted(names):
+        parts[name] = content[start : start + sizes[name]]
+        start += sizes[name]
+    return about, parts

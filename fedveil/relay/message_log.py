@@ -1,0 +1,98 @@
+"""Log of the orders that a site has taken and answered, which reveals changes (fedveil/records/audit_log.py).
+
+    <state-dir>/relay-log.jsonl    {"event": "taken", "order": ID, "run": RUN, "made": MS}
+                                   {"event": "answered", "order": ID, "reply": NAME}
+                                   {"event": "refused", "file": NAME, "reason": TEXT}
+
+| an order | what happens |
+|---|---|
+| was answered | it is not taken again, ever, whatever the clock says |
+| was taken, and the process ended before it was answered | taken again; both logs show that a turn was charged twice |
+| is older than one of the same run that was taken | refused: the server has gone on since |
+| the log is torn or changed | StateError: nothing is taken |
+"""
+
+from __future__ import annotations
+
+import fcntl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from fedveil import paths
+from fedveil.errors import PolicyError, StateError
+from fedveil.records import audit_log
+from fedveil.relay.message_body import RelayRequest
+
+NAME = "relay-log.jsonl"
+_LOCK = "relay.lock"
+
+
+class DuplicateMessageError(PolicyError):
+    """Raised for a letter taken before: a file that stayed in the folder, or was delivered again."""
+
+
+@dataclass
+class MessageLog:
+    """The log of one site, held by one process at a time.
+
+    Attributes:
+        replies: by the id of each order that was answered, the name of its reply.
+        newest: by run, when the newest order that was taken was made, in ms.
+    """
+
+    file: Path
+    replies: dict[str, str] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
+    _held: BinaryIO | None = None
+
+    @classmethod
+    def open(cls, state: Path) -> Self:
+        """Open the log in a site's state folder.
+
+        Raises StateError if another process has it open, or if the log is damaged.
+        """
+        lock_file = (paths.private_folder(state) / _LOCK).open("wb")
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock_file.close()
+            raise StateError(
+                f"{state}: expected no other relay of this site, found one running; wait for it, or stop it"
+            ) from None
+        book = cls(state / NAME, _held=lock_file)
+        for line in audit_log.read_log(book.file) if book.file.exists() else []:
+            if line["event"] == "taken":
+                book.newest[line["run"]] = max(line["made"], book.newest.get(line["run"], 0))
+            elif line["event"] == "answered":
+                book.replies[line["order"]] = line["reply"]
+        return book
+
+    def release(self) -> None:
+        """Another process may have it now."""
+        if self._held is not None:
+            self._held.close()
+
+    def require_new(self, id_: str, run: str, order: RelayRequest) -> None:
+        """Raises Known, or PolicyError, for an order that is not to be taken."""
+        if reply := self.replies.get(id_):
+            raise DuplicateMessageError(f"was answered before, and is not again: its reply is {reply}")
+        if order.made < self.newest.get(run, 0):
+            raise PolicyError(
+                "older: expected the newest order of its run, found one from before another that was taken; the server "
+                "has gone on since, leave it out"
+            )
+
+    def take(self, id_: str, run: str, order: RelayRequest) -> None:
+        """Notes that an order is about to be carried out. Raises StateError where that cannot be written."""
+        audit_log.append_entry(self.file, "taken", {"order": id_, "run": run, "made": order.made})
+        self.newest[run] = max(order.made, self.newest.get(run, 0))
+
+    def answer(self, id_: str, reply: str) -> None:
+        """Notes that an order was answered. Raises StateError where that cannot be written."""
+        audit_log.append_entry(self.file, "answered", {"order": id_, "reply": reply})
+        self.replies[id_] = reply
+
+    def refuse(self, file: str, reason: str) -> None:
+        """Notes that a letter was refused. Raises StateError where that cannot be written."""
+        audit_log.append_entry(self.file, "refused", {"file": file, "reason": reason})

@@ -1,0 +1,209 @@
+r"""A relay message ("letter"): one encrypted, signed file sent between the ends of a relay by any carrier.
+
+    "FedVeil relay 1\n"    16 bytes
+    body                   the content as fedveil/encrypted_files.py seals it, under the letter's own key and the role
+                           "KIND/ID"
+    head                   JSON of `MessageHeader`, at most 1,024 bytes
+    signature              64 bytes: Ed25519 by the sender, over "fedveil relay 1", "letter" and the head
+    length of the head     4 bytes, big endian
+
+    ephemeral   = X25519 key pair, new for every letter; the head has its public half
+    letter's key = HKDF-SHA256(X25519(ephemeral, recipient's key), [version, "letter", kind, id, sender, recipient])
+    body        = SHA-256 of the sealed body, in the head, so that the signature covers every byte
+
+The signature is at the end, so that a letter is written in one pass. A truncated file has no signature.
+
+Formal guarantees, if no other party has this end's relay.key and the peer file is the other end's:
+
+- The carrier of a letter sees its kind, its size, both ends' ids, and no byte of its content. This holds
+  even if the sender's relay.key leaks later, because the ephemeral private key is not stored.
+- Anything that `decrypt_message` returns was written by the other end, for this end, with this kind and id,
+  and is complete.
+
+| case | result of `decrypt_message` |
+|---|---|
+| cut off, at whatever byte; or still being copied | Unfinished |
+| a byte changed, added or removed; parts of two letters joined | WireError |
+| of another sender, for another recipient, of the other kind | WireError, which says what was found |
+| more than `most_bytes` | WireError, before a byte of it is read |
+| the same letter a second time | it is opened: who takes letters keeps their ids |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from fedveil.encrypted_files import Bytes, FileSeal
+from fedveil.errors import StateError, WireError
+from fedveil.federation.secagg import crypto as ciphers
+from fedveil.relay.keys import EndpointSecret, PeerKeys, context_bytes
+from fedveil.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+ORDER, REPLY = "order", "reply"
+_MAGIC = b"FedVeil relay 1\n"
+_SIGNATURE, _LENGTH, _LONGEST_HEAD = 64, 4, 1024
+_FORMS = {"kind": "order|reply", "id": "[0-9a-f]{32}", "sender": "[0-9a-f]{16}", "recipient": "[0-9a-f]{16}",
+          "ephemeral": "[0-9a-f]{64}", "body": "[0-9a-f]{64}"}  # fmt: skip
+_PIECE = 1 << 20
+
+
+class IncompleteMessageError(WireError):
+    """A file that is the beginning of a letter at most: it was cut off, or is still being copied."""
+
+
+@dataclass(frozen=True)
+class MessageHeader:
+    """Unencrypted header of a relay message.
+
+    Attributes:
+        kind: ORDER or REPLY.
+        id: 32 hex digits, drawn by the sender.
+        sender, recipient: ids of the two ends' keys.
+        ephemeral: the message's own X25519 key, hex.
+        body: SHA-256 of the encrypted body, hex.
+    """
+
+    kind: str
+    id: str
+    sender: str
+    recipient: str
+    ephemeral: str
+    body: str
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+
+def encrypt_message(
+    content: Iterable[Bytes], kind: str, id_: str, own: EndpointSecret, peer: PeerKeys
+) -> Iterator[Bytes]:
+    """The bytes of a letter with this content, part by part."""
+    private = os.urandom(ciphers.KEY_BYTES)
+    key = ciphers.agree_secret(private, peer.sealing, context_bytes("letter", kind, id_, own.public.id, peer.id))
+    digest = hashlib.sha256()
+    yield _MAGIC
+    for part in FileSeal(key).closed(content, f"{kind}/{id_}"):
+        digest.update(part)
+        yield part
+    head = MessageHeader(
+        kind, id_, own.public.id, peer.id, ciphers.public_key_of(private).hex(), digest.hexdigest()
+    ).to_bytes()
+    yield head
+    yield ciphers.sign_bytes(own.signing, context_bytes("letter") + head)
+    yield len(head).to_bytes(_LENGTH, "big")
+
+
+def decrypt_message(
+    file: BinaryIO, name: str, kind: str, own: EndpointSecret, peer: PeerKeys, most_bytes: int
+) -> tuple[MessageHeader, bytes]:
+    """A letter of this kind from the other end to this one: its head and its content.
+
+    Args:
+        file: can be read at any place; nothing else is asked of it.
+        name: of the file, for words.
+
+    Raises:
+        WireError, IncompleteMessageError: as the table above has it.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if size > most_bytes:
+        raise WireError(f"{name}: expected at most {most_bytes:,} bytes, found {size:,}; see --most-mb")
+    head, signature, start, end = _tail(file, size, name)
+    header = _read(head, name)
+    for what, expected, value in (
+        ("kind", kind, header.kind),
+        ("sender", peer.id, header.sender),
+        ("recipient", own.public.id, header.recipient),
+    ):
+        if value != expected:
+            raise WireError(f"{name}: {what}: expected {expected}, found {value}; it is for somebody else's relay")
+    if not ciphers.is_signed(peer.verifying, signature, context_bytes("letter") + head):
+        raise WireError(f"{name}: signature: expected one by the other end, {peer.id}, found another; ask for it anew")
+    if _digest(file, start, end) != header.body:
+        raise WireError(f"{name}: expected the bytes that were signed, found others; ask for it anew")
+    purpose = context_bytes("letter", kind, header.id, header.sender, header.recipient)
+    key = ciphers.agree_secret(own.opening, bytes.fromhex(header.ephemeral), purpose)
+    body = io.BufferedReader(_Part(file, start, end), _PIECE)
+    try:
+        return header, b"".join(FileSeal(key).opened(body, f"{kind}/{header.id}", Path(name)))
+    except StateError:
+        raise WireError(f"{name}: expected what was sealed for this end, found another; ask for it anew") from None
+
+
+def _tail(file: BinaryIO, size: int, name: str) -> tuple[bytes, bytes, int, int]:
+    """Head, signature, and where the body begins and ends."""
+    file.seek(0)
+    if not _MAGIC.startswith(begin := file.read(len(_MAGIC))):
+        raise WireError(f"{name}: expected a letter of version 1, found something else; leave it out")
+    file.seek(max(0, size - _LENGTH))
+    length = int.from_bytes(file.read(_LENGTH), "big")
+    end = size - _LENGTH - _SIGNATURE - length
+    if len(begin) < len(_MAGIC) or not 0 < length <= _LONGEST_HEAD or end < len(_MAGIC):
+        raise IncompleteMessageError(f"{name}: expected a whole letter, found its beginning alone; copy it again")
+    file.seek(end)
+    return file.read(length), file.read(_SIGNATURE), len(_MAGIC), end
+
+
+def _read(head: bytes, name: str) -> MessageHeader:
+    try:
+        content = json.loads(head)
+        if not isinstance(content, dict) or set(content) != {field.name for field in fields(MessageHeader)}:
+            raise ValueError
+        if not all(isinstance(value, str) and re.fullmatch(_FORMS[key], value) for key, value in content.items()):
+            raise ValueError
+        header = MessageHeader(**content)
+        if header.to_bytes() != head:
+            raise ValueError
+    except (ValueError, RecursionError):
+        raise IncompleteMessageError(
+            f"{name}: expected a head at its end, found {sanitize(head[:40])}; copy it again"
+        ) from None
+    return header
+
+
+def _digest(file: BinaryIO, start: int, end: int) -> str:
+    digest = hashlib.sha256()
+    file.seek(start)
+    while (left := end - file.tell()) > 0 and (piece := file.read(min(_PIECE, left))):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: BinaryIO, start: int, end: int) -> None:
+        self._file, self._start, self._size, self._at = file, start, end - start, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._start + self._at)
+        piece = self._file.read(max(0, min(len(view), self._size - self._at)))
+        view[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)

@@ -1,0 +1,49 @@
+"""Status events that one end of a relay reports to its users: one line per letter, in a new file at each start.
+
+    {"what": "answered", "words": "order-...relay: answered: reply-...relay"}
+
+Through this file the SuperNode's process informs the command that started it. Lasting records are in the
+end's log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.records.atomic_files import append_line
+from fedveil.sanitize import sanitize
+
+NAME = "said.jsonl"
+IDLE = "idle"  # everything that lay in the folder has been judged
+BAD = ("refused", "failed")
+_LONGEST = 1000  # characters
+
+log = logging.getLogger("flwr")  # of the process that Flower's SuperNode is
+
+
+@dataclass(frozen=True)
+class StatusEvents:
+    """Writer of status events."""
+
+    file: Path
+
+    def say(self, what: str, words: str = "") -> None:
+        """One line, and one in the process's log."""
+        words = sanitize(words, _LONGEST)
+        if words:
+            log.info("relay: %s: %s", what, words)
+        append_line(self.file, {"what": what, "words": words})
+
+
+def read_events(file: Path, start: int) -> tuple[list[tuple[str, str]], int]:
+    """The whole lines from byte `start` on, as (what, words), and where they end."""
+    if not file.exists():
+        return [], start
+    with file.open("rb") as opened:
+        opened.seek(start)
+        data = opened.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    return [(line["what"], line["words"]) for line in map(json.loads, whole.splitlines())], start + len(whole)

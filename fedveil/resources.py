@@ -1,0 +1,27 @@
+"""Folders that an installation of FedVeil brings, wherever it is installed: the demo's data and the bundled bases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedveil import paths
+
+__all__ = ["base_folder", "data_folder"]
+
+
+def data_folder(name: str = "") -> Path:
+    """Return the folder of a bundled data set, `data_folder("e2e")`; without a name, the folder of all of them.
+
+    Raises:
+        ConfigError: this installation has no such folder.
+    """
+    return paths.find_folder(f"data/{name}" if name else "data")
+
+
+def base_folder(task: str) -> Path:
+    """Return the folder of the tiny base model that is bundled for a task: `base_folder("text-generation")`.
+
+    Raises:
+        ConfigError: this installation has no such folder.
+    """
+    return paths.find_folder(f"assets/tiny-{task}")

@@ -1,0 +1,18 @@
+"""Insides of FedVeil for benchmarks and tests of the system: what measures a part needs that part.
+
+These modules name functions and classes of FedVeil's own parts. No promise of compatibility covers them: a name may
+change or go with any release. Programs that use FedVeil take the modules that the reference of Python describes
+besides. Nothing else in FedVeil imports this package.
+
+| module | holds |
+|---|---|
+| `deployment` | a federation over gRPC on this machine |
+| `simulation` | the app on Flower's simulation engine |
+| `server_loop` | the server's side of a round, with any Grid in the place of Flower's |
+| `messages` | slices, headers and codes of messages |
+| `secagg` | the two halves of secure aggregation |
+| `planner` | the plan of a site's memory |
+| `training` | a client's training in parts |
+| `pretraining` | the pictures that the bundled bases have seen |
+| `tensor_ops` | operations on tensors whose cost is measured |
+"""

@@ -1,0 +1,25 @@
+"""The halves of secure aggregation: masks, the ring, and the unmasking at the server.
+
+Not covered by compatibility.
+"""
+
+from __future__ import annotations
+
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.in_process import InProcessSecureSums
+from fedveil.federation.secagg.mask_streams import KEY_BYTES, MaskStream, add_masks
+from fedveil.federation.secagg.messages import UnmaskRequest, UnmaskResponse
+from fedveil.federation.secagg.server import SecAggConfig
+from fedveil.federation.secagg.unmasking import UnmaskingAttempt
+
+__all__ = [
+    "KEY_BYTES",
+    "FixedPointRing",
+    "InProcessSecureSums",
+    "MaskStream",
+    "SecAggConfig",
+    "UnmaskRequest",
+    "UnmaskResponse",
+    "UnmaskingAttempt",
+    "add_masks",
+]

@@ -1,0 +1,25 @@
+"""The server's side of a round without a network: its strategy, its folder, and the checks of an upload.
+
+The strategy takes any Grid of Flower's interface, so a program can answer in the sites' place.
+
+Not covered by compatibility.
+"""
+
+from __future__ import annotations
+
+from fedveil.server_app.distillation import ServerDistillation
+from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.round_record import RoundRecord
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_settings import RunSettings
+from fedveil.server_app.upload_validation import UploadLimits, check_upload
+
+__all__ = [
+    "MethodStrategy",
+    "RoundRecord",
+    "RunFolder",
+    "RunSettings",
+    "ServerDistillation",
+    "UploadLimits",
+    "check_upload",
+]

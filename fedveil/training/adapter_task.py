@@ -1,0 +1,279 @@
+"""The common base of tasks around one model with an adapter: weights in and out, devices, local training."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
+
+from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter, AttachedModel, Mount
+from fedveil.contract.param_spec import ParamSpec, Spec, Weights
+from fedveil.contract.task import Rows, Task, TaskInfo, Watch, ignore_progress
+from fedveil.data.batches import ExampleBatch
+from fedveil.errors import ConfigError
+from fedveil.models import library_logging, loading, published_name, training_modes
+from fedveil.models.loaded_model import LoadedModel
+from fedveil.rng import RandomStream
+from fedveil.training.gradient_backend import GradientBackend
+from fedveil.training.local_training import LocalTraining
+from fedveil.training.threads import limit_threads
+
+_NOTHING = contextlib.nullcontext()
+_OF_SOME: Mapping[str, Any] = {
+    "loss-mask": "targets",
+    "packing": False,
+}  # keys that a task may not have, with their defaults
+_OFFERED: Mapping[Mount, str] = {"layers": "LoRA pairs or all weights", "cache": "a prefix", "texts": "a prompt"}
+
+
+def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> None:
+    """Check the run config as far as possible before a model is loaded.
+
+    Raises:
+        ConfigError: an adapter that the task's models do not take, a quantized base under an adapter that
+            would train it, train.compile where it is not supported, or a key of the train section, or a chat
+            template, that the task does not have.
+        TaskError: no base model at that path.
+    """
+    if adapter.mount not in info.mounts:
+        raise ConfigError(
+            f"adapter.kind: expected {' or '.join(_OFFERED[mount] for mount in info.mounts)} for the task "
+            f'"{config.task.name}", found "{adapter.kind}"; set the adapter in method.params, or take a method that '
+            "has such a one"
+        )
+    adapter.check(config.train)
+    if config.train.quantized_base != "none" and adapter.trains_base:
+        raise ConfigError(
+            f'train.quantized-base: expected "none" with an adapter of kind "{adapter.kind}", which trains the base, '
+            f'found "{config.train.quantized_base}"; use an adapter of kind "lora"'
+        )
+    given = config.train.model_dump(by_alias=True)
+    for key, default in _OF_SOME.items():
+        if key not in info.train_keys and given[key] != default:
+            raise ConfigError(
+                f'train.{key}: expected {default!r} with the task "{config.task.name}", found {given[key]!r}; '
+                "leave it out"
+            )
+    if config.task.chat_template and not info.chats:
+        raise ConfigError(
+            f'task.chat-template: expected false with the task "{config.task.name}", found true; leave it out'
+        )
+    training_modes.check_compile(config)
+    loading.find_model(config.task.model, info.tiny())
+
+
+class AdaptedTask(Task):
+    """A model with its adapter. Weights come back on the device that they were given on.
+
+    Nothing is dropped out but by an adapter that says so, and batches come in the order that the client's stream draws;
+    with run.deterministic one thread trains, so that two processes on one machine end bit-identically.
+    """
+
+    def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
+        self.config = config
+        self.adapter = adapter
+        self.device = device
+        self.by: GradientBackend | None = None  # None: this process computes alone
+        self._overwritten = False  # the base's own weights, in the model
+
+    @abstractmethod
+    def _load(self) -> LoadedModel:
+        """The base with its adapter."""
+
+    @cached_property
+    def base(self) -> LoadedModel:
+        """Return the base with its adapter. Its trained tensors hold the values put in last."""
+        return self._load()
+
+    def _unchanged(self) -> LoadedModel:
+        """The base as it is on disk. Where the adapter trains it, it is read again once others were put in: a copy of
+        all weights in every site's memory would cost more.
+        """
+        return self._load() if self.adapter.trains_base and self._overwritten else self.base
+
+    @property
+    def trained(self) -> Mapping[str, Tensor]:
+        """Return the parameters behind the spec; they hold the values put in last."""
+        return self.base.trained
+
+    @property
+    @override
+    def spec(self) -> Spec:
+        """Names in the order of the model's layers; fp32."""
+        places = self.base.places
+        return {
+            name: ParamSpec(tuple(p.shape), p.dtype, places.get(name), fixed=not p.requires_grad)
+            for name, p in self.base.trained.items()
+        }
+
+    @property
+    @override
+    def accelerator(self) -> torch.device | None:
+        return None if self.device.type == "cpu" else self.device
+
+    @override
+    def initial(self, rng: RandomStream) -> Weights:
+        base: dict[str, Tensor] = {}
+        if self.adapter.trains_base and self.base.draw is not None:
+            base = dict(self.base.draw(rng))
+        else:
+            loaded_model = self._unchanged()
+            if self.adapter.trains_base:
+                base = {name: p.detach().cpu() for name, p in loaded_model.trained.items()}
+            with limit_threads(self.config):
+                base |= self.adapter.read(loaded_model.model, rng)
+        drawn = self.adapter.draw({name: spec.shape for name, spec in self.spec.items()}, rng, base)
+        self.release()
+        return drawn
+
+    @override
+    def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> LocalTraining:
+        return LocalTraining(self, rows, rng, watch, round_, self.by)
+
+    @abstractmethod
+    def collate(self, rows: Rows) -> ExampleBatch:
+        """One batch, on the CPU."""
+
+    def training_batch(self, rows: Rows) -> ExampleBatch:
+        """One batch of a training step, on the CPU."""
+        return self.collate(rows)
+
+    @abstractmethod
+    def loss_sum(self, batch: Any) -> Tensor:
+        """Summed loss of a batch of `collate`, which lies on the device."""
+
+    @abstractmethod
+    def mean_loss(self, encoded: Rows) -> float:
+        """Mean loss of the rows with the weights put in last."""
+
+    def put(self, weights: Weights) -> None:
+        """Puts a copy of the weights into the model. Raises TaskError where they are not the spec's."""
+        self._overwritten = True
+        self.base.put(weights)
+
+    def show(self, weights: Weights) -> None:
+        """Puts weights into the model that are only read: where that is possible, not a copy.
+
+        They must stay as they are until others are put in. Raises TaskError where they are not the spec's.
+        """
+        if not self._can_release:
+            self.put(weights)
+            return
+        self._overwritten = True
+        self.base.lend(weights)
+
+    @property
+    def attached(self) -> AttachedModel:
+        """Return the model with its adapter, for code that writes it to files."""
+        base = self.base
+        name = published_name.published_name(self.config.task.model, self.config.task.name)
+        return AttachedModel(base.model, self._own_names, name, base.processor or base.tokenizer)
+
+    @override
+    def save(self, weights: Weights, folder: Path) -> None:
+        self.show(weights)
+        try:
+            with library_logging.quiet_libraries():
+                self.adapter.save(folder, self.attached, weights)
+        finally:
+            self.release()
+
+    def taken(self, weights: Weights) -> Weights:
+        """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
+        # On a GPU too, what was put in from there goes back from there: it has no second copy of the model either.
+        is_own = self.adapter.trains_base and not self.config.train.compile
+        if is_own and next(iter(weights.values())).device == next(iter(self.trained.values())).device:
+            return self.base.take()
+        return {name: p.detach().to(weights[name].device, copy=True) for name, p in self.trained.items()}
+
+    @override
+    def release(self) -> None:
+        if self._can_release:
+            self._overwritten = True
+            self.base.drop()
+
+    @property
+    def _can_release(self) -> bool:
+        """Return whether the model's own tensors are trained, so that avoiding a full copy in main memory pays off.
+
+        A compiled model keeps the tensors with which it was compiled.
+        """
+        return self.adapter.trains_base and self.device.type == "cpu" and not self.config.train.compile
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Autocast under `train.precision = bf16`, and silence of the 8-bit kernels about their casts."""
+        with (
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"),
+            library_logging.quiet_libraries() if self.config.train.quantized_base != "none" else _NOTHING,
+        ):
+            yield
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return training_modes.compile_model(self.base.model, self.device)
+
+    @contextlib.contextmanager
+    def training(self, rng: RandomStream) -> Iterator[None]:
+        """Around the training steps: layers are recomputed under train.gradient-checkpointing; `rng` says what is
+        dropped out.
+
+        Raises:
+            ConfigError: the model has no layers that can be recomputed.
+        """
+        model, drops = self.base.model, self.adapter.drops
+        with contextlib.ExitStack() as around:
+            if drops:
+                around.enter_context(training_modes.enable_dropout(model, self.device, rng.torch_generator()))
+            if self.config.train.gradient_checkpointing:
+                around.enter_context(training_modes.recompute_activations(model, self.config.task.model, drops))
+            yield
+
+    def _forward(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The model's logits. Raises ConfigError for train.compile on a machine that cannot."""
+        # Scoring would be compiled a second time, for a few batches.
+        model = self._compiled if self.config.train.compile and torch.is_grad_enabled() else self.base.model
+        with self._computing():
+            logits: Tensor = model(**inputs).logits
+        return logits
+
+    @cached_property
+    def _own_names(self) -> Mapping[str, str]:
+        """The names of the trained tensors, in the model as it is built here."""
+        known = {id(p): name for name, p in self.base.model.named_parameters()}
+        return {name: known[id(p)] for name, p in self.base.trained.items() if id(p) in known}
+
+    def _logits_at(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Tensor:
+        """The model's logits as a pure function of the trained weights: what torch.func differentiates."""
+        named = {self._own_names[name]: w for name, w in weights.items()}
+        with self._computing(), _plain_attention():
+            logits: Tensor = torch.func.functional_call(self.base.model, named, (), dict(inputs)).logits
+        return logits
+
+    def _parts(self, count: int) -> Iterator[range]:
+        """Indices of the batches of a scoring."""
+        size = 2 * self.config.train.batch_size
+        return (range(i, min(i + size, count)) for i in range(0, count, size))
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Attention by plain products: its other kernels have no rule for many samples at once. It keeps bf16 as it is;
+    what torch would take to fp32 for it, autocast takes back in one of the two passes, and they no longer fit.
+    """
+    reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on the CPU too
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduced)

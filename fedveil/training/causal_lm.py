@@ -1,0 +1,138 @@
+"""The common base of tasks around a causal language model: its loss, scoring, generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import ExamplePrediction
+from fedveil.data import batches
+from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.errors import ConfigError
+from fedveil.models import library_logging
+from fedveil.training.adapter_task import AdaptedTask
+
+
+class CausalTask(AdaptedTask):
+    """A causal language model with its adapter. The loss is the mean over target tokens (the end among them),
+    or over those that the training counts."""
+
+    @override
+    def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
+        """One batch, on the CPU."""
+        return batches.collate_batch(rows, self.base.tokenizer.eos_token_id)
+
+    def _logits(self, batch: TokenBatch) -> Tensor:
+        # Positions come with packed rows, whose mask the library makes of them.
+        mask = None if "position_ids" in batch.inputs else batch.mask
+        return self._forward({"input_ids": batch.ids, "attention_mask": mask, "use_cache": False, **batch.inputs})
+
+    @override
+    def loss_sum(self, batch: TokenBatch) -> Tensor:
+        """Summed loss of the tokens that count in `batch`, which lies on the device.
+
+        Raises:
+            ConfigError: train.compile on a machine that cannot.
+        """
+        counted = self._logits(batch).flatten(0, 1)[batch.positions].float()
+        return torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="sum")
+
+    @override
+    @torch.no_grad()
+    def mean_loss(self, encoded: Sequence[TokenExample]) -> float:
+        """Mean loss a target token with the weights put in last."""
+        ordered = sorted(encoded, key=lambda row: len(row.ids))  # rows of like length waste no padding
+        total = terms = 0.0
+        for part in self._parts(len(ordered)):
+            batch = self.collate([ordered[i] for i in part])
+            total += float(self.loss_sum(batch.to(self.device)))
+            terms += batch.terms
+        return total / terms
+
+    @override
+    @torch.no_grad()
+    def predict(
+        self, weights: Weights, rows: Sequence[TokenExample], generate: bool = False
+    ) -> Iterator[ExamplePrediction]:
+        """The slice "image" is there where the model has image tokens."""
+        self.show(weights)
+        image = self.base.image_token
+        for part in self._parts(len(rows)):
+            chosen = [rows[i] for i in part]
+            logits = self._logits(self.collate(chosen).to(self.device)).float().cpu()
+            written = self._written(chosen) if generate else []
+            for i, row in enumerate(chosen):
+                slices = {"target": logits[i, max(1, row.start) - 1 : len(row.ids) - 1]}
+                if image is not None:
+                    slices["image"] = logits[i, [at for at, token in enumerate(row.ids) if token == image]]
+                if generate:
+                    slices["generated"] = written[i][1]
+                yield ExamplePrediction(slices, torch.tensor(row.ids[max(1, row.start) :]))
+
+    @torch.no_grad()
+    def _texts_of(self, prompts: Sequence[TokenExample]) -> list[str]:
+        """The text that the model writes behind each prompt: greedy, or evaluate.num-beams beams."""
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
+        texts = [""] * len(prompts)
+        for part in self._parts(len(prompts)):
+            chosen = [order[i] for i in part]
+            for i, (ids, _) in zip(chosen, self._written([prompts[i] for i in chosen]), strict=True):
+                texts[i] = self.base.tokenizer.decode(ids, skip_special_tokens=True).strip()
+        return texts
+
+    @property
+    def _prompt_limit(self) -> int:
+        """Longest prompt that leaves room for evaluate.max-new-tokens. Raises ConfigError where there is none."""
+        new, context, longest = self.config.evaluate.max_new_tokens, self.base.context, self.config.task.max_tokens
+        limit = longest if context is None else min(longest, context - new)
+        if limit < 1:
+            raise ConfigError(
+                f"evaluate.max-new-tokens: expected less than {context}, the context of {self.config.task.model}, "
+                f"found {new}; lower it"
+            )
+        return limit
+
+    def _written(self, rows: Sequence[TokenExample]) -> list[tuple[Tensor, Tensor]]:
+        """Generate after each example's prompt, in one batch; return tokens, and the logits after each token."""
+        from transformers import GenerationConfig
+
+        end = self.base.tokenizer.eos_token_id
+        how = GenerationConfig(
+            max_new_tokens=self.config.evaluate.max_new_tokens,
+            num_beams=self.config.evaluate.num_beams,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=end,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        prompts = [_prompt(row) for row in rows]
+        width = max(len(row.ids) for row in prompts)
+        batch = self.collate([_padded(row, width, end) for row in prompts]).to(self.device)
+        mask = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in prompts], device=self.device)
+        # Unpadded prompts need no mask; transformers then takes a generated end token for padding, and says so.
+        with self._computing(), library_logging.quiet_libraries():
+            out = self.base.model.generate(
+                input_ids=batch.ids, attention_mask=mask, generation_config=how, **batch.inputs
+            )
+        generations = []
+        logits = torch.stack(out.logits, 1).float().cpu() if self.config.evaluate.num_beams == 1 else None
+        for i, ids in enumerate(out.sequences[:, width:].cpu()):
+            ends = (ids == end).nonzero()
+            length = int(ends[0]) + 1 if len(ends) else len(ids)
+            generations.append((ids[:length], torch.empty(0) if logits is None else logits[i, :length]))
+        return generations
+
+
+def _prompt(row: TokenExample) -> TokenExample:
+    return replace(row, ids=row.ids[: row.start])
+
+
+def _padded(row: TokenExample, width: int, token: int) -> TokenExample:
+    """The row with `token` before it, up to that width."""
+    return replace(row, ids=[token] * (width - len(row.ids)) + row.ids, start=width)

@@ -1,0 +1,76 @@
+"""The losses of training as it goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedveil.contract.task import TrainingProgress, Watch
+from fedveil.errors import TaskError
+
+_READ_SECONDS = 0.5  # between two looks at the losses: each one waits for the GPU
+_NAMED = 32  # rows in a message
+
+
+@final
+class LossLog:
+    """The steps' losses. They stay on the device until they are read, some at a time: reading waits for the device.
+
+    Args:
+        planned: steps of the training.
+        learning_rate: train.learning-rate, for messages.
+        watch: is told of the last loss at each reading.
+        rows_of: the rows of a step that was begun, by its number from 0; rows are counted from 0 too.
+    """
+
+    def __init__(
+        self, planned: int, learning_rate: float, watch: Watch, rows_of: Callable[[int], Sequence[int]]
+    ) -> None:
+        self.losses: list[float] = []
+        self.tokens = 0
+        self._planned = planned
+        self._learning_rate = learning_rate
+        self._watch = watch
+        self._rows_of = rows_of
+        self._unread: list[Tensor] = []
+        self._started = self._last_read = time.perf_counter()
+
+    def add(self, loss: Tensor, tokens: int) -> None:
+        """One more step; now and then all that are not read yet are read."""
+        self._unread.append(loss)
+        self.tokens += tokens
+        if time.perf_counter() - self._last_read >= _READ_SECONDS:
+            self.read()
+
+    def read(self) -> None:
+        """Reads the losses that are not read yet, if there are any, and tells the watch of the last one.
+
+        Raises:
+            TaskError: one of them is not finite; the first such step is named with its rows, by number alone.
+        """
+        if not self._unread:
+            return
+        for loss in torch.stack(self._unread).tolist():
+            self.losses.append(loss)
+            if not math.isfinite(loss):
+                raise self.diverged(f"loss, found {loss}")
+        self._unread.clear()
+        self._last_read = time.perf_counter()
+        seconds = self._last_read - self._started
+        self._watch(TrainingProgress(len(self.losses), self._planned, self.losses[-1], self.tokens, seconds))
+
+    def diverged(self, what: str) -> TaskError:
+        """The error for the last step that was read. Its rows are counted from 1, as in a file of all the site's."""
+        step = len(self.losses)
+        rows = sorted(row + 1 for row in self._rows_of(step - 1))
+        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        return TaskError(
+            f"train.learning-rate: expected a finite {what} at step {step} with {self._learning_rate:g}, made from "
+            f"this site's rows {', '.join(map(str, rows[:_NAMED]))}{more}; lower it, set train.max-grad-norm, or "
+            "mend a row that is not as the others"
+        )

@@ -1,0 +1,148 @@
+"""The optimiser of local training, by train.optimizer.
+
+| name | states, bytes a weight | |
+|---|---|---|
+| "adamw" | 8 | torch's own |
+| "adamw-8bit" | 2 | bitsandbytes' AdamW (Dettmers et al. 2022): 8 bits a state, a scale a block of 256 |
+| "paged-adamw-8bit" | 2 | the same in pages that the driver moves to the host where the GPU has no room; not on a CPU |
+
+Of tensors below 4,096 entries, bitsandbytes keeps states of 32 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from fedveil.config import RunConfig, TrainConfig
+from fedveil.contract.method import Method
+from fedveil.errors import ConfigError
+from fedveil.privacy.dp_sgd import DpSgdConfig
+
+_PIECE = 1 << 20  # entries, whole blocks: what bitsandbytes computes with on a CPU is five times as large
+_OF_STEPS = ("lr-schedule", "warmup-ratio", "max-grad-norm")  # keys that mean something where AdamW steps alone
+_SMALLEST = 4096  # entries of a tensor whose states have 8 bits
+
+
+class LocalOptimizer(Protocol):
+    """The interface that local training needs of an optimizer."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups as torch's optimizers have them; each holds its learning rate, "lr"."""
+        ...
+
+    def step(self) -> Any:
+        """Moves the parameters by their gradients."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients."""
+        ...
+
+
+def create(parameters: list[Tensor], train: TrainConfig) -> LocalOptimizer:
+    """A new optimiser. A step of AdamW is torch's fused one, a pass over weight, gradient and states, on any device.
+
+    Raises:
+        ConfigError: a paged one for parameters that are on no GPU.
+    """
+    on_gpu = all(p.is_cuda for p in parameters)
+    if train.optimizer == "paged-adamw-8bit":
+        if not on_gpu:
+            raise ConfigError(
+                'train.optimizer: expected a GPU at each site with "paged-adamw-8bit", found that this one trains on '
+                'its CPU; set "adamw-8bit", which has the same states, or "adamw"'
+            )
+        from bitsandbytes.optim import PagedAdamW8bit
+
+        return PagedAdamW8bit(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
+    if train.optimizer == "adamw-8bit":
+        return _eight_bit(parameters, train) if on_gpu else _Pieces(parameters, train)
+    # Entries are taken as they lie in memory: a gradient of another order would move others, and torch does not say so.
+    fused = all(p.is_contiguous() for p in parameters) or None
+    return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
+
+
+def set_rate(optimiser: LocalOptimizer, learning_rate: float) -> None:
+    """The learning rate of the steps from now on."""
+    for group in optimiser.param_groups:
+        group["lr"] = learning_rate
+
+
+def check_optimizer(method: Method, config: RunConfig) -> None:
+    """Check that the run makes the steps that its keys configure.
+
+    Raises:
+        ConfigError: a key of AdamW's steps in a run whose clients make other steps, or none, and would
+            ignore it.
+    """
+    if DpSgdConfig.from_config(config.dp) is not None:
+        _check_noisy(method, config)
+        instead = "dp.*, whose noisy steps are plain SGD and clip every row; leave it out, and see dp.learning-rate"
+    elif not method.uses_local_optimizer:
+        instead = f"the method {config.method.name}, whose clients make no such steps; leave it out"
+    else:
+        return
+    given, default = config.train.model_dump(by_alias=True), TrainConfig().model_dump(by_alias=True)
+    for key in _OF_STEPS:
+        if given[key] != default[key]:
+            raise ConfigError(f"train.{key}: expected {default[key]!r}, found {given[key]!r} with {instead}")
+
+
+def _check_noisy(method: Method, config: RunConfig) -> None:
+    """Raises ConfigError for what the gradients of single rows are taken without."""
+    if config.train.packing:
+        raise ConfigError(
+            "train.packing: expected false with dp.*, which takes the gradient of every row by itself, found true; "
+            "leave it out"
+        )
+    if method.adapter.drops:
+        raise ConfigError(
+            "adapter.dropout: expected 0 with dp.*, which takes the gradient of every row without it, found more; "
+            "leave it out"
+        )
+
+
+def _eight_bit(parameters: list[Tensor], train: TrainConfig) -> Any:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)
+
+
+def _split(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of the flat tensor. The last one is never so small that its states would have 32 bits."""
+    whole = max(0, tensor.numel() - _SMALLEST) // _PIECE
+    return torch.split(tensor.reshape(-1), [_PIECE] * whole + [tensor.numel() - whole * _PIECE])
+
+
+@final
+class _Pieces:
+    """AdamW of 8 bits that takes large tensors in pieces of whole blocks, which changes no bit of the result."""
+
+    def __init__(self, parameters: list[Tensor], train: TrainConfig) -> None:
+        self._parameters = parameters
+        self._pieces = [[torch.nn.Parameter(part) for part in _split(p.detach())] for p in parameters]
+        self._inner = _eight_bit([piece for pieces in self._pieces for piece in pieces], train)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the pieces."""
+        groups: list[dict[str, Any]] = self._inner.param_groups
+        return groups
+
+    def step(self) -> None:
+        """Moves the parameters by their gradients."""
+        for parameter, pieces in zip(self._parameters, self._pieces, strict=True):
+            grads = [None] * len(pieces) if parameter.grad is None else _split(parameter.grad)
+            for piece, grad in zip(pieces, grads, strict=True):
+                piece.grad = grad
+        self._inner.step()
+        self._inner.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None

@@ -1,0 +1,283 @@
+"""Rank 0 of a training: all ranks compute its gradients, each for its part of every batch.
+
+    g = sum_r g_r      g_r: the gradient of the losses of rank r's rows, over the terms of the whole step
+
+Rank 0 holds everything else of a training: the order of the examples, the method's penalty, clipping,
+the optimizer's states, noise, the private state, and the ledger. An example is in one rank's part, so
+its own gradient is computed once. Rank 0 clips it and adds noise as if it had computed it. The others
+receive examples as batches and weights as tensors, and return gradients. They read no data file and keep
+nothing.
+
+| case | result |
+|---|---|
+| fewer examples than ranks in a batch | the rest compute its first example, which does not count: all stay in step |
+| a tensor that no rank's loss reaches | no gradient, as in one process |
+| dropout | each rank draws from a stream of its own |
+| a rank ends, or fails | RankError with the reason, at the next wait for it; this process ends its client round |
+| train.gradient-accumulation-steps | every batch of a step is divided; gradients are added up once a step |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fedveil.contract.param_spec import Weights, movable_names
+from fedveil.contract.task import Rows
+from fedveil.contract.trainer import PerExampleGradients
+from fedveil.data.batches import ExampleBatch
+from fedveil.errors import ConfigError, RankError
+from fedveil.rng import RandomStream
+from fedveil.training import per_example
+from fedveil.training.gradient_backend import GradientBackend, TrainableTask, add_gradient
+from fedveil.training.ranks.channel import RankChannel, RankMessage, batch_message
+from fedveil.training.ranks.process_group import RankGroup
+
+
+class DivisibleTask(TrainableTask, Protocol):
+    """A task whose batches can be divided."""
+
+    def collate(self, rows: Rows) -> ExampleBatch:
+        """One batch for scoring, on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class DividedBatch:
+    """A batch in as many parts as there are ranks; only the first `counted` parts count."""
+
+    parts: tuple[ExampleBatch, ...]
+    counted: int
+
+    @property
+    def terms(self) -> int:
+        """Return the loss terms of the parts that count."""
+        return sum(part.terms for part in self.parts[: self.counted])
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of the parts that count."""
+        return sum(part.tokens for part in self.parts[: self.counted])
+
+    def pinned(self) -> DividedBatch:
+        """Rank 0's part in page-locked memory."""
+        return DividedBatch((self.parts[0].pinned(), *self.parts[1:]), self.counted)
+
+    def to(self, device: torch.device) -> DividedBatch:
+        """Rank 0's part on `device`; the others' stay where they are, to be sent."""
+        return DividedBatch((self.parts[0].to(device), *self.parts[1:]), self.counted)
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """Another rank, as rank 0 sees it. `ended` says why it ended, once its channel is closed."""
+
+    channel: RankChannel
+    ended: Callable[[], str]
+
+
+@final
+class RankTeam(GradientBackend):
+    """All ranks of one training.
+
+    Args:
+        task: rank 0's own.
+        members: the ranks from 1 on.
+        join: gives the group, once every rank is ready; it gets what looks whether all are there.
+        sharded: the base is divided among the ranks, so that none computes a loss without the others.
+    """
+
+    def __init__(
+        self,
+        task: DivisibleTask,
+        members: Sequence[RankProcess],
+        join: Callable[[Callable[[], None]], RankGroup],
+        sharded: bool = False,
+    ) -> None:
+        self._task, self._members, self._sharded = task, members, sharded
+        self._answering = False  # the others were asked what they answer: one may be done before rank 0 is
+        self._early: dict[int, RankMessage] = {}
+        self._all_heard()  # that they are ready
+        self._group = join(self.check)
+
+    @property
+    def size(self) -> int:
+        """Ranks, this one among them."""
+        return len(self._members) + 1
+
+    def check(self) -> None:
+        """Raise RankError where another rank has ended, failed, or sent a message unasked."""
+        readable, _, _ = select.select([member.channel for member in self._members], [], [], 0)
+        for rank, member in enumerate(self._members, 1):
+            if member.channel in readable:
+                message = self._hear(rank)
+                if self._answering and rank not in self._early:
+                    self._early[rank] = message
+                    continue
+                raise RankError(f"processes: expected rank {rank} to wait, found that it said {dict(message.head)}")
+
+    def leave(self) -> None:
+        """Leaves the group, once the others' channels are closed."""
+        self._group.close()
+
+    @override
+    @contextlib.contextmanager
+    def training(self, dropout: RandomStream) -> Iterator[None]:
+        for rank in range(1, self.size):
+            self._say(rank, RankMessage({"do": "train", "dropout": dropout.split(f"rank {rank}").key.hex()}))
+        try:
+            with self._task.training(dropout):
+                yield
+        finally:
+            for member in self._members:
+                with contextlib.suppress(OSError):  # one that is gone was noticed before, or will be
+                    member.channel.say(RankMessage({"do": "trained"}))
+
+    @override
+    def batch(self, rows: Rows) -> DividedBatch:
+        return self._divided(rows, self._task.training_batch)
+
+    @override
+    def backward(self, step: Sequence[ExampleBatch]) -> Tensor:
+        parameters = list(self._task.trained.values())
+        terms = sum(batch.terms for batch in step)
+        self._all(RankMessage({"do": "weights"}))
+        self._group.broadcast([p.detach() for p in parameters])
+        losses = []
+        for batch in step:
+            own = self._given_out(batch, "gradient", {"terms": terms})
+            losses.append(add_gradient(self._task, own, terms))
+        self._all(RankMessage({"do": "add"}))
+        reached = [loss_reach(parameters), *(reply.head["reached"] for reply in self._all_heard())]
+        loss = torch.stack(losses).sum()
+        self._group.add([*rank_gradients(parameters), loss])
+        for parameter, by in zip(parameters, zip(*reached, strict=True), strict=True):
+            if not any(by):
+                parameter.grad = None
+        return loss
+
+    @override
+    @torch.no_grad()
+    def mean_loss(self, rows: Rows) -> float:
+        if not self._sharded:
+            return self._task.mean_loss(rows)  # as it is alone, to the last bit
+        ordered = sorted(rows, key=lambda row: int(row.length))
+        size = 2 * self._task.config.train.batch_size
+        self._all(RankMessage({"do": "weights"}))
+        self._group.broadcast([p.detach() for p in self._task.trained.values()])
+        total = torch.zeros((), device=next(iter(self._task.trained.values())).device)
+        terms = 0
+        for start in range(0, len(ordered), size):
+            batch = self._divided(ordered[start : start + size], self._task.collate)
+            total += self._task.loss_sum(self._given_out(batch.to(total.device), "loss", {}))
+            terms += batch.terms
+        self._all(RankMessage({"do": "sum"}))
+        self._group.add([total])
+        return float(total) / terms
+
+    @override
+    def gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
+        if self._sharded:
+            raise ConfigError(
+                "shard-base: expected false for gradients of single rows, found true; set it to false in the node "
+                "config, or choose a method without them, and no [dp]"
+            )
+        spec = self._task.spec
+        if not isinstance(self._task, per_example.PerExampleLoss):
+            return per_example.per_example_gradients(self._task, spec, rows, weights)  # it says what is missing
+        size = max(1, -(-len(rows) // self.size))
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+        ordered = [weights[name].detach().to(self._device, torch.float32) for name in spec]
+        for rank, part in enumerate(parts[1:], 1):
+            samples = {str(i): sample for i, sample in enumerate(self._task.samples(part))}
+            self._say(rank, RankMessage({"do": "samples"}, samples))
+        for rank in range(len(parts[1:]) + 1, self.size):
+            self._say(rank, RankMessage({"do": "nothing"}))
+        self._answering = True
+        self._group.broadcast(ordered)
+        results = [per_example.per_example_gradients(self._task, spec, parts[0] if parts else [], weights)]
+        heard, moved = self._all_heard(), movable_names(spec)
+        home = results[0].losses.device
+        for rank, reply in enumerate(heard[: len(parts[1:])], 1):
+            count = reply.head["rows"]
+            tensors = [torch.empty((count, *spec[name].shape), device=self._device) for name in moved]
+            losses = torch.empty(count, device=self._device)
+            self._group.receive([*tensors, losses], rank)
+            results.append(
+                PerExampleGradients(dict(zip(moved, (t.to(home) for t in tensors), strict=True)), losses.to(home))
+            )
+        together = {name: torch.cat([part.gradients[name] for part in results]) for name in moved}
+        return PerExampleGradients(together, torch.cat([part.losses for part in results]))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._task.trained.values())).device
+
+    def _divided(self, rows: Rows, collated: Callable[[Rows], ExampleBatch]) -> DividedBatch:
+        size = -(-len(rows) // self.size)
+        parts = [collated(rows[i : i + size]) for i in range(0, len(rows), size)]
+        idle = self.size - len(parts)
+        return DividedBatch((*parts, *([collated(rows[:1])] * idle)), len(parts))
+
+    def _given_out(self, batch: ExampleBatch, do: str, head: Mapping[str, Any]) -> ExampleBatch:
+        """Sends the others their parts of a batch of this team; rank 0's own."""
+        if not isinstance(batch, DividedBatch):
+            raise TypeError(f"batch: expected one that this team has divided, found {type(batch).__name__}")
+        for rank, part in enumerate(batch.parts[1:], 1):
+            self._say(rank, batch_message(part, {"do": do, "counts": rank < batch.counted, **head}))
+        return batch.parts[0]
+
+    def _all(self, said: RankMessage) -> None:
+        for rank in range(1, self.size):
+            self._say(rank, said)
+
+    def _say(self, rank: int, said: RankMessage) -> None:
+        try:
+            self._members[rank - 1].channel.say(said)
+        except OSError:
+            self._hear(rank)  # what it said last, if it did
+            raise self._gone(rank) from None
+
+    def _all_heard(self) -> list[RankMessage]:
+        """Return the next message of each other rank, in order. Raises RankError if one ends or fails meanwhile."""
+        messages, self._early, self._answering = self._early, {}, False
+        while left := [rank for rank in range(1, self.size) if rank not in messages]:
+            readable, _, _ = select.select([self._members[rank - 1].channel for rank in left], [], [])
+            for rank in left:
+                if self._members[rank - 1].channel in readable:
+                    messages[rank] = self._hear(rank)
+        return [messages[rank] for rank in sorted(messages)]
+
+    def _hear(self, rank: int) -> RankMessage:
+        message = self._members[rank - 1].channel.hear()
+        if message is None:
+            raise self._gone(rank)
+        if "failed" in message.head:
+            raise RankError(
+                f"processes: expected rank {rank} of {self.size} to compute, found {message.head['failed']}"
+            )
+        return message
+
+    def _gone(self, rank: int) -> RankError:
+        ended = self._members[rank - 1].ended()
+        return RankError(f"processes: expected rank {rank} of {self.size} to compute, found that it {ended}")
+
+
+def loss_reach(parameters: Sequence[Tensor]) -> list[bool]:
+    """Return for each parameter whether the loss has reached it."""
+    return [parameter.grad is not None for parameter in parameters]
+
+
+def rank_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return all gradients; a parameter that the loss has not reached gets zeros as its gradient."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

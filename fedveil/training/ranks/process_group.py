@@ -1,0 +1,126 @@
+"""Tensors among the ranks: torch.distributed, over NCCL between GPUs and gloo between CPUs.
+
+The ranks find each other by a file in a folder that only the site's user can enter, and speak over the loopback
+interface alone. A rank that waits for a sum looks meanwhile whether the others are still there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedveil.errors import RankError
+
+_BUCKET_BYTES = 32 << 20  # what goes at once: small tensors cost as much as larger ones
+_LOOK_SECONDS = 0.0002
+_LOST_SECONDS = 5.0  # a connection breaks before the process that ended can be seen to have
+_MOST = timedelta(days=30)  # an order's own time ends a turn before
+
+
+@final
+class RankGroup:
+    """This rank among the others.
+
+    Args:
+        store: a file that all ranks name, which does not exist yet.
+        device: of all tensors.
+        check: raises RankError where another rank is gone.
+    """
+
+    def __init__(self, store: Path, rank: int, size: int, device: torch.device, check: Callable[[], None]) -> None:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        where = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=where, rank=rank, world_size=size, timeout=_MOST)
+        self.size, self.rank, self._check = size, rank, check
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Rank 0's values into everyone's, in place."""
+        for bucket in _buckets(tensors):
+            flat = _joined(bucket)
+            self._wait(dist.broadcast(flat, 0, async_op=True))
+            if self.rank:
+                _into(bucket, flat)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """The sum over all ranks into rank 0's, in place; the others' are undefined after."""
+        for bucket in _buckets(tensors):
+            flat = _joined(bucket)
+            self._wait(dist.reduce(flat, 0, async_op=True))
+            if not self.rank:
+                _into(bucket, flat)
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Send the tensors to rank 0."""
+        for tensor in tensors:
+            self._waited(partial(dist.send, tensor.contiguous(), 0))
+
+    def receive(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Into contiguous tensors, what that rank sends."""
+        for tensor in tensors:
+            self._waited(partial(dist.recv, tensor, rank))
+
+    def close(self) -> None:
+        """Leaves the group."""
+        dist.destroy_process_group()
+
+    def _wait(self, work: Any) -> None:
+        def done() -> None:
+            while not work.is_completed():
+                self._check()
+                time.sleep(_LOOK_SECONDS)
+            work.wait()
+
+        self._waited(done)
+
+    def _waited(self, done: Callable[[], object]) -> None:
+        try:
+            done()
+        except RuntimeError as error:  # a connection broke
+            end = time.monotonic() + _LOST_SECONDS
+            while time.monotonic() < end:
+                self._check()
+                time.sleep(0.05)
+            raise RankError(
+                f"processes: expected an answer of every rank, found {error}; see the worker's log"
+            ) from error
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors in ordered buckets of one dtype, each with one tensor or at most _BUCKET_BYTES."""
+    bucket: list[Tensor] = []
+    bucket_bytes = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or bucket_bytes + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, bucket_bytes = [], 0
+        bucket.append(tensor)
+        bucket_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _joined(bucket: list[Tensor]) -> Tensor:
+    """Their values in one row; of a single one that lies in one piece, its own memory."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        return bucket[0].detach().view(-1)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+
+
+@torch.no_grad()
+def _into(bucket: list[Tensor], flat: Tensor) -> None:
+    if len(bucket) == 1 and bucket[0].data_ptr() == flat.data_ptr():
+        return
+    for tensor, part in zip(bucket, torch.split(flat, [math.prod(t.shape) for t in bucket]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,0 +1,46 @@
+"""Join a rank to the others, once all of them are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fedveil.errors import ConfigError
+from fedveil.training.adapter_task import AdaptedTask
+from fedveil.training.ranks import sharding
+from fedveil.training.ranks.process_group import RankGroup
+
+
+def check_devices(device: str, size: int, there: int) -> None:
+    """`there`: CUDA devices, 0 where the site computes on the CPU. Raises ConfigError unless each rank has one."""
+    if there and ":" in device:
+        raise ConfigError(
+            f'device: expected "auto" or "cuda" at a site with processes = {size}, found "{device}"; '
+            "CUDA_VISIBLE_DEVICES says which devices the site may have"
+        )
+    if there and size > there:
+        raise ConfigError(f"processes: expected at most {there}, the site's CUDA devices, found {size}; lower it")
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """The rank's own."""
+    return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
+def join_group(
+    task: AdaptedTask, store: Path, rank: int, size: int, device: torch.device, sharded: bool, check: Callable[[], None]
+) -> RankGroup:
+    """The group of all ranks, whose bases are divided from now on if they are `sharded`. All ranks call it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = RankGroup(store, rank, size, device, check)
+    try:
+        if sharded:
+            sharding.shard_model(task.base, task.config.task.model, device, size)
+            task.device = device
+    except ConfigError:
+        group.close()  # another turn may form another
+        raise
+    return group

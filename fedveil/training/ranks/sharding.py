@@ -1,0 +1,58 @@
+"""A frozen base in shards: each rank holds its part of every layer, and gathers a layer when it computes with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
+from fedveil.errors import ConfigError
+
+
+def check_shardable(config: RunConfig, adapter: Adapter) -> None:
+    """Raises ConfigError where the base cannot be divided."""
+    train = config.train
+    refused = [
+        ("train.quantized-base", '"none"', train.quantized_base, train.quantized_base != "none"),
+        ("train.compile", "false", "true", train.compile),
+        (
+            "method.params",
+            "an adapter that leaves the base as it is",
+            f'one of kind "{adapter.kind}"',
+            adapter.trains_base,
+        ),
+    ]
+    for key, expected, value, wrong in refused:
+        if wrong:
+            raise ConfigError(
+                f"{key}: expected {expected} at a site with shard-base = true, found {value}; change it, or set "
+                "shard-base to false in the node config"
+            )
+
+
+def shard_model(base: Any, name: str, device: torch.device, size: int) -> None:
+    """Divides what is frozen of a loaded model; what is trained is whole at every rank. All ranks call it.
+
+    Every layer goes to `device` as a part, one after the other, so that a base on the CPU may be larger than a device.
+
+    Raises:
+        ConfigError: the model has no layers that can be told apart.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in base.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f'shard-base: expected a model made of layers, found none in "{name}" ({type(base.model).__name__}); set '
+            "it to false in the node config"
+        )
+    trained = set(base.trained.values())
+    for parameter in trained:
+        parameter.data = parameter.data.to(device)
+    mesh = init_device_mesh(device.type, (size,))
+    for module in [*layers, base.model]:
+        fully_shard(module, mesh=mesh, ignored_params=trained)

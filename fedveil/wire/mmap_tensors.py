@@ -1,0 +1,93 @@
+"""A message, or a state between two rounds, in a file, read field by field: between two reads it needs no memory.
+
+The file has no name, so it goes with the last reference to its bytes, or with the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar, final
+
+from torch import Tensor
+
+from fedveil.contract.codec import Value, view_bytes
+from fedveil.contract.param_spec import Weights
+from fedveil.errors import StateError
+
+LEAST_BYTES = 16 << 20  # what is shorter stays in memory
+_ALIGNED = 64  # bytes, as torch aligns its own tensors
+_Kind = TypeVar("_Kind", bound=Value)
+
+
+def allocate(folder: Path, size: int) -> mmap.mmap | bytearray:
+    """Allocate space for a message of `size` bytes: a file in `folder`, or memory if it is short.
+
+    Raises:
+        StateError: the disk has no room. Checked here, this does not end the process later.
+    """
+    if size < LEAST_BYTES:
+        return bytearray(size)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise StateError(f"{folder}: expected room for a message of {size} bytes, found {error}; free space") from error
+
+
+def mmap_weights(tensors: Weights, folder: Path) -> Weights:
+    """The same values, in a file in `folder`; the same tensors if they are few, or not on the CPU.
+
+    Raises:
+        StateError: the disk has no room.
+    """
+    sizes = {name: -(-t.numel() * t.itemsize // _ALIGNED) * _ALIGNED for name, t in tensors.items()}
+    total = sum(sizes.values())
+    if total < LEAST_BYTES or any(t.device.type != "cpu" for t in tensors.values()):
+        return tensors
+    file = allocate(folder, total)
+    assert isinstance(file, mmap.mmap)
+    whole, start, views = memoryview(file), 0, dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.itemsize
+        views[name] = view_bytes(whole[start : start + size], tensor.dtype, tuple(tensor.shape))
+        if size:
+            views[name].copy_(tensor)
+        start += sizes[name]
+    return MmapTensors(views, file)
+
+
+def evict(tensors: Mapping[str, Value]) -> None:
+    """Frees the memory of what was read, if it lies in a file."""
+    if isinstance(tensors, MmapTensors):
+        tensors.leave()
+
+
+@final
+class MmapTensors(Mapping[str, _Kind]):
+    """Fields that are views of a file's bytes. At each access, what was read of the others leaves memory."""
+
+    def __init__(self, fields: Mapping[str, _Kind], file: mmap.mmap) -> None:
+        self._fields, self._file = fields, file
+        self.leave()
+
+    def leave(self) -> None:
+        """Frees the memory of all that was read; every byte stays in the file."""
+        self._file.madvise(mmap.MADV_DONTNEED)
+
+    def __getitem__(self, name: str) -> _Kind:
+        self.leave()
+        return self._fields[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)

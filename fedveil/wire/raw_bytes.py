@@ -1,0 +1,51 @@
+"""Opaque codec: bytes whose form is checked elsewhere, such as a statement of secure aggregation.
+
+Bytes: the value itself. Its shape is its length.
+
+| case | what happens |
+|---|---|
+| no bytes | 0 bytes |
+| a tensor | WireError |
+| decoded value | copied |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedveil.contract.codec import Buffer, Value
+from fedveil.errors import WireError
+
+
+@dataclass(frozen=True)
+class RawBytesCodec:
+    """Bytes of any content."""
+
+    @property
+    def name(self) -> str:
+        """Its only form."""
+        return "opaque"
+
+    def encode(self, value: Value) -> list[Buffer]:
+        """The bytes."""
+        return [_checked(value)]
+
+    def decode(self, data: memoryview, shape: tuple[int, ...]) -> bytes:
+        """The bytes, copied."""
+        if (len(data),) != shape:
+            raise WireError(f"expected bytes of shape {shape}, found {len(data)}")
+        return bytes(data)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """The length."""
+        return shape[0]
+
+    def shape(self, value: Value) -> tuple[int, ...]:
+        """The length."""
+        return (len(_checked(value)),)
+
+
+def _checked(value: Value) -> bytes:
+    if not isinstance(value, bytes):
+        raise WireError(f"expected bytes, found {type(value).__name__}")
+    return value

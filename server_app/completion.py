@@ -1,0 +1,159 @@
+"""Decide how a run ends: its final model and card, why it stops early, and why it has failed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from fedveil.contract.method import FederatedState
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.records import process_exit
+from fedveil.server_app import checkpoints
+from fedveil.server_app.evaluation import BestEvaluation, ModelSelection, Scores
+
+if TYPE_CHECKING:
+    from fedveil.config import RunConfig
+    from fedveil.contract.method import Method
+    from fedveil.server_app.run_folder import RunFolder
+
+
+@final
+class BestRoundTracker:
+    """The rounds of a run that counted, and which of them is best.
+
+    Attributes:
+        done: the last round that counted; -1 before it.
+        best: of the rounds so far, as `choice` has it.
+        told: whether the caller of `MethodStrategy.start` said after the last round to stop.
+        final: scores of the model that the run ends with, where no round's line has them whole.
+    """
+
+    def __init__(self, choice: ModelSelection | None, folder: Path | None) -> None:
+        """`folder`: the run's; without one nothing can be kept, and a choice that keeps the best is refused.
+
+        Raises:
+            ConfigError: as said.
+        """
+        if choice and choice.keep and folder is None:
+            raise ConfigError(
+                'evaluate.select-model: expected "last" without a run folder, found "best"; give the run a folder'
+            )
+        self._choice, self._folder = choice, folder
+        self.done, self.best, self.told = -1, BestEvaluation(), False
+        self.final: Scores = {}
+        self._kept: int | None = None
+
+    def resume(self, loop: Mapping[str, Any]) -> None:
+        """Goes on from what `saved` gave a checkpoint. Raises StateError where the best round's model is gone."""
+        self.done = int(loop["round"])
+        if self._choice:
+            self.best = BestEvaluation.read(loop.get("best") or {})
+            self.keep()
+
+    def saved(self) -> dict[str, Any]:
+        """Return the values for a checkpoint."""
+        return {"best": self.best.saved()} if self._choice else {}
+
+    def scored(self, round_: int, scores: Scores) -> None:
+        """A round counts; it has these scores, {} where it was not scored."""
+        self.done = round_
+        if self._choice:
+            self.best = self.best.after(self._choice, round_, scores)
+
+    def keep(self) -> None:
+        """Keeps the best round's checkpoint, which is the last one or was kept before. Raises as `keep_best`."""
+        if self._folder and self._choice and self._choice.keep:
+            checkpoints.keep_best(self._folder, self.best.round, self.done)
+
+    def replaced(self) -> FederatedState | None:
+        """The state that the run ends with, where it is not that of the last round. Raises StateError."""
+        self._kept, best = self.done, self.best.round
+        if self._folder is None or self._choice is None or not self._choice.keep or best in (None, self.done):
+            return None
+        self._kept = best
+        return checkpoints.best_state(self._folder, best)
+
+    def is_unscored(self, rounds: int) -> bool:
+        """Return whether the kept model lacks a last round's scores, including generated texts if requested."""
+        return self._choice is not None and self._kept != rounds - 1
+
+    def stopped(self, rounds: int) -> str:
+        """Why no further round comes, in words; "" if one does, or all are done."""
+        if self.done >= rounds - 1:
+            return ""
+        if self.told:
+            return f"stopped early, after round {self.done + 1}: should_stop, given to start(), said so"
+        return self.best.stopped(self._choice, self.done) if self._choice else ""
+
+    def scores(self, attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Return the scores of the run's final server model: each metric's last value up to its round."""
+        last_scores: dict[str, float] = {}
+        for row in attempts:
+            if self._kept is None or row["round"] <= self._kept:
+                last_scores |= (row.get("scores") or {}).get("server", {})
+        return last_scores | dict(self.final.get("server", {}))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Return the entries for status.json.
+
+        They are the best round so far and, at the end, the round whose model was kept and its scores.
+        """
+        if self._choice is None:
+            return {}
+        final = {} if self._kept is None else {"final": {"round": self._kept, "scores": self.final}}
+        return self.best.about(self._choice) | final
+
+
+def failure_reason(error: BaseException, folder: Path) -> str:
+    """The reason for status.json: what happened, what to lower, and the command that resumes the run, if one does."""
+    reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
+        reason = process_exit.TOLD_TO_END  # Flower answers a signal by SystemExit: 0
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in chain):
+        reason += "; the server's disk is full: free space"
+    elif process_exit.is_out_of_memory(error):
+        reason += f"; {process_exit.LOWER}"
+    elif process_exit.ExitCause.MEMORY in reason:  # so a site has answered
+        reason += f"; {process_exit.LOWER_AT_SITE}"
+    if isinstance(error, ConfigError) or not checkpoints.has_checkpoint(folder):
+        return reason
+    return f"{reason}; {process_exit.resume_command(folder)}"
+
+
+def leave_card(run: RunFolder, config: RunConfig, method: Method, course: BestRoundTracker) -> None:
+    """Writes the card of a run that has just ended, and its digest to the audit log. No attack was run yet.
+
+    Raises:
+        OSError: it cannot be written.
+        StateError: the run's own record is damaged.
+    """
+    from fedveil.cards import collect
+    from fedveil.cards.card import AuditSection, DeclaredFacts
+    from fedveil.records import disclosure_ledger
+
+    folder = run.folder
+    rows = checkpoints.read_lines(folder / "metrics.jsonl")
+    attempts = [row for row in rows if row["round"] >= 0 and not row.get("resumed")]
+    recorded = collect.RecordedRun(
+        folder=folder,
+        id=run.id,
+        about=json.loads((folder / "config.json").read_text()),
+        attempts=attempts,
+        messages=disclosure_ledger.read_messages(folder / disclosure_ledger.NAME),
+        rounds=course.done + 1,
+        scores=course.scores(attempts),
+        resumed=sum(1 for row in rows if row.get("resumed")),
+    )
+    card = collect.collect_card(recorded, config, method, DeclaredFacts(), AuditSection())
+    collect.write_card(folder / "final", card)
+    run.audit("card", {"card": hashlib.sha256(card.to_bytes()).hexdigest()})

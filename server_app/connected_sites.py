@@ -1,0 +1,141 @@
+"""The connected sites: Flower's nodes by their registered names, and the wait until there are enough of them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flwr.common.constant import HEARTBEAT_INTERVAL_INF
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+
+from fedveil.config import CohortConfig
+from fedveil.errors import ConfigError, QuorumError
+from fedveil.federation import aggregation_rules
+
+if TYPE_CHECKING:
+    from fedveil.server_app.round_record import RoundRecord
+    from fedveil.server_app.run_folder import RunFolder
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_POLL_SECONDS = 0.25
+_SILENT = re.compile("no (reply|answer) within ")
+_POLICY = "its policy"
+_REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": "its ledger"}
+_NAMED = 5  # sites in an error
+_GONE_SECONDS = 62.0  # for a minute after its last sign of life Flower has a SuperNode as connected
+
+
+def connected_sites(grid: Grid) -> dict[str, int]:
+    """Return node ids by site name, sorted by name.
+
+    A node without a registered name is called "node-<id>". The simulation engine draws new ids at every
+    start. There the node is called "partition-<number>", because nodes register in the order of their
+    partitions.
+
+    Raises:
+        ConfigError: two nodes have the same name, or a name has characters other than letters, digits, "_",
+            "." and "-".
+    """
+    node_ids: dict[str, int] = {}
+    nodes = sorted(grid.get_nodes(), key=lambda n: (n.registered_at, n.node_id))
+    for number, node in enumerate(nodes):
+        name = node.name or (f"partition-{number}" if _simulated(nodes) else f"node-{node.node_id}")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f'site name: expected at most 64 letters, digits, "_", "." or "-", found {name[:80]!r}')
+        if name in node_ids:
+            raise ConfigError(
+                f"site name: expected each name once, found two nodes called {name}; register one under another name"
+            )
+        node_ids[name] = node.node_id
+    return dict(sorted(node_ids.items()))
+
+
+def _simulated(nodes: Sequence[NodeInfo]) -> bool:
+    return all(not node.name and node.heartbeat_interval >= HEARTBEAT_INTERVAL_INF for node in nodes)
+
+
+def wait_for(
+    grid: Grid, count: int, seconds: float, because: str = "cohort.sites and cohort.min-sites"
+) -> dict[str, int]:
+    """Wait for at least `count` sites and return those connected.
+
+    Raises:
+        QuorumError: too few sites after `seconds`; it names the settings in `because`, which require them.
+    """
+    end = time.monotonic() + seconds
+    while len(sites := connected_sites(grid)) < count:
+        if time.monotonic() > end:
+            raise QuorumError(
+                f"cohort: expected {count} connected sites within {seconds:g} s, found {len(sites)} "
+                f"({', '.join(sites)}); start the missing sites or lower {because}"
+            )
+        time.sleep(_POLL_SECONDS)
+    return sites
+
+
+def await_quorum(
+    grid: Grid, round_: int, quorum: int, cohort: CohortConfig, before: RoundRecord | None, folder: RunFolder | None
+) -> None:
+    """Waits until a round can succeed: no site shall train for one that cannot.
+
+    Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too: they are
+    not waited for. One that was silent may be dead: it counts once it was gone and is back, or Flower would have
+    noticed.
+
+    Args:
+        quorum: of the round.
+        before: the attempt before this one.
+        folder: where the wait is told.
+
+    Raises:
+        QuorumError: it could not within cohort.wait-seconds.
+    """
+    began = time.monotonic()
+    end, refused = began + cohort.wait_seconds, refusing_sites(before)
+    silent = {site for site, why in before.failed.items() if _SILENT.match(why)} if before else set[str]()
+    noticed = min(end, began + _GONE_SECONDS)
+    last_willing = -1
+    while True:
+        there, now = connected_sites(grid), time.monotonic()
+        silent = silent & set(there) if now <= noticed else set()
+        drawn = aggregation_rules.cohort_size(cohort.fraction, len(there))
+        willing = min(drawn, len([site for site in there if site not in refused and site not in silent]))
+        if willing >= quorum:
+            return
+        if now > end:
+            why = f"in the last attempt: {before.reasons}" if before else f"{drawn} of them would be drawn"
+            raise QuorumError(
+                f"round {round_ + 1}: expected at least {quorum} sites that take part within "
+                f"{cohort.wait_seconds:g} s, found {willing} (connected: {', '.join(there) or 'none'}; {why}); "
+                f"{suggest_remedy(before)}"
+            )
+        if folder and willing != last_willing:
+            folder.underway.awaits(willing, end - now, refused)
+            last_willing = willing
+        time.sleep(_POLL_SECONDS)
+
+
+def refusing_sites(attempt: RoundRecord | None) -> dict[str, str]:
+    """Return by site what refused the attempt there, "its policy" or "its ledger"."""
+    failed = attempt.failed if attempt else {}
+    refusals = ((site, by) for site, why in failed.items() for start, by in _REFUSES.items() if why.startswith(start))
+    return dict(refusals)
+
+
+def suggest_remedy(before: RoundRecord | None) -> str:
+    """The next step where sites are missing, by what became of the last attempt."""
+    refused, failed = refusing_sites(before), before.failed if before else {}
+    if not refused:
+        if failed and not any(_SILENT.match(why) for why in failed.values()):
+            return (
+                "mend what these say. A resumed run repeats the round, which a site refuses whose policy's max-retries "
+                "it has reached: then submit anew, under another name"
+            )
+        return "start the missing sites, see the sites' logs, or lower cohort.min-sites"
+    named = [f"{site}, refused by {by}" for site, by in refused.items()]
+    named[_NAMED:] = [f"and {len(named) - _NAMED} more"] * (len(named) > _NAMED)
+    step = "mend it and submit again, or resume; " * (_POLICY in refused.values())
+    return f"out of this run: {'; '.join(named)}; {step}see the sites' logs, or lower cohort.min-sites"

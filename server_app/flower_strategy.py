@@ -1,0 +1,203 @@
+"""The only Flower strategy: it turns a Method's calls into messages, and replies into uploads.
+
+`MethodStrategy(FedRand(rho=0.5)).start(grid, initial_arrays, num_rounds)` works in any ServerApp. `start` runs our own
+loop. It adds up replies one by one as they arrive, so memory stays O(model). A round ends at its deadline with the
+sites that have answered; a round below the quorum is repeated with a new cohort; and every refusal is recorded with its
+reason. The five methods of Flower's interface do the same work for a caller that has its own loop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from logging import INFO
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.supercore import log
+
+from fedveil.config import CohortConfig
+from fedveil.contract import held_out_report
+from fedveil.contract.method import FederatedState, Method
+from fedveil.contract.param_spec import Spec
+from fedveil.errors import ConfigError
+from fedveil.server_app import connected_sites
+from fedveil.server_app.evaluation import Scores
+from fedveil.server_app.round_attempt import RoundAttempt
+from fedveil.server_app.round_record import RoundRecord
+from fedveil.server_app.rounds import RoundLoop
+from fedveil.server_app.run_folder import RunFolder, Save
+from fedveil.server_app.run_settings import RunSettings
+
+
+class MethodStrategy(Strategy):
+    """Runs one method over Flower.
+
+    Args:
+        method: with its hyper-parameters.
+        settings: of the loop.
+        folder: where the run is recorded; None records nothing.
+        scores: gives the scores of a server state after a round (round -1: before round 0).
+        spec: what the task trains, with the tensors' places in the model; by default the spec of the initial weights.
+        device: where a method with `on_device` makes what is sent; None: on the CPU.
+        save: writes the server's last model to the run folder as other programs load it; None writes none.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        settings: RunSettings | None = None,
+        *,
+        folder: RunFolder | None = None,
+        scores: Callable[[FederatedState, int], Scores] | None = None,
+        spec: Spec | None = None,
+        device: torch.device | None = None,
+        save: Save | None = None,
+    ) -> None:
+        self.rounds = RoundLoop(method, settings or RunSettings(), folder, scores, spec, device)
+        self._save = save
+        self._initialised = False
+        self._open: tuple[RoundAttempt, dict[str, int]] | None = None  # for a caller that has its own loop
+
+    @property
+    def cohort(self) -> CohortConfig:
+        """Return the settings that decide which sites take part."""
+        return self.rounds.settings.cohort
+
+    @property
+    def history(self) -> list[RoundRecord]:
+        """Every attempt at a round, in order."""
+        return self.rounds.history
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        should_stop: Callable[[int, Result], bool] | None = None,
+    ) -> Result:
+        """Runs all rounds. Arguments and result are Flower's; `timeout` is one more bound on a round's deadline.
+
+        `should_stop`, as from Flower 1.43 on: asked after every round that counted, with its number (from 1) and what
+        there is by then, the model among it. Where it says yes the run ends as after its last round, and
+        `rounds.course.stopped` says why in words. A run that is resumed goes on after that round, and asks again.
+
+        Raises:
+            ConfigError: there is an `evaluate_config`. Uploads carry what clients measure, so no message would use it.
+            QuorumError: there are too few sites, or too few accepted uploads in every attempt at a round.
+        """
+        if evaluate_config:
+            raise ConfigError("evaluate_config: expected none (there is no evaluate exchange), found one; leave it out")
+        self._initialise(initial_arrays)
+        result = Result()
+
+        def done(server_round: int, record: RoundRecord | None) -> None:
+            if record is not None:
+                result.train_metrics_clientapp[server_round] = _mean_report(record)
+            if evaluate_fn and (metrics := evaluate_fn(server_round, self._arrays())) is not None:
+                result.evaluate_metrics_serverapp[server_round] = metrics
+            if record is not None and should_stop:
+                result.arrays = self._arrays()
+                self.rounds.course.told = bool(should_stop(server_round, result))
+
+        self.run(grid, num_rounds, timeout, train_config, done)
+        result.arrays = self._arrays()
+        return result
+
+    def run(
+        self,
+        grid: Grid,
+        num_rounds: int,
+        timeout: float = math.inf,
+        train_config: ConfigRecord | None = None,
+        done: Callable[[int, RoundRecord | None], None] = lambda server_round, record: None,
+    ) -> None:
+        """The same from the weights that the rounds were initialised with, without Flower's copies of the model.
+
+        `done` is called with 0 and None before round 0, and with Flower's number of a round and its record after it.
+        Raises QuorumError as `start` does.
+        """
+        self.summary()
+        self.rounds.course.told = False
+        first = self.rounds.resume()
+        connected_sites.wait_for(grid, max(self.cohort.sites, self.cohort.min_sites), self.cohort.wait_seconds)
+        if first == 0:
+            done(0, None)
+            self.rounds.score_initial()
+        deadline = min(timeout, self.cohort.deadline_seconds)
+        for round_ in range(first, num_rounds):
+            if why := self.rounds.course.stopped(num_rounds):
+                log(INFO, "fedveil: %s", why)
+                break
+            record = self.rounds.run_round(grid, round_, num_rounds, deadline, train_config or ConfigRecord())
+            done(round_ + 1, record)
+        self.rounds.end(num_rounds)
+        if self.rounds.folder:
+            self.rounds.folder.final(self.rounds.method.models(self.rounds.server), self._save)
+
+    # Flower's interface, for a caller that has its own loop
+
+    def summary(self) -> None:
+        """Logs the method and its cohort."""
+        log(INFO, "FedVeil: %s; %r", self.rounds.method, self.cohort)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
+        if self.rounds.settings.secure.enabled:
+            raise ConfigError("secure.enabled: expected false in a loop of the caller's own, found true; call start()")
+        if not self._initialised:
+            self._initialise(arrays)
+        nodes = connected_sites.wait_for(grid, self.cohort.min_sites, self.cohort.wait_seconds)
+        attempt, messages = self.rounds.open_attempt(grid, server_round - 1, 0, self.cohort.deadline_seconds, config)
+        self._open = attempt, nodes
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Adds up the replies. Below the quorum returns (None, None), which keeps the model."""
+        if self._open is None:
+            raise ConfigError(
+                "aggregate_train: expected after configure_train of the same round, found none; call it first"
+            )
+        (attempt, nodes), self._open, started = self._open, None, time.monotonic()
+        if not self.rounds.record_attempt(attempt.run(attempt.iter_given_uploads(replies, nodes)), started):
+            return None, None
+        return self._arrays(), _mean_report(self.history[-1])
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """No messages: uploads carry the clients' evaluation."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """None: uploads carry the clients' evaluation."""
+        return None
+
+    def _initialise(self, arrays: ArrayRecord) -> None:
+        self.rounds.initialise(arrays.to_torch_state_dict())
+        self._initialised = True
+
+    def _arrays(self) -> ArrayRecord:
+        return ArrayRecord({name: w.detach().cpu() for name, w in self.rounds.models().items()})
+
+
+def _mean_report(record: RoundRecord) -> MetricRecord:
+    """The mean of each figure over the sites that report it, weighted with their examples, or rows held out."""
+    mean = {}
+    unaveraged = {"num_examples", held_out_report.ROWS, held_out_report.REFUSED}
+    for name in sorted({name for report in record.reports.values() for name in report} - unaveraged):
+        weight = held_out_report.ROWS if name == held_out_report.LOSS else "num_examples"
+        rows = [(r[name], r[weight]) for r in record.reports.values() if name in r]
+        mean[name] = sum(value * n for value, n in rows) / sum(n for _, n in rows)
+    return MetricRecord({"num-examples": int(sum(r["num_examples"] for r in record.reports.values())), **mean})

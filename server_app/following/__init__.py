@@ -1,1 +1,0 @@
-"""What can be followed of a run while it goes on: the round under way, and where each round's figures go."""

@@ -1,0 +1,77 @@
+"""The messages of one attempt on record: disclosure.jsonl, the audit log, progress.json and the capture.
+
+A round's result is recorded at its end (rounds.py). A message is recorded at once: the server may be killed in the
+middle of the round, and what has left a site by then must stand in its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil.contract.codec import Buffer
+from fedveil.contract.layout import Direction
+from fedveil.contract.method import RoundContext
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.wire.capture import MessageCapture
+
+
+@dataclass(frozen=True)
+class RunMessageRecorder:
+    """The `MessageRecorder` of an attempt of a run.
+
+    Attributes:
+        folder: the run's; None records nothing.
+        capture: stores whole messages; None stores none.
+        cohort: all sites of the attempt, for progress.json.
+    """
+
+    folder: RunFolder | None
+    capture: MessageCapture | None
+    cohort: Sequence[str]
+
+    @property
+    def with_data(self) -> bool:
+        """Return whether whole messages are stored."""
+        return self.capture is not None
+
+    def record_sent(self, ctx: RoundContext, disclosed: Mapping[str, Any], parts: Sequence[Buffer]) -> str:
+        """Record a message to a site. Return the audit log's anchor after it; "" without a folder."""
+        anchor = self._disclose(ctx, disclosed, "down", "sent", {})
+        if self.capture:
+            self._store(ctx, b"".join(parts), "down")
+        return anchor
+
+    def record_accepted(self, ctx: RoundContext, disclosed: Mapping[str, Any], data: Buffer, site_log: str) -> None:
+        """Record a site's upload that is about to be added up, with the anchor of the site's own log."""
+        self._disclose(ctx, disclosed, "up", "accepted", {"site_log": site_log})
+        self._store(ctx, data, "up", accepted=True)
+
+    def record_failed(self, ctx: RoundContext, reason: str) -> None:
+        """Record that there is no upload of a site."""
+        self._audit(ctx, "failed", {"reason": reason})
+
+    def record_refused(self, ctx: RoundContext, reason: str, data: Buffer, up_bytes: int) -> None:
+        """Record a site's upload that the server does not add up."""
+        self._audit(ctx, "failed", {"reason": reason, "up_bytes": up_bytes})
+        self._store(ctx, data, "up", accepted=False)
+
+    def _disclose(
+        self, ctx: RoundContext, disclosed: Mapping[str, Any], direction: Direction, event: str, more: Mapping[str, str]
+    ) -> str:
+        if self.folder is None:
+            return ""
+        self.folder.disclosed(disclosed, ctx, self.cohort, direction)
+        fields = [[name, size] for name, _, _, size in disclosed["fields"]]
+        about = {"bytes": disclosed["bytes"], "variant": disclosed["variant"], "fields": fields, **more}
+        about |= {"figures": disclosed["figures"]} if disclosed["figures"] else {}
+        return self._audit(ctx, event, about)
+
+    def _audit(self, ctx: RoundContext, event: str, about: Mapping[str, Any]) -> str:
+        where = {"round": ctx.round, "attempt": ctx.address.attempt, "site": ctx.client}
+        return self.folder.audit(event, where | dict(about)) if self.folder else ""
+
+    def _store(self, ctx: RoundContext, data: Buffer, direction: Direction, accepted: bool | None = None) -> None:
+        if self.capture:
+            self.capture.write(data, ctx.round, ctx.address.attempt, ctx.client, direction, accepted)

@@ -1,0 +1,150 @@
+"""Hands each round's figures to sinks, each in a thread of its own, so that none can hold up or end a round.
+
+| a sink ... | what happens |
+|---|---|
+| raises | it is ended with its error |
+| takes more than `MOST_SECONDS` over an attempt, or has `MOST_WAITING` of them before it | it is ended |
+| has not written its last ones `END_SECONDS` after the run's end, `FAILED_SECONDS` after a failure | the same |
+| is ended | the log says why, and so does status.json under "sinks"; nothing more is handed to it; the rounds go on |
+
+Threads cannot be killed: one that hangs stays, holds what it holds, and ends with the process.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from logging import WARNING
+from queue import SimpleQueue
+from typing import Protocol, final
+
+from flwr.supercore import log
+
+from fedveil.sanitize import sanitize
+from fedveil.server_app.metrics.samples import RoundMetrics
+
+MOST_SECONDS = 120.0  # MLflow's first tables take ten on a slow machine
+END_SECONDS = 30.0
+FAILED_SECONDS = 5.0  # of a run that fails, or is stopped: Flower does not wait long for its last words
+MOST_WAITING = 100
+_REASON_CHARACTERS = 300
+
+
+class MetricsSink(Protocol):
+    """A destination for metrics. Both calls come from the same thread and may raise."""
+
+    def write(self, told: RoundMetrics) -> None:
+        """Writes one attempt's figures."""
+        ...
+
+    def close(self, state: str) -> None:
+        """The run has ended: "completed" or "failed". Also called for a sink that raised."""
+        ...
+
+
+Clock = Callable[[], float]
+
+
+@final
+class _Outlet:
+    """One sink and its thread."""
+
+    def __init__(self, name: str, sink: MetricsSink, clock: Clock) -> None:
+        self.name, self.ended, self.logged = name, "", False
+        self._sink, self._clock = sink, clock
+        self._waiting: SimpleQueue[RoundMetrics | str] = SimpleQueue()
+        self._since: float | None = None  # of what it is at
+        self.thread = threading.Thread(target=self._serve, name=f"sink-{name}", daemon=True)
+        self.thread.start()
+
+    def put(self, item: RoundMetrics | str) -> None:
+        """Hands over figures, or the run's last state, unless the sink is ended."""
+        if self.over():
+            return
+        if self._waiting.qsize() >= MOST_WAITING:
+            self.ended = f"{MOST_WAITING} attempts wait for it; it is too slow"
+            return
+        self._waiting.put(item)
+
+    def over(self) -> str:
+        """Why it is ended; "" if it is not."""
+        since = self._since
+        if not self.ended and since is not None and self._clock() - since > MOST_SECONDS:
+            self.ended = f"it has been at one attempt for more than {MOST_SECONDS:g} s"
+        return self.ended
+
+    def _serve(self) -> None:
+        state = "failed"
+        try:
+            while not self.ended:
+                item = self._waiting.get()
+                self._since = self._clock()
+                if isinstance(item, str):
+                    state = item
+                    break
+                self._sink.write(item)
+                self._since = None
+        except BaseException as error:  # of whatever kind: it is the sink's own, SystemExit too
+            self.ended = self.ended or sanitize(f"{type(error).__name__}: {error}", _REASON_CHARACTERS)
+        try:
+            self._sink.close(state)
+        except BaseException as error:
+            self.ended = self.ended or sanitize(f"at its end: {type(error).__name__}: {error}", _REASON_CHARACTERS)
+        self._since = None
+
+
+@final
+class MetricsDispatcher:
+    """The sinks of a run, by name.
+
+    Args:
+        accountant: makes a sink that hands further figures to the others; it is called "epsilon".
+        clock: for tests.
+    """
+
+    def __init__(
+        self,
+        sinks: Mapping[str, MetricsSink],
+        accountant: Callable[[Callable[[RoundMetrics], None]], MetricsSink] | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._sinks = [_Outlet(name, sink, clock) for name, sink in sinks.items()]
+        first = [_Outlet("epsilon", accountant(self._hand), clock)] if accountant and sinks else []
+        self._all = [*first, *self._sinks]
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def put(self, told: RoundMetrics) -> None:
+        """Hands the figures to every sink. Returns at once."""
+        for outlet in self._all:
+            outlet.put(told)
+
+    def _hand(self, told: RoundMetrics) -> None:
+        for outlet in self._sinks:
+            outlet.put(told)
+
+    def ended(self) -> dict[str, str]:
+        """Why sinks were ended, by name. The first call after it logs it."""
+        reasons = {outlet.name: why for outlet in self._all if (why := outlet.over())}
+        for outlet in self._all:
+            if outlet.name in reasons and not outlet.logged:
+                outlet.logged = True
+                log(WARNING, "sinks: %s is ended: %s; the rounds go on", outlet.name, reasons[outlet.name])
+        return reasons
+
+    def close(self, state: str) -> None:
+        """Lets the sinks write what waits for them, in that time all together."""
+        seconds = END_SECONDS if state == "completed" else FAILED_SECONDS
+        end = self._clock() + seconds
+        for last in (self._all[: -len(self._sinks)], self._sinks):  # the accountant still hands to the others
+            for outlet in last:
+                outlet.put(state)
+            for outlet in last:
+                if outlet.ended:
+                    continue
+                outlet.thread.join(max(0.0, end - self._clock()))
+                if outlet.thread.is_alive():
+                    outlet.ended = f"it had not written all within {seconds:g} s of the run's end"

@@ -1,0 +1,81 @@
+"""The most that the run has cost the records of each site so far, after every attempt: for the sinks.
+
+It is what the report says at the end, from the server's record and the sites' own reports: the run alone, against
+everyone but the site. A site has no figure where that is infinite or not known: no claim, seeded noise, sums that only
+the server sees without noise, uploads that were added up unseen. Its own ledger knows better, and never comes here.
+
+Accounting takes CPU time of the machine that the rounds run on, so it ends with the first attempt that takes it longer
+than `MOST_SECONDS`, and status.json says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from fedveil.config import RunConfig
+from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.server_app import checkpoints
+from fedveil.server_app.metrics.samples import MetricSample, RoundMetrics, finite_samples
+
+MOST_SECONDS = 20.0
+_KEPT = ("round", "cohort", "accepted", "unseen")
+
+Row = Mapping[str, Any]
+Put = Callable[[RoundMetrics], None]
+
+
+@final
+class EpsilonSink:
+    """A sink that tells others. `before`: the run's attempts so far; `put` gets the figures of each further one."""
+
+    def __init__(self, claim: PrivacyGuarantee, config: RunConfig, before: Iterable[Row], put: Put) -> None:
+        self._claim, self._batch, self._put = claim, config.train.batch_size, put
+        self._attempts = [_needed(row) for row in before if "cohort" in row]
+
+    def write(self, told: RoundMetrics) -> None:
+        """Raises TimeoutError where it has become too slow."""
+        if "cohort" not in told.row:
+            return
+        from fedveil.privacy.server_side_bound import server_side_bound
+
+        self._attempts.append(_needed(told.row))
+        budget, started = self._claim.budget, time.monotonic()
+        about = ("delta", f"{budget.delta:g}"), ("neighbours", str(budget.neighbours))
+        samples = []
+        for site in told.row["cohort"]:
+            known = server_side_bound(self._claim, self._batch, self._attempts, site)
+            if not isinstance(known, str):
+                samples.append(MetricSample("site_epsilon", known.epsilon, (("site", site), *about)))
+            if time.monotonic() - started > MOST_SECONDS:
+                raise TimeoutError(f"accounting takes longer than {MOST_SECONDS:g} s an attempt; the report has it")
+        self._put(RoundMetrics(told.step, finite_samples(samples), {}, told.row))
+
+    def close(self, state: str) -> None:
+        """Nothing is open."""
+
+
+def make_epsilon_sink(
+    claim: PrivacyGuarantee | None, config: RunConfig, metrics: Path
+) -> Callable[[Put], EpsilonSink] | None:
+    """Return a factory for the sink, or None if the run has no epsilon that holds against the server too.
+
+    `metrics` is the file with the rounds before a resume.
+
+    Raises:
+        StateError: metrics.jsonl cannot be read.
+    """
+    if claim is None or config.run.deterministic or claim.budget.server_trusted:
+        return None
+    before = checkpoints.read_lines(metrics)
+    return lambda put: EpsilonSink(claim, config, before, put)
+
+
+def _needed(row: Row) -> Row:
+    reports = {
+        site: {key: report[key] for key in ("num_examples", "steps") if key in report}
+        for site, report in (row.get("reports") or {}).items()
+    }
+    return {key: row.get(key) for key in _KEPT} | {"reports": reports}

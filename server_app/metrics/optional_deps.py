@@ -1,0 +1,35 @@
+"""Find the sinks that a run config names and check whether their dependencies are installed here.
+
+`fedveil submit` runs this check too, so the module does not import Flower.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError
+from fedveil.plugins import PluginPackage
+
+PLUGINS = PluginPackage(
+    "fedveil.server_app.metrics.sinks", "fedveil.sinks", "sinks.use", needs=("EXTRA", "NEEDS", "create")
+)
+
+
+def require_installed(config: RunConfig, where: str) -> dict[str, ModuleType]:
+    """The modules of the sinks that the run config names; none is created. `where` this is asked, for the message.
+
+    Raises:
+        ConfigError: one is unknown, or its extra is not installed here.
+    """
+    modules = {name: PLUGINS.load_module(name) for name in config.sinks.names}
+    for name, module in modules.items():
+        if importlib.util.find_spec(module.NEEDS) is None:
+            extra = module.EXTRA
+            raise ConfigError(
+                f'sinks.use: expected the extra "{extra}" {where}, found no {module.NEEDS} for {name}; '
+                f"next step: pip install --require-hashes --no-deps -r lock/{extra}.txt, or without a checkout "
+                f'pip install "fedveil[{extra}]"'
+            )
+    return modules

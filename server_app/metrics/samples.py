@@ -1,0 +1,95 @@
+"""A line of metrics.jsonl as figures with labels, for programs that draw or keep them.
+
+| figure | labels | what |
+|---|---|---|
+| asked, accepted, failed | - | sites of the attempt |
+| upload_bytes, download_bytes, seconds | - | of the attempt, refused uploads too |
+| score | view, metric | of the model that the server holds, after the round |
+| site_accepted | site | 1, or 0 where the attempt went on without it |
+| site_upload_bytes, site_download_bytes | site | of its messages; an upload that was refused counts |
+| site_ and a key of a report | site | what it reports: loss_received, loss_trained, train_seconds, ... |
+| site_epsilon | site, delta, neighbours | the most that the run has cost a record of it so far (epsilon.py); it comes
+  after the attempt's other figures |
+
+Nothing is in them that is not in the run folder, and all of them are finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Labels = tuple[tuple[str, str], ...]
+Sizes = Mapping[str, Mapping[str, int]]  # by site: {"upload_bytes": ..., "download_bytes": ...}
+
+_OF_THE_ROUND = ("upload_bytes", "download_bytes", "seconds")
+
+
+@dataclass(frozen=True)
+class MetricSample:
+    """One number of a round. `labels` are names and values in a fixed order."""
+
+    name: str
+    value: float
+    labels: Labels = ()
+
+    @property
+    def path(self) -> str:
+        """Name and labels in one text: "site_loss_received/north"."""
+        return "/".join((self.name, *(value for _, value in self.labels)))
+
+
+@dataclass(frozen=True)
+class RoundMetrics:
+    """The metrics of one attempt at a round, given to a sink at once or in two parts with the same `row`.
+
+    Attributes:
+        step: number of rounds finished by then; 0 for the scores before round 0.
+        figures: all metrics of the attempt, or the second part of them.
+        failed: failure reason by site; untrusted text, because sites may have written it.
+        row: the line of metrics.jsonl.
+    """
+
+    step: int
+    figures: tuple[MetricSample, ...]
+    failed: Mapping[str, str]
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+def samples_from_line(row: Mapping[str, Any], sizes: Sizes) -> RoundMetrics:
+    """The figures of a line of metrics.jsonl that is an attempt, or has the scores before round 0."""
+    samples = finite_samples([*_of_round(row), *_of_sites(row, sizes)])
+    return RoundMetrics(int(row["round"]) + 1, samples, dict(row.get("failed") or {}), row)
+
+
+def finite_samples(figures: Iterable[MetricSample]) -> tuple[MetricSample, ...]:
+    """Those that can be drawn."""
+    return tuple(figure for figure in figures if math.isfinite(figure.value))
+
+
+def _of_round(row: Mapping[str, Any]) -> Iterator[MetricSample]:
+    if "cohort" in row:
+        yield MetricSample("asked", float(len(row["cohort"])))
+        for name in ("accepted", "failed"):
+            yield MetricSample(name, float(len(row[name])))
+        for name in _OF_THE_ROUND:
+            yield MetricSample(name, float(row[name]))
+    for view, scores in (row.get("scores") or {}).items():
+        for metric, value in scores.items():
+            yield MetricSample("score", float(value), (("view", view), ("metric", metric)))
+
+
+def _of_sites(row: Mapping[str, Any], sizes: Sizes) -> Iterator[MetricSample]:
+    accepted = set(row.get("accepted") or [])
+    for site in sorted({*(row.get("cohort") or []), *(row.get("failed") or {})}):
+        yield _of("site_accepted", site in accepted, site)
+        for name, size in sizes.get(site, {}).items():
+            yield _of(f"site_{name}", size, site)
+        for name, value in ((row.get("reports") or {}).get(site) or {}).items():
+            yield _of(f"site_{name}", value, site)
+
+
+def _of(name: str, value: float, site: str) -> MetricSample:
+    return MetricSample(name, float(value), (("site", site),))

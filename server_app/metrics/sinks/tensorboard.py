@@ -1,0 +1,55 @@
+"""TensorBoard: event files in the run folder, for `tensorboard --logdir runs`.
+
+One chart a figure with a line a site ("site_loss_received/north"); the step is the number of rounds that are over. The
+reason of each site that failed is a text; it is shown as code, for TensorBoard reads texts as Markdown, where a
+site's words could load a picture from elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from fedveil.sanitize import sanitize
+from fedveil.server_app.metrics.samples import RoundMetrics
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from fedveil.server_app.metrics.sinks import SinkRunInfo
+
+EXTRA, NEEDS = "tensorboard", "tensorboard"
+
+
+@final
+class TensorBoardSink:
+    """Writes to <run folder>/tensorboard. What a resumed run had written of rounds that it does again is void."""
+
+    def __init__(self, about: SinkRunInfo) -> None:
+        self._about = about
+        self._writer: SummaryWriter | None = None
+
+    def write(self, told: RoundMetrics) -> None:
+        """Writes and flushes; raises OSError where the folder or the disk does not take it."""
+        writer = self._writer or self._opened(told.step)
+        for figure in told.figures:
+            writer.add_scalar(figure.path, figure.value, told.step)
+        for site, reason in told.failed.items():
+            writer.add_text(f"failed/{site}", f"    {sanitize(reason)}", told.step)
+        writer.flush()
+
+    def close(self, state: str) -> None:
+        """Closes the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _opened(self, step: int) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        first = step if self._about.is_resumed else None
+        self._writer = SummaryWriter(str(self._about.folder / "tensorboard"), purge_step=first)
+        return self._writer
+
+
+def create(about: SinkRunInfo) -> TensorBoardSink:
+    """The sink of a run."""
+    return TensorBoardSink(about)

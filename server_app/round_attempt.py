@@ -1,0 +1,388 @@
+"""One attempt at a round: it makes messages, judges replies and adds up uploads. It returns a value.
+
+What an attempt comes to is its `AttemptResult`, which the loop records (rounds.py). An attempt that is killed returns
+none, so it also hands each message to a `MessageRecorder` as it leaves or arrives.
+
+| a site ... | its entry in the record's `failed` |
+|---|---|
+| does not answer by the deadline | "no reply within 900 s" |
+| loses its client process, its SuperNode or its reply | what that means, in place of Flower's words |
+| loses its worker, twice in a turn | "WorkerError: the site's worker ended: out of memory", or what else ended it |
+| raises | the kind of its error; the text stays in the site's log |
+| sends what the envelope or the intake gate refuses | "refused: " field, expected, found |
+| sends what makes this server's own code fail | "refused: " the kind of the error; its text is in the server's log |
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import ERROR, WARNING
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedveil.contract.codec import Buffer
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext, hyperparameters_of
+from fedveil.errors import StateError, UploadRefused, WireError
+from fedveil.federation import aggregation_rules
+from fedveil.federation.exchange import MessageExchange
+from fedveil.ops.krum import MultiKrumAggregator
+from fedveil.records.audit_log import LogHead
+from fedveil.sanitize import sanitize
+from fedveil.server_app import upload_validation
+from fedveil.server_app.round_record import RoundRecord
+from fedveil.server_app.run_settings import RunSettings
+from fedveil.wire import chunking, envelope
+
+_POLL_SECONDS = 0.25
+_GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says who was late and not Flower
+REASON_CHARACTERS = 300
+_FEWEST_FOR_A_MEDIAN = 3
+_LOST = {  # by Flower's ErrorCode
+    3: "its message was lost before all of it had come: the site ended while it sent, or was removed from the "
+    "federation, or the SuperLink's state was",
+    4: "its reply was lost, or came too late",
+    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process is gone",
+    8: "its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log",
+}
+
+
+class MessageRecorder(Protocol):
+    """Records the messages of an attempt, each before the attempt goes on: a killed attempt returns no result."""
+
+    @property
+    def with_data(self) -> bool:
+        """Return whether whole messages are stored; where not, the attempt keeps none for the recorder."""
+        ...
+
+    def record_sent(self, ctx: RoundContext, disclosed: Mapping[str, Any], parts: Sequence[Buffer]) -> str:
+        """Record a message to a site. Return the anchor of the server's audit log, which the site is told."""
+        ...
+
+    def record_accepted(self, ctx: RoundContext, disclosed: Mapping[str, Any], data: Buffer, site_log: str) -> None:
+        """Record a site's upload that is about to be added up, with the anchor of the site's own log."""
+
+    def record_failed(self, ctx: RoundContext, reason: str) -> None:
+        """Record that there is no upload of a site."""
+
+    def record_refused(self, ctx: RoundContext, reason: str, data: Buffer, up_bytes: int) -> None:
+        """Record a site's upload that the server does not add up."""
+
+
+@dataclass
+class AttemptTally:
+    """Counts what an attempt has come to so far, in the fields of its `RoundRecord`.
+
+    Attributes:
+        turns: of each upload that passed the gate, by site.
+    """
+
+    accepted: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    unlisted: dict[str, list[int]] = field(default_factory=dict)
+    reports: dict[str, dict[str, float]] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    unseen: dict[str, Any] = field(default_factory=dict)
+    turns: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """The result of an attempt.
+
+    Attributes:
+        record: without what only a round that counts has: scores and the digest of the weights.
+        state: the server's next state, if the attempt has a quorum; None: there is no sum, or one of too few uploads.
+        turns: by accepted site, the turn of its upload.
+    """
+
+    record: RoundRecord
+    state: FederatedState | None
+    turns: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _JudgedUpload:
+    """The values that the records need of an upload that passed the gate. `data` is kept for a capture only."""
+
+    data: Buffer
+    sent: int
+    disclosed: Mapping[str, Any]
+    site_log: str
+    variant: str
+    norm: float
+
+
+@dataclass(frozen=True)
+class RoundAttempt:
+    """One attempt, with all that it needs. It knows neither the run's files nor its other rounds.
+
+    Attributes:
+        exchange: the method on its spec.
+        server: the state that is broadcast.
+        settings: of the run: quorum, limits of the intake gate, and what is made of the uploads.
+        address: the run's name, under which sites keep their private state, and the attempt's number.
+        round: 0-based.
+        contexts: one for each site of the cohort.
+        recorder: is given each message as it leaves or arrives.
+        folder: where a long upload waits for its turn; None: in memory.
+        last: each site's last turn whose upload is in `server`.
+        undecided: uploads that passed the gate, by site, until `filter_by_norm` has decided on them.
+        tally: filled in while the attempt runs.
+    """
+
+    exchange: MessageExchange
+    server: FederatedState
+    settings: RunSettings
+    address: MessageAddress
+    round: int
+    contexts: Sequence[RoundContext]
+    recorder: MessageRecorder
+    folder: Path | None = None
+    last: Mapping[str, str] = field(default_factory=dict)
+    undecided: dict[str, _JudgedUpload] = field(default_factory=dict)
+    tally: AttemptTally = field(default_factory=AttemptTally)
+
+    def build_messages(self, nodes: Mapping[str, int], deadline: float, config: ConfigRecord) -> list[Message]:
+        """Return one message for each context. Equal messages share one array object, which Flower uploads once."""
+        ttl = deadline + _GRACE_SECONDS
+        messages, shared = [], DeduplicatedSlices()
+        if (limit := chunking.MAX_REPLY_SLICES * chunking.SLICE_BYTES) < self.largest_upload:
+            log(
+                WARNING,
+                "round %s: an upload may have %s bytes, and the server's fleet port refuses replies of more than %s; "
+                "train fewer weights, or send them in fewer bits",
+                self.round + 1,
+                f"{self.largest_upload:,}",
+                f"{limit:,}",
+            )
+        for ctx in self.contexts:
+            message = self.exchange.packed(self.server, ctx)
+            self.tally.download_bytes += message.disclosed["bytes"]
+            anchor = self.recorder.record_sent(ctx, message.disclosed, message.parts)
+            record = shared.record(message.parts)
+            order = self.build_instruction(ctx, anchor, deadline)
+            content = RecordDict({"fedveil": record, "order": order, "config": config})
+            # The fleet port takes no larger reply (fedveil/guard/fleet/announcement.py).
+            group = f"{ctx.round}/{self.largest_upload}"
+            messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=group))
+        return messages
+
+    def build_instruction(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
+        """Return the instruction record sent along with a message."""
+        return round_instruction(self.exchange, self.address.run, ctx, deadline, anchor, self.last.get(ctx.client, ""))
+
+    def run(self, uploads: Iterator[AcceptedUpload]) -> AttemptResult:
+        """Add up the uploads, of `iter_uploads` or `iter_given_uploads`. Return the attempt's result."""
+        state, tally = self.aggregate(uploads), self.tally
+        record = RoundRecord(
+            self.round, self.address.attempt, [ctx.client for ctx in self.contexts], tally.accepted, tally.failed,
+            tally.upload_bytes, tally.download_bytes, tally.unlisted, tally.reports, tally.cut, tally.left_out,
+            tally.unseen,
+        )  # fmt: skip
+        has_quorum = len(tally.accepted) >= self.settings.quorum
+        turns = {site: tally.turns[site] for site in tally.accepted}
+        return AttemptResult(record, state if has_quorum else None, turns)
+
+    def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
+        """Return the next state from uploads in the clear; the same with too few of them."""
+        tally, cohort = self.tally, self.settings.cohort
+        sums = aggregation_rules.make_aggregator(self.settings.aggregate)
+        if cohort.max_norm_ratio:
+            uploads = self.filter_by_norm(uploads)
+        uploads = aggregation_rules.bound_weights(uploads, cohort.max_weight_fraction, tally.cut.__setitem__)
+        state = self.exchange.aggregate(self.server, uploads, lambda: sums, cohort.min_sites)
+        if tally.cut:
+            log(
+                WARNING,
+                "round %s: cohort.max-weight-fraction cut the examples that count: %s",
+                self.round + 1,
+                tally.cut,
+            )
+        if isinstance(sums, MultiKrumAggregator) and len(tally.accepted) >= cohort.min_sites:
+            tally.left_out = sorted(set(tally.accepted) - set(sums.chosen))
+        return state
+
+    def iter_uploads(self, grid: Grid, pending: dict[str, RoundContext], deadline: float) -> Iterator[AcceptedUpload]:
+        """Yield accepted uploads as they arrive, one in memory at a time, until all sites have answered or the
+        deadline is over. `pending`: the context by message id.
+
+        In a deterministic run they are fetched in the order of `pending`, while the others wait on the SuperLink. The
+        sums then do not depend on which site was faster.
+        """
+        end, in_order = time.monotonic() + deadline, self.settings.deterministic
+        while pending:
+            over, answered = time.monotonic() > end, False
+            for message_id in list(pending) if over or not in_order else list(pending)[:1]:
+                for reply in grid.pull_messages([message_id]):
+                    answered = True
+                    upload = self.judge_reply(reply, pending.pop(message_id))
+                    del reply
+                    if upload is not None:
+                        yield upload
+                    del upload
+            if over:
+                for ctx in pending.values():
+                    self._fail(ctx, f"no reply within {deadline:g} s")
+                return
+            if not answered:
+                time.sleep(_POLL_SECONDS)
+
+    def iter_given_uploads(self, replies: Iterable[Message], nodes: Mapping[str, int]) -> Iterator[AcceptedUpload]:
+        """Yield the accepted uploads of replies that a caller's own loop has gathered."""
+        waiting = {nodes[ctx.client]: ctx for ctx in self.contexts}
+        for reply in replies:
+            # An error that the SuperLink made names none of our nodes; its site then stays in `waiting`.
+            ctx = waiting.pop(reply.metadata.src_node_id, None)
+            if ctx is not None and (upload := self.judge_reply(reply, ctx)) is not None:
+                yield upload
+        self.tally.failed |= {ctx.client: "no reply" for ctx in waiting.values()}
+
+    def filter_by_norm(self, uploads: Iterable[AcceptedUpload]) -> Iterator[AcceptedUpload]:
+        """Yield the uploads whose norm is at most cohort.max-norm-ratio times the median of their variant; refuse the
+        others.
+
+        Holds all uploads of the round, for the median is not known before the last one. Of a variant with fewer than
+        three uploads none is refused, for a median of two says nothing.
+        """
+        all_uploads = list(uploads)
+        by_variant: dict[str, list[float]] = {}
+        for judged in self.undecided.values():
+            by_variant.setdefault(judged.variant, []).append(judged.norm)
+        for upload in all_uploads:
+            judged = self.undecided.pop(upload.ctx.client)
+            most = self.settings.cohort.max_norm_ratio * statistics.median(by_variant[judged.variant])
+            if judged.norm <= most or len(by_variant[judged.variant]) < _FEWEST_FOR_A_MEDIAN:
+                self._accept(judged, upload)
+                yield upload
+            else:
+                reason = f"upload: expected a norm of at most {most:g} (cohort.max-norm-ratio), found {judged.norm:g}"
+                self._refuse(judged.data, judged.sent, upload.ctx, reason)
+
+    def judge_reply(self, reply: Message, ctx: RoundContext) -> AcceptedUpload | None:
+        """Return the upload in a reply. If it is refused, return None, with the reason in the tally.
+
+        It counts as accepted from here on, or, under cohort.max-norm-ratio, once `filter_by_norm` has passed it on.
+        """
+        if reply.has_error():
+            why = _LOST.get(reply.error.code, reply.error.reason)
+            self._fail(ctx, f"{why} (code {reply.error.code})")
+            return None
+        data: Buffer = b""
+        sent, refused = 0, ""
+        try:
+            sent = sent_bytes(reply)
+            data = upload_validation.message_bytes(reply, self.largest_upload, self.folder)
+            message, upload, norm = self._read(data, ctx)
+            site_log = _anchor(reply)
+        except (WireError, UploadRefused) as error:
+            refused = str(error)
+        except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
+            log(ERROR, "round %s: judging the reply of %s failed", ctx.round + 1, ctx.client, exc_info=error)
+            refused = type(error).__name__
+        self.tally.upload_bytes += sent
+        if refused:
+            self._refuse(data, sent, ctx, refused)
+            return None
+        self.tally.turns[ctx.client] = message.turn
+        kept = data if self.recorder.with_data else b""
+        judged = _JudgedUpload(kept, sent, message.disclosed, site_log, message.payload.variant, norm)
+        if self.settings.cohort.max_norm_ratio:
+            self.undecided[ctx.client] = judged
+        else:
+            self._accept(judged, upload)
+        return upload
+
+    @property
+    def largest_upload(self) -> int:
+        """The most bytes that a client's message can have."""
+        return self.exchange.largest_upload
+
+    def _read(self, data: Buffer, ctx: RoundContext) -> tuple[envelope.DecodedMessage, AcceptedUpload, float]:
+        """The message in `data`, the upload that it is, and that upload's norm. Raises WireError, UploadRefused."""
+        message = self.exchange.receive(data, ctx.round, ctx.address)
+        return message, *upload_validation.judge_upload(self.exchange, message, ctx, self.settings.limits)
+
+    def _accept(self, judged: _JudgedUpload, upload: AcceptedUpload) -> None:
+        site = upload.ctx.client
+        self.recorder.record_accepted(upload.ctx, judged.disclosed, judged.data, judged.site_log)
+        self.tally.accepted.append(site)
+        self.tally.reports |= {site: report} if (report := self._report(upload)) else {}
+
+    def _report(self, upload: AcceptedUpload) -> dict[str, float]:
+        """Return the figures that a site reports along with its upload."""
+        return {"num_examples": upload.num_examples, **upload.report}
+
+    def _refuse(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
+        self.tally.unlisted[ctx.client] = [sent, 0, 1, 0]
+        why = self.tally.failed[ctx.client] = sanitize(f"refused: {reason}", REASON_CHARACTERS)
+        self.recorder.record_refused(ctx, why, data, sent)
+        log(WARNING, "round %s: %s: %s", ctx.round + 1, ctx.client, why)
+
+    def _fail(self, ctx: RoundContext, reason: str) -> None:
+        why = self.tally.failed[ctx.client] = sanitize(reason, REASON_CHARACTERS)
+        self.recorder.record_failed(ctx, why)
+
+
+def round_instruction(
+    exchange: MessageExchange, run: str, ctx: RoundContext, deadline: float, anchor: str = "", last: str = ""
+) -> ConfigRecord:
+    """Build the instruction record sent along with a message.
+
+    `last` is the site's last client round whose upload is in the server's state.
+    """
+    fields = json.dumps(hyperparameters_of(exchange.method))
+    order = ConfigRecord({"round": ctx.round, "is-new": ctx.is_new, "site": ctx.client, "run": run})
+    order["attempt"], order["last"] = ctx.address.attempt, last
+    order["method"], order["fields"], order["log"] = exchange.name, fields, anchor
+    order["seconds"] = float(deadline)
+    return order
+
+
+def sent_bytes(reply: Message) -> int:
+    """Return the total size of a reply's arrays in bytes, for any content."""
+    return sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
+
+
+def _anchor(reply: Message) -> str:
+    """The anchor of the site's audit log in a reply; "" if there is none, or it is malformed."""
+    record = reply.content.config_records.get("log")
+    try:
+        return str(LogHead.parse(str(record["head"]))) if record else ""
+    except (KeyError, StateError):
+        return ""
+
+
+class DeduplicatedSlices:
+    """The slices of an attempt's messages, each stored once, in whichever messages and order they occur."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[bytes, Array] = {}
+        self._records: dict[tuple[int, ...], ArrayRecord] = {}
+
+    def record(self, parts: list[Buffer]) -> ArrayRecord:
+        """The message's slices, which take the place of its parts: no second copy of it is made. Equal slices are the
+        same objects, and equal messages the same record.
+        """
+        arrays: dict[str, Array] = {}
+        for i, part in enumerate(chunking.slice_message(chunking.drain_parts(parts))):
+            known = self._arrays.setdefault(xxhash.xxh3_128_digest(part), array := _array(part))
+            arrays[chunking.slice_key(i)] = known if known is array or known.data == part else array
+        key = tuple(id(array.data) for array in arrays.values())  # the bytes stay as long as this object
+        return self._records.setdefault(key, ArrayRecord(arrays))
+
+
+def _array(part: bytes) -> Array:
+    return Array("uint8", (len(part),), chunking.STYPE, part)

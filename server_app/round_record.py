@@ -1,0 +1,49 @@
+"""The record of one attempt at a round: a line of metrics.jsonl, and an entry of `MethodStrategy.history`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedveil.records.process_exit import group_by_reason
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One attempt at a round, once it is over.
+
+    Attributes:
+        failed: reason by site, for every site of the cohort whose upload is not in the sums.
+        upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
+        unlisted: by site bytes up and down, and messages up and down, that disclosure.jsonl does not list: refused
+            uploads, and keys and shares of secure aggregation. Older versions wrote the bytes alone.
+        reports: what each accepted site reported, with its num_examples.
+        cut: the examples that count, for a site which claimed more than cohort.max-weight-fraction allows.
+        left_out: accepted sites whose uploads the rule did not choose (aggregate.rule = "multi-krum").
+        unseen: of secure aggregation: sites in the sum, holders and threshold, who opened no shares and why, and why
+            there is no sum, if there is none; {} where uploads are added up in the clear.
+        weights: digest of the deployed weights after the round.
+    """
+
+    round: int
+    attempt: int
+    cohort: list[str]
+    accepted: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    unlisted: dict[str, list[int]] = field(default_factory=dict)
+    reports: dict[str, dict[str, float]] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    unseen: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    weights: str = ""
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def reasons(self) -> str:
+        """The reasons why uploads are missing, in words."""
+        reasons = group_by_reason(self.failed)
+        reasons += [f"no sum: {self.unseen['reason']}"] if "reason" in self.unseen else []
+        return "; ".join(reasons) or f"accepted: {', '.join(self.accepted) or 'none'}"

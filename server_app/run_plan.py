@@ -1,0 +1,90 @@
+"""Resolve a run from its run config before the server contacts a node or writes a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil import rng, strategies, tasks
+from fedveil.config import RunConfig
+from fedveil.contract.adapter import Adapter
+from fedveil.contract.method import Method, ServerTrained
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.contract.task import Task
+from fedveil.data import tables
+from fedveil.errors import ConfigError
+from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.server_app.distillation import ServerDistillation
+from fedveil.server_app.evaluation import ModelSelection
+from fedveil.server_app.run_settings import RunSettings
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.training import optimizers
+from fedveil.training.per_example import PerExampleLoss
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run's method, task and rules.
+
+    Attributes:
+        config: the run config.
+        method: with its fields.
+        task: with the adapter that clients train; its base model is loaded at the first need.
+        guarantee: of the method, or of noisy training steps; None without one.
+        selection: how the model that the run ends with is chosen; None: it is that of the last round.
+        server_adapter: the adapter of the model that the server holds.
+        settings: of the rounds.
+    """
+
+    config: RunConfig
+    method: Method
+    task: Task
+    guarantee: PrivacyGuarantee | None
+    selection: ModelSelection | None
+    server_adapter: Adapter
+    settings: RunSettings
+
+    @classmethod
+    def from_config(cls, config: RunConfig, name: str) -> RunPlan:
+        """Resolve a run config. Contacts no node and writes nothing.
+
+        Raises:
+            ConfigError, TaskError: the config or its files do not fit; one line names the key, the expected and the
+                found.
+        """
+        method = strategies.create_method(config.method.name, config.method.params)
+        task = tasks.load_task(config, method.adapter)
+        guarantee = check_guarantee(method, config, isinstance(task, PerExampleLoss))
+        optimizers.check_optimizer(method, config)
+        selection = ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
+        server_adapter = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
+        settings = RunSettings.from_config(config, name, selection)
+        return cls(config, method, task, guarantee, selection, server_adapter, settings)
+
+    def load_server_task(self) -> Task:
+        """Return the task with the server's adapter: the clients' own where the two are equal."""
+        if self.server_adapter == self.method.adapter:
+            return self.task
+        return tasks.load_task(self.config, self.server_adapter)
+
+    def initial_weights(self) -> Weights:
+        """Return the weights before round 0; for a `ServerTrained` method, after the server's own training.
+
+        Raises:
+            ConfigError: such a method has no task.server-data, or another task than text generation.
+        """
+        method, config, task = self.method, self.config, self.task
+        weights = task.initial(rng.initial_stream(config.run.seed, "weights"))
+        if not isinstance(method, ServerTrained) or not method.needs_server_rows:
+            return weights
+        model = tasks.load_task(config, method.server_adapter)
+        if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
+            raise ConfigError(
+                f"task.server-data: expected a folder of the server's own rows, on which {config.method.name} trains "
+                f'before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
+            )
+        with tables.columns_named_by("task.server-data"):
+            rows = task.encode(task.examples(Path(config.task.server_data), "train"))
+        draws = rng.initial_stream(config.run.seed, "preparation")
+        return method.before_round_0(weights, ServerDistillation(task, model, rows, draws))

@@ -1,0 +1,119 @@
+"""Questions of secure aggregation to many sites at once, and their answers as they come.
+
+| a site ... | its reason |
+|---|---|
+| is not connected | "not connected" |
+| does not answer within `SECONDS` | "no answer within 120 s" |
+| refuses, or fails | its own reason, with Flower's code |
+| answers with what is refused | field, expected, found |
+| answers with what makes this server's own code fail | the kind of the error; its text is in the server's log |
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from logging import ERROR
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedveil.contract.message_address import MessageAddress
+from fedveil.contract.method import RoundContext
+from fedveil.errors import WireError
+from fedveil.federation.secagg.schema import MOST_BYTES, SecAggMessage
+from fedveil.sanitize import sanitize
+from fedveil.server_app import upload_validation
+from fedveil.server_app.round_attempt import REASON_CHARACTERS, AttemptTally, DeduplicatedSlices, sent_bytes
+from fedveil.wire import statement_envelope
+
+SECONDS = 120.0  # that a site has for an answer which needs no training
+_QUESTION = "query.secure"  # Flower's type of such a message
+_POLL_SECONDS = 0.1
+
+
+@dataclass
+class SecAggRequests:
+    """Requests of one attempt to the sites, and the count of their messages.
+
+    Attributes:
+        nodes: node ids by site.
+        order: builds the instruction record sent along with a request.
+        round, address: the round and the exchange that the messages belong to.
+        up, down: bytes of answers and of requests so far, by site.
+        asked, answered: number of requests and of answers so far, by site.
+    """
+
+    grid: Grid
+    nodes: Mapping[str, int]
+    order: Callable[[RoundContext], ConfigRecord]
+    round: int
+    address: MessageAddress
+    config: ConfigRecord
+    up: Counter[str] = field(default_factory=Counter)
+    down: Counter[str] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
+    answered: Counter[str] = field(default_factory=Counter)
+
+    def ask(
+        self, asked: Mapping[str, SecAggMessage], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
+    ) -> dict[str, str]:
+        """Hands each answer to `take`, until all sites have answered, or it is `enough`, or time is over.
+
+        Returns the reason by site for each that gave none, or one that `take` refused.
+        """
+        sites, shared = [site for site in asked if site in self.nodes], DeduplicatedSlices()
+        ids = self.grid.push_messages([self._message(site, asked[site], shared) for site in sites])
+        waiting = dict(zip(ids, sites, strict=True))
+        failed = {site: "not connected" for site in asked if site not in self.nodes}
+        end = time.monotonic() + SECONDS
+        while waiting and not enough() and time.monotonic() < end:
+            replies = list(self.grid.pull_messages(list(waiting)))
+            for reply in replies:
+                site = waiting.pop(reply.metadata.reply_to_message_id)
+                if reason := self._taken(reply, site, take):
+                    failed[site] = sanitize(reason, REASON_CHARACTERS)
+            if not replies:
+                time.sleep(_POLL_SECONDS)
+        return failed | {site: f"no answer within {SECONDS:g} s" for site in waiting.values() if not enough()}
+
+    def count(self, tally: AttemptTally) -> None:
+        """Add the questions and their answers to an attempt's messages; call it once they are all asked."""
+        tally.upload_bytes += self.up.total()
+        tally.download_bytes += self.down.total()
+        for site in self.up | self.down:
+            own = self.up[site], self.down[site], self.answered[site], self.asked[site]
+            before = tally.unlisted.get(site, (0, 0, 0, 0))
+            tally.unlisted[site] = [a + b for a, b in zip(before, own, strict=True)]
+
+    def _message(self, site: str, statement: SecAggMessage, shared: DeduplicatedSlices) -> Message:
+        """Addressed to all sites of the attempt, so that equal statements are sent once."""
+        data = statement_envelope.pack_statement(statement.to_bytes(), self.round, "down", self.address.of_broadcast)
+        self.down[site] += len(data)
+        self.asked[site] += 1
+        order = self.order(RoundContext(self.round, site, False, b"", address=replace(self.address, site=site)))
+        content = RecordDict({"fedveil": shared.record([data]), "order": order, "config": self.config})
+        group = f"{self.round}/{MOST_BYTES}"  # the fleet port takes no larger reply
+        return Message(content, self.nodes[site], _QUESTION, ttl=2 * SECONDS, group_id=group)
+
+    def _taken(self, reply: Message, site: str, take: Callable[[str, bytes], None]) -> str:
+        """Why there is no answer in the reply; "" if there is one."""
+        try:
+            take(site, self._answer(reply, site))
+        except WireError as error:
+            return str(error)
+        except Exception as error:  # whatever one answer does to this code, the round belongs to the other sites too
+            log(ERROR, "round %s: reading the answer of %s failed", self.round + 1, site, exc_info=error)
+            return type(error).__name__
+        return ""
+
+    def _answer(self, reply: Message, site: str) -> bytes:
+        if reply.has_error():
+            raise WireError(f"{reply.error.reason} (code {reply.error.code})")
+        self.up[site] += sent_bytes(reply)
+        self.answered[site] += 1
+        data = bytes(upload_validation.message_bytes(reply, MOST_BYTES, None))
+        return statement_envelope.unpack_statement(data, self.round, "up", replace(self.address, site=site), MOST_BYTES)

@@ -1,0 +1,112 @@
+"""The gate that every upload passes before it enters the sums.
+
+The envelope has already checked names, codecs, dtypes, shapes, sizes and checksums against the layout. The gate checks
+the values: the weight that the upload claims, and whether the numbers that would be added are finite and not too large.
+
+Dense fields are added as they are, or rearranged, so their norms of the envelope's pass count. Of an upload with codes
+every term is decoded and judged by itself, and so is a term that a method makes of several fields.
+
+| upload | refused with |
+|---|---|
+| num_examples of 0, -1, NaN, 1e12, 3.5, "7" | "num_examples: expected a whole number from 1 to ..." |
+| a NaN or Inf anywhere in a dense field | "<field>: expected finite values, found ..." |
+| codes whose decoded values are too large | "<name>: expected a norm of at most ..., found ..." |
+| scores of held-out rows without a count, or of fewer than 64 rows | "rows_held_out: expected ..." |
+| a finite field whose squares overflow | accepted below `max_norm`; refused above it |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from flwr.app import ArrayRecord, Message
+from torch import Tensor
+
+from fedveil.contract import held_out_report
+from fedveil.contract.codec import Buffer, QuantizedTensor
+from fedveil.contract.method import AcceptedUpload, RoundContext
+from fedveil.errors import UploadRefused, WireError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.wire import chunking, envelope, mmap_tensors
+
+
+@dataclass(frozen=True)
+class UploadLimits:
+    """Bounds on an upload.
+
+    Attributes:
+        max_examples: examples that one site may claim.
+        max_norm: Euclidean norm of one field's values.
+    """
+
+    max_examples: int = 100_000_000
+    max_norm: float = 1e6
+
+
+def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:
+    """Returns num_examples of an acceptable upload. Raises UploadRefused with field, expected and found."""
+    n = message.num_examples
+    if type(n) is not int or not 1 <= n <= limits.max_examples:
+        raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")
+    if reason := held_out_report.find_fault(message.report, limits.max_examples):
+        raise UploadRefused(reason)
+    for name, norm in message.norms.items():
+        if not math.isfinite(norm):
+            _check_finite(name, cast(Tensor, message.payload.fields[name]))
+        _check_norm(name, norm, limits)
+    return n
+
+
+def judge_upload(
+    exchange: MessageExchange, message: envelope.DecodedMessage, ctx: RoundContext, limits: UploadLimits
+) -> tuple[AcceptedUpload, float]:
+    """An acceptable upload, in the server's own context, and the norm of all that it adds.
+
+    Raises:
+        UploadRefused: as `check_upload` does.
+    """
+    upload = AcceptedUpload(message.payload, check_upload(message, limits), ctx, message.report)
+    fields, norms = message.payload.fields, dict(message.norms)
+    made = exchange.method.aggregate_shapes(exchange.spec, ctx.round).keys() - fields.keys()
+    if made or any(isinstance(value, QuantizedTensor) for value in fields.values()):
+        for term in exchange.contributions(upload).tensors:
+            if term.value is not fields.get(term.name):
+                norms[term.name] = float(torch.linalg.vector_norm(term.value, dtype=torch.float64))
+                _check_norm(term.name, norms[term.name], limits)
+    return upload, math.hypot(*norms.values())
+
+
+def _check_norm(name: str, norm: float, limits: UploadLimits) -> None:
+    if not norm <= limits.max_norm:
+        raise UploadRefused(f"{name}: expected a norm of at most {limits.max_norm:g}, found {norm:g}")
+
+
+def _check_finite(name: str, values: Tensor) -> None:
+    bad = (~torch.isfinite(values)).flatten().nonzero().flatten()
+    if len(bad):
+        first = int(bad[0])
+        problem = f"{values.flatten()[first].item()} at entry {first} ({len(bad)} in all)"
+        raise UploadRefused(f"{name}: expected finite values, found {problem}")
+
+
+def message_bytes(reply: Message, most: int, folder: Path | None) -> Buffer:
+    """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
+    long. Removes the reply's slices as it reads them.
+    """
+    if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
+        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
+    record = reply.content.array_records.get("fedveil", ArrayRecord())
+    for array in record.values():
+        if array.stype != chunking.STYPE:
+            raise WireError(f"reply: expected arrays of type {chunking.STYPE}, found {array.stype[:40]!r}")
+    total = sum(len(array.data) for array in record.values())
+    if total > most:
+        raise WireError(f"reply: expected at most {most} bytes for the run's layout, found {total}")
+    if len(record) != (count := -(-total // chunking.SLICE_BYTES)):
+        raise WireError(f"reply: expected {count} slices for {total} bytes, found {len(record)}")
+    parts = (record.pop(name).data for name in chunking.order_slices(list(record)))
+    return chunking.fill_slices(mmap_tensors.allocate(folder, total) if folder else bytearray(total), parts)

@@ -1,0 +1,91 @@
+"""A few attacks on several runs, with controls that are trained once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from fedveil.attacks.audit import compare_runs
+from fedveil.attacks.audit.compare_runs import (
+    SharedAuditInputs,
+    audit_run_pair,
+    average_over_sites,
+    prepare_shared_inputs,
+)
+from fedveil.attacks.audit.delong import placement_values
+from fedveil.attacks.audit.findings import AuditReport, make_finding
+from fedveil.attacks.membership.alignment import AlignmentAttack
+from fedveil.attacks.samples import AuditDataSource, AuditSample
+from fedveil.config import parse
+from fedveil.encrypted_files import VARIABLE
+from fedveil.errors import ConfigError
+from tests.fedveil.console.commands.test_audit import DATA, SITES, made
+
+
+@pytest.mark.long
+def test_each_run_is_attacked_beside_controls_that_are_trained_once(tmp_path, monkeypatch):
+    first = made(tmp_path / "first", SITES, {"run.rounds": 1})
+    second = shutil.copytree(first, tmp_path / "again" / "first")  # a sealed tap knows its folder
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
+    config = parse(json.loads((first / "config.json").read_text())["config"])
+    shared_inputs = prepare_shared_inputs(first, config, SITES, AuditDataSource(DATA, most=20), [AlignmentAttack()], 16)
+    attacked = audit_run_pair(shared_inputs, first, config), audit_run_pair(shared_inputs, second, config)
+    one, two = (run.audit for run in attacked)
+    assert len(shared_inputs.overfitted.members) == 16
+    assert one.findings == two.findings
+    assert len({(f.model, f.attack) for f in one.findings}) == len(one.findings)
+    assert {f.attack for f in one.findings} == {"alignment", "alignment, wrong site"}
+    by = {f.model: f for f in one.findings if f.attack == "alignment"}
+    assert by.keys() == {"overfitted FedAvg", "other rows", *SITES}
+    assert by["overfitted FedAvg"].verdict == "above"
+    assert by["overfitted FedAvg"].members == 8
+    assert by["site-2"].members == by["site-2"].non_members == 20
+    (over,) = attacked[1].beside(attacked[0], "d" * 64).across
+    assert (over.attack, over.sites, over.base) == ("alignment", 2, "d" * 64)
+    assert over.auroc[0] == pytest.approx(sum(by[site].auroc[0] for site in SITES) / 2)
+    assert (over.less[0], over.p) == (0.0, 1.0)  # the same run twice
+    (alone,) = attacked[0].beside(None).across
+    assert (alone.auroc, alone.base, alone.p) == (over.auroc, "", 1.0)
+
+
+@pytest.mark.parametrize(
+    "secure,sums,labels,compared",
+    [
+        (False, None, "", ["a", "b"]),
+        (True, "the sums", "", ["a, the sum", "b, the sum"]),
+        (True, None, "", []),  # what the server has of a site is in sums that nothing shows
+        (False, None, "ward", []),  # each site has non-members of its own
+    ],
+)
+def test_a_run_is_compared_by_what_the_server_has_of_each_site(monkeypatch, tmp_path, secure, sums, labels, compared):
+    sides = {name: (np.arange(20.0) + shift, np.arange(20.0)) for shift, name in enumerate(["a", "b"])}
+    sides |= {f"{name}, the sum": (members - 1, others) for name, (members, others) in sides.items()}
+
+    def attacked(*_, scored, **__):
+        scored.update({(name, "alignment"): of_site for name, of_site in sides.items()})
+        return AuditReport([make_finding(name, "alignment", *of_site, 0) for name, of_site in sides.items()], [])
+
+    monkeypatch.setattr(compare_runs.runner, "run_audit", attacked)
+    monkeypatch.setattr(compare_runs, "_read", lambda folder, config: (None, None, sums, []))
+    config = parse({"secure.enabled": secure})
+    rows = AuditSample([], [labels] * 20)
+    shared_inputs = SharedAuditInputs(config, [AlignmentAttack()], {"a": rows, "b": rows}, rows, None, None, [], 0)
+    audit = audit_run_pair(shared_inputs, tmp_path, config)
+    expected = {"alignment": placement_values([sides[name] for name in compared]).value} if compared else {}
+    assert {attack: parts.value for attack, parts in audit.over_sites.items()} == expected
+
+
+def test_only_attacks_that_read_every_site_are_compared():
+    rows = np.array([0.1, 0.4]), np.array([0.2, 0.3])
+    scored = {("a", "loss"): rows, ("b", "loss"): rows, ("a", "cosine"): rows}
+    assert list(average_over_sites(scored, ["loss", "cosine"], ["a", "b"])) == ["loss"]
+
+
+def test_a_run_of_other_rows_is_refused_before_anything_is_read(tmp_path):
+    shared_inputs = SharedAuditInputs(parse({}), [AlignmentAttack()], {}, AuditSample([], []), None, None, [], 0)
+    other = parse({"task.examples-per-site": 9, "run.name": "b"})
+    with pytest.raises(ConfigError, match="expected equal sections task and train, found others in b; audit it by it"):
+        audit_run_pair(shared_inputs, tmp_path, other)

@@ -1,0 +1,109 @@
+"""A site's whole turn with held-out rows: what its policy permits, what it trains on, and what it says."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil import strategies, tasks
+from fedveil.client_app.policy import decisions
+from fedveil.client_app.state.replay_guard import ReplayGuard
+from fedveil.config import parse
+from fedveil.contract import held_out_report
+from fedveil.errors import ConfigError, PolicyError
+from fedveil.training.local_training import LocalTraining
+from fedveil.wire import header
+from fedveil.wire.envelope import describe_message
+from tests.client_app.one_site import Server
+
+TEXTS = [{"mr": f"name[Aromi {i}], food[{'fish' * (i % 7)}]", "ref": f"Aromi {i} is a pub."} for i in range(160)]
+HALF = {"evaluate.held-out": 0.5}
+
+
+def said(upload: bytes) -> dict[str, float]:
+    return held_out_report.held_out_metrics(header.header_of_slices([upload])["report"])
+
+
+@pytest.fixture
+def trained_on(monkeypatch) -> list[int]:
+    """Rows of each training, as the trainer has them."""
+    seen, real = [], LocalTraining.train
+
+    def train(self, *given):
+        seen.append([tuple(row.ids) for row in self._rows])
+        return real(self, *given)
+
+    monkeypatch.setattr(LocalTraining, "train", train)
+    return seen
+
+
+@pytest.mark.long
+def test_a_site_scores_what_it_received_on_rows_that_it_never_trains_on(tmp_path, trained_on):
+    server = Server(tmp_path, "max-scores = 5", TEXTS, **HALF)
+    uploads = [server.send(server.initial, round_) for round_ in (0, 1)]
+    first, second = map(said, uploads)
+    assert first == second  # the same weights, the same rows
+    everything = [tuple(row.ids) for row in server.task.encode(server.task.examples(tmp_path, "train"))]
+    held_out_indices = [i for i, row in enumerate(everything) if row not in set(trained_on[0])]
+    assert trained_on[0] == trained_on[1]
+    assert len(held_out_indices) + len(trained_on[0]) == 160
+    assert first[held_out_report.ROWS] == len(held_out_indices) >= held_out_report.LEAST_ROWS
+    task = tasks.load_task(parse(server.flat), strategies.create_method("fedavg", "").adapter, "cpu")
+    task.put(server.initial)
+    rows = task.encode(task.examples(tmp_path, "train"))
+    assert first[held_out_report.LOSS] == pytest.approx(task.mean_loss([rows[i] for i in held_out_indices]), rel=1e-5)
+    report = header.header_of_slices([uploads[0]])
+    assert report["num_examples"] == len(trained_on[0])
+    listed = describe_message(uploads[0])["figures"]
+    assert listed == {
+        name: len(str(value)) for name, value in report["report"].items() if name in held_out_report.FIELDS
+    }
+    assert listed[held_out_report.LOSS] > 3
+
+
+@pytest.mark.parametrize("text", ["", "max-scores = 0"])
+def test_a_policy_that_does_not_permit_it_is_a_word_and_no_row_is_held_out(tmp_path, trained_on, text):
+    server = Server(tmp_path, text, TEXTS, **HALF)
+    assert said(server.send(server.initial)) == {held_out_report.REFUSED: held_out_report.NOT_PERMITTED}
+    assert len(trained_on[0]) == 160
+
+
+def test_too_few_rows_are_all_trained_on_and_it_says_so(tmp_path, trained_on):
+    server = Server(tmp_path, "max-scores = 5", TEXTS, **{"evaluate.held-out": 0.1})
+    assert said(server.send(server.initial)) == {held_out_report.REFUSED: held_out_report.TOO_FEW}
+    assert len(trained_on[0]) == 160
+
+
+def test_scores_end_with_the_permitted_number_and_the_rows_stay_held_out(tmp_path, trained_on, monkeypatch):
+    monkeypatch.setattr("pathlib.Path.unlink", lambda self, missing_ok=False: None)  # one_site forgets what was served
+    server = Server(tmp_path, "max-scores = 2", TEXTS, **HALF)
+    reports = [said(server.send(server.initial, round_)) for round_ in range(3)]
+    assert [held_out_report.LOSS in each for each in reports] == [True, True, False]
+    assert reports[2] == {held_out_report.REFUSED: held_out_report.SPENT}
+    assert trained_on[2] == trained_on[0]
+    assert ReplayGuard.open(tmp_path, "r", "s").scores == 2
+
+
+def test_a_run_that_asks_for_none_says_nothing(tmp_path, trained_on):
+    server = Server(tmp_path, "max-scores = 5", TEXTS)
+    upload = server.send(server.initial)
+    assert said(upload) == {}
+    assert describe_message(upload)["figures"] == {}
+    assert len(trained_on[0]) == 160
+
+
+def test_a_site_asks_for_a_claim_itself_whatever_the_server_checked(tmp_path):
+    server = Server(tmp_path, "max-scores = 5", TEXTS, **HALF, **{"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0})
+    with pytest.raises(ConfigError, match="evaluate.held-out: expected 0 with a claim of privacy"):
+        server.send(server.initial)
+
+
+def test_a_score_that_was_not_counted_does_not_leave_the_site(tmp_path):
+    """Whatever the server's bundle has put into its report: the site's own copy of the policy looks."""
+    server = Server(tmp_path, "max-scores = 1", TEXTS, **HALF)
+    asked = server.asked()
+    with pytest.raises(PolicyError, match="loss_held_out: this site permits 1 a run"):
+        decisions.check_upload(asked, 0, 0, 100, {held_out_report.LOSS: 1.0})
+    assert decisions.open_replay_guard(asked).count_score(1)
+    decisions.check_upload(asked, 0, 0, 100, {held_out_report.LOSS: 1.0})
+    assert not decisions.open_replay_guard(asked).count_score(1)
+    decisions.check_upload(asked, 0, 0, 100, {"loss_received": 1.0})

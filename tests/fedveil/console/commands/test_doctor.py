@@ -1,0 +1,317 @@
+"""`fedveil doctor`: every check once where it is right and once where it is not."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+from datasets import Dataset
+
+from fedveil.console.doctor import checks, host_checks, policy_checks
+from fedveil.console.flower.certificates import new_ca, write_certificate, write_node_key, write_server, write_tls
+from fedveil.console.main import main
+from fedveil.data import file_probe
+from fedveil.guard import flower
+from fedveil.models import loading
+from fedveil.records import audit_log
+from tests.conftest import ROOT
+from tests.fedveil.console.tls import tls_server
+
+
+def test_the_fleet_port_must_show_a_certificate_of_this_ca(tmp_path):
+    write_tls(tmp_path)
+    with tls_server(tmp_path) as address:
+        assert checks.check_fleet_port(address, tmp_path / "ca.crt").verdict == "ok"
+    forbidden, not_it = b"HTTP/1.1 403 Forbidden\r\n\r\n{}", b"HTTP/1.1 200 OK\r\n\r\nthis port serves sites"
+    for says in (forbidden, not_it, b"x" * 10**6, b""):
+        with tls_server(tmp_path, ("http/1.1",), says) as address:  # as the control port is
+            result = checks.check_fleet_port(address, tmp_path / "ca.crt")
+        assert (result.verdict, "speaks something else, not" in result.text) == ("fail", True), result
+    other, _ = new_ca("FedVeil CA", timedelta(days=1))  # of the same name
+    write_certificate(tmp_path / "other.crt", other)
+    with tls_server(tmp_path) as address:
+        result = checks.check_fleet_port(address, tmp_path / "other.crt")
+    assert result.verdict == "fail"
+    assert "is ca.crt this federation's" in result.text
+
+
+@pytest.mark.parametrize("here", flower.LINES)
+@pytest.mark.parametrize("there", flower.LINES)
+def test_a_server_with_the_other_flower_is_named_as_such(here, there, tmp_path, monkeypatch):
+    write_tls(tmp_path)
+    monkeypatch.setattr(flower, "installed_release", lambda: here)
+    with tls_server(tmp_path, ("h2",) if there.speaks == "gRPC" else ("http/1.1",)) as address:
+        result = checks.check_fleet_port(address, tmp_path / "ca.crt")
+    assert result.verdict == ("ok" if here.speaks == there.speaks else "fail")
+    if here.speaks != there.speaks:
+        assert f"speaks {there.speaks}, not {here.speaks} as Flower {here.release} here does" in result.text
+        known = " or ".join(line.release for line in flower.LINES if line.speaks == there.speaks)
+        assert f"A server with Flower {known} does." in result.text
+
+
+def test_the_fleet_port_must_have_the_name_that_the_site_uses_and_a_valid_certificate(tmp_path):
+    for names, days, reason in ((["fl.example.org"], 1, "mismatch"), (["localhost"], -1, "expired")):
+        ca, key = new_ca("CA", timedelta(days=2))
+        write_certificate(tmp_path / "ca.crt", ca)
+        if days < 0:
+            write_expired(tmp_path, ca, key)
+        else:
+            write_server(tmp_path, ca, key, names, timedelta(days=days))
+        with tls_server(tmp_path) as address:
+            result = checks.check_fleet_port(address, tmp_path / "ca.crt")
+        assert (result.verdict, reason in result.text) == ("fail", True), result
+    write_server(tmp_path, ca, key, ["localhost"], timedelta(days=1))
+    with tls_server(tmp_path) as address:  # the certificate is valid, and not for this way to the server
+        assert (
+            "mismatch" in checks.check_fleet_port(address.replace("localhost", "127.0.0.1"), tmp_path / "ca.crt").text
+        )
+
+
+def write_expired(folder: Path, ca, key) -> None:
+    """Valid from five minutes ago until one second after: the past."""
+    write_server(folder, ca, key, ["localhost"], timedelta(minutes=-4))
+
+
+def test_what_does_not_listen_or_is_plain_is_said(tmp_path):
+    write_tls(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert checks.check_closed_port("127.0.0.1", port, "control port").verdict == "fail"
+    assert checks.check_closed_port("127.0.0.1", port, "control port").verdict == "ok"
+    assert "the firewall must allow" in checks.check_fleet_port(f"127.0.0.1:{port}", tmp_path / "ca.crt").text
+    assert checks.run_check("fleet port", lambda: checks.check_fleet_port("host", tmp_path / "ca.crt")).text.endswith(
+        "found 'host'"
+    )
+
+
+def test_a_certificate_is_judged_by_its_days(tmp_path):
+    ca, _ = new_ca("CA", timedelta(days=90))
+    write_certificate(tmp_path / "ca.crt", ca)
+    now = datetime.now(UTC)
+    for days, verdict in ((-1, "fail"), (0, "ok"), (59, "ok"), (61, "warn"), (91, "fail")):
+        assert checks.check_certificate(tmp_path / "ca.crt", now + timedelta(days=days)).verdict == verdict, days
+    assert (
+        "provision the federation anew" in checks.check_certificate(tmp_path / "ca.crt", now + timedelta(days=91)).text
+    )
+    write_tls(tmp_path)  # with a certificate of the server, which the CA signed
+    ends = checks.check_certificate(tmp_path / "server.pem", now + timedelta(days=99999))
+    assert (ends.verdict, "members renew-server" in ends.text) == ("fail", True)
+
+
+def test_a_key_must_be_p384_and_its_owners_alone(tmp_path):
+    write_node_key(tmp_path / "key")
+    assert checks.private_key(tmp_path / "key").verdict == "ok"
+    (tmp_path / "key").chmod(0o640)
+    assert "mode 640" in checks.private_key(tmp_path / "key").text
+    assert checks.run_check("key", lambda: checks.private_key(tmp_path / "none")).verdict == "fail"
+
+
+@pytest.mark.parametrize("answer,verdict", [(b"\x08\x01", "ok"), (b"\x08\x02", "fail"), (b"", "fail")])
+def test_the_health_check_is_the_standard_one(answer, verdict):
+    server = grpc.server(ThreadPoolExecutor(1))
+    check = grpc.unary_unary_rpc_method_handler(lambda request, context: answer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert checks.check_health(f"127.0.0.1:{port}").verdict == verdict
+        assert main(["doctor", "--health", f"127.0.0.1:{port}"]) == (verdict == "fail")
+    finally:
+        server.stop(None).wait()
+    assert checks.check_health(f"127.0.0.1:{port}").text.endswith("UNAVAILABLE")
+
+
+def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
+    file = tmp_path / "site-policy.toml"
+    for text, verdict, words in (
+        ('methods = ["fedrand"]', "warn", "neither app-digests nor signers"),
+        (f'app-digests = ["{"ab" * 32}"]', "warn", "has no [permits]"),
+        (f'app-digests = ["{"ab" * 32}"]\n[permits]\n', "ok", "can be read"),
+        ("app-digests = []\n[permits]\n", "warn", "permits nothing as it stands: app-digests empty"),
+        (
+            f'methods = ["fedrnd", "fedavg"]\ntasks = ["sorting"]\napp-digests = ["{"ab" * 32}"]\n[permits]\n',
+            "warn",
+            "methods permits fedrnd, which is not installed here; did you mean fedrand?; tasks permits sorting, which",
+        ),
+    ):
+        file.write_text(text)
+        result = policy_checks.check_policy_file(str(file))
+        assert (result.verdict, words in result.text) == (verdict, True), result
+    file.write_text("methods = 3")
+    assert checks.run_check("policy", lambda: policy_checks.check_policy_file(str(file))).verdict == "fail"
+    assert policy_checks.check_policy_file("").verdict == "warn"
+
+
+def test_versions_clock_disk_and_entry_point_of_this_machine(tmp_path, monkeypatch):
+    from fedveil.console.flower.site_process import write_guard
+
+    assert checks.check_versions().verdict == "ok"
+    assert checks.check_clock().verdict in ("ok", "warn")
+    assert checks.check_disk(tmp_path / "not" / "yet").text.endswith(f"free at {tmp_path}")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 5e8})())
+    assert checks.check_disk(tmp_path).verdict == "fail"
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.40.0")  # which nobody has tried
+    assert checks.check_versions().verdict == "fail"
+    assert checks.entry_point().verdict == "warn"
+    write_guard(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert checks.entry_point().verdict == "ok"
+
+
+def test_other_users_are_a_finding_where_the_kernel_names_no_owners_and_there_is_no_container(monkeypatch):
+    person = type("Entry", (), {"pw_name": "ann", "pw_uid": 4711, "pw_shell": "/bin/bash"})
+    daemon = type("Entry", (), {"pw_name": "www", "pw_uid": 4712, "pw_shell": "/usr/sbin/nologin"})
+    monkeypatch.setattr(host_checks, "_CONTAINER_MARKS", ())
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr("pwd.getpwall", lambda: [person, daemon])
+    assert (host_checks.check_other_users().verdict, "kernel says" in host_checks.check_other_users().text) == (
+        "ok",
+        True,
+    )
+    monkeypatch.setattr(host_checks, "_kernel_names_owners", lambda: False)
+    result = host_checks.check_other_users()
+    assert (result.verdict, "1 others may log in (ann)" in result.text) == ("warn", True), result
+    monkeypatch.setattr("pwd.getpwall", lambda: [daemon])
+    assert host_checks.check_other_users().verdict == "ok"
+    monkeypatch.setattr("pwd.getpwall", lambda: [person])
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    assert host_checks.check_other_users().verdict == "ok"
+
+
+def test_the_kernel_is_asked_whose_a_connection_is(monkeypatch):
+    assert host_checks._kernel_names_owners()
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    assert not host_checks._kernel_names_owners()
+
+
+def test_more_cpus_than_there_are_would_be_refused_by_the_engine(monkeypatch):
+    monkeypatch.delenv("FEDVEIL_CPUS", raising=False)
+    assert f"cpus: ${{FEDVEIL_CPUS:-{host_checks._CPUS}}}" in (ROOT / "compose.yaml").read_text()
+    for asked, there, verdict in (("", 1, "warn"), ("", 2, "ok"), ("1", 1, "ok"), ("4", 2, "warn"), ("1.5", 1, "warn")):
+        monkeypatch.setenv("FEDVEIL_CPUS", asked)
+        monkeypatch.setattr("os.cpu_count", lambda there=there: there)
+        assert host_checks.check_cpu_limit().verdict == verdict, (asked, there)
+    assert "FEDVEIL_CPUS=1 " in host_checks.check_cpu_limit().text
+    monkeypatch.setenv("FEDVEIL_CPUS", "many")
+    assert checks.run_check("cpus", host_checks.check_cpu_limit).verdict == "fail"
+
+
+def test_at_the_server_flowers_own_superlink_is_a_finding(tmp_path, monkeypatch, capsys):
+    from fedveil.console.flower.site_process import write_own_ports, write_superlink
+
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
+    for folder, write in (("fleet", write_superlink), ("own", write_own_ports)):
+        write(tmp_path / folder)
+        monkeypatch.setenv("PATH", str(tmp_path / folder))
+        assert host_checks.check_superlink().verdict == "ok"
+    flowers = tmp_path / "flowers" / "flower-superlink"
+    flowers.parent.mkdir()
+    flowers.write_text("#!/usr/bin/python\nfrom flwr.superlink.cli import flower_superlink\n")
+    flowers.chmod(0o755)
+    monkeypatch.setenv("PATH", str(flowers.parent))
+    assert (host_checks.check_superlink().verdict, "is Flower's own" in host_checks.check_superlink().text) == (
+        "warn",
+        True,
+    )
+    main(["doctor", "--federation", str(tmp_path)])
+    assert "warn  superlink " in capsys.readouterr().out
+    monkeypatch.setenv("PATH", str(tmp_path / "own"))  # what runs counts, not what would be started
+    process = type("Process", (), {"pid": 0, "info": {"cmdline": ["python", str(flowers), "--host"]}})
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [process])
+    assert host_checks.check_superlink().verdict == "warn"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
+    assert "ask where the server runs" in host_checks.check_superlink().text
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "line"),
+    [
+        (["task.data=DATA"], "ok", "3 rows in DATA/train.jsonl, with mr, ref"),
+        (["task.data=DATA", "task.source-column=note"], "fail", 'expected column "note" in "DATA/train.jsonl"'),
+        (["task.data=/nope"], "fail", 'expected a folder or file of rows, found none at "/nope"'),
+        (["task.evaluation=DATA"], "fail", '  expected test.jsonl or test.parquet in "DATA", found large, train'),
+        (["task.server-data=DATA/train.jsonl"], "ok", "3 rows in DATA/train.jsonl"),
+        (["task.data=DATA/large"], "ok", "2 rows and more in DATA/large/train.jsonl"),
+        (["task.data=DATA/large", "task.target-column=late"], "fail", 'expected column "late" in'),
+        (["task.data=DATA", "task.name=clip-prompt", "task.target-column=ref"], "fail", 'expected column "image" in'),
+    ],
+)
+def test_the_data_of_a_run_is_looked_at_without_its_model(settings, verdict, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(file_probe, "_MOST_BYTES", 100)
+    monkeypatch.setattr(loading, "load_causal", None)
+    (tmp_path / "train.jsonl").write_text('{"mr": "a", "ref": "b"}\n' * 3)
+    (tmp_path / "large").mkdir()
+    rows = [{"mr": "a" * 20, "ref": "b"}] * 2 + [{"mr": "a" * 20, "late": "b"}]
+    (tmp_path / "large" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [part for text in settings for part in ("--set", text.replace("DATA", str(tmp_path)))]
+    assert main(["doctor", *options]) == int(verdict == "fail")
+    output_line = next(row for row in capsys.readouterr().out.splitlines() if "task." in row)
+    assert output_line.startswith(verdict)
+    assert line.replace("DATA", str(tmp_path)) in output_line
+
+
+def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
+    for name in ("a/1.png", "b/2.png", "b/note.txt"):
+        (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "train" / name).touch()
+    assert main(["doctor", "--set", "task.name=clip-prompt", "--set", f"task.data={tmp_path}"]) == 0
+    assert f"2 images in the folders of {tmp_path}/train" in capsys.readouterr().out
+    Dataset.from_dict({"mr": ["a", "b"], "ref": ["c", "d"]}).to_parquet(tmp_path / "rows.parquet")
+    assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 0
+    assert "2 rows in" in capsys.readouterr().out
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 1
+    assert "expected Parquet in" in capsys.readouterr().out
+
+
+def test_an_unknown_key_is_refused(capsys):
+    assert main(["doctor", "--set", "train.epoch=3"]) == 2
+    assert "error: train.epoch: unknown key" in capsys.readouterr().err
+
+
+def test_a_site_from_its_kit(tmp_path, capsys):
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    write_tls(kit)
+    (kit / "keys").mkdir()
+    write_node_key(kit / "keys" / "node.key")
+    (kit / "site.toml").write_text('federation = "p"\nsite = "north"\nsuperlink = "127.0.0.1:1"\n')
+    (kit / "site-policy.toml").write_text(f'app-digests = ["{"ab" * 32}"]\n[permits]\n')
+    rows = [json.dumps({"mr": f"name[{i}]", "ref": "text"}) for i in range(3)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    node = {
+        "site": "north",
+        "state-dir": str(tmp_path / "state"),
+        "data": str(tmp_path),
+        "policy": str(kit / "site-policy.toml"),
+    }
+    (kit / "node-config.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in node.items()))
+    audit_log.append_entry(tmp_path / "state" / audit_log.NAME, "sent", {})
+    assert main(["doctor", "--kit", str(kit)]) == 1
+    verdicts = {line[6:28].strip(): line[:5].strip() for line in capsys.readouterr().out.splitlines()}
+    assert (verdicts["fleet port"], verdicts["certificate ca.crt"]) == ("fail", "warn")  # a demo's CA lasts 30 days
+    assert {verdicts[name] for name in ("key", "control port", "policy", "audit log", "data", "versions")} == {"ok"}
+    (tmp_path / "state" / audit_log.NAME).write_text("{}\n")
+    assert main(["doctor", "--kit", str(kit), "--set", "task.source-column=nothing"]) == 1
+    stdout = capsys.readouterr().out
+    assert 'expected column "nothing"' in stdout
+    assert "line 1: expected a whole line with its own hash" in stdout
+    (tmp_path / "run.toml").write_text('[task]\nsource-column = "nothing"\n')
+    assert main(["doctor", "--kit", str(kit), "--config", str(tmp_path / "run.toml")]) == 1
+    assert 'expected column "nothing"' in capsys.readouterr().out
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    assert main(["doctor", "--kit", str(kit)]) == 1
+    assert "name the run's own with --config or --set" in capsys.readouterr().out
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    for text, words in (("min-examples = 3", ""), ("min-examples = 4", "fewer than the 4 of min-examples"), ("x", "")):
+        (kit / "site-policy.toml").write_text(text)
+        assert main(["doctor", "--kit", str(kit)]) == 1
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line[6:28].strip() == "data")
+        assert (line.startswith("fail"), words in line, "3 rows in" in line) == (bool(words), True, True)
+    assert main(["doctor", "--kit", str(ROOT)]) == 2

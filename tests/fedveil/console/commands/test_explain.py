@@ -1,0 +1,174 @@
+"""`fedveil explain`: the figures that it names are those of a real message."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil import rng, strategies
+from fedveil.config import parse
+from fedveil.console.commands.site import explain
+from fedveil.console.main import main
+from fedveil.contract.method import RoundContext
+from fedveil.contract.param_spec import param_specs_of
+from fedveil.contract.privacy import UNTIMED, Adjacency
+from fedveil.errors import ConfigError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND, SINGLE_SITE, server_learns
+from fedveil.privacy import accounting
+from fedveil.privacy.server_side_bound import promised_epsilon
+from fedveil.records.disclosure_summary import what_is_learned, what_is_learned_in_sum
+from fedveil.wire.envelope import describe_message
+from tests.conftest import ToyTrainer
+
+
+@pytest.mark.parametrize(
+    "name,fields",
+    [("fedavg", ""), ("fedrand", ""), ("random_binary", 'wire = "seeded"'), ("random_binary", "rate = 0.9")],
+)
+def test_the_largest_upload_is_what_is_sent_or_a_bound_of_it(name, fields, lora_spec, lora_weights):
+    method = strategies.create_method(name, fields)
+    exchange = MessageExchange(method, name, lora_spec)
+    server = method.init(param_specs_of(lora_weights), lora_weights, rng.initial_stream(0, "weights"))
+    sizes = []
+    for seed in range(4):
+        ctx = RoundContext(0, "north", True, bytes([seed]) * 32)
+        _, parts = exchange.participate(exchange.broadcast(server, ctx), None, ToyTrainer(lora_spec), ctx)
+        sizes.append(describe_message(b"".join(parts))["payload_bytes"])
+    bound = exchange.largest("up")
+    assert max(sizes) <= bound
+    if name != "random_binary":
+        assert max(sizes) == bound
+    down = describe_message(exchange.broadcast(server, RoundContext(0, "north", True, b"s" * 32)))["payload_bytes"]
+    assert exchange.largest("down") == down
+
+
+def test_a_run_in_plain_words(tmp_path, capsys):
+    policy = tmp_path / "site-policy.toml"
+    permits = "max-rounds = 9\n[permits]\ncohort.fraction = {min = 0.5}"
+    policy.write_text(f'methods = ["fedrand"]\nmax-bytes-a-round = 10_000_000\n{permits}')
+    chosen = ["--set", "method.name=fedrand", "--set", "run.rounds=7", "--set", "cohort.fraction=0.5"]
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 0
+    stdout = capsys.readouterr().out
+    assert "fedrand on text-generation, base model tiny: 7 rounds, this site in about 50 of 100 rounds." in stdout
+    assert "either 'A': " in stdout
+    assert "either 'B': " in stdout
+    assert "Epsilon: infinite." in stdout
+    assert "The server learns:" in stdout
+    assert "policy permits it" in stdout
+    policy.write_text(f'methods = ["fedrand"]\nmax-bytes-a-round = 1000\n{permits}')
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 1
+    assert "FORBIDS it: bytes a round: this site permits at most 1000" in capsys.readouterr().out
+    policy.write_text(f'methods = ["fedavg"]\nmax-bytes-a-round = 1000\n{permits.replace("= 9", "= 1")}')
+    assert main(["explain", *chosen, "--policy", str(policy)]) == 1
+    forbidden = capsys.readouterr().out.partition("FORBIDS it: ")[2].splitlines()  # all of it, not the first alone
+    assert [line.split(": this site permits")[0] for line in forbidden] == [
+        "method.name", "and: run.rounds", "and: bytes a round", "and: bytes a round",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"methods = ", b"nonsense = 1"])
+def test_a_policy_that_cannot_be_read_is_named_before_the_base_is_read(tmp_path, capsys, monkeypatch, content):
+    monkeypatch.delattr("fedveil.tasks.load_task")
+    policy = tmp_path / "site-policy.toml"
+    policy.write_bytes(content)
+    assert main(["explain", "--policy", str(policy)]) == 2
+    assert f"--policy {policy}: expected a readable policy file" in capsys.readouterr().err
+
+
+def test_the_run_config_comes_from_a_file_and_from_pairs(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[method]\nname = "fedavg"\n[run]\nrounds = 3\n')
+    assert explain.parse_overrides(file, ["run.rounds=4", 'task.model="/models/x"', "task.data=plain text"]) == {
+        "method.name": "fedavg",
+        "run.rounds": 4,
+        "task.model": "/models/x",
+        "task.data": "plain text",
+    }
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        explain.parse_overrides(None, ["run.rounds"])
+    with pytest.raises(ConfigError, match="expected a TOML file"):
+        explain.parse_overrides(tmp_path / "none", [])
+
+
+def test_epsilon_is_the_methods_budget_and_infinite_where_nothing_keeps_it():
+    config = parse({})
+    private = strategies.create_method("dp_fpl", "epsilon = 2.0\ndelta = 1e-6")
+    assert promised_epsilon(private, config, 1e-6) == promised_epsilon(private, config, 1e-5) == 2.0
+    assert promised_epsilon(private, config, 1e-7) == float("inf")
+    assert promised_epsilon(private, parse({"run.deterministic": True}), 1e-5) == float("inf")
+    assert promised_epsilon(strategies.create_method("fedavg"), config, 1e-5) == float("inf")
+
+
+def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(lora_spec):
+    """h = 5 - 1: the site's own share alone has half of the multiplier."""
+    flat = {
+        "dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.epsilon": 3.0, "train.max-steps": 1,
+        "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5,
+    }  # fmt: skip
+    exchange = MessageExchange(strategies.create_method("fedavg"), "fedavg", lora_spec)
+    explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5))
+    assert "Epsilon: at most 3 at delta = 1e-05" in explanation
+    assert "Its noise is in the sum: the claim counts on 4 honest sites" in explanation
+    once = accounting.noise_multiplier_for(lambda z: {("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
+    alone = accounting.compute_epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
+    assert f"together, rows so charged have about epsilon {alone:.4g}" in explanation
+    assert UNTIMED in explanation
+    assert "and on a server that keeps to the protocol" in explanation
+    plain = "\n".join(explain.explain_run(exchange, parse({}), 1e-5))
+    assert "Its noise is in the sum" not in plain
+    assert UNTIMED not in plain
+
+
+@pytest.mark.parametrize(
+    "name,fields,partial",
+    [
+        ("fedavg", "", False),
+        ("ffa_lora", "", False),
+        ("fedrand", "", True),
+        ("fedrand", "rho = 1.0", False),
+        ("hetlora", "", False),
+        ("hetlora", "ranks = {north = 4}", True),
+        ("flora", "ranks = {north = 4}", True),
+        ("fedper", "", True),
+        ("random_binary", "", True),
+    ],
+)
+def test_entries_of_one_site_are_named_for_each_method_that_has_them(name, fields, partial, capsys):
+    about = [f"method.name={name}", f"method.params={fields}", "secure.enabled=true", "secure.min-sites=3"]
+    assert main(["explain", *(word for pair in about for word in ("--set", pair))]) == 0
+    stdout = capsys.readouterr().out
+    assert stdout.count(SINGLE_SITE) == (2 if partial else 0)  # of the claim, and of what the server learns
+    assert DEVIATING in stdout
+    assert NOT_BOUND in stdout
+
+
+def test_under_secure_aggregation_the_server_learns_a_sum_and_no_site_s_own_values(capsys):
+    """As the lines above it have it: "not sent: its number of examples"."""
+    for method in ("fedrand", "dp_fpl"):
+        words = what_is_learned(method)
+        assert sum(line.startswith("The server learns: ") for line in words) == 1
+        assert not any(
+            line.startswith("The server learns: e") for line in what_is_learned_in_sum(words, server_learns(False))
+        )
+    assert main(["explain", "--set", "method.name=fedrand", "--set", "secure.enabled=true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("not sent: its number of examples" in line for line in lines)
+    (server,) = [line for line in lines if line.startswith("The server learns: ")]
+    assert server.removeprefix("The server learns: ") == server_learns(True)
+    assert "and n_k" in next(line for line in lines if line.startswith("Without secure aggregation it would be: one "))
+
+
+def test_scores_of_held_out_rows_are_named_before_anyone_takes_part(tmp_path, capsys):
+    policy = tmp_path / "site-policy.toml"
+    asked = ["--set", "method.name=fedavg", "--set", "evaluate.held-out=0.25"]
+    policy.write_text('methods = ["fedavg"]\nmax-scores = 7\n')
+    assert main(["explain", *asked, "--policy", str(policy)]) == 0
+    stdout = capsys.readouterr().out
+    assert "hold out 25 of 100 of its rows" in stdout
+    assert "loss_held_out and rows_held_out, in the report of each upload" in stdout
+    assert "This site would, 7 times at most (max-scores)." in stdout
+    policy.write_text('methods = ["fedavg"]\n')
+    assert main(["explain", *asked, "--policy", str(policy)]) == 0
+    assert "This site would not: its policy permits no scores" in capsys.readouterr().out
+    assert main(["explain", "--set", "method.name=fedavg"]) == 0
+    assert "held_out" not in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""`fedveil doctor` on secure aggregation: at a site, and at the server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.console.doctor import checks, secagg_checks
+from fedveil.console.main import main
+from fedveil.console.provisioning.federation_folder import roster_file
+from fedveil.federation.secagg.adversary_model import DEVIATING
+from tests.fedveil.console.provisioning.test_provision import enrolled, federation, register  # noqa: F401
+
+ROSTER = f'roster = "sha256:{"ab" * 32}"'
+
+
+def test_a_signing_key_must_be_there_and_its_owners_alone(tmp_path):
+    file = tmp_path / "signing.key"
+    site = SiteConfig(signing_key=str(file))
+    assert checks.run_check("", lambda: secagg_checks.signing_key(site, tmp_path / "none")).verdict == "fail"
+    file.write_bytes(bytes(range(32)))
+    file.chmod(0o640)
+    assert "mode 640" in checks.run_check("", lambda: secagg_checks.signing_key(site, tmp_path)).text
+    file.chmod(0o600)
+    result = secagg_checks.signing_key(site, tmp_path / "none")
+    assert (result.verdict, "shows it as 03a1 07bf f3ce 10be" in result.text) == ("ok", True)
+    assert secagg_checks.signing_key(SiteConfig(signing_key="/secret/signing.key"), tmp_path).text.startswith(str(file))
+    assert secagg_checks.signing_key(SiteConfig(), tmp_path).verdict == "warn"
+
+
+@pytest.mark.parametrize(
+    "policy,verdict,words",
+    [
+        (None, "warn", "the server alone then says whose keys are whose"),
+        ("", "ok", "the server alone then says whose keys are whose"),
+        ("require-secure = true", "warn", "the policy names none"),
+        (ROSTER, "warn", "lets runs in the clear pass"),
+        ("min-cohort = 3", "warn", "lets runs in the clear pass"),
+        (f"require-secure = true\n{ROSTER}", "ok", f"of which the other sites must say the same. {DEVIATING}"),
+    ],
+)
+def test_the_weaker_claim_is_said_in_words(policy, verdict, words, tmp_path):
+    if policy is not None:
+        (tmp_path / "p.toml").write_text(policy)
+    result = secagg_checks.check_roster(SiteConfig(policy="" if policy is None else str(tmp_path / "p.toml")))
+    assert (result.verdict, words in result.text) == (verdict, True), result
+
+
+def test_the_servers_roster_must_fit_the_registry(federation, capsys):  # noqa: F811
+    assert secagg_checks.check_registered_key(federation).verdict == "ok"  # nobody has a key yet
+    kit, fingerprint = enrolled(federation, capsys)
+    register(federation, kit, fingerprint)
+    assert secagg_checks.check_registered_key(federation).verdict == "warn"
+    assert main(["members", "roster", str(federation)]) == 0
+    assert secagg_checks.check_registered_key(federation).verdict == "ok"
+    kit, fingerprint = enrolled(federation, capsys, "south")
+    register(federation, kit, fingerprint)
+    result = secagg_checks.check_registered_key(federation)
+    assert (result.verdict, "not what the registry says of south" in result.text) == ("fail", True), result
+    main(["doctor", "--federation", str(federation)])
+    assert "fail  roster " in capsys.readouterr().out
+    roster_file(federation).write_text(json.dumps({"signing_keys": {"north": "x"}}))
+    assert "fedveil members roster writes it anew" in secagg_checks.check_registered_key(federation).text

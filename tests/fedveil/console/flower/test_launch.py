@@ -1,0 +1,106 @@
+import shutil
+import socket
+import stat
+import tomllib
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedveil.console.flower.certificates import write_node_key, write_tls
+from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
+from fedveil.console.flower.machine import PORTS, format_toml, free_ports
+from fedveil.console.flower.processes import LaunchError
+
+
+def test_free_ports_are_different_and_free():
+    ports = free_ports(8)
+    assert len(set(ports)) == 8
+    assert set(ports) <= set(PORTS)
+    for port in ports:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+def test_taken_port_is_not_offered(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("fedveil.console.flower.machine.PORTS", range(port, port + 1))
+        with pytest.raises(LaunchError, match="ports: expected 1 free"):
+            free_ports(1)
+
+
+def test_node_key_is_p384_in_openssh_format(tmp_path):
+    write_node_key(tmp_path / "north")
+    key = serialization.load_ssh_private_key((tmp_path / "north").read_bytes(), None)
+    public = serialization.load_ssh_public_key((tmp_path / "north.pub").read_bytes())
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    assert public.curve.name == "secp384r1"
+    assert key.public_key() == public
+    assert stat.S_IMODE((tmp_path / "north").stat().st_mode) == 0o600
+
+
+def test_certificate_is_signed_by_the_ca_and_names_the_loopback(tmp_path):
+    write_tls(tmp_path)
+    ca = x509.load_pem_x509_certificate((tmp_path / "ca.crt").read_bytes())
+    server = x509.load_pem_x509_certificate((tmp_path / "server.pem").read_bytes())
+    server.verify_directly_issued_by(ca)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["localhost"]
+    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1"]
+    assert {file.name for file in tmp_path.iterdir()} == {"ca.crt", "server.pem", "server.key"}
+    assert stat.S_IMODE((tmp_path / "server.key").stat().st_mode) == 0o600
+
+
+def test_toml_carries_every_value_as_it_is():
+    values = {"a": 'it\'s "quoted" \\ 100 %', "b": True, "c": 3, "d": 1e-05, "e": "ü\n", "method.params": "rho = 0.5"}
+    loaded = tomllib.loads(format_toml(values))
+    assert loaded.pop("method") == {"params": "rho = 0.5"}
+    assert loaded == {key: value for key, value in values.items() if key != "method.params"}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "superlink", "x" * 65])
+def test_site_name_is_checked(name):
+    with pytest.raises(LaunchError, match="site name: expected"):
+        LocalSite(name)
+
+
+def test_sites_must_differ(tmp_path):
+    with pytest.raises(LaunchError, match="no name twice"):
+        LocalDeployment([LocalSite("a"), LocalSite("a")], tmp_path)
+
+
+def test_failed_start_names_the_process_its_log_and_leaves_nothing(tmp_path, monkeypatch):
+    script = tmp_path / "bin" / "flower-superlink"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho 'the port is taken' >&2\nexit 7\n")
+    script.chmod(0o755)
+    shutil.copy(script, script.with_name("flower-superexec"))
+    monkeypatch.setattr("sys.executable", str(script.parent / "python"))
+    monkeypatch.setattr("fedveil.console.flower.local_deployment.single_user_environment", lambda env, folder: env)
+    federation = LocalDeployment([LocalSite("a")], tmp_path / "work")
+    with pytest.raises(LaunchError, match="superlink: ended with exit code 7; its log ends: the port is taken"):
+        federation.__enter__()
+    assert federation.processes.alive() == []
+    assert stat.S_IMODE((tmp_path / "work").stat().st_mode) == 0o700
+
+
+def test_node_config_is_a_file_that_carries_any_path(tmp_path):
+    federation = LocalDeployment(
+        [LocalSite("a"), LocalSite("b", Path('/data/it\'s "here"'), (("policy", "p.toml"),))], tmp_path
+    )
+    federation._prepare()
+    config = tomllib.loads(federation._write_node_config("b").read_text())
+    assert config == {
+        "site": "b",
+        "state-dir": str(tmp_path / "sites" / "b"),
+        "device": "cpu",
+        "partition-id": 1,
+        "num-partitions": 2,
+        "data": '/data/it\'s "here"',
+        "data-set": "b",
+        "policy": "p.toml",
+    }

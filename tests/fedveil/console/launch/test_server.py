@@ -1,0 +1,107 @@
+"""`fedveil server start`: ports, files and members come from the federation's folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedveil.console.flower.certificates import new_ca, write_server
+from fedveil.console.flower.machine import free_ports
+from fedveil.console.launch import server
+from fedveil.console.main import main
+from fedveil.errors import ConfigError
+
+
+@pytest.fixture
+def pilot(tmp_path, capsys) -> Path:
+    fleet, control = free_ports(2)
+    text = f'name = "pilot"\nserver = ["localhost"]\nsites = ["a"]\nfleet-port = {fleet}\ncontrol-port = {control}\n'
+    (tmp_path / "federation.toml").write_text(text)
+    assert main(["provision", str(tmp_path / "federation.toml")]) == 0
+    assert f"fedveil server start {tmp_path / 'pilot'}" in capsys.readouterr().out
+    return tmp_path / "pilot"
+
+
+def ports(pilot: Path) -> tuple[int, int]:
+    about = server.SiteRegistry(pilot).federation
+    return about.fleet_port, about.control_port
+
+
+def test_both_programs_get_what_the_folder_says(pilot, monkeypatch, capsys):
+    fleet, control = ports(pilot)
+
+    def started(processes, name, command, env, port, secret, ca, cwd):
+        raise ConfigError(f"started {' '.join(command)} | {port} {secret} {ca} {cwd} {env['FLWR_HOME']}")
+
+    monkeypatch.setattr(server, "start_isolated", started)
+    assert main(["server", "start", str(pilot)]) == 2
+    stderr = capsys.readouterr().err
+    own = pilot / "server"
+    for word in (
+        f"--fedveil-registry {pilot}/registry", f"--fedveil-log {own}/control-log.jsonl", f"--port {control}",
+        f"--fleet-api-address 0.0.0.0:{fleet}", f"--ssl-keyfile {own}/server.key", f"--database {own}/superlink.db",
+        f"| {control} {own}/superexec-secret {own}/ca.crt {pilot} {own}/apps",
+    ):  # fmt: skip
+        assert word in stderr
+    assert main(["server", "start", str(pilot), "--listen", f"127.0.0.1:{fleet}", "--state-dir", str(pilot / "s")]) == 2
+    stderr = capsys.readouterr().err
+    assert f"--fleet-api-address 127.0.0.1:{fleet}" in stderr
+    assert f"--database {pilot}/s/superlink.db" in stderr
+
+
+@pytest.mark.parametrize("which,what", [(0, "fleet-port"), (1, "control-port")])
+def test_a_port_in_use_is_named_before_anything_is_started(pilot, which, what):
+    port = ports(pilot)[which]
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(ConfigError, match=f"{what}: expected a free port at .*:{port}, found it in use: ") as error,
+    ):
+        server.resolve_server(pilot)
+    assert re.search(rf"process {os.getpid()} \(.+\) listens \(kill {os.getpid()}\); if it is", str(error.value))
+    assert server.resolve_server(pilot).control_port == ports(pilot)[1]
+
+
+def test_a_key_of_the_server_that_others_can_read_is_refused(pilot):
+    key = pilot / "server" / "server.key"
+    key.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"server\.key: expected to be readable by its owner only, found mode 640"):
+        server.resolve_server(pilot)
+    key.chmod(0o600)
+    server.resolve_server(pilot)
+
+
+def test_who_listens_and_cannot_be_known_is_said_so(pilot, monkeypatch):
+    def denied(kind):
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "net_connections", denied)
+    with (
+        socket.create_server(("127.0.0.1", ports(pilot)[0])),
+        pytest.raises(ConfigError, match="another server runs here, or another program; if it is an earlier"),
+    ):
+        server.resolve_server(pilot)
+
+
+@pytest.mark.parametrize("listen", ["nonsense", "127.0.0.1:99999", "203.0.113.1:9092"])
+def test_an_address_that_is_not_this_machines_is_refused(pilot, listen, capsys):
+    assert main(["server", "start", str(pilot), "--listen", listen]) == 2
+    assert listen.rpartition(":")[0] in capsys.readouterr().err
+
+
+def test_a_missing_file_an_expired_certificate_and_another_folder_are_named(pilot, tmp_path, capsys):
+    ca, key = new_ca("CA", timedelta(days=1))
+    write_server(pilot / "server", ca, key, ["localhost"], timedelta(minutes=-4))
+    assert main(["server", "start", str(pilot)]) == 2
+    assert "server.pem: expected a certificate that is valid now" in capsys.readouterr().err
+    (pilot / "server" / "server.key").unlink()
+    assert main(["server", "start", str(pilot)]) == 2
+    assert "expected server.key, found none" in capsys.readouterr().err
+    assert main(["server", "start", str(tmp_path)]) == 2
+    assert "expected a folder that fedveil provision made" in (stderr := capsys.readouterr().err)
+    assert stderr.endswith("; name the folder that it made\n")

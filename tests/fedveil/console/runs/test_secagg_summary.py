@@ -1,0 +1,133 @@
+"""What a run of secure aggregation looks like afterwards: in report, watch and at a site; nothing that nobody saw."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from fedveil.client_app.secure_round import FileSecAggStore
+from fedveil.client_app.state.replay_guard import ReplayGuard
+from fedveil.console.main import main
+from fedveil.console.runs import secagg_summary
+from fedveil.console.runs.progress_bar import RunProgress
+from fedveil.console.runs.retained_state import list_retained
+from fedveil.console.runs.run_reader import load_run
+from fedveil.console.web.report import privacy_section, run_page
+from fedveil.encrypted_files import FileSeal, make_key
+from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND, SINGLE_SITE, SINGLE_SITE_METHODS
+from fedveil.federation.secagg.in_process import InProcessSecureSums
+from fedveil.federation.secagg.server import SecAggConfig
+from tests.fedveil.console.conftest import masked
+
+NEVER_SEEN = ("examples", "loss received", "loss trained", "train seconds")
+
+
+def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_run):
+    folder = make_run()
+    clear = run_page.run_page_html([load_run(folder)])
+    assert all(f">{name}</th>" in clear for name in NEVER_SEEN)
+    assert "Secure aggregation" not in clear
+    page = run_page.run_page_html([load_run(masked(folder))])
+    assert not any(f">{name}</th>" in page for name in NEVER_SEEN)
+    assert "A server that kept to the protocol could not see of any single site" in page
+    assert "Holds against an honest but curious server and up to 1 site with it." in page
+    assert DEVIATING in page
+    assert SINGLE_SITE in page
+    assert NOT_BOUND in page
+    assert "site-3: no answer within &lt;120&gt; s" in page
+    assert "expected 3, found &lt;1&gt;" in page
+    assert "round 3: PolicyError: it gave no keys, so it was in no cohort" in page
+
+
+def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):
+    folder = masked(make_run())
+    content = json.loads((folder / "config.json").read_text())
+    content["config"] |= {
+        "dp.clip-norm": 1.0,
+        "dp.noise-multiplier": 1.1,
+        "dp.epsilon": 8.0,
+        "run.deterministic": False,
+    }
+    content["method"]["fields"] = {"rho": 0.5}
+    (folder / "config.json").write_text(json.dumps(content))
+    statements = privacy_section.privacy_statements(load_run(folder))
+    words = "its uploads were added up unseen, so its number of rows is not known here; its own ledger tells."
+    assert statements[1:5] == [f"{site}: {words}" for site in ("site-0", "site-1", "site-2", "site-3")]
+    assert statements[5].startswith("site-9: no accepted upload")
+
+
+def test_each_attempt_is_a_row(make_run):
+    run = load_run(masked(make_run()))
+    assert secagg_summary.attempt_rows(run) == [
+        [1, 1, 4, 4, 3, None, None],
+        [2, 1, None, None, None, None, "expected 3, found <1>"],
+        [2, 2, 3, 4, 3, "site-3: no answer within <120> s", None],
+        [3, 1, 4, 4, 3, None, None],
+    ]
+
+
+def test_bytes_of_questions_count_beside_the_messages_of_the_ledger(make_run):
+    folder = make_run()
+    before = load_run(folder).upload_bytes
+    run = load_run(masked(folder))
+    assert run.upload_bytes == sum(attempt["upload_bytes"] for attempt in run.attempts) > before + 4 * 4111
+
+
+def test_watch_says_the_sum_who_was_deaf_and_why_an_attempt_was_thrown_away(make_run):
+    folder = masked(make_run())
+    out = io.StringIO()
+    with RunProgress(Console(file=out, width=400), folder, "fedrand", 5) as progress:
+        progress.tick({"state": "running"})
+    text = out.getvalue()
+    assert "sum of 4 sites, 3 of 4 holders open it" in text
+    assert "deaf: site-3 (no answer within <120> s)" in text
+    assert "NO SUM, thrown away: expected 3, found <1>" in text
+
+
+@pytest.fixture
+def state(tmp_path):
+    """A site that has joined a membership of five in one run."""
+    sums = InProcessSecureSums("pilot-0a1b2c3d", SecAggConfig(3), ("a", "b", "c", "d", "north"))
+    sums.begin(0, 0, ["a", "b", "c"])
+    site_state = sums.sites["north"].store.load()
+    folder = tmp_path / "pilot-0a1b2c3d" / "north"
+    with FileSecAggStore(folder).alone():
+        FileSecAggStore(folder).save(site_state)
+    ReplayGuard(folder).count(0, 5, 3)
+    return tmp_path, site_state
+
+
+def said(capsys, folder, *options: str) -> str:
+    capsys.readouterr()
+    main(["site", "status", "--state-dir", str(folder), *options])
+    return capsys.readouterr().out
+
+
+def test_a_site_says_what_it_joined_and_what_its_own_policy_makes_of_it(state, tmp_path, capsys):
+    stdout = said(capsys, state[0])
+    assert "secure aggregation: 5 holders, 4 open a secret; sums of 2 sites or more" in stdout
+    assert "Holds against an honest but curious server alone." in stdout
+    assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS, NOT_BOUND))
+    (tmp_path / "policy.toml").write_text(f'min-cohort = 4\nroster = "sha256:{"ab" * 32}"')
+    stdout = said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))
+    assert "Holds against an honest but curious server and up to 2 sites with it." in stdout
+    assert DEVIATING in stdout  # with a roster too
+    (tmp_path / "north.toml").write_text(f'site = "north"\npolicy = "{tmp_path / "policy.toml"}"')  # by site start
+    assert said(capsys, state[0]) == stdout
+
+
+def test_sealed_keys_need_the_key_and_a_run_in_the_clear_has_no_line(state, tmp_path, capsys):
+    folder, site_state = state
+    make_key(tmp_path / "state.key")
+    store = FileSecAggStore(folder / "pilot-0a1b2c3d" / "north", FileSeal.from_key_file(str(tmp_path / "state.key")))
+    store.save(site_state)
+    assert "its keys cannot be read" in said(capsys, folder)
+    assert "5 holders" in said(capsys, folder, "--key-file", str(tmp_path / "state.key"))
+    store._file.unlink()
+    (run,) = list_retained(folder)
+    assert secagg_summary.secagg_of_site(folder, run) == []
+    assert re.search("pilot-0a1b2c3d, site north", said(capsys, folder)) or run.bytes == 0

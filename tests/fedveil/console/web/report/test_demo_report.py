@@ -1,0 +1,87 @@
+"""The end of the demo: what is measured of each run, and what is written of all."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from fedveil.attacks.audit.compare_runs import RunAudit
+from fedveil.attacks.audit.delong import placement_values
+from fedveil.attacks.audit.findings import AuditReport
+from fedveil.console.runs import run_reader, sample_texts
+from fedveil.console.web.report import demo_report, tradeoff
+from fedveil.encrypted_files import VARIABLE
+from tests.fedveil.console.commands.test_audit import DATA, SITES, made
+from tests.fedveil.console.conftest import write_run
+from tests.fedveil.console.web.report.made import audited, found
+
+
+@pytest.mark.long
+def test_a_run_with_a_tap_is_attacked_and_one_without_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "key"))
+    tapped = made(tmp_path / "tapped", SITES, {"run.capture-messages": True, "run.rounds": 1, "method.name": "fedavg"})
+    first = demo_report.measure_runs(tapped, DATA, None)
+    audit = AuditReport.read(tapped)
+    shared_inputs = first.told
+    assert shared_inputs is not None
+    assert first.attacked is not None
+    assert first.attacked.audit == audit
+    assert {f.attack for f in audit.findings} == {"alignment", "alignment, wrong site"}
+    (tapped / "audit.json").unlink()
+    content = json.loads((tapped / "config.json").read_text())
+    content["config"]["run.capture-messages"] = False
+    (tapped / "config.json").write_text(json.dumps(content))
+    assert demo_report.measure_runs(tapped, DATA, shared_inputs) == demo_report.DemoMeasurements(shared_inputs)
+    assert demo_report.measure_runs(tapped, DATA, None) == demo_report.DemoMeasurements(None)
+    assert AuditReport.read(tapped) is None
+    assert sample_texts.read_samples(tapped) == []  # the server has no test rows
+
+
+def test_runs_are_compared_with_the_fedavg_run_wherever_it_stands(tmp_path):
+    rng = np.random.default_rng(2)
+    others, signal = rng.normal(0.0, 1.0, 60), rng.normal(0.0, 1.0, 60)
+    attacked = {}
+    for name, shift in (("fedrand", 0.2), ("fedavg", 1.6)):
+        run = audited(write_run(tmp_path, name), found("site-1", 0.8, "above"))
+        audit = AuditReport.read(run)
+        attacked[run] = RunAudit(audit, {"alignment": placement_values([(signal + shift, others)])})
+    demo_report.write_comparisons(attacked)
+    arms = {run.name: tradeoff.read_tradeoff_run(run_reader.load_run(run)) for run in attacked}
+    (mine,), (base,) = arms["fedrand"].across, arms["fedavg"].across
+    assert (base.base, mine.base) == ("", arms["fedavg"].digest)
+    assert mine.less[0] == pytest.approx(base.auroc[0] - mine.auroc[0])
+    assert tradeoff.tradeoff_verdict([arms["fedrand"], arms["fedavg"]])[0].startswith(
+        "With fedrand an attacker is right "
+    )
+
+
+def test_without_a_fedavg_run_nothing_is_compared(tmp_path):
+    run = audited(write_run(tmp_path, "fedrand"), found("site-1", 0.8, "above"))
+    parts = {"alignment": placement_values([(np.arange(9.0), np.arange(9.0))])}
+    demo_report.write_comparisons({run: RunAudit(AuditReport.read(run), parts)})
+    assert [(a.auroc[0], a.base) for a in AuditReport.read(run).across] == [(0.5, "")]
+
+
+def test_the_picture_and_its_figures_stand_beside_the_report(tmp_path):
+    values = {"fedavg": 0.8, "fedrand": 0.6}
+    folders = [audited(write_run(tmp_path, name), found("site-1", v, "above")) for name, v in values.items()]
+    runs = [run_reader.load_run(run) for run in folders]
+    demo_report.write_demo_report(tmp_path / "out", runs)
+    arms = json.loads((tmp_path / "out" / "picture.json").read_text())
+    assert [(arm["name"], arm["told"]["auroc"][0]) for arm in arms] == [("fedavg", 0.8), ("fedrand", 0.6)]
+    assert ">80 %<" in (tmp_path / "out" / demo_report.PICTURE).read_text()
+    assert "What was gained" in (tmp_path / "out" / "report.html").read_text()
+    assert demo_report.summary_sentences(runs)[0].startswith("With fedrand an attacker is right 60 times in 100")
+
+
+def test_one_run_has_a_report_and_no_picture_and_none_of_an_earlier_demo(tmp_path):
+    run = write_run(tmp_path, "fedrand")
+    (tmp_path / demo_report.PICTURE).write_text("<svg/>")
+    demo_report.write_demo_report(tmp_path, [run_reader.load_run(run)])
+    assert (tmp_path / "report.html").is_file()
+    alone = audited(run, found("site-1", 0.5, "contains"))
+    line, *_ = demo_report.summary_sentences([run_reader.load_run(alone)])
+    assert line.startswith(f"{alone.name}: No membership shows in 1 findings of 1 attack whose controls hold.")
+    assert not (tmp_path / demo_report.PICTURE).exists()

@@ -1,0 +1,128 @@
+"""A connection that carries nothing any more: found and made anew, beside Flower's own, which waits."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from flwr.supercore.grpc import create_channel
+
+from fedveil.guard.flower import keepalive
+
+
+class Relay:
+    """A router between one client and one server. After `dark` its old connections stay open and carry nothing."""
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.connections = 0
+        self._lit: list[threading.Event] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def dark(self) -> None:
+        """What is open now carries nothing from here on; what comes later does."""
+        for lit in self._lit:
+            lit.clear()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(("127.0.0.1", self._server))
+            lit = threading.Event()
+            lit.set()
+            self._lit.append(lit)
+            self.connections += 1
+            for one, other in ((client, server), (server, client)):
+                threading.Thread(target=self._carry, args=(one, other, lit), daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket, lit: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                if lit.is_set():
+                    other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+
+class _Echo(grpc.GenericRpcHandler):
+    def service(self, _details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(lambda request, _context: request)
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((_Echo(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield Relay(port)
+    server.stop(0)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("secure_channel", "insecure_channel"):
+        monkeypatch.setattr(grpc, name, getattr(grpc, name))  # puts them back afterwards
+    keepalive.patch_supernode_keepalive(seconds=1, timeout=2)
+
+
+def _again(ask: grpc.UnaryUnaryMultiCallable, question: bytes, seconds: float) -> bytes:
+    """Ask until it is answered, as Flower does: with limits this short a busy machine loses a good connection too."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return ask(question, timeout=20)
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                raise
+
+
+def _asked(relay: Relay) -> tuple[grpc.Channel, grpc.UnaryUnaryMultiCallable]:
+    channel = create_channel(f"127.0.0.1:{relay.port}", insecure=True)  # as Flower's SuperNode makes it
+    ask = channel.unary_unary("/fleet/PullMessages")
+    assert _again(ask, b"one", seconds=60) == b"one"
+    time.sleep(0.5)  # gRPC's own ping after an answer is over: what finds the dark is the one of the limits
+    relay.dark()
+    return channel, ask
+
+
+@pytest.mark.long
+def test_a_question_into_the_dark_ends_and_the_next_one_is_answered(kept: None, relay: Relay) -> None:
+    channel, ask = _asked(relay)
+    connections = relay.connections
+    with pytest.raises(grpc.RpcError) as caught:
+        ask.future(b"two").result(timeout=30)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE  # what Flower tries again
+    assert _again(ask, b"three", seconds=60) == b"three"
+    assert relay.connections > connections
+    channel.close()
+
+
+@pytest.mark.long
+def test_flowers_own_channel_would_still_wait(relay: Relay) -> None:
+    channel, ask = _asked(relay)
+    question = ask.future(b"two")
+    with pytest.raises(grpc.FutureTimeoutError):
+        question.result(timeout=4)
+    question.cancel()
+    channel.close()
+
+
+def test_the_limits_of_messages_stay_flowers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, int] = {}
+    monkeypatch.setattr(grpc, "secure_channel", None)
+    monkeypatch.setattr(grpc, "insecure_channel", lambda _address, options: seen.update(options))
+    keepalive.patch_supernode_keepalive()
+    create_channel("127.0.0.1:1", insecure=True, max_message_length=4321)
+    assert seen["grpc.max_receive_message_length"] == seen["grpc.max_send_message_length"] == 4321
+    assert seen["grpc.keepalive_time_ms"] == 15_000
+    assert seen["grpc.keepalive_timeout_ms"] == seen["grpc.http2.ping_timeout_ms"] == 10_000
+    # found and tried again before the server calls the site gone
+    assert keepalive.SECONDS + keepalive.TIMEOUT + keepalive.AGAIN < 60

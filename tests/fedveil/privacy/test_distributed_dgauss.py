@@ -1,0 +1,230 @@
+"""Noise in a sum: what it is worth, what it is for, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedveil import strategies
+from fedveil.config import parse
+from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, SamplingPlan
+from fedveil.errors import BudgetError, ConfigError
+from fedveil.privacy import accounting, discrete_gaussian
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.privacy.server_side_bound import promised_epsilon
+
+ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
+DP = {
+    "dp.clip-norm": 2.0,
+    "dp.noise-multiplier": 1.25,
+    "dp.learning-rate": 0.5,
+    "train.max-steps": 1,
+    "train.batch-size": 8,
+}
+SUM = {"secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5}
+FPL = "noise_local = 3.0\nnoise_global = 4.0\nclip_global = 2.5"
+
+
+def claimed(name: str = "fedavg", fields: str = "", **changes) -> DistributedDiscreteGaussian:
+    flat = {} if name == "dp_fpl" else DP
+    config = parse(flat | SUM | {key.replace("__", ".").replace("_", "-"): v for key, v in changes.items()})
+    claim = guarantee_of(strategies.create_method(name, fields), config)
+    assert isinstance(claim, DistributedDiscreteGaussian)
+    return claim
+
+
+@pytest.mark.parametrize("sites,z", [(1, 3.80), (3, 2.68), (10, 1.43), (30, 0.85), (100, 0.46)])
+def test_the_noise_a_site_by_the_exact_gaussian_for_an_epsilon_of_8(sites, z):
+    """T = 10 releases, delta 1e-5, replace-one, two thirds of the sites honest (rounded up)."""
+    honest = math.ceil(2 * sites / 3)
+    alone = accounting.noise_multiplier_for(lambda z: {("gaussian", 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
+    assert alone / math.sqrt(honest) == pytest.approx(z, abs=0.006)
+
+
+def test_integer_noise_takes_six_per_cent_more_than_the_exact_gaussian_for_it_is_counted_by_divergences():
+    exact, ours = (
+        accounting.noise_multiplier_for(lambda z, k=kind: {(k, 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
+        for kind in ("gaussian", SUMMED)
+    )
+    assert 1.05 < ours / exact < 1.07
+
+
+@pytest.mark.parametrize("neighbours,moved", [(ADD, 1), (REPLACE, 2)])
+@pytest.mark.parametrize("z,count", [(3.14159, 7), (0.9, 1)])
+def test_with_all_sites_honest_epsilon_is_that_of_one_noise_at_the_centre(neighbours, moved, z, count):
+    """dp-accounting's own, on a Gaussian of that multiplier; never below the exact value."""
+    central = RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    central.compose(dp_accounting.GaussianDpEvent(z / moved), count)
+    epsilon = accounting.compute_epsilon({(SUMMED, 0, 0, z): count}, 1e-5, neighbours)
+    assert epsilon == pytest.approx(central.get_epsilon(1e-5), rel=1e-6)
+    assert epsilon > accounting.compute_epsilon({("gaussian", 0, 0, z): count}, 1e-5, neighbours)
+
+
+def weights(shift: int, sigma: float) -> np.ndarray:
+    """Logarithms of them."""
+    log_weights = -(((np.arange(-600, 601) - shift) / sigma) ** 2) / 2
+    return log_weights - np.logaddexp.reduce(log_weights)
+
+
+def divergence(p: np.ndarray, q: np.ndarray, order: int) -> float:
+    return float(np.logaddexp.reduce(order * p + (1 - order) * q)) / (order - 1)
+
+
+@pytest.mark.parametrize("order", [2, 3, 7])
+@pytest.mark.parametrize("rate,shift,sigma", [(0.1, 3, 4.5), (0.5, 2, 4.0)])
+def test_a_subsampled_sum_of_integers_has_the_divergence_that_is_counted(order, rate, shift, sigma):
+    """Against the weights themselves: equal when a row comes, no more when it goes, no more when it is replaced."""
+    without, with_it, other = (weights(s, sigma) for s in (0, shift, -shift))
+    drawn, replaced = (np.logaddexp(math.log(1 - rate) + without, math.log(rate) + w) for w in (with_it, other))
+    step = ((SUMMED, 1000, int(1000 * rate), sigma / shift), 1)
+    (counted,) = accounting._drawn([step], np.array([float(order)]))
+    assert divergence(drawn, without, order) == pytest.approx(counted, rel=1e-9)
+    assert divergence(without, drawn, order) <= counted * (1 + 1e-9)
+    twice, once = accounting._drawn([step], np.array([2.0 * order, 2.0 * order - 1]))
+    assert divergence(drawn, replaced, order) <= (order - 0.5) / (order - 1) * twice + once
+
+
+def test_subsampled_sums_cost_less_than_whole_ones_and_more_than_a_gaussian():
+    for neighbours in Adjacency:
+        epsilon = accounting.compute_epsilon({(SUMMED, 400, 8, 2.0): 50}, 1e-5, neighbours)
+        assert accounting.compute_epsilon({("poisson", 400, 8, 2.0): 50}, 1e-5, neighbours) < epsilon
+        assert epsilon < accounting.compute_epsilon({(SUMMED, 0, 0, 2.0): 50}, 1e-5, neighbours) / 4
+
+
+def test_sums_compose_with_all_other_charges():
+    mine, theirs = {(SUMMED, 400, 8, 2.0): 50, (OWN_SHARE, 400, 8, 1.0): 50}, {("poisson", 400, 8, 1.5): 20}
+    together = accounting.compute_epsilon(mine | theirs, 1e-5, REPLACE)
+    parts = [accounting.compute_epsilon(c, 5e-6, REPLACE) for c in (mine, theirs)]
+    assert together == pytest.approx(sum(parts))
+    whole = accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("gaussian", 0, 0, 5.0): 2}, 1e-5, ADD)
+    assert whole == pytest.approx(accounting.compute_epsilon({(SUMMED, 0, 0, (3 / 16 + 2 / 25) ** -0.5): 1}, 1e-5, ADD))
+    assert accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("fixed", 40, 4, 2.0): 2}, 1e-5, ADD) == math.inf
+
+
+def test_beyond_what_the_table_of_the_sampler_carries_no_epsilon_is_known():
+    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.5): 1}, 1e-5, ADD) < 20
+    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.1): 1}, 1e-5, ADD) == math.inf
+    assert discrete_gaussian.total_variation_bound(1 << 43, discrete_gaussian.MOST_SIGMA) < accounting._TABLE_DISTANCE
+
+
+def test_both_figures_of_a_charge():
+    """h = 5 - 1. The private part keeps its noise at the site in both."""
+    plan = SamplingPlan(3, 1, 8, 40, REPLACE)
+    assert claimed().privacy_spent(plan) == {(SUMMED, 40, 8, 1.25): 3, (OWN_SHARE, 40, 8, 0.625): 3}
+    z, alone = (3.0**-2 + 4.0**-2) ** -0.5, (3.0**-2 + 2.0**-2) ** -0.5
+    charges = claimed("dp_fpl", FPL).privacy_spent(plan)
+    assert {kind: values for (kind, *values), _ in charges.items()} == {
+        SUMMED: [40, 8, pytest.approx(z)], OWN_SHARE: [40, 8, pytest.approx(alone)]
+    }  # fmt: skip
+    disjoint = claimed("dp_fpl", FPL + "\nsampling = 'disjoint'").privacy_spent(plan)
+    assert {kind: values for (kind, *values), _ in disjoint.items()} == {
+        SUMMED: [0, 0, pytest.approx(z)], OWN_SHARE: [0, 0, pytest.approx(alone)]
+    }  # fmt: skip
+    against_all = accounting.epsilon_against_all({**claimed().privacy_spent(plan), ("gaussian", 0, 0, 9.0): 1})
+    assert against_all == {(SUMMED, 40, 8, 0.625): 3, ("gaussian", 0, 0, 9.0): 1}
+    with pytest.raises(ConfigError, match="steps: expected 1 between two sums"):
+        claimed().privacy_spent(SamplingPlan(3, 2, 8, 40, REPLACE))
+
+
+def test_the_ledger_charges_the_noise_of_the_sum_and_keeps_the_own_share_beside_it(tmp_path):
+    ledger, plan = PrivacyLedger(tmp_path / "a.json"), SamplingPlan(1, 1, 8, 40, REPLACE)
+    charges = claimed().privacy_spent(plan)
+    once = accounting.compute_epsilon(charges, 1e-5, REPLACE)
+    assert once < accounting.compute_epsilon(accounting.epsilon_against_all(charges), 1e-5, REPLACE)
+    (record,) = ledger.names([("d", "train.jsonl", 1)])
+    budget = PrivacyBudget(once * 1.01, 1e-5, REPLACE)
+    ledger.charge([record], charges, budget)
+    assert PrivacyLedger(tmp_path / "a.json").epsilon(record, budget) == pytest.approx(once)
+    with pytest.raises(BudgetError, match="epsilon"):
+        ledger.charge([record], charges, budget)
+
+
+@pytest.mark.parametrize("neighbours", list(Adjacency))
+@pytest.mark.parametrize("entries", [1, 5, 300])
+def test_rounding_moves_integers_of_neighbours_by_no_more_than_the_noise_counts(neighbours, entries):
+    """Vectors at the largest distance, in random directions and towards the corners; sigma = z D / m."""
+    claim, rng = claimed(dp__adjacency=neighbours.value), np.random.default_rng(3)
+    part = 0.5 * 2.0 / 8
+    scale = claim.scale(entries, 1.0, 2**31 / 10)
+    sigma = claim.deviation(scale, entries, 1.0) * math.sqrt(4)
+    moved, worst = 1 + (neighbours is REPLACE), 0.0
+    for i in range(400):
+        direction = rng.normal(size=entries) if i % 2 else rng.choice([-1.0, 1.0], entries)
+        x = rng.uniform(-1, 1, entries)
+        y = x + moved * part * direction / np.linalg.norm(direction)
+        ours = [np.round(scale * np.clip(v.astype(np.float32), -1, 1).astype(float)) for v in (x, y)]
+        worst = max(worst, float(np.linalg.norm(ours[0] - ours[1])))
+    assert sigma / worst >= 1.25 / moved
+    assert sigma == pytest.approx(1.25 / moved * (moved * part * scale + math.sqrt(entries) * (1 + 2**-21 * scale)))
+
+
+@pytest.mark.long
+@given(
+    entries=st.integers(1, 1 << 30), noise=st.floats(0.05, 50.0), rate=st.floats(1e-3, 10.0), sites=st.integers(2, 200)
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_scale_is_found_its_noise_can_be_drawn(entries, noise, rate, sites):
+    """Where the table bounds the scale, sums of floats may be above the bound: found in a run of 1.4 M weights."""
+    claim = claimed(dp__noise_multiplier=noise, dp__learning_rate=rate, secure__min_sites=sites)
+    try:
+        scale = claim.scale(entries, 4.0, 2.0**62)
+    except ConfigError:
+        return
+    assert discrete_gaussian.LEAST_SIGMA <= claim.deviation(scale, entries, 4.0) <= discrete_gaussian.MOST_SIGMA
+
+
+@pytest.mark.parametrize("bits,entries", [(32, 1), (32, 10**6), (64, 10**8)])
+def test_the_scale_is_as_fine_as_noise_makes_sensible_and_its_table_small(bits, entries):
+    claim = claimed()
+    scale = claim.scale(entries, 1.0, 2 ** (bits - 1) / 10)
+    assert discrete_gaussian.LEAST_SIGMA <= claim.deviation(scale, entries, 1.0) <= discrete_gaussian.MOST_SIGMA
+    assert scale + discrete_gaussian.TAIL * claim.deviation(scale, entries, 1.0) < 2 ** (bits - 1) / 10
+    assert 0 < claim.excess(scale, entries, 1.0) < {1: 0.01, 10**6: 0.03, 10**8: 0.2}[entries]
+
+
+@pytest.mark.parametrize(
+    "name,changes,reason",
+    [
+        ("fedavg", {"secure__enabled": False}, 'secure.noise: expected "site" with secure.enabled = false'),
+        ("fedavg", {"secure__max_weight": 2}, "secure.max-weight: expected 1"),
+        (
+            "fedavg",
+            {"secure__max_colluders": 5},
+            "secure.max-colluders: expected less than secure.min-sites, 5, found 5",
+        ),
+        ("fedavg", {"dp__noise_multiplier": 0.0}, "without noise"),
+        ("fedavg", {"train__max_steps": 2}, "train.max-steps: expected 1 .*found 2: a second step would look"),
+        ("fedavg", {"train__max_steps": 0}, "train.max-steps: expected 1"),
+        ("dp_fpl", {"fields": "exchange = 'epoch'"}, 'exchange: expected "batch"'),
+        ("dp_fpl", {"fields": "clipped = 'texts'"}, 'clipped: expected "prompt"'),
+        ("dp_fpl", {"fields": "mode = 'paper'\nepsilon = 1.0"}, 'mode: expected "strict"'),
+        ("dp_fpl", {"fields": "wire_dtype = 'bfloat16'"}, 'wire_dtype: expected "float32"'),
+        ("dp_fpl", {"fields": "sampling = 'fixed'"}, "sampling: expected"),
+        ("dp_fpl", {"fields": "noise_local = 0.0"}, "without noise"),
+    ],
+)
+def test_what_noise_in_the_sum_does_not_fit_is_refused_with_the_key(name, changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        claimed(name, **changes)
+
+
+def test_a_run_without_noise_is_refused_and_one_with_it_keeps_its_budget():
+    with pytest.raises(ConfigError, match="found no noise; set dp"):
+        guarantee_of(strategies.create_method("fedavg"), parse(SUM))
+    config = parse(DP | SUM | {"dp.epsilon": 3.0})
+    assert promised_epsilon(strategies.create_method("fedavg"), config, 1e-5) == 3.0
+
+
+def test_noise_that_no_ring_holds_is_refused():
+    with pytest.raises(ConfigError, match="secure.clip-bound: expected one"):
+        claimed(dp__learning_rate=1e-7).scale(1000, 1e6, 2**31 / 10)
+    with pytest.raises(ConfigError, match="secure.clip-bound"):
+        claimed().scale(1 << 31, 1.0, 2**62)

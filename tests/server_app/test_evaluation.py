@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from fedveil import tasks
+from fedveil.config import parse
+from fedveil.errors import TaskError
+from fedveil.server_app.evaluation import ServerEvaluator
+from fedveil.strategies.fedavg import FedAvg
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_missing_test_data_are_named_by_their_own_key(tmp_path, there):
+    """task.data is a site's, and may be right."""
+    folder = tmp_path if there else tmp_path / "nowhere"
+    config = parse({"task.evaluation": str(folder)})
+    with pytest.raises(TaskError, match=rf"^task\.evaluation: expected .*{folder}"):
+        ServerEvaluator.from_config(tasks.load_task(config, FedAvg().adapter), config)
+
+
+def test_without_test_data_there_is_none():
+    config = parse({})
+    assert ServerEvaluator.from_config(tasks.load_task(config, FedAvg().adapter), config) is None

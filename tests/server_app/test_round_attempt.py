@@ -1,0 +1,104 @@
+"""One attempt at a round: it returns a value, changes nothing of the run, and hands on each message at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, dataclass, field, replace
+
+import pytest
+from flwr.app import ConfigRecord
+
+from fedveil import rng
+from fedveil.client_app.app import app
+from fedveil.config import CohortConfig
+from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.round_attempt import AttemptResult, RoundAttempt
+from fedveil.server_app.run_settings import RunSettings
+from fedveil.strategies.fedavg import FedAvg
+from fedveil.wire import chunking
+from tests.server_app.grid import LocalGrid, use_toy_task
+
+
+@dataclass(frozen=True)
+class ListRecorder:
+    """Lists the messages of an attempt, without a run folder."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+    with_data: bool = False
+
+    def record_sent(self, ctx, disclosed, parts) -> str:
+        self.events.append((ctx.client, "sent"))
+        return ""
+
+    def record_accepted(self, ctx, disclosed, data, site_log) -> None:
+        self.events.append((ctx.client, "accepted"))
+
+    def record_failed(self, ctx, reason) -> None:
+        self.events.append((ctx.client, "failed"))
+
+    def record_refused(self, ctx, reason, data, up_bytes) -> None:
+        self.events.append((ctx.client, "refused"))
+
+
+class Trial:
+    """An attempt over three sites, of which some give no reply."""
+
+    def __init__(self, monkeypatch, tmp_path, lost=()) -> None:
+        task = use_toy_task(monkeypatch)
+        grid = LocalGrid(app, ["east", "north", "south"], tmp_path, tamper=dict.fromkeys(lost, lambda *_: None))
+        cohort = CohortConfig(min_sites=2, wait_seconds=0.1)
+        self.loop = MethodStrategy(FedAvg(), RunSettings(cohort, deterministic=True)).rounds
+        self.loop.initialise(task.initial(rng.initial_stream(9, "weights")))
+        opened, _ = self.loop.open_attempt(grid, 0, 0, 1.0, ConfigRecord())
+        self.recorder = ListRecorder()
+        self.attempt: RoundAttempt = replace(opened, recorder=self.recorder)
+        messages = self.attempt.build_messages({"east": 1000, "north": 1001, "south": 1002}, 1.0, ConfigRecord())
+        self.pending = dict(zip(grid.push_messages(messages), self.attempt.contexts, strict=True))
+        self.grid = grid
+
+    def uploads(self) -> Iterator:
+        for upload in self.attempt.iter_uploads(self.grid, self.pending, 0.5):
+            self.recorder.events.append((upload.ctx.client, "added"))
+            yield upload
+
+    def run(self) -> AttemptResult:
+        return self.attempt.run(self.uploads())
+
+
+def test_an_upload_is_on_record_before_it_is_added_up_and_the_next_one_is_read(monkeypatch, tmp_path):
+    trial = Trial(monkeypatch, tmp_path, lost=["south"])
+    trial.run()
+    assert trial.recorder.events == [
+        ("east", "sent"), ("north", "sent"), ("south", "sent"), ("east", "accepted"), ("east", "added"),
+        ("north", "accepted"), ("north", "added"), ("south", "failed"),
+    ]  # fmt: skip
+
+
+def test_an_attempt_changes_nothing_of_the_run_until_the_loop_records_it(monkeypatch, tmp_path):
+    trial = Trial(monkeypatch, tmp_path)
+    before = trial.loop.server
+    result = trial.run()
+    assert (trial.loop.server is before, trial.loop.history, trial.loop.course.done) == (True, [], -1)
+    assert (result.record.accepted, result.record.scores, result.record.weights) == (["east", "north", "south"], {}, "")
+    with pytest.raises(FrozenInstanceError):
+        result.record.weights = "ab"
+    assert trial.loop.record_attempt(result, started=0.0)
+    assert (trial.loop.server is result.state, len(trial.loop.history), trial.loop.course.done) == (True, 1, 0)
+    assert trial.loop.history[0].weights
+
+
+def test_the_result_of_too_few_uploads_has_no_state(monkeypatch, tmp_path):
+    trial = Trial(monkeypatch, tmp_path, lost=["south", "north"])
+    before, result = trial.loop.server, trial.run()
+    assert (result.state, result.record.accepted, sorted(result.record.failed)) == (None, ["east"], ["north", "south"])
+    assert not trial.loop.record_attempt(result, started=0.0)
+    assert (trial.loop.server is before, len(trial.loop.history), trial.loop.course.done) == (True, 1, -1)
+
+
+@pytest.mark.parametrize(("slices", "is_said"), [(chunking.MAX_REPLY_SLICES, False), (0, True)])
+def test_an_upload_that_the_fleet_port_would_refuse_is_said_before_a_site_is_asked(
+    monkeypatch, tmp_path, caplog, slices, is_said
+):
+    monkeypatch.setattr(chunking, "MAX_REPLY_SLICES", slices)
+    Trial(monkeypatch, tmp_path)
+    assert ("the server's fleet port refuses replies of more than" in caplog.text) is is_said

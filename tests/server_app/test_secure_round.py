@@ -1,0 +1,474 @@
+"""Secure aggregation over a Grid in this process: rounds, silence, refusals and what the server has at the end."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+
+from fedveil import rng, strategies
+from fedveil.client_app.app import app
+from fedveil.config import AggregateConfig, CohortConfig, SecureConfig, parse
+from fedveil.console.main import main
+from fedveil.console.runs import per_site
+from fedveil.console.runs.run_reader import load_run
+from fedveil.contract.message_address import MessageAddress
+from fedveil.errors import ConfigError, QuorumError
+from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.in_process import InProcessFederation
+from fedveil.federation.secagg import crypto
+from fedveil.federation.secagg import site as site_half
+from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.membership import RunMember, SigningKeyRoster
+from fedveil.federation.secagg.messages import UnmaskResponse, parse_request
+from fedveil.records import disclosure_summary
+from fedveil.records.tensor_state import state_digest
+from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.run_folder import RunFolder
+from fedveil.server_app.run_settings import RunSettings
+from fedveil.wire import chunking, header, statement_envelope
+from fedveil.wire.capture import MessageCapture
+from tests.server_app.grid import LocalGrid, use_toy_task
+
+SITES = ["a", "b", "c", "d", "e"]
+METHODS = {"fedavg": "", "fedrand": "rho = 0.5", "random_binary": "wire = 'explicit'\nadapter = {kind = 'lora'}"}
+QUICK = {"min_sites": 3, "deadline_seconds": 1.0, "wait_seconds": 1.0}
+
+
+class Runs:
+    """Runs of one method under secure aggregation, or in the clear."""
+
+    def __init__(self, monkeypatch, folder, name: str = "fedavg") -> None:
+        self.task, self.folder, self.name = use_toy_task(monkeypatch), folder, name
+        self.method = strategies.create_method(name, METHODS[name])
+        self.config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 3, "run.name": "unseen"}
+        self.config |= {"method.name": name, "method.params": METHODS[name]}
+
+    def grid(self, secure: SecureConfig, sites=SITES, **more) -> LocalGrid:
+        config = self.config | {f"secure.{k}": v for k, v in secure.model_dump(by_alias=True).items()}
+        return LocalGrid(app, sites, self.folder / f"sites-{secure.enabled}", config, **more)
+
+    def strategy(self, secure: SecureConfig, folder: RunFolder | None = None, **cohort) -> MethodStrategy:
+        settings = RunSettings(
+            CohortConfig(**(QUICK | cohort)), seed=9, deterministic=True, method=self.name, secure=secure,
+            tap=folder is not None,
+        )  # fmt: skip
+        return MethodStrategy(self.method, settings, folder=folder, spec=self.task.spec)
+
+    def weights(self) -> ArrayRecord:
+        return ArrayRecord(dict(self.task.initial(rng.initial_stream(9, "weights"))))
+
+    def run(self, secure: SecureConfig, grid: LocalGrid | None = None, folder: RunFolder | None = None, **cohort):
+        ours = self.strategy(secure, folder, **cohort)
+        end = ours.start(grid or self.grid(secure), self.weights(), num_rounds=3).arrays.to_torch_state_dict()
+        return end, ours.history
+
+
+ON = SecureConfig(enabled=True, max_weight=10)
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path) -> Runs:
+    return Runs(monkeypatch, tmp_path)
+
+
+def asks(kind: str, rounds=(0, 1, 2)):
+    """Whether a message asks that in one of those rounds: "train", or a kind of question."""
+
+    def matches(message: Message) -> bool:
+        round_ = message.content.config_records["order"]["round"]
+        if message.metadata.message_type != "query.secure":
+            return kind == "train" and round_ in rounds
+        return kind == asked(message).kind and round_ in rounds
+
+    return matches
+
+
+def asked(message: Message):
+    data = b"".join(array.data for array in message.content.array_records["fedveil"].values())
+    whole = memoryview(data)
+    content, start = header.read_header(whole)
+    return parse_request(bytes(whole[start : start + content["fields"][0][3]]))
+
+
+def lost(when) -> object:
+    """A reply that never comes."""
+    return lambda message, reply: None if when(message) else reply
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_whose_uploads_nobody_sees_ends_as_one_in_the_clear_to_the_rounding(name, monkeypatch, tmp_path):
+    runs = Runs(monkeypatch, tmp_path, name)
+    runs.config["run.name"] = "one"
+    secure, history = runs.run(ON)
+    clear, open_history = runs.run(SecureConfig())
+    step = FixedPointRing(32, len(SITES), 10, 64.0).step
+    assert all(torch.allclose(secure[n], clear[n], rtol=0, atol=3 * 100 * step) for n in clear)
+    assert [r.accepted for r in history] == [r.accepted for r in open_history] == [SITES] * 3
+    assert all(r.reports for r in open_history)
+    assert not any(r.reports or r.failed or r.unseen["deaf"] for r in history)
+    assert history[0].unseen | {"deaf": {}} == {"sites": 5, "holders": 5, "threshold": 4, "deaf": {}}
+
+
+@pytest.mark.long
+def test_over_the_wire_and_in_one_process_the_same_bits(runs):
+    over_grid, _ = runs.run(ON)
+    config = parse(runs.config | {"secure.enabled": True, "secure.max-weight": 10})
+    exchange = MessageExchange(runs.method, runs.name, runs.task.spec)
+    start = runs.method.init(
+        runs.task.spec, runs.task.initial(rng.initial_stream(9, "weights")), rng.initial_stream(9, "method init")
+    )
+    trainer_for = lambda site, ctx: runs.task.trainer([{}] * (3 + SITES.index(site)), ctx.rng("batches"))  # noqa: E731
+    federation = InProcessFederation(exchange, config, trainer_for, SITES, start)
+    federation.run()
+    assert state_digest(over_grid) == state_digest(federation.models()["server"])
+
+
+@pytest.mark.long
+def test_a_site_that_is_silent_is_not_in_the_sum_and_is_set_up_again(runs):
+    """What the four others send is the mean of four; the next round is one of five again."""
+    grid = runs.grid(ON, tamper={"c": lost(asks("train", [1]))})
+    _, history = runs.run(ON, grid)
+    assert [r.accepted for r in history] == [SITES, ["a", "b", "d", "e"], SITES]
+    assert list(history[1].failed) == ["c"]
+    hellos = [m for m in grid.pushed if asks("hello")(m)]
+    assert len(hellos) == 6  # each site once, and c a second time
+
+
+@pytest.mark.long
+def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
+    _, history = runs.run(ON, runs.grid(ON, tamper={"b": lost(asks("unmask"))}))
+    assert [r.accepted for r in history] == [SITES] * 3
+
+    refuse = lambda message, reply: Error_(message) if asks("unmask", [1])(message) else reply  # noqa: E731
+    grid = runs.grid(ON, tamper={"b": refuse, "d": refuse})
+    with pytest.raises(QuorumError, match=r"no sum: secure.threshold: expected 4 holders that open their shares"):
+        runs.run(ON, grid, max_retries=1)
+    assert sum(asks("unmask", [1])(m) for m in grid.pushed) == 2 * 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["", "hello", "unmask", "refused"])
+def test_every_byte_of_an_attempt_is_a_site_s(kind, runs, tmp_path):
+    """Keys are asked of sites that are in no cohort, too."""
+    bad = lambda message, reply: Error_(message) if kind and asks(kind, [1])(message) else reply  # noqa: E731
+    if kind == "refused":
+        bad = lambda message, reply: changed(reply) if asks("train", [1])(message) else reply  # noqa: E731
+    folder = RunFolder(tmp_path / "run")
+    grid = runs.grid(ON, tamper={"b": bad})
+    _, history = runs.run(ON, grid, folder, fraction=0.8)
+    run = load_run(tmp_path / "run")
+    assert history[0].unlisted.keys() == set(SITES)
+    sites = per_site.records_by_site(run)
+    assert run.upload_bytes == sum(record.upload_bytes for record in history) == sum(site.up for site in sites)
+    assert run.download_bytes == sum(record.download_bytes for record in history) == sum(site.down for site in sites)
+    traffic = disclosure_summary.site_traffic(run.messages, run.attempts)
+    assert {site.name: (site.up, site.down) for site in sites} == {
+        name: (of.up_bytes, of.down_bytes) for name, of in traffic.items()
+    }
+    counted = Counter(message.content.config_records["order"]["site"] for message in grid.pushed)
+    assert {name: of.down for name, of in traffic.items()} == counted
+    if not kind:  # else the answer of `b` is none
+        assert {name: of.up for name, of in traffic.items()} == counted
+    assert 0 < run.unlisted("up") == sum(up for record in history for up, *_ in record.unlisted.values())
+
+
+def changed(reply: Message) -> Message:
+    (name, array), *rest = reply.content.array_records["fedveil"].items()
+    record = ArrayRecord({name: Array("uint8", array.shape, array.stype, array.data[:-1] + b"\x00"), **dict(rest)})
+    return Message(RecordDict({"fedveil": record}), reply_to=reply)
+
+
+def test_bytes_of_keys_count_where_no_cohort_came_of_them(runs, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    refuse = dict.fromkeys("abc", lambda message, reply: Error_(message) if asks("hello")(message) else reply)
+    with pytest.raises(QuorumError):
+        runs.run(ON, runs.grid(ON, tamper=refuse), folder, max_retries=0)
+    (line,) = load_run(tmp_path / "run").attempts
+    assert line["cohort"] == []
+    assert 0 < line["upload_bytes"] == sum(up for up, *_ in line["unlisted"].values())
+
+
+def Error_(message: Message) -> Message:  # noqa: N802
+    return Message(Error(5, "node unavailable"), reply_to=message)
+
+
+def test_an_answer_that_this_server_cannot_even_read_costs_its_site_the_round_and_no_other(runs, monkeypatch):
+    """Whatever the code at the server makes of it."""
+    real = RunMember.from_bytes
+
+    def of(data):
+        if shaken["next"] == 1:
+            shaken["next"] += 1
+            raise RecursionError("a text of the site's")
+        shaken["next"] += 1
+        return real(data)
+
+    shaken = {"next": 0}
+    monkeypatch.setattr(RunMember, "from_bytes", of)
+    _, history = runs.run(ON, runs.grid(ON))
+    assert history[0].accepted == ["a", "c", "d", "e"]
+    assert history[0].failed == {"b": "RecursionError"}
+    assert history[1].accepted == SITES
+
+
+def test_equal_questions_are_one_object_so_that_they_are_sent_once(runs):
+    grid = runs.grid(ON)
+    runs.run(ON, grid)
+    for kind in ("hello", "setup"):
+        records = [id(m.content.array_records["fedveil"]) for m in grid.pushed if asks(kind, [0])(m)]
+        assert (len(records), len(set(records))) == (5, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("round_", [3, -1])
+def test_a_question_of_no_round_of_the_run_is_not_answered(round_, runs):
+    grid, question = hello(runs)
+    assert not grid.replies[grid._push(question)].has_error()
+    question.content.config_records["order"]["round"] = round_
+    reply = grid.replies[grid._push(question)]
+    assert "round: expected" in reply.error.reason
+
+
+def test_a_site_that_purged_a_run_makes_no_keys_for_it_again(runs):
+    grid, question = hello(runs)
+    folder = next((runs.folder / "sites-True").glob("*/a"))
+    assert (folder / "secure.json").exists()
+    for file in folder.rglob("*"):
+        os.utime(file, (0, 0))
+    assert main(["site", "purge", "--state-dir", str(folder.parents[1]), "--older-than", "30", "--yes"]) == 0
+    assert not (folder / "secure.json").exists()
+    reply = grid.replies[grid._push(question)]
+    assert reply.error.reason.startswith("PolicyError: ")
+    assert not (folder / "secure.json").exists()
+
+
+def hello(runs) -> tuple[LocalGrid, Message]:
+    """The first question to the site named a, in a run that ends in round 0."""
+    grid = runs.grid(ON, tamper={"b": lost(asks("train"))})
+    with pytest.raises(QuorumError):
+        runs.run(ON, grid, min_sites=5, max_retries=0)
+    return grid, next(m for m in grid.pushed if asks("hello")(m))
+
+
+@pytest.mark.long
+def test_an_attempt_that_is_thrown_away_is_repeated_with_new_keys_and_ends_as_an_unbroken_run(runs):
+    whole, _ = runs.run(ON)
+    done = []
+
+    def once(message, reply):
+        if asks("unmask", [1])(message) and len(done) < 2:
+            done.append(message)
+            return Error_(message)
+        return reply
+
+    runs.config["run.name"] = "broken"
+    grid = runs.grid(ON, tamper={"b": once, "d": once})
+    final_state, history = runs.run(ON, grid)
+    assert [(r.round, r.attempt, "reason" in r.unseen) for r in history] == [
+        (0, 0, False), (1, 0, True), (1, 1, False), (2, 0, False),
+    ]  # fmt: skip
+    assert state_digest(final_state) == state_digest(whole)
+    used = [asked(m).plan.prekeys for m in grid.pushed if asks("unmask")(m)]
+    keys_of = [{prekey.key for prekey in plan} for plan in dict.fromkeys(used)]
+    assert all(not a & b for i, a in enumerate(keys_of) for b in keys_of[:i])  # no prekey twice
+
+
+def wrong_shares(message: Message, reply: Message) -> Message:
+    """A holder that opens something else for one site, a."""
+    if not asks("unmask", [1])(message):
+        return reply
+    at = MessageAddress(
+        message.content.config_records["order"]["run"], 0, message.content.config_records["order"]["site"]
+    )
+    statement_data = b"".join(array.data for array in reply.content.array_records["fedveil"].values())
+    opened = UnmaskResponse.from_bytes(statement_envelope.unpack_statement(statement_data, 1, "up", at, 10**6))
+    lie = opened.model_copy(update={"heard": opened.heard | {"a": "00" * 16}})
+    data = statement_envelope.pack_statement(lie.to_bytes(), 1, "up", at)
+    record = ArrayRecord({chunking.slice_key(0): Array("uint8", (len(data),), chunking.STYPE, data)})
+    return Message(RecordDict({"fedveil": record}), reply_to=message)
+
+
+@pytest.mark.long
+def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs):
+    """Of five, four open a sum. The first to answer lies, so it takes the four others."""
+    whole, _ = runs.run(ON)
+    runs.config["run.name"] = "lied"
+    final_state, history = runs.run(ON, runs.grid(ON, tamper={"a": wrong_shares}))
+    assert [r.accepted for r in history] == [SITES] * 3
+    assert "its shares of a as made there" in history[1].unseen["deaf"]["a"]
+    assert state_digest(final_state) == state_digest(whole)
+
+
+def test_without_a_site_whose_shares_open_nothing_the_run_goes_on(runs, monkeypatch):
+    """It spoils one attempt, and is asked nothing more; those that know it is wrong are more than may be silent."""
+    real = site_half.encrypt_shares
+
+    def encrypt_shares(kept, membership, site, secret, purpose):
+        shares = real(kept, membership, site, secret, purpose)
+        spoilt = site == "d" and b"mask share" in purpose("a")
+        return shares.model_copy(update={"closed": dict.fromkeys(shares.closed, "00" * 44)}) if spoilt else shares
+
+    monkeypatch.setattr(site_half, "encrypt_shares", encrypt_shares)
+    grid = runs.grid(ON)
+    _, history = runs.run(ON, grid)
+    assert [(r.round, r.attempt) for r in history] == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert "open their shares of d, found fewer" in history[0].unseen["reason"]
+    for record in history[1:]:
+        assert record.accepted == ["a", "b", "c", "e"]
+        assert record.failed == {"d": "secure: its shares did not open its secret, so the run goes on without it"}
+    orders = [m.content.config_records["order"] for m in grid.pushed]
+    assert {(order["round"], order["attempt"]) for order in orders if order["site"] == "d"} == {(0, 0)}
+
+
+def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
+    grid = runs.grid(ON, tamper=dict.fromkeys("abc", lost(asks("train"))))
+    with pytest.raises(QuorumError, match="expected at least 3 accepted uploads, found 2"):
+        runs.run(ON, grid, max_retries=0)
+    assert not any(asks("unmask")(m) for m in grid.pushed)
+
+
+def test_below_the_quorum_of_the_run_nobody_is_asked_either(runs):
+    grid = runs.grid(ON, tamper={"a": lost(asks("train"))})
+    with pytest.raises(QuorumError, match="expected at least 5 accepted uploads, found 4"):
+        runs.run(ON, grid, max_retries=0, min_sites=5)
+    assert not any(asks("unmask")(m) for m in grid.pushed)
+
+
+@pytest.mark.long
+def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_does(runs, monkeypatch, tmp_path):
+    with RunFolder(tmp_path / "whole") as folder:
+        folder.status("running", 0, 3)
+        whole, _ = runs.run(ON, folder=folder)
+    real = RunFolder.checkpoint
+
+    class Killed(BaseException):
+        pass
+
+    def dies(folder, server, loop):
+        if loop["round"] == 1:
+            raise Killed
+        real(folder, server, loop)
+
+    grid = runs.grid(ON)
+    with monkeypatch.context() as patch, RunFolder(tmp_path / "broken") as folder:
+        patch.setattr(RunFolder, "checkpoint", dies)
+        folder.status("running", 0, 3)
+        with pytest.raises(Killed):
+            runs.run(ON, grid, folder)
+    with RunFolder(tmp_path / "broken", resume=True) as folder:
+        folder.status("running", 0, 3)
+        final_state, history = runs.run(ON, grid, folder)
+    assert [r.round for r in history] == [1, 2]
+    assert state_digest(final_state) == state_digest(whole)
+
+
+def test_the_tap_of_a_secure_run_has_one_masked_vector_of_each_site_and_no_figure_beside_it(runs, tmp_path):
+    with RunFolder(tmp_path / "run") as folder:
+        folder.status("running", 0, 3)
+        runs.run(ON, folder=folder)
+    tap = MessageCapture(tmp_path / "run" / "tap")
+    ups = [header.header_of_slices([tap.read(seen)]) for seen in tap.messages() if seen.direction == "up"]
+    assert len(ups) == 15
+    assert all([field[0] for field in up["fields"]] == ["attached", "sum"] for up in ups)
+    assert all((up["num_examples"], up["report"], up["variant"]) == (None, {}, "") for up in ups)
+
+
+def test_an_order_in_the_clear_in_a_secure_run_is_refused_before_a_row_is_looked_at(runs):
+    """The run config says secure; a server that lies leaves the plan out."""
+    grid, ours = runs.grid(ON), runs.strategy(SecureConfig())
+    runs.task.trainer = None  # nobody trains
+    with pytest.raises(QuorumError, match=r"order: secure: expected a plan, as secure.enabled has it, found ''"):
+        ours.start(grid, runs.weights(), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    "key,value", [("max_weight", 11), ("clip_bound", 65.0), ("min_sites", 4), ("ring_bits", 64), ("threshold", 5)]
+)
+def test_a_server_whose_sums_are_not_the_run_config_s_is_refused(key, value, runs):
+    ours = runs.strategy(ON.model_copy(update={key: value}), max_retries=0)
+    with pytest.raises(QuorumError, match="secure: expected a (plan|membership)"):
+        ours.start(runs.grid(ON), runs.weights(), num_rounds=1)
+
+
+def test_a_site_that_demands_it_takes_no_part_in_the_clear(runs, tmp_path):
+    (tmp_path / "policy.toml").write_text("require-secure = true\n[permits]\n" + PERMITS)
+    grid = runs.grid(SecureConfig())
+    grid.node_config = {"a": {"policy": str(tmp_path / "policy.toml")}}
+    _, history = runs.run(SecureConfig(), grid)
+    assert "secure.enabled: this site permits masked uploads alone" in history[0].failed["a"]
+
+
+PERMITS = (
+    '"run.deterministic" = true\n"run.seed" = 9\n"run.rounds" = 3\n"run.name" = "unseen"\n'
+    '"method.name" = "fedavg"\n"secure.max-weight" = 10\n'
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "line,why",
+    [("min-cohort = 6", "permits at least 6, found 3"), ("min-threshold = 5", "at least 5 of 5 holders, found 4"),
+     (f'roster = "sha256:{"0" * 64}"', "roster: this site permits sha256:0000")],
+)  # fmt: skip
+def test_what_a_site_s_policy_demands_of_sums_is_asked_before_it_trains(line, why, runs, tmp_path):
+    (tmp_path / "policy.toml").write_text(f"require-secure = true\n{line}\n[permits]\n" + PERMITS)
+    grid = runs.grid(ON)
+    grid.node_config = {"a": {"policy": str(tmp_path / "policy.toml")}}
+    _, history = runs.run(ON, grid, max_retries=0)
+    assert why in history[0].failed["a"]
+    assert "a" not in history[0].accepted
+
+
+def test_with_a_roster_a_site_s_key_is_the_registry_s_or_it_takes_no_part(runs, tmp_path):
+    """The site named `a` signs with another key than the registry has."""
+    signing = {site: bytes([i]) * 32 for i, site in enumerate(SITES)}
+    for site, key in signing.items():
+        (tmp_path / f"{site}.key").write_bytes(key)
+        (tmp_path / f"{site}.key").chmod(0o600)
+    known = {site: crypto.verifying_key(key).hex() for site, key in signing.items()}
+    (tmp_path / "roster.json").write_bytes(SigningKeyRoster(signing_keys=known | {"a": known["b"]}).to_bytes())
+    secure = ON.model_copy(update={"roster": str(tmp_path / "roster.json")})
+    grid = runs.grid(secure)
+    grid.node_config = {site: {"signing-key": str(tmp_path / f"{site}.key")} for site in SITES}
+    _, history = runs.run(secure, grid)
+    assert history[0].accepted == ["b", "c", "d", "e"]
+    assert "signed with its key of the registry" in history[0].failed["a"]
+
+
+@pytest.mark.parametrize(
+    "key,value", [("rule", {"aggregate": "median"}), ("norm", {"max_norm_ratio": 2.0}), ("part", {"fraction": 0.5})]
+)
+def test_what_needs_single_uploads_is_refused_before_any_site_is_asked(key, value, runs):
+    secure = ON.model_copy(update={"graph_degree": 2})
+    rule = AggregateConfig(rule=value.pop("aggregate", "mean"))
+    cohort = CohortConfig(**(QUICK | value))
+    ours = MethodStrategy(runs.method, RunSettings(cohort, rule, secure=secure), spec=runs.task.spec)
+    with pytest.raises(ConfigError, match="with secure.enabled"):
+        ours.start(runs.grid(secure), runs.weights(), num_rounds=1)
+
+
+def test_a_statement_of_another_round_attempt_or_site_is_refused():
+    from fedveil.contract.message_address import MessageAddress
+    from fedveil.errors import WireError
+
+    at = MessageAddress("run", 1, "a")
+    message = statement_envelope.pack_statement(b"{}", 2, "up", at)
+    assert statement_envelope.unpack_statement(message, 2, "up", at, 1000) == b"{}"
+    for round_, way, where in (
+        (3, "up", at),
+        (2, "down", at),
+        (2, "up", MessageAddress("run", 2, "a")),
+        (2, "up", MessageAddress()),
+    ):
+        with pytest.raises(WireError):
+            statement_envelope.unpack_statement(message, round_, way, where, 1000)
+    for at_byte in range(len(message)):
+        changed = bytearray(message)
+        changed[at_byte] ^= 1
+        with pytest.raises(WireError):
+            statement_envelope.unpack_statement(bytes(changed), 2, "up", at, 1000)

@@ -1,0 +1,78 @@
+"""What pages must say of secure aggregation and noise, and what no page or text may claim again."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.conftest import ROOT
+
+OVER = (
+    "and nothing of a single one",
+    "larger batches are what helps",
+    "it is the undefended baseline",
+    "holds against a server that deviates",
+    "that the server sees no single site",
+    "masked, in sums alone",
+    "nobody may see which part is missing",
+)
+MUST = {
+    "README.md": (
+        "a server that keeps to the protocol",
+        "deviates or lies",
+        "replies are not signed yet",
+        "some entries of the sum may be of one site",
+        "does not time the site",
+    ),
+    "docs/methods.md": ("deviates from the protocol or lies", "may be of one site", "does not time the site"),
+    "SECURITY.md": ("deviates from the protocol", "in the name of another site", "times a site"),
+    "docs/threat-model.md": (
+        "honest but curious",
+        "a server that deviates from the protocol or lies, with or without a roster",
+        "nothing is claimed",
+        "may then be of one site",
+        "may poison its upload within the bounds",
+        "several registrations of one person are several sites",
+        "larger batches do not stop it",
+        "an epsilon with poisson sampling assumes a server that does not",
+    ),
+    "docs/deploy/secure-aggregation.md": ("deviates or lies", "may be of one site"),
+    "docs/runs.md": ("a server that kept to the protocol could not see", "does not time the site"),
+    "docs/cards.md": ("does not time the site",),
+    "docs/tutorials/to-a-guarantee.md": ("deviates or lies", "may be of one site", "does not time the site"),
+}
+
+
+# There is no public repository yet: an address under this name could be anybody's. The signed type of a card is a name.
+NO_ADDRESS = "github.com/fedveil"
+SIGNED = {"fedveil/cards/signing/in_toto.py", "tests/test_claims_in_texts.py"}
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split()).lower()
+
+
+@pytest.mark.parametrize("page", MUST)
+def test_a_page_says_where_the_claim_ends(page):
+    text = flat((ROOT / page).read_text())
+    assert [words for words in MUST[page] if words.lower() not in text] == []
+
+
+def tracked(*patterns: str) -> list[str]:
+    """Names of the files under version control. Skips the test outside of a repository."""
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no git here")
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_no_text_claims_what_is_not_so():
+    names = tracked("*.py", "*.md", "*.html", ":!tests/", ":!benchmarks/results/")
+    claims = [(name, words) for name in names for words in OVER if words in flat((ROOT / name).read_text())]
+    assert claims == []
+
+
+def test_no_file_sends_a_reader_to_an_address_that_is_not_ours():
+    texts = {name: (ROOT / name).read_bytes() for name in tracked()}
+    assert {name for name, data in texts.items() if NO_ADDRESS.encode() in data} <= SIGNED

@@ -1,0 +1,67 @@
+"""The committed results of benchmarks, a page each: every row with its intervals, and the sentences that it decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+_COUNTS = {"upload_bytes": "bytes up", "download_bytes": "bytes down", "rounds": "rounds", "seconds": "seconds"}
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Read every committed result, by the name of its page."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json"))}
+
+
+def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """List the results, with form, seeds and commit."""
+    lines = [
+        f"| [{_escape(result['preset'])}]({name}.md) | {_escape(result['title'])} | {result['form']} "
+        f"| {result['commit']} | {len(result['rows'])} |"
+        for name, result in results.items()
+    ]
+    return "\n".join([
+        "# Results of all benchmarks", "",
+        "Each page is written from one file of `benchmarks/results/`. Intervals are of 95 %, each of one figure alone.",
+        "The sentences below a table are the file's own; those of comparisons are corrected for all of them.", "",
+        "| preset | | form | commit | rows |", "|---|---|---|---|---|", *lines, "",
+        "```{toctree}\n:hidden:\n:glob:\n\n*\n```", "",
+    ])  # fmt: skip
+
+
+def render_result(result: Mapping[str, Any]) -> str:
+    """Write one result as a page: how to run it, its rows, its sentences, and how it differs from the paper."""
+    form = "" if result["form"] == "full" else f" --{result['form']}"
+    machine = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value is not None)
+    seconds = f", {result['seconds']:,.0f} s" if "seconds" in result else ""  # older files do not say
+    parts = [
+        f"# {_escape(result['preset'])}", "", f"{_escape(result['title'])}.", "",
+        f"`fedveil bench {result['preset']}{form}`, commit {result['commit']}{seconds}. {_escape(machine)}.", "",
+        "## Rows", "", *(line for row in result["rows"] for line in _render_row(row, result.get("paper", {}))),
+    ]  # fmt: skip
+    for heading, sentences in (("What it decides", "verdicts"), ("Differences from the paper", "differences")):
+        if result.get(sentences):
+            parts += [f"## {heading}", "", *(f"- {_escape(sentence)}" for sentence in result[sentences]), ""]
+    return "\n".join(parts)
+
+
+def _render_row(row: Mapping[str, Any], paper: Mapping[str, Mapping[str, float]]) -> list[str]:
+    reported = paper.get(row["name"], {})
+    counts = [f"{row[key]:,.10g} {words}" for key, words in _COUNTS.items() if isinstance(row.get(key), int | float)]
+    lines = [f"### {_escape(row['name'])}", "", *([f"{', '.join(counts)}.", ""] if counts else [])]
+    if not row["metrics"]:
+        return lines
+    lines += ["| metric | mean | interval | n | paper |", "|---|---|---|---|---|"]
+    for name, metric in row["metrics"].items():
+        interval = f"{metric['low']:.4g} to {metric['high']:.4g}" if metric["n"] > 1 else "-"
+        printed = f"{reported[name]:g}" if name in reported else "-"
+        lines.append(f"| {_escape(name)} | {metric['mean']:.6g} | {interval} | {metric['n']} | {printed} |")
+    return [*lines, ""]
+
+
+def _escape(text: str) -> str:
+    """Keep what a result says from being read as Markdown."""
+    return "".join(f"\\{char}" if char in "\\|<>*_[]`" else char for char in text)
