@@ -12,6 +12,8 @@ from fedveil.rng import RandomStream
 from tests.fedveil.training.small import DATA, KEY, make
 
 KEYS = {"train__batch_size": 4, "train__learning_rate": 1e-2, "train__weight_decay": 0.3, "run__deterministic": True}
+# A thousandth of the learning rate: AdamW divides by the gradient's own size, where that is near eps, rounding shows.
+ATOL = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def test_a_factor_that_stays_has_no_state_and_moves_by_no_bit(task, rows, start,
         if factor_name(name) == side:
             assert torch.equal(w, start[name])
         else:
-            torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=ATOL)
             assert float((w - start[name]).abs().max()) > 1e-3
 
 
@@ -84,7 +86,7 @@ def test_sets_take_turns_a_step_each(task, rows, start, states):
     assert states(task) == set(task.spec)
     expected = by_hand(task, rows, start, ["B", "A", "B", "A"])
     for name, w in trained_weights.items():
-        torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=1e-5)  # a thousandth of the learning rate
+        torch.testing.assert_close(w, expected[name], rtol=1e-5, atol=ATOL)
     other = by_hand(task, rows, start, ["A", "B", "A", "B"])
     assert max(float((other[n] - w).abs().max()) for n, w in trained_weights.items()) > 1e-4
 
