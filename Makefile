@@ -22,7 +22,7 @@ HTTP_TESTS := tests/fedveil/guard tests/fedveil/relay tests/client_app/test_app.
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test long http coverage containers check mutate build sbom docs lock bench bench-test gpu methods clean
+.PHONY: help install demo test long http coverage containers check mutate build sbom docs lock release bench bench-test gpu methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -93,6 +93,14 @@ sbom: build ## List the wheel's components beside it in dist/: CycloneDX 1.6, wi
 	@$(PYTHON) -m venv $(VENV)/sbom
 	@$(VENV)/sbom/bin/python $(LOCKED) -r lock/sbom.txt
 	@$(VENV)/sbom/bin/python tools/sbom.py --python $(BIN)/python --without test tools sbom docs check --wheel dist/*.whl --out dist/fedveil.cdx.json
+
+# From the files of the tag alone; docs/release.md.
+release: $(READY) ## Build a release from a tag into dist/release/: make release TAG=v0.2.0 KEY=~/.ssh/release
+	@test -n "$(TAG)" -a -n "$(KEY)" || { \
+	  echo "error: TAG, KEY: expected a tag and an Ed25519 key of ssh-keygen; run: make release TAG=v0.2.0 KEY=~/.ssh/release" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)/sbom
+	@$(VENV)/sbom/bin/python $(LOCKED) -r lock/sbom.txt
+	@$(BIN)/python -m tools.release $(TAG) --key $(KEY) --sbom-python $(VENV)/sbom/bin/python
 
 docs: $(READY) ## Make the documentation's site in build/site: docs/ and the pages that follow from the code
 	@$(PYTHON) -m venv $(VENV)/docs
