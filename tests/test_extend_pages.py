@@ -44,8 +44,8 @@ def pytest_on(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def test_there_is_a_page_for_a_method_a_task_and_an_attack():
-    assert [page.stem for page in PAGES] == ["attack", "method", "task"]
+def test_there_is_a_page_for_an_attack_a_command_a_method_and_a_task():
+    assert [page.stem for page in PAGES] == ["attack", "command", "method", "task"]
     index = (ROOT / "docs" / "index.md").read_text()
     assert all(f"extend/{page.stem}" in index for page in PAGES)
 

@@ -73,7 +73,9 @@ def transport_plan(
     iterations: int = ITERATIONS,
     tolerance: float = TOLERANCE,
 ) -> Float[Tensor, "*s M P"]:
-    """T of Eq. 2 for each leading index, by logarithms. Columns hold exactly, rows to within about `tolerance`.
+    """T of Eq. 2 for each leading index, by logarithms.
+
+    Column marginals hold exactly, row marginals to within about `tolerance`.
 
     | case | result |
     |---|---|

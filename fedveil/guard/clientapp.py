@@ -290,7 +290,7 @@ def _public(error: Exception) -> str:
 
 
 def _kind(error: Exception) -> str:
-    """Return the name that logs have for an error."""
+    """Return the name under which an error is logged."""
     return "Refused" if isinstance(error, MessageRefused) else type(error).__name__
 
 

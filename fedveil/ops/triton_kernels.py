@@ -170,7 +170,7 @@ def _settle(drawn, words, ends, rest, SIZE: tl.constexpr):
 
 @_there
 def pack_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """The entries of `values`, flat integers, under the flat mask's ones, in their order."""
+    """Return the entries of the flat integer tensor `values` where the mask is 1, in order."""
     ends, ones = count_masked(mask)
     out = torch.empty(ones, dtype=values.dtype, device=values.device)
     if ones:

@@ -1,7 +1,8 @@
 """Base classes of methods that broadcast the server's tensors and average the trained weights.
 
 A method's own file has its fields, both halves of its math (`client`, `server_update`), and what it does
-differently.
+differently. A server optimizer, such as FedAdam or momentum, is a method that overrides `server_update` and keeps its
+state in the server's `FederatedState`; docs/extend/method.md shows one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Epsilon from charges, and the noise for a wanted epsilon, by dp-accounting. No other module computes an epsilon.
+"""Epsilon from charges, and the noise for a wanted epsilon, by dp-accounting. No other module computes an upper bound.
 
 Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it), as in
 `GaussianDpEvent`. Replacing one record moves the sum by up to 2 C; adding or removing one moves it by up to C.

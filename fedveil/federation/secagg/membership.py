@@ -47,7 +47,7 @@ class RunMember(SecAggMessage):
 
 
 class RunMembership(SecAggMessage):
-    """The holders of each other's shares.
+    """The sites that hold shares of each other's secrets.
 
     Attributes:
         run: its name with its id.
