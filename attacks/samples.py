@@ -60,7 +60,7 @@ class AuditDataSource:
     def __post_init__(self) -> None:
         if self.most < LEAST:
             raise ConfigError(
-                f"--max-rows: expected at least {LEAST}, found {self.most}; an interval of fewer says nothing"
+                f"--max-rows: expected at least {LEAST}, found {self.most}; an interval over fewer rows is meaningless"
             )
 
     def some(self, rows: Examples) -> Examples:
@@ -86,7 +86,7 @@ def draw_samples(
     if min(count, len(rest.rows)) < LEAST:
         raise ConfigError(
             f"--data, --non-members: expected at least {LEAST} members and non-members, found {count} and "
-            f"{len(rest.rows)}; an interval of fewer says nothing"
+            f"{len(rest.rows)}; an interval over fewer rows is meaningless"
         )
     return prepared, rest
 

@@ -23,7 +23,7 @@ _WORDS = (
     "alignment on what a client sent (0.5: a coin; 1: told every time; FedAvg's is the undefended one); else the table "
     "that is named. -: in none of these. docs/results.md has all, with all controls"
 )
-_NOT_HERE = "measured: -, for benchmarks/results is in a checkout alone; docs/results.md has the figures"
+_NOT_HERE = "measured: -, because benchmarks/results is only in a checkout; docs/results.md has the figures"
 _PROPORTIONS = ("alignment", "AUROC, LiRA", "recovered")  # a seed's interval may reach beyond
 
 # By a method's title: tables, and of each (words, row, metric). What is withheld stands beside the same without that.

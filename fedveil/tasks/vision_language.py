@@ -181,7 +181,7 @@ class VisionLanguage(causal_lm.CausalTask):
             least = "one --prompt" if self.config.task.choices_column else "at most one --prompt"
             raise ConfigError(
                 f"--image: expected at least one, and {least}, found {len(images)} and {len(prompts)} prompts; give "
-                "the files of images"
+                "image files"
             )
         self.show(weights)
         prompt, room = (prompts[0] if prompts else CAPTION_PROMPT), decoding.DecodeMemoryLimit(_KEPT_BYTES)
