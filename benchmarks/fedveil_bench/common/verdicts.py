@@ -146,7 +146,8 @@ def compared(
         for name in (mine, other):
             if isinstance(name, str) and metric not in rows.get(name, {}):
                 raise ConfigError(
-                    f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; correct the claim'
+                    f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; '
+                    "correct the claim"
                 )
         against = rows[other][metric] if isinstance(other, str) else resampling.fixed(float(other))
         d = resampling.less(rows[mine][metric], against)

@@ -106,7 +106,7 @@ def test_other_uploads_and_rows_are_left_out_with_their_reason(audited):
         "Left out: tokens from the span of one step: no layer with a LoRA pair reads only the embeddings."
     ]
     unseen = type("Unseen", (AdversaryView,), {"is_unseen": True})(view.tap, view.exchange)
-    assert "summed unseen" in token_recovery_audit.explain_misfit(unseen, knowledge.task, config)
+    assert "saw only sums" in token_recovery_audit.explain_misfit(unseen, knowledge.task, config)
 
 
 def test_the_first_attention_reads_the_embeddings_alone_and_later_ones_do_not(audited):

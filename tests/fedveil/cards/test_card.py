@@ -111,7 +111,9 @@ def test_a_site_that_reported_nothing_counts_with_what_its_ledger_allows(tmp_pat
     assert guarantee.epsilon == 8.0
     assert "does not know" in guarantee.sites[1].unknown
     assert guarantee.sites[1].epsilon == "not known"
-    assert guarantee.says.endswith("against everyone but the site itself, while the server does not time the site.")
+    assert guarantee.says.endswith(
+        "against everyone but the site itself, provided that the server does not time the site."
+    )
     assert UNTIMED in guarantee.assumptions
 
 
