@@ -123,7 +123,7 @@ def draw_non_members(
             raise ConfigError(f"--non-members: {str(error).removeprefix('task.data: ')}") from error
     data = _data(source, config)
     if data is None:
-        raise ConfigError("--non-members: expected a folder or file with rows of no site, found none; give one")
+        raise ConfigError("--non-members: expected a folder or file with rows that no site has, found none; name one")
     if config.task.examples_per_site and not source.sites:
         used = {row.origin for rows in members.values() for row in rows}
         every = (row for i in range(sites) for row in task.examples(data, "train", DatasetShard(i, sites)))

@@ -152,7 +152,7 @@ class _Result:
         except (StopIteration, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"benchmarks/results: expected {row!r} with {name!r} in the result of fedveil bench {self.preset}, "
-                f"found {sanitize(repr(error), 80)}; take the committed one"
+                f"found {sanitize(repr(error), 80)}; use the committed one"
             ) from None
         return {key: min(1.0, max(0.0, x)) for key, x in estimate.items()} if name in _PROPORTIONS else estimate
 

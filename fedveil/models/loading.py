@@ -127,7 +127,7 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         if not getattr(processor, "chat_template", None):
             raise TaskError(
                 f'task.model: expected a processor with a chat template, found none in "{name}"; add '
-                f"chat_template.jinja to its folder, or take an instruction-tuned model"
+                "chat_template.jinja to its folder, or use an instruction-tuned model"
             )
         language = getattr(model.base_model, "language_model", None)
         if language is None:
@@ -189,7 +189,7 @@ def load_classifier(
             if any(at.endswith("running_mean") for at, _ in model.named_buffers()):
                 raise TaskError(
                     "task.model: expected a model without batch normalization to start from scratch, found "
-                    f'{type(model).__name__} in "{name}"; take one with weights, or a ViT'
+                    f'{type(model).__name__} in "{name}"; use one with weights, or a ViT'
                 )
             model = model.to(_precision(config, adapter, device)["dtype"])
             draw = partial(from_scratch.draw_tensors, bare)
@@ -251,7 +251,7 @@ def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
         taken = f" minus {adapter.positions} positions for the {adapter.kind}" if adapter.positions else ""
         raise ConfigError(
             f"task.max-tokens: expected at most {left}, the context of {config.task.model}{taken}, found "
-            f"{config.task.max_tokens}; lower it{' or take a smaller adapter' if taken else ''}"
+            f"{config.task.max_tokens}; lower it{' or use a smaller adapter' if taken else ''}"
         )
     new = config.evaluate.max_new_tokens
     if config.task.evaluation and config.evaluate.generate != "never" and new >= left:

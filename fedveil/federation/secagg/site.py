@@ -131,7 +131,7 @@ class SecAggSite:
             )
         for member in asked.membership.members:
             if asked.roster.get(member.name) != member.signing_key:
-                raise PolicyError(f"roster: expected its signing key of {member.name}, found another")
+                raise PolicyError(f"roster: expected the signing key of {member.name} as listed, found another")
 
     def _require_threshold(self, membership: RunMembership) -> None:
         least = max(self.demands.min_threshold, (membership.count + self.demands.colluding) // 2 + 1)
