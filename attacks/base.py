@@ -190,7 +190,7 @@ class AdversaryView:
             yield
         except FedVeilError as error:
             raise type(error)(
-                f"{self.tap.folder / seen.file}: {error}; is this tap of another method or base?"
+                f"{self.tap.folder / seen.file}: {error}; is this tap from another method or base?"
             ) from error
 
 
@@ -296,7 +296,7 @@ def list_attacks() -> list[AuditAttack]:
         if not _is_attack(offered):
             raise ConfigError(
                 f"entry point {point.name} of {ENTRY_POINTS}: expected a ModelAttack or an UploadAttack of "
-                f"fedveil.attacks.base, found {offered!r}; mend or remove the package that offers it"
+                f"fedveil.attacks.base, found {offered!r}; fix or remove the package that offers it"
             )
         classes.append(offered)
     return [c() for c in classes]

@@ -60,7 +60,7 @@ class AuditDataSource:
     def __post_init__(self) -> None:
         if self.most < LEAST:
             raise ConfigError(
-                f"--max-rows: expected at least {LEAST}, found {self.most}; an interval of fewer says nothing"
+                f"--max-rows: expected at least {LEAST}, found {self.most}; an interval over fewer rows is meaningless"
             )
 
     def some(self, rows: Examples) -> Examples:
@@ -86,7 +86,7 @@ def draw_samples(
     if min(count, len(rest.rows)) < LEAST:
         raise ConfigError(
             f"--data, --non-members: expected at least {LEAST} members and non-members, found {count} and "
-            f"{len(rest.rows)}; an interval of fewer says nothing"
+            f"{len(rest.rows)}; an interval over fewer rows is meaningless"
         )
     return prepared, rest
 
@@ -123,7 +123,7 @@ def draw_non_members(
             raise ConfigError(f"--non-members: {str(error).removeprefix('task.data: ')}") from error
     data = _data(source, config)
     if data is None:
-        raise ConfigError("--non-members: expected a folder or file with rows of no site, found none; give one")
+        raise ConfigError("--non-members: expected a folder or file with rows that no site has, found none; name one")
     if config.task.examples_per_site and not source.sites:
         used = {row.origin for rows in members.values() for row in rows}
         every = (row for i in range(sites) for row in task.examples(data, "train", DatasetShard(i, sites)))

@@ -220,15 +220,16 @@ def secagg_notes(view: MaskedUploadView, sums: SecureSumView | None) -> list[str
     exceptions = [exception] if exception else []
     return [
         "Secure aggregation: a server that kept to the protocol could NOT see a single upload, nor its norm, its "
-        "examples or its figures. It had one masked vector of each site and round, the sums, and its own broadcasts. "
-        "What stands under a site's name is what the attacks make of the masked vectors, read as if they were not "
-        "masked: there they should be at their lost controls, and another finding is a fault.",
+        "examples or its figures. It had one masked vector per site and round, the sums, and its own broadcasts. "
+        "Findings under a site's name come from the masked vectors, read as if they were not masked: they should "
+        "equal the controls to lose, and any other finding is a fault.",
         *exceptions,
-        "The tap does not hold the shares that sites opened, so each site's own mask stayed on here; the server itself "
-        "can take it off, which leaves the masks that pairs of sites share (`fedveil bench secure/attacks` takes it "
-        "off and attacks the rest).",
-        '"<site>, the sum" is what stays: the round\'s sum, as the next broadcast shows it, attacked as if it were the '
-        "upload of that site. The sum and the model protect nobody by themselves: the fewer sites, the more they show."
+        "The tap lacks the shares that sites opened, so each site's own mask remains here; the server itself can "
+        "remove it, which leaves the masks that pairs of sites share (`fedveil bench secure/attacks` removes it and "
+        "attacks the rest).",
+        '"<site>, the sum" is what remains: the round\'s sum, as the next broadcast shows it, attacked as if it '
+        "were the upload of that site. The sum and the model give no protection by themselves: the fewer sites, the "
+        "more they reveal."
         if sums
         else f"The sums are NOT attacked here: broadcasts of {method} do not show them. The server had them.",
     ]

@@ -102,7 +102,7 @@ class ClientSession:
             method = strategies.create_from_json(order.method, order.fields)
             if assignment.site.policy and method != strategies.create_method(config.method.name, config.method.params):
                 # The policy has judged the run config's fields, without a method's code.
-                raise PolicyError("order.fields: expected those of the run config, found others; submit the run anew")
+                raise PolicyError("order.fields: expected those of the run config, found others; submit the run again")
             optimizers.check_optimizer(method, config)
             task = tasks.load_task(config, method.adapter, at_first(assignment, method))
             self._task = LoadedTask(task, MessageExchange(method, order.method, task.spec))
@@ -115,7 +115,7 @@ class ClientSession:
         if isinstance(task, AdaptedTask) and count_ranks(assignment) > 1:
             return RankLauncher(task, assignment)
         name, asked = assignment.config.task.name, assignment.site.processes
-        log.info("processes: one of %d trains, for %s gains nothing from more", asked, name)
+        log.info("processes: only one of %d trains, because %s gains nothing from more", asked, name)
         return None
 
     def load_data(self, round_: ClientRound, task: Task) -> SiteData:

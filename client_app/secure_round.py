@@ -71,7 +71,7 @@ class FileSecAggStore:
         except (OSError, ValueError, WireError) as error:
             raise StateError(
                 f"{self._file}: expected this site's keys of the run, found none that can be read ({error}); move it "
-                "away, and the site is set up anew"
+                "away to set the site up again"
             ) from None
 
     def save(self, kept: SiteSecAggState) -> None:
@@ -106,7 +106,7 @@ def signing_key(assignment: ClientAssignment) -> bytes:
 
 def read_key(path: Path) -> bytes:
     """A signing key of 32 bytes. Raises ConfigError for another file, or one that others can read."""
-    return encrypted_files.read_key_file(path, "signing-key", "fedveil site init makes one", "fedveil site init")
+    return encrypted_files.read_key_file(path, "signing-key", "create one with fedveil site init", "fedveil site init")
 
 
 def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
@@ -114,7 +114,7 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
     order, config = assignment.order, assignment.config.secure
     if bool(order.secure) != config.enabled:
         asked = "a plan" if config.enabled else "none"
-        raise WireError(f"order: secure: expected {asked}, as secure.enabled has it, found {order.secure[:20]!r}")
+        raise WireError(f"order: secure: expected {asked}, as secure.enabled requires, found {order.secure[:20]!r}")
     if not order.secure:
         return None
     plan = AttemptPlan.from_bytes(order.secure.encode())
@@ -124,7 +124,7 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
     )  # fmt: skip
     if actual != expected:
         raise WireError(
-            f"order: secure: expected a plan with {expected}, as order and run config have it, found {actual}"
+            f"order: secure: expected a plan with {expected}, as order and run config state, found {actual}"
         )
     return plan
 
@@ -152,7 +152,7 @@ def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> byt
     config = assignment.config.secure
     site = open_secagg_site(assignment, load_policy(assignment.site))
     if not config.enabled:
-        raise WireError("secure: expected no question in a run with secure.enabled = false, found one")
+        raise WireError("secure: expected no request in a run with secure.enabled = false, found one")
     match question := parse_request(statement):
         case MembershipRequest():
             return site.hello(question).to_bytes()
@@ -178,7 +178,7 @@ def _require_own(asked: PrekeyRequest, site: SecAggSite) -> None:
         if key != own:
             raise PolicyError(
                 f"signing-key: expected this site's own in {where}, {own[:16]}..., found {(key or 'none')[:16]}; "
-                "have it registered, and the roster written anew"
+                "register it, and write the roster again"
             )
 
 
@@ -186,6 +186,6 @@ def _require_agreed(found: RunMembership, config: SecureConfig) -> None:
     agreed = SecAggConfig(threshold=config.threshold, neighbours=config.graph_degree)
     if found.digest != agreed.membership(found.run, found.members).digest:
         raise WireError(
-            f"secure: expected a membership as the run config has it, found one of {found.count} holders, of whom "
-            f"{found.threshold} open a secret"
+            f"secure: expected a membership that matches the run config, found one of {found.count} holders with "
+            f"threshold {found.threshold}"
         )

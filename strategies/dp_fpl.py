@@ -152,15 +152,19 @@ class DPFPL(Method, PrivacyGuarantee):
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= self.adapter.length:
-            raise ConfigError(f"rank: expected 1 to adapter.length, {self.adapter.length}, found {self.rank}; lower it")
+            raise ConfigError(
+                f"rank: expected 1 to {self.adapter.length} (adapter.length), found {self.rank}; lower it"
+            )
         for name in ("clip_local", "clip_global", "clip_texts", "learning_rate_local", "learning_rate", "rounds"):
             plan.check_number(name, getattr(self, name))
         for name in ("noise_local", "noise_global"):
             plan.check_number(name, getattr(self, name), zero=True)
         plan.check_claim(self.epsilon, self.delta, self.sampling, self.neighbours)
         if self.mode == "strict" and self.epsilon is not None and 0 in (self.noise_local, self.noise_global):
-            problem = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` says how much it takes"
-            raise ConfigError(f"epsilon: expected noise_local and noise_global above 0 with it, found {problem}")
+            problem = f"{self.noise_local} and {self.noise_global}; `fedveil privacy plan` computes the noise needed"
+            raise ConfigError(
+                f"epsilon: expected noise_local and noise_global above 0 with an epsilon, found {problem}"
+            )
         if self.mode != "strict" and (self.epsilon is None or (self.exchange, self.clipped) != ("batch", "prompt")):
             problem = (
                 f'"{self.mode}" with {self.epsilon}, "{self.exchange}", "{self.clipped}"; set them, or use "strict"'
@@ -222,7 +226,9 @@ class DPFPL(Method, PrivacyGuarantee):
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:
-            raise ConfigError(f'adapter: expected one tensor "prompt", {self.adapter.length} rows, found {dict(spec)}')
+            raise ConfigError(
+                f'adapter: expected one tensor "prompt" with {self.adapter.length} rows, found {dict(spec)}'
+            )
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:

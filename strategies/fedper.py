@@ -119,8 +119,8 @@ class FedPer(Method):
         whole = {n: w for n, w in start.items() if w is not None}
         if len(whole) < len(start):
             raise StateError(
-                "private state: expected lower layers of an earlier participation (only the top was sent), found none; "
-                "all layers come at the next participation"
+                "private state: expected lower layers of an earlier participation (only the top was sent), found "
+                "none; the server sends all layers at the next participation"
             )
         trained = trainer.train(as_spec(whole, trainer.spec)).weights
         # A server that asks for round 0 again must not get what was trained since: private state says who has sent it.
@@ -155,7 +155,7 @@ class FedPer(Method):
         shared, lower = _only(top, spec), {n: t for n, t in spec.items() if n not in top}
         both = ("all", "top")
         fields = dense_fields(shared, "down", self.wire_dtype, both)
-        fields += dense_fields(lower, "down", self.wire_dtype, ("all",), "round 0, first time after it")
+        fields += dense_fields(lower, "down", self.wire_dtype, ("all",), "round 0, or first participation after it")
         fields += dense_fields(shared, "up", self.wire_dtype, both)
         return MessageLayout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
 

@@ -182,7 +182,7 @@ class FedQSN(Method):
         if fused := sorted(n for n, t in spec.items() if t.place is None and len(t.shape) > 2):
             raise ConfigError(
                 f"task.model: expected linear layers that are not fused, found {fused[0]} of shape "
-                f"{spec[fused[0]].shape}, which would be sent unprotected; take a base without such layers"
+                f"{spec[fused[0]].shape}, which would be sent unprotected; use a base without such layers"
             )
         return FederatedState(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 

@@ -182,8 +182,8 @@ class FedRand(WeightAveragingMethod):
             own_factors = received
         else:
             raise StateError(
-                "private state: expected the factors of an earlier participation "
-                f"(only {down.variant} was sent), found none; both factors come at the next participation"
+                f"private state: expected the factors of an earlier participation (only {down.variant} was sent), "
+                "found none; the server sends both factors at the next participation"
             )
         return as_spec({n: received[n] if factor_name(n) == shared else own_factors[n] for n in spec}, spec)
 

@@ -86,7 +86,9 @@ class FedSP(Method):
 
     def __post_init__(self) -> None:
         if self.adapter.cells < 1:
-            raise ConfigError("adapter.cells: expected at least 1, the layers that the proxy repeats, found 0")
+            raise ConfigError(
+                "adapter.cells: expected at least 1, the number of layers that the proxy repeats, found 0"
+            )
         if self.distil_steps < 0:
             raise ConfigError(f"distil_steps: expected at least 0, found {self.distil_steps}")
         if not (self.distil_rate > 0 and isfinite(self.distil_rate)):
@@ -131,7 +133,7 @@ class FedSP(Method):
             if private is None:
                 raise StateError(
                     "private state: expected the proxy of an earlier participation (only the prefix was sent), found "
-                    "none; the proxy comes at the next participation"
+                    "none; the server sends the proxy at the next participation"
                 )
             received = {**private.tensors, **received}
         trained: Weights = received

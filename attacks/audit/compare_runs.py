@@ -116,8 +116,8 @@ def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> 
     """
     if any(getattr(config, section) != getattr(told.config, section) for section in _SAME):
         raise ConfigError(
-            f"runs: expected equal sections {' and '.join(_SAME)}, found others in {config.run.name}; "
-            "audit it by itself"
+            f"runs: expected equal sections {' and '.join(_SAME)}, found others in {config.run.name}; audit it "
+            "separately"
         )
     knowledge, view, sums, notes = _read(folder, config)
     scored: dict[tuple[str, str], Sides] = {}

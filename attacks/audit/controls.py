@@ -175,7 +175,7 @@ def _trained(
         share, done = loss() / first, done + 1
         more = (rounds - done) * (time.monotonic() - began) / done
         about = f"; at most {f'{more / 60:.0f} min' if more > 99 else f'{more:.0f} s'} more" if share > until else ""
-        left = f"{100 * share:.0f} % of the loss is left, {100 * until:.0f} % ends it"
+        left = f"{100 * share:.0f} % of the loss is left, the target is {100 * until:.0f} %"
         say(f"  round {done} of at most {rounds}: {left}{about}")
     return TrainedControl(
         federation.models()["server"], done, share, task, members, AdversaryView.server(tap, exchange)
@@ -184,5 +184,7 @@ def _trained(
 
 def _scored(trainer: Trainer, weights: Weights, rows: Rows) -> float:
     if not isinstance(trainer, ScoresExamples):
-        raise TypeError(f"task.trainer: expected one that scores rows (mean_loss), found {type(trainer).__name__}")
+        raise TypeError(
+            f"task.trainer: expected a trainer that scores rows (mean_loss), found {type(trainer).__name__}"
+        )
     return trainer.mean_loss(weights, rows)

@@ -140,7 +140,7 @@ class AuditReport:
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
-                f"{file}: expected what fedveil audit writes, found {error!r}; audit the run again"
+                f"{file}: expected the output of fedveil audit, found {error!r}; audit the run again"
             ) from None
 
 

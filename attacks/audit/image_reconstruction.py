@@ -105,14 +105,14 @@ def _notes(attempts: Sequence[_Attempt], batch: int) -> list[str]:
     recovered = sum(attempt.score > _RECOVERED for attempt in attempts)
     best, baseline = max(a.score for a in attempts), max(a.baseline for a in attempts)
     notes = [
-        f"Pictures read off the sites' gradients by the closed form: {recovered} of {len(attempts)} recovered (above "
-        f"{_RECOVERED:g} dB of an image of the site; the best {best:.0f} dB, the mean image {baseline:.0f} dB at "
-        f"best). Gradients were of {batch} image{'s' if batch > 1 else ''}."
+        f"Pictures reconstructed from the sites' gradients by the closed form: {recovered} of {len(attempts)} "
+        f"recovered (above {_RECOVERED:g} dB of an image of the site; the best {best:.0f} dB, the mean image "
+        f"{baseline:.0f} dB at best). Gradients were of {batch} image{'s' if batch > 1 else ''}."
     ]
     if recovered < len(attempts):
         notes.append(
-            "Where the closed form fails, pictures are NOT shown to be safe: it takes withheld entries for zeros and "
-            "needs a gradient of one image. An adversary who matches the entries that were sent does better "
+            "Where the closed form fails, pictures are NOT shown to be safe: it treats withheld entries as zeros and "
+            "needs the gradient of one image. An adversary who matches the entries that were sent does better "
             "(`fedveil bench random_binary/adaptive`)."
         )
     return notes

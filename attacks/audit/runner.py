@@ -60,17 +60,19 @@ _BY_HEART = 64  # members of the overfitted control
 _UNREAD: Mapping[str, Sequence[str]] = {
     "weights": (),
     "gradients": (
-        "Sites send gradients: there is no model of theirs to attack; the alignment is with what they sent.",
+        "The sites send gradients, so there is no site model to attack; the alignment is with what they sent.",
     ),
-    "changes": ("The sites' uploads are NOT attacked: they are changes of a proxy, which no attack here reads.",),
+    "changes": ("The sites' uploads are NOT attacked: they are changes of a proxy, which no attack here can read.",),
 }
 _NEVER = (
     "Left out of every audit: LiRA and shadow models (they train dozens of models), imprinting (a server that "
-    "deviates), what a site's rows have in common (the auditor would have to name it), which sites were in a round "
-    "(the auditor would need rows of sites that were not), what clients win back of a proxy; fedveil bench has most of "
-    "them."
+    "deviates), property inference (the auditor would have to name the property), inference of which sites were in a "
+    "round (the auditor would need rows of sites that were not), recovery by clients from a proxy; fedveil bench has "
+    "most of them."
 )
-_NO_PICTURES = "Left out: pictures read off gradients: the sites of this run send none, or their rows are no pictures."
+_NO_PICTURES = (
+    "Left out: pictures reconstructed from gradients: the sites of this run send none, or their rows are not pictures."
+)
 
 
 def audit_run(
@@ -126,7 +128,7 @@ def audit_run(
         report = run_audit(view, knowledge, members, non_members, *pair, source.seed, say, sums, budget=budget)
     over = budget.left <= 0
     sheet = None if over else image_reconstruction.reconstruct_images(view, task, config, members)
-    more = ["Left out: pictures read off gradients: the time did not suffice."] if over else [_NO_PICTURES]
+    more = ["Left out: pictures reconstructed from gradients: there was not enough time."] if over else [_NO_PICTURES]
     read = token_recovery_audit.audit_notes(view, knowledge, config, members, non_members, lambda: budget.left <= 0)
     all_notes = [*notes, *report.notes, *(sheet.notes if sheet else more), *read, _NEVER]
     return replace(report, notes=all_notes, epsilon_shown=canary_epsilon), sheet.png if sheet else None
@@ -156,7 +158,7 @@ def controls_of(
     base = PublicBaseScores(knowledge.task, knowledge.initial)
     left = [target_loss(prediction) for prediction in knowledge.task.predict(knowledge.server, half)]
     share = sum(left) / float(base.losses(half).sum())
-    say(f"Teaching the control of other rows {len(half)} members, to {100 * share:.0f} % of their loss")
+    say(f"Training the control of other rows on {len(half)} members, to {100 * share:.0f} % of their loss")
     gentle = controls.gentle_config(own)
     task = tasks.load_task(gentle, adapter, device)
     return overfitted, controls.train_control(
@@ -199,7 +201,9 @@ def run_audit(
         ValueError: `knowledge` has no final model.
     """
     if knowledge.server is None:
-        raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
+        raise ValueError(
+            "knowledge.server: expected the server's final model, found None; pass it to AdversaryKnowledge"
+        )
     server = knowledge.server
     attacks = list_attacks() if attacks is None else attacks
     reasons = [(attack, explain_misfit(attack, view, knowledge)) for attack in attacks]

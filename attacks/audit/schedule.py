@@ -88,7 +88,7 @@ def describe_skipped(left: Sequence[AuditStep]) -> list[str]:
     for step in left:
         targets_by_attack.setdefault(step.attacks, []).append(step.on)
     return [
-        f"Left out: {attacks} on {', '.join(dict.fromkeys(on))}: the time did not suffice; give --minutes a higher "
-        "number, or leave it out."
+        f"Left out: {attacks} on {', '.join(dict.fromkeys(on))}: there was not enough time; raise --minutes, or "
+        "leave it out."
         for attacks, on in targets_by_attack.items()
     ]

@@ -214,7 +214,7 @@ class AuditScorer:
         """
         reliable_attacks = {f.attack for f in found if not explain_unusable(found, f.attack)}
         usable = {(self.kinds.get(f.attack), f.model) for f in found if f.attack in reliable_attacks and not f.is_blind}
-        descriptions = {"model": "its model", "uploads": "what it sent"}
+        descriptions = {"model": "its model", "uploads": "its uploads"}
         return [
             f"{on}: no attack on {descriptions[kind]} was tried whose controls hold"
             for kind, on in targets

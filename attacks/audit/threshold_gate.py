@@ -80,7 +80,7 @@ def decide_gate(audit: AuditReport, limit: LeakageThreshold) -> GateDecision:
         )
     if audit.undecided or not findings:
         why = "; ".join(audit.undecided) or "no attack was tried whose controls hold"
-        return GateDecision(CANNOT_TELL, f"Gate: CANNOT TELL, which is no pass. {why}.")
+        return GateDecision(CANNOT_TELL, f"Gate: CANNOT TELL, which is not a pass. {why}.")
     most = max(read(f)[2] for f in findings)
     ruled = f"values up to {most:.3f} are not ruled out" if math.isfinite(most) else "no value is ruled out"
     return GateDecision(PASSES, f"Gate: passes. No lower bound of {len(findings)} findings shows {what}; {ruled}.")

@@ -38,16 +38,16 @@ def explain_misfit(view: AdversaryView, task: Task, config: RunConfig) -> str:
     """Why tokens cannot be read off a run, in words that follow a colon; "" where they can be tried."""
     method, dp = view.exchange.method, config.dp
     if not isinstance(task, TextGeneration):
-        return "the sites' rows are no texts"
+        return "the sites' rows are not texts"
     if view.is_unseen:
-        return "uploads were summed unseen"
+        return "the server saw only sums of the uploads"
     if method.upload_kind == "changes":
         return "it reads LoRA factors or their gradients, and the sites of this run send changes of a proxy"
     if config.train.precision != "fp32":
         return f"it needs single precision, and the sites of this run train in {config.train.precision}"
     if method.upload_kind == "gradients":
         whole = getattr(method, "exchange", "batch") == "batch"
-        return "" if whole else "it reads one step, and the sites of this run send what many steps made"
+        return "" if whole else "it reads one step, and the sites of this run send the result of many steps"
     if not dp.clip_norm:
         return (
             "it reads one step of plain SGD, and the sites of this run train by AdamW, whose step spans another space"
@@ -56,7 +56,7 @@ def explain_misfit(view: AdversaryView, task: Task, config: RunConfig) -> str:
         return "the sites of this run add noise to every step, which hides the span"
     if config.train.max_steps != 1:
         asked = config.train.max_steps or "as many as their epochs have"
-        return f"it reads one step, and the sites of this run make {asked} in a participation (train.max-steps)"
+        return f"it reads one step, and the sites of this run take {asked} in a participation (train.max-steps)"
     return ""
 
 
@@ -77,7 +77,7 @@ def describe_recovery(
     assert isinstance(task, AdaptedTask)
     layer = token_recovery.first_layer(task, knowledge.initial)
     if layer is None:
-        return [_left_out("no layer with a pair reads the embeddings alone")]
+        return [_left_out("no layer with a LoRA pair reads only the embeddings")]
     turns, name = ObservedClientUpdates(view, knowledge.initial), f"{layer}.lora_A"
     b = f"{layer}.lora_B"
     everyone = [*non_members.rows, *(row for site in members for row in members[site].rows)]
@@ -96,7 +96,7 @@ def describe_recovery(
             others.append(max(token_recovery.recovered_share(tokens, row) for row in beside))
             control.append(_one_step(task, turn, name, places, non_members.rows[index % len(non_members.rows)]))
     if not uploads:
-        reason = "the time did not suffice" if is_over() else "no upload has an A beside a B that was seen and is not 0"
+        reason = "there was not enough time" if is_over() else "no upload has an A whose B was seen and is not 0"
         return [_left_out(reason)]
     return _words(mine, others, control, positions, len(knowledge.initial[name]))
 
@@ -113,25 +113,26 @@ def _words(
 ) -> list[str]:
     whole, beside = (sum(share >= _WHOLE for share in shares) for shares in (mine, others))
     sentence = (
-        f"Tokens read off the span of one step, the first {positions} of a row: {whole} of {len(mine)} uploads spell "
-        f"out a row of their site (to {100 * _WHOLE:.0f} % or more; mean of the nearest row "
-        f"{statistics.fmean(mine):.2f}), and {beside} one that no site trained on ({statistics.fmean(others):.2f}, the "
-        f"control to lose). One step on one row gives {statistics.fmean(control):.2f} (the control to win)."
+        f"Tokens recovered from the span of one step, the first {positions} of a row: {whole} of {len(mine)} uploads "
+        f"spell out a row of their site (to {100 * _WHOLE:.0f} % or more; mean of the nearest row "
+        f"{statistics.fmean(mine):.2f}), and {beside} one that no site trained on ({statistics.fmean(others):.2f}, "
+        f"the control to lose). One step on one row gives {statistics.fmean(control):.2f} (the control to win)."
     )
     if statistics.fmean(control) < _WHOLE:
         sentence += (
-            f" NOT usable here: it does not win on one row. Its different tokens are as many as the rank ({rank}) or "
-            "more, or B has too few directions yet."
+            f" NOT usable here: it does not win on one row. A row has as many distinct tokens as the rank ({rank}) "
+            "or more, or B still has too few directions."
         )
     elif not whole:
         sentence += (
-            f" Texts are NOT shown to be safe by it: batches of fewer different tokens than the rank ({rank}) are read."
+            f" This does NOT show that texts are safe: batches with fewer distinct tokens than the rank ({rank}) can "
+            "be read."
         )
     return [sentence]
 
 
 def _left_out(reason: str) -> str:
-    return f"Left out: tokens off the span of one step: {reason}."
+    return f"Left out: tokens from the span of one step: {reason}."
 
 
 def audit_notes(
@@ -143,5 +144,5 @@ def audit_notes(
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     """Return the audit's notes: those of `describe_recovery`, or the reason why tokens were skipped."""
-    reason = explain_misfit(view, knowledge.task, config) or ("the time did not suffice" if is_over() else "")
+    reason = explain_misfit(view, knowledge.task, config) or ("there was not enough time" if is_over() else "")
     return [_left_out(reason)] if reason else describe_recovery(view, knowledge, members, non_members, is_over)

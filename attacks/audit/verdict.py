@@ -29,13 +29,13 @@ def explain_unusable(found: Sequence[AttackFinding], attack: str) -> list[str]:
     won = next((f for f in found if f.kind == "to win" and f.attack == attack), None)
     reasons = []
     if won is None or won.verdict != "above":
-        reasons.append(f"it does not win where members are known by heart ({_shown(won) if won else 'not tried'})")
+        reasons.append(f"it does not win where members are memorized ({_shown(won) if won else 'not tried'})")
     lost = to_lose(found, attack)
     # Another site's training may undo rows: below 0.5.
     failed = [f for f in lost if f.verdict == "above" or (f.verdict == "below" and not is_control_name(f.attack))]
     if not lost or failed:
         details = ", ".join(f"{f.model}: {_shown(f)}" for f in failed) or "no control that could fail was tried"
-        reasons.append(f"it tells rows apart that nobody trained on there ({details}): the rows differ by themselves")
+        reasons.append(f"it separates rows that were not trained on there ({details}): the rows differ by themselves")
     return reasons
 
 
@@ -57,16 +57,19 @@ def audit_verdict(found: Sequence[AttackFinding]) -> str:
     lame = [name for name in names if explain_unusable(found, name)]
     aside = f" {len(lame)} of {_attacks(len(names))} prove nothing here: their controls fail." if lame else ""
     if not ordered:
-        return "Not decided: no attack was tried on the run whose controls hold." + aside
+        return "Not decided: no attack whose controls hold was tried on the run." + aside
     count = f"{len(ordered)} findings of {_attacks(len(names) - len(lame))} whose controls hold"
     above = [f for f in ordered if f.verdict == "above"]
     if not above:
-        return f"No membership shows in {count}. That is no proof that none can be told: other attacks may.{aside}"
+        return (
+            f"Membership shows in none of {count}. That is no proof that it cannot be inferred: other attacks may "
+            f"succeed.{aside}"
+        )
     first, open_ = above[0], [f for f in above if in_band(found, f)]
-    but = f", {len(open_)} of them no higher than their controls reach where nobody trained" if open_ else ""
+    but = f", {len(open_)} of them no higher than their controls reach on untrained rows" if open_ else ""
     return (
-        f"Membership shows in {len(above)} of {count}{but}. Strongest: {first.attack} on {first.model} puts a trained "
-        f"row above another one {100 * first.auroc[0]:.0f} times in 100 (a coin: 50).{aside}"
+        f"Membership shows in {len(above)} of {count}{but}. Strongest: {first.attack} on {first.model} ranks a "
+        f"trained row above another one {100 * first.auroc[0]:.0f} times in 100 (a coin: 50).{aside}"
     )
 
 
@@ -86,14 +89,14 @@ def control_notes(
     notes = [
         f"The overfitted control has {100 * overfitted.loss_share:.0f} % of its members' loss left after "
         f"{8 * overfitted.rounds} epochs.",
-        f"The control of other rows was taught {len(taught.members)} of the members to {100 * taught.loss_share:.0f} % "
-        f"of their loss (epochs: {taught.rounds}), and is asked about the others."
+        f"The control of other rows was trained on {len(taught.members)} of the members to "
+        f"{100 * taught.loss_share:.0f} % of their loss (epochs: {taught.rounds}), and is tested on the others."
         if taught
-        else "There is NO control of other rows: there are too few members to teach it some and ask it about others.",
+        else "There is NO control of other rows: there are too few members to train it on some and test it on others.",
     ]
     for attack in attack_names(found):
         if reasons := explain_unusable(found, attack):
-            notes.append(f"{attack}: NOT usable here, for {' and '.join(reasons)}.")
+            notes.append(f"{attack}: NOT usable here, because {' and '.join(reasons)}.")
             continue
         lost = to_lose(found, attack)
         about = [f for f in found if f.attack == attack and f.kind == "about the run"]
@@ -106,7 +109,7 @@ def control_notes(
             else f"{control_note} Membership shows in none of {len(models)} models."
         )
         if blind:
-            notes.append(f"{attack}: it scores all rows alike on {', '.join(blind)}, so it says NOTHING of them.")
+            notes.append(f"{attack}: it scores all rows alike on {', '.join(blind)}, so it says NOTHING about them.")
     return notes
 
 

@@ -88,7 +88,7 @@ def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], c
     pairs = len(coins)
     if not LEAST <= pairs <= MOST or 2 * pairs > len(rows):
         raise ConfigError(
-            f"--pairs: expected {LEAST} to {MOST}, and half of the {len(rows)} rows at most, found {pairs}"
+            f"--pairs: expected {LEAST} to {MOST}, and at most half of the {len(rows)} rows, found {pairs}"
         )
     drawn = choice.sample(range(len(rows)), 2 * pairs)
     # Each takes the target of the next; the last that of the first.
@@ -167,12 +167,12 @@ def describe_bound(bound: EpsilonLowerBound, site: str, claim: PrivacyBudget | N
         f"{bound.guesses} guesses right, by {bound.score})"
     )
     if claim is None or not math.isfinite(claim.epsilon):
-        return f"{statement}; at most: nothing is claimed."
+        return f"{statement}; claimed: nothing."
     if claim.server_trusted:
         return f"{statement}; claimed: nothing against the server, whose view this is."
     at_most = f"at most {claim.epsilon:g} at delta {claim.delta:g}, {claim.neighbours.value}"
     if claim.neighbours is not relation or claim.delta != bound.delta:
-        return f"{statement}; claimed: {at_most}, which is another relation or delta and not compared."
+        return f"{statement}; claimed: {at_most}, which has another adjacency or delta and is not compared."
     if bound.epsilon > claim.epsilon:
         return (
             f"{statement}; claimed: {at_most}. The claim is CONTRADICTED: one of the two is wrong; do not rely on it."
@@ -187,14 +187,18 @@ def _rows(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
         raise StateError(f"{folder}: expected one file {name}.jsonl or {name}.parquet, found {len(files)}")
     examples = task.examples(files[0], "test")
     if len(examples) != count:
-        raise ConfigError(f"{files[0]}: expected {count} rows, one a coin, found {len(examples)}; another folder?")
+        raise ConfigError(
+            f"{files[0]}: expected {count} rows, one per coin, found {len(examples)}; is this another folder?"
+        )
     return encode_examples(task, list(examples))
 
 
 def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:
     """(rows,) loss under the public base less that under the run's model."""
     if knowledge.server is None:
-        raise ValueError("knowledge.server: expected the server's final model, found None; give it to Knowledge")
+        raise ValueError(
+            "knowledge.server: expected the server's final model, found None; pass it to AdversaryKnowledge"
+        )
     after = [target_loss(prediction) for prediction in knowledge.task.predict(knowledge.server, rows)]
     return np.asarray(PublicBaseScores(knowledge.task, knowledge.initial).losses(rows) - np.array(after))
 

@@ -61,7 +61,7 @@ class FedMIAAttack(GradientAttack):
     @override
     def misfit(self, view: AdversaryView, knowledge: AdversaryKnowledge) -> str:
         if len(view.sites) < 2:
-            return "it compares sites, and one alone took part in the run"
+            return "it compares sites, and only one took part in the run"
         return super().misfit(view, knowledge)
 
     @override

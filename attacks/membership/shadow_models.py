@@ -88,7 +88,7 @@ class ShadowAttackConfig:
         if self.shadows < 4 or self.shadows % 2:
             raise ValueError(f"shadows: expected an even number of at least 4, found {self.shadows}")
         if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out: expected a part between 0 and 1, found {self.held_out}")
+            raise ValueError(f"held_out: expected a fraction between 0 and 1, found {self.held_out}")
         if self.epochs < 1 or self.patience < 1:
             raise ValueError(f"epochs, patience: expected at least 1, found {self.epochs} and {self.patience}")
 
@@ -176,14 +176,14 @@ def target_outputs(
     seen, pooled = {id(row) for row in trained_on}, {id(row) for row in pool}
     if strange := sum(id(row) not in seen for row in members[0]):
         raise ValueError(
-            f"members: expected rows that the target was trained on, found {strange} others; take its own rows"
+            f"members: expected rows that the target was trained on, found {strange} others; use its own rows"
         )
     if known := sum(id(row) in seen for row in others[0]):
         raise ValueError(
-            f"others: expected rows that the target was not trained on, found {known} that it was; drop them"
+            f"others: expected rows that the target was not trained on, found {known} training rows; drop them"
         )
     if shared := sum(id(row) in pooled for row in [*members[0], *others[0]]):
-        raise ValueError(f"pool: expected no row of the target, found {shared}; give the adversary rows of its own")
+        raise ValueError(f"pool: expected no row of the target, found {shared}; give the adversary its own rows")
     return TargetOutputs(
         says(weights, members[0]), says(weights, others[0]), np.asarray(members[1]), np.asarray(others[1])
     )  # fmt: skip

@@ -47,9 +47,9 @@ def explain_misfit(view: AdversaryView) -> str:
     """Return why a run with a residual cannot be replayed, in words; "" if it can."""
     method, spec = view.exchange.method, view.exchange.spec
     if not isinstance(method, FedExLoRA | FLoRA):
-        return "the sites train beside a residual, and only FedEx-LoRA's and FLoRA's can be rebuilt"
+        return "the sites train with a residual, and only FedEx-LoRA's and FLoRA's can be rebuilt"
     if view.is_unseen and not set(method.aggregate_shapes(spec, 0)) & set(movable_names(spec)):
-        return "what was summed unseen are products of the pairs alone: where a site left its pairs is not known"
+        return "the server saw only sums of the pairs' products: a site's last pairs are not known"
     return ""
 
 
@@ -86,7 +86,7 @@ def _again(
     if part.down is None:
         raise StateError(
             f"tap: expected the broadcast that site {sanitize(part.up.site, 80)} answered in round {part.up.round}, "
-            "found none; audit a run whose tap is whole"
+            "found none; audit a run with a complete tap"
         )
     still = _Still(view.exchange.spec)
     ctx = RoundContext(part.up.round, part.up.site, False, bytes(32), address=MessageAddress(site=part.up.site))
@@ -111,7 +111,7 @@ class _Still(Trainer):
     @property
     @override
     def rows(self) -> NoReturn:
-        raise NotImplementedError("a method whose start is rebuilt makes no steps of its own")
+        raise NotImplementedError("a method whose start is rebuilt takes no steps of its own")
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:

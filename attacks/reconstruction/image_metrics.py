@@ -98,7 +98,7 @@ def mean_image(images: Float[Tensor, "images channels height width"], without: i
     """
     indices = [i for i in range(len(images)) if i != without]
     if not indices:
-        raise ValueError(f"expected an image beside number {without}, found {len(images)}")
+        raise ValueError(f"expected an image other than number {without}, found {len(images)}")
     return images[indices].mean(0)
 
 

@@ -31,27 +31,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", nargs="?", help='"<paper>/<table>"')
     parser.add_argument("--list", action="store_true", help="list the presets")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check data, packages and device, of all presets where none is named"
+        "--dry-run", action="store_true", help="check data, packages and device; of all presets if none is named"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--small", dest="form", action="store_const", const="small",
-        help="with the bundled base: what docs/results.md shows of tables whose full form wants a GPU",
+        help="run with the bundled base, as docs/results.md does for tables whose full form needs a GPU",
     )  # fmt: skip
     form.add_argument(
-        "--quick", dest="form", action="store_const", const="quick", help="see it work, in less than four minutes"
+        "--quick", dest="form", action="store_const", const="quick", help="run a short trial, in less than four minutes"
     )
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="number of seeds; default: the preset's own")
     parser.add_argument(
         "--minutes", type=float, metavar="N",
-        help="begin no further training after N minutes, and make the table of what there is; 0: of earlier runs alone",
+        help=
+            "start no further training after N minutes, and make the table from what is there; 0: from earlier runs "
+            "only",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="file for the JSON; default: in benchmarks/results/, or results/; --quick beside --small: in quick/ there",
+        help="file for the JSON; default: in benchmarks/results/, or results/; --quick of a preset with --small: in "
+        "quick/ there",
     )
     parser.set_defaults(run=run, form="full")
 
@@ -93,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"- {line}", markup=False)
     for suffix, content in files.items():
         (beside := file.with_suffix(f".{suffix}")).write_bytes(content)
-        console.print(f"Beside it: {beside}", soft_wrap=True)
+        console.print(f"Also written: {beside}", soft_wrap=True)
     console.print(f"Result: {file}", soft_wrap=True)
     return 0
 

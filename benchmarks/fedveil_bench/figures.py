@@ -28,7 +28,7 @@ COPIED = {"random-binary": "random_binary_accuracy.png", "system": "core_scale.p
 
 @dataclass(frozen=True)
 class ResultFigure:
-    """What one picture shows: for each series a row and a metric at each place.
+    """The content of one picture: for each series a row and a metric at each place.
 
     Attributes:
         preset: whose result is drawn.
@@ -164,7 +164,7 @@ def _metrics(preset: str) -> dict[str, Any]:
 
 
 def points(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, float]]]]:
-    """Of each row its rounds, megabytes until then, up and down, and the metric; empty without result or curve."""
+    """Return each row's rounds, megabytes until then, up and down, and the metric; empty without result or curve."""
     if not _file(of.preset).is_file():
         return {}
     found = {
@@ -196,7 +196,7 @@ def base_of(front: ParetoFront) -> float:
 
 
 def digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
-    """Of what is drawn. The picture carries it, so that a test sees one that is older than its result."""
+    """Return a digest of the content. The picture carries it, so that a test finds one older than its result."""
     if isinstance(figure, ResultCurves):
         return hashlib.sha256(json.dumps([figure.metric, figure.unit, points(figure)]).encode()).hexdigest()
     words = [figure.unit, figure.places] if isinstance(figure, ResultFigure) else [figure.units, base_of(figure)]

@@ -1,4 +1,4 @@
-"""Where the files of fedveil-bench lie: in a wheel, in an editable installation, or in a checkout by PYTHONPATH.
+"""Find the files of fedveil-bench: in a wheel, in an editable installation, or in a checkout by PYTHONPATH.
 
 | file | in a wheel | in a checkout |
 |---|---|---|
@@ -55,7 +55,7 @@ def require_results() -> Path:
     folder = results_folder()
     if folder is None:
         raise ConfigError(
-            f"results: expected benchmarks/results beside the package, found none at {package_folder()}; run this in a "
-            "checkout of the repository"
+            f"results: expected benchmarks/results next to the package, found none at {package_folder()}; run this "
+            "in a checkout of the repository"
         )
     return folder

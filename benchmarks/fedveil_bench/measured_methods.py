@@ -19,17 +19,17 @@ from fedveil_bench import folders
 
 _LORA = "lora/attacks"
 _WORDS = (
-    "measured, 95 %: where no table is named, {lora}: test loss of the server's model, and AUROC of the attack "
-    "alignment on what a client sent (0.5: a coin; 1: told every time; FedAvg's is the undefended one); else the table "
-    "that is named. -: in none of these. docs/results.md has all, with all controls"
+    "measured, 95 %: from {lora} unless a table is named: test loss of the server's model, and AUROC of the attack "
+    "alignment on what a client sent (0.5: a coin; 1: always right; FedAvg's is the undefended one). -: in none of "
+    "these. docs/results.md has all, with all controls"
 )
-_NOT_HERE = "measured: -, for benchmarks/results is in a checkout alone; docs/results.md has the figures"
+_NOT_HERE = "measured: -, because benchmarks/results is only in a checkout; docs/results.md has the figures"
 _PROPORTIONS = ("alignment", "AUROC, LiRA", "recovered")  # a seed's interval may reach beyond
 
 # By a method's title: tables, and of each (words, row, metric). What is withheld stands beside the same without that.
-_SITE, _NOISE = "% right at its own site, epsilon 0.4,", "by noise alone"
+_SITE, _NOISE = "% right at its own site, epsilon 0.4,", "by noise only"
 _ABOVE, _TUNED = "a client's loss above the server's, mean of four data sets,", "after its own training"
-_LESS = f"{_ABOVE} less that of a run that hides nothing,"
+_LESS = f"{_ABOVE} minus that of a run that hides nothing,"
 _LOSS, _FEDAVG = "test loss of the server's model", ("FedAvg's", "FedAvg", "loss")
 _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
     "FedPer": {"fedrand/quality": [(f"{_LOSS}, two of four layers shared,", "FedPer-2", "loss"), _FEDAVG]},
@@ -85,7 +85,7 @@ _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
             ("share of pictures that APRIL reads", "modified, R = 0.5, APRIL", "recovered"),
             ("without masks", "modified, no defence, APRIL", "recovered"),
         ],
-        "random_binary/adaptive": [("who knows the mask reads", "R = 0.5, batch 1", "read")],
+        "random_binary/adaptive": [("an attacker who knows the mask reads", "R = 0.5, batch 1", "read")],
     },
     "Fixed position embedding": {
         "random_binary/accuracy": [
@@ -96,7 +96,7 @@ _OF_PAPERS: dict[str, dict[str, list[tuple[str, str, str]]]] = {
             ("share of pictures that APRIL reads", "modified, fixed position, APRIL", "recovered"),
             ("where it is trained", "modified, no defence, APRIL", "recovered"),
         ],
-        "random_binary/adaptive": [("who knows of it reads", "fixed position, batch 1", "read")],
+        "random_binary/adaptive": [("an attacker who knows of it reads", "fixed position, batch 1", "read")],
     },
 }
 
@@ -152,7 +152,7 @@ class _Result:
         except (StopIteration, KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"benchmarks/results: expected {row!r} with {name!r} in the result of fedveil bench {self.preset}, "
-                f"found {sanitize(repr(error), 80)}; take the committed one"
+                f"found {sanitize(repr(error), 80)}; use the committed one"
             ) from None
         return {key: min(1.0, max(0.0, x)) for key, x in estimate.items()} if name in _PROPORTIONS else estimate
 

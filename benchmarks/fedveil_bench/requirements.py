@@ -1,4 +1,4 @@
-"""Whether a preset could run here, and how long it took where it ran last. Nothing is loaded, trained or written.
+"""Check whether a preset can run here, and how long its last run took. Nothing is loaded, trained or written.
 
 A runner may name what it reads (`preset_needs`, see `common/data.py`) and packages beyond FedVeil's own (`PACKAGES`).
 """
@@ -44,7 +44,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class PresetReadiness:
-    """What is there, what is missing, each with the next step, and a sentence on the time."""
+    """The parts that are there and those that are missing, each with the next step, and a sentence on the time."""
 
     there: Sequence[str]
     missing: Sequence[str]
@@ -52,7 +52,7 @@ class PresetReadiness:
 
 
 def preset_needs(preset: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """What the preset's runner reads with these settings."""
+    """Return what the preset's runner reads with these settings."""
     module = runner.load_runner(preset)
     found: list[data.DataRequirement] = getattr(module, "needs", data.needs)(preset["settings"])
     return found
@@ -69,7 +69,7 @@ def check_ready(name: str, options: BenchOptions, results: Path) -> PresetReadin
         kind = loading.pick_device(options.device).type
         there.append(f"device: {kind}")
     except ConfigError as error:
-        missing.append(f"{error}. A GPU needs its driver, and a torch that is built for it")
+        missing.append(f"{error}. A GPU needs its driver and a torch build for it")
     return PresetReadiness(there, missing, recorded_time(name, preset["settings"], options, results, kind))
 
 
@@ -78,8 +78,8 @@ def require_ready(name: str, options: BenchOptions) -> None:
     if missing := _found(runner.read_preset(name, options.form))[1]:
         form = "" if options.form == "full" else f" --{options.form}"
         raise ConfigError(
-            f"{name}: expected all that it reads, found that {len(missing)} are missing: {'; '.join(missing)}; "
-            f"fedveil bench {name}{form} --dry-run looks again and runs nothing"
+            f"{name}: expected all of its inputs, found that {len(missing)} are missing: {'; '.join(missing)}; check "
+            f"again with fedveil bench {name}{form} --dry-run, which runs nothing"
         )
 
 
@@ -94,33 +94,33 @@ def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             missing.append(f"{error}. From: {SOURCES.get(need.name, 'your own preset')}")
     for package in getattr(runner.load_runner(preset), "PACKAGES", ()):
         if importlib.util.find_spec(package) is None:
-            missing.append(f"package {package}: expected it, found none. From: {SOURCES[package]}")
+            missing.append(f"package {package}: expected it to be installed, found none. From: {SOURCES[package]}")
     return there, missing
 
 
 def recorded_time(name: str, settings: Mapping[str, Any], options: BenchOptions, results: Path, device: str) -> str:
-    """How long the last run took, whose result is there, and what follows for this one."""
+    """Return how long the last run with a result took, and what follows for this one."""
     found = _last(results, name, device, options.form)
     if found is None:
-        return f"time: not known, no result of {name} is in {results}"
+        return f"time: unknown, no result of {name} is in {results}"
     where, count, asked = found["environment"], recorded_seeds(found), options.seeds or settings.get("seeds", 0)
     machine = where.get("gpu") or f"{where['cores']} cores of {where['cpu'].strip()}"
     with_seeds = f" with {_count(count)}" if count else ""
     said = f"time: last run, {found['form']}{with_seeds}, on {machine}, commit {found['commit'] or 'unknown'}: "
     took, of_rows = found.get("seconds"), sum(row.get("seconds") or 0 for row in found["rows"])
     if took is None and not of_rows:
-        return said + "its result holds no seconds, so this run's are not known"
-    said += f"took {took:,.0f} s" if took is not None else f"its rows say {of_rows:,.0f} s, the whole is not recorded"
+        return said + "its result has no seconds, so this run's are unknown"
+    said += f"took {took:,.0f} s" if took is not None else f"its rows took {of_rows:,.0f} s, the total is not recorded"
     if found["form"] != options.form:
-        return f"{said}; the {options.form} form was not measured, so its seconds are not known"
+        return f"{said}; the {options.form} form was not measured, so its seconds are unknown"
     if bool(where.get("gpu")) != (device == "cuda"):
-        return f"{said}; on a {'GPU' if device == 'cuda' else 'CPU'} it was not measured, so its seconds are not known"
+        return f"{said}; on a {'GPU' if device == 'cuda' else 'CPU'} it was not measured, so its seconds are unknown"
     if took is None:
-        return f"{said}; about that on such a machine, or longer"
+        return f"{said}; about as long on such a machine, or longer"
     if not asked:
         return f"{said}; about as long on such a machine"
     if not count:
-        return f"{said}; its result does not count its seeds, so the seconds of {_count(asked)} are not known"
+        return f"{said}; its result does not state its seeds, so the seconds of {_count(asked)} are unknown"
     return f"{said}; about {took * asked / count:,.0f} s on such a machine with {_count(asked)}"
 
 
@@ -129,7 +129,7 @@ def _count(seeds: int) -> str:
 
 
 def recorded_seeds(result: Mapping[str, Any]) -> int | None:
-    """How many seeds the sentences of a result count; None where they count none."""
+    """Return how many seeds the sentences of a result count; None where they count none."""
     for text in [*result["differences"], *result["verdicts"]]:
         if said := re.search(r"\b(\d+) seeds", text):
             return int(said[1])
@@ -150,7 +150,7 @@ def _last(results: Path, name: str, device: str, form: runner.Form) -> dict[str,
                 ) from None
             if "form" not in found:
                 raise ConfigError(
-                    f'{place}: expected a result that says its "form" (full, small or quick), found none, as before '
+                    f'{place}: expected a result with its "form" (full, small or quick), found none, as before '
                     "0.2.0; run the preset again, or move the file away"
                 )
             return found

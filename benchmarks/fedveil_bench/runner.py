@@ -35,7 +35,7 @@ Form = Literal["full", "small", "quick"]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What the command line says.
+    """The options of the command line.
 
     Attributes:
         form: which of the preset's settings replace the full ones.
@@ -64,7 +64,7 @@ class BenchOptions:
 
 @dataclass
 class BenchOutcome:
-    """What a runner returns.
+    """The result of a runner.
 
     Attributes:
         rows: of the table, as the result file has them.
@@ -96,8 +96,8 @@ def read_preset(name: str, form: Form) -> dict[str, Any]:
     preset = _parsed(name)
     if form not in (known := _forms(preset)):
         raise ConfigError(
-            f"--{form}: expected a preset that has this form, found {name}, which has {' and '.join(known)}; "
-            "leave it out, or take the other"
+            f"--{form}: expected a preset that has this form, found {name}, which has {' and '.join(known)}; leave "
+            "it out, or use the other"
         )
     settings, differences = preset["settings"], list(preset.get("differences", []))
     for part in {"full": (), "small": ("small",), "quick": ("small", "quick")}[form]:
@@ -119,7 +119,7 @@ def _forms(preset: Mapping[str, Any]) -> list[Form]:
 
 
 def _parsed(name: str) -> dict[str, Any]:
-    """What the file has, over what that which it is `like` has."""
+    """Return the content of the file, over the content of the one that it is `like`."""
     own = tomllib.loads((folders.presets_folder() / f"{name}.toml").read_text())
     return _merged(_parsed(own["like"]), own) if "like" in own else own
 
@@ -137,7 +137,7 @@ def run_preset(name: str, options: BenchOptions) -> tuple[dict[str, Any], dict[s
     """
     preset = read_preset(name, options.form)
     if options.minutes is not None and not getattr(load_runner(preset), "IN_PIECES", False):
-        raise ConfigError(f"--minutes: expected a preset whose table can be of fewer rows, found {name}; leave it out")
+        raise ConfigError(f"--minutes: expected a preset whose table can have fewer rows, found {name}; leave it out")
     began = time.monotonic()
     outcome: BenchOutcome = load_runner(preset).run(preset["settings"], options)
     result = {

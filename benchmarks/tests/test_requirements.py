@@ -148,8 +148,8 @@ def rows(at: Path, **files: bytes) -> None:
     [
         ({"train_jsonl": b'{"mr": 1}\n'}, "test.jsonl or test.parquet"),
         ({"train_jsonl": b'{"mr": 1}\n', "test_jsonl": b""}, "cannot|can be read"),
-        ({"train_jsonl": b"[1]\n", "test_jsonl": b"{}\n"}, "train.jsonl, whose first line is no row"),
-        ({"train_parquet": b"PAR1....", "test_jsonl": b"{}\n"}, "train.parquet, which is no whole parquet file"),
+        ({"train_jsonl": b"[1]\n", "test_jsonl": b"{}\n"}, "train.jsonl, whose first line is not a row"),
+        ({"train_parquet": b"PAR1....", "test_jsonl": b"{}\n"}, "train.parquet, which is not a complete parquet file"),
         ({"train_parquet": b"P", "test_jsonl": b"{}\n"}, "can be read"),
     ],
 )
@@ -205,16 +205,16 @@ GPU = {"environment": {**RESULT["environment"], "gpu": "a GPU"}}
             {"seconds": 90.0, "differences": []},
             BenchOptions(form="quick"),
             "cpu",
-            "the seconds of 2 seeds are not known",
+            "the seconds of 2 seeds are unknown",
         ),
-        ({}, BenchOptions(form="quick"), "cpu", "with 3 seeds, on 2 cores of a CPU, commit abc: its rows say 20 s"),
-        ({"rows": []}, BenchOptions(form="quick"), "cpu", "its result holds no seconds"),
+        ({}, BenchOptions(form="quick"), "cpu", "with 3 seeds, on 2 cores of a CPU, commit abc: its rows took 20 s"),
+        ({"rows": []}, BenchOptions(form="quick"), "cpu", "its result has no seconds"),
     ],
 )
 def test_the_time_is_the_last_run_s_and_says_what_was_not_measured(changes, options, device, said, tmp_path):
     (tmp_path / "a_b.json").write_text(json.dumps(RESULT | changes))
     assert said in requirements.recorded_time("a/b", {"seeds": 2}, options, tmp_path, device)
-    assert "not known, no result" in requirements.recorded_time("a/c", {}, options, tmp_path, device)
+    assert "unknown, no result" in requirements.recorded_time("a/c", {}, options, tmp_path, device)
 
 
 def test_a_result_of_make_gpu_counts_for_a_gpu_alone(tmp_path):
@@ -239,7 +239,7 @@ def test_a_quick_result_of_its_own_folder_counts_for_a_quick_run_alone(tmp_path)
 def test_a_result_of_before_there_were_forms_is_no_result(tmp_path):
     old = {key: value for key, value in RESULT.items() if key != "form"} | {"quick": True}
     (tmp_path / "a_b.json").write_text(json.dumps(old))
-    with pytest.raises(ConfigError, match=r"a_b\.json: expected a result that says its \"form\""):
+    with pytest.raises(ConfigError, match=r"a_b\.json: expected a result with its \"form\""):
         requirements.recorded_time("a/b", {}, BenchOptions(), tmp_path, "cpu")
 
 
@@ -271,7 +271,7 @@ def test_a_real_run_without_its_data_says_where_each_folder_comes_from_and_train
     assert main(["bench", name, "--quick", "--out", str(tmp_path / "x.json")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert error.endswith(f"; fedveil bench {name} --quick --dry-run looks again and runs nothing\n")
+    assert error.endswith(f"; check again with fedveil bench {name} --quick --dry-run, which runs nothing\n")
     lacking = {need.name for need in requirements.preset_needs(runner.read_preset(name, "quick"))} - BUNDLED
     assert lacking
     for folder in lacking:

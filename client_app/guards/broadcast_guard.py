@@ -160,8 +160,8 @@ class BroadcastReferenceStore:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = type(error).__name__
         raise StateError(
-            f"{self._file}: expected what this site trained from last, found none that can be read ({reason}); restore "
-            "it from a backup"
+            f"{self._file}: expected the record of what this site last trained from, found none that can be read "
+            f"({reason}); restore it from a backup"
         )
 
     def save(self, reference: BroadcastReference) -> None:
@@ -209,7 +209,7 @@ class BroadcastGuard(TrainerWrapper):
         if last is None or not last.fits(weights):
             last = BroadcastReference.from_weights(self._initial())
         change = last.change(weights)
-        log.info("to be trained from: norm %.6g, change %.6g", norm, change)
+        log.info("weights to train from: norm %.6g, change %.6g", norm, change)
         decisions.check_broadcast(self._policy, norm, change)
         self._next = last.then(weights)
 

@@ -152,7 +152,9 @@ def check_broadcast(policy: SitePolicy, norm: float, change: float) -> None:
     """Check what the turn is about to train from (broadcast_guard.py). Raises PolicyError, which does not name the
     numbers: they hold what the site keeps for itself."""
     if not math.isfinite(norm):
-        raise PolicyError("broadcast: expected finite values, found others among what is to be trained; mend the run")
+        raise PolicyError(
+            "broadcast: expected finite values, found others in the weights to train from; correct the run"
+        )
     asked = (("norm", norm, policy.max_broadcast_norm), ("change", change, policy.max_broadcast_change))
     for key, found, limit in asked:
         if limit is not None and not found <= limit:
@@ -170,8 +172,8 @@ def check_examples(policy: SitePolicy, distinct: int, least: int) -> None:
         if limit is not None and found < limit:
             # As in check_upload, the server must not learn the number.
             raise PolicyError(
-                f"{words} at least {limit} rows, found fewer in this turn ({key} of its policy); train on more, or "
-                "leave it out"
+                f"{words} at least {limit} rows, found fewer in this turn ({key} of its policy); train on more rows, "
+                "or leave the site out"
             )
 
 
@@ -183,10 +185,10 @@ def check_upload(
     site, secure = assignment.site, assignment.config.secure.enabled
     if LOSS in report and not 0 < open_replay_guard(assignment).scores <= load_policy(site).max_scores:
         raise PolicyError(
-            f"{LOSS}: this site permits {load_policy(site).max_scores} a run (max-scores), found more; withheld"
+            f"{LOSS}: this site permits {load_policy(site).max_scores} per run (max-scores), found more; withheld"
         )
     if secure and num_examples is not None:
-        raise PolicyError("num_examples: expected none beside a masked upload, found one; it is withheld")
+        raise PolicyError("num_examples: expected none with a masked upload, found one; it is withheld")
     if not site.policy:
         return
     policy = policy_of_site(site)
@@ -196,7 +198,7 @@ def check_upload(
         # The server must not learn the number: it learns only that it is below the bound.
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples} rows, found fewer (min-examples of "
-            "its policy); leave it out"
+            "its policy); leave the site out"
         )
 
 
@@ -205,10 +207,10 @@ def _require_bundle(bundle: VerifiedBundle, policy: SitePolicy) -> None:
              ("app signer", "signers", bundle.signer, policy.signer_keys))  # fmt: skip
     for key, where, found, permitted in asked:
         if permitted is not None and found not in permitted:
-            shown = f'"{found}"' if found else "none that the site's own entry point has checked"
+            shown = f'"{found}"' if found else "none that the site's own entry point has verified"
             raise PolicyError(
-                f"{key}: this site permits {permitted}, found {shown}; have this very bundle permitted: {where} of the "
-                "site's policy"
+                f"{key}: this site permits {permitted}, found {shown}; ask the site to add this bundle to {where} in "
+                "its policy"
             )
 
 
@@ -221,7 +223,7 @@ def _require_methods(assignment: ClientAssignment, permitted: list[str] | None) 
 def _require_bytes(policy: SitePolicy, found: int, where: str) -> None:
     limit = policy.max_bytes_a_round
     if limit is not None and found > limit:
-        raise PolicyError(f"bytes a round: this site permits at most {limit}, found {found} {where}; share less")
+        raise PolicyError(f"bytes per round: this site permits at most {limit}, found {found} {where}; share less")
 
 
 def _require_one(key: str, found: str, permitted: list[str] | None) -> None:

@@ -78,9 +78,7 @@ def flatten_permits(table: object) -> object:
     known = set(RunConfig().flat()) - {_FIELDS}
     for key in permits:
         if new := renamed(key):
-            raise ValueError(
-                f"{key[:80]} in [permits]: expected the name that this key has now, {new}, found its old one"
-            )
+            raise ValueError(f"{key[:80]} in [permits]: expected the key's current name, {new}, found its old one")
         if key not in known and not key.startswith(f"{_FIELDS}."):
             near = suggest_name(key, known)
             raise ValueError(

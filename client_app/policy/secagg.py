@@ -22,7 +22,7 @@ def check_secagg_demands(
     """Raises PolicyError, which names the key of the run config."""
     if not secure.enabled:
         if required:
-            raise PolicyError("secure.enabled: this site permits masked uploads alone, found false; set it to true")
+            raise PolicyError("secure.enabled: this site permits only masked uploads, found false; set it to true")
         return
     asked = (("min-sites", secure.min_sites, min_cohort), ("threshold", secure.threshold or None, min_threshold))
     for key, value, least in asked:
@@ -30,5 +30,6 @@ def check_secagg_demands(
             raise PolicyError(f"secure.{key}: this site permits at least {least}, found {value}; raise it")
     if roster and not secure.roster:
         raise PolicyError(
-            f"secure.roster: this site permits {roster}, found none at the server; fedveil members roster writes it"
+            f"secure.roster: this site permits {roster}, found none at the server; write one with fedveil members "
+            "roster"
         )

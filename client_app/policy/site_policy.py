@@ -125,9 +125,9 @@ def policy_of_site(site: SiteConfig) -> SitePolicy:
             key = ".".join(map(str, first["loc"]))
             what = f"{key}: {first['msg'].removeprefix('Value error, ')}"
             if new := RENAMED_KEYS.get(key):
-                what = f"{key}: expected the name that this key has now, {new}, found its old one"
+                what = f"{key}: expected the key's current name, {new}, found its old one"
         else:
             what = type(error).__name__
-        problem = "none" if isinstance(error, OSError) else "one that does not fit"
+        problem = "none" if isinstance(error, OSError) else "an invalid one"
         says = f"policy: expected a readable policy file, found {problem} ({what}); the site must correct it"
         raise PolicyError(says) from error

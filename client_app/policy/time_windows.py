@@ -19,7 +19,7 @@ def is_within_windows(windows: Iterable[str], now: datetime) -> bool:
 def require_hour(windows: Sequence[str] | None, now: datetime) -> None:
     """Raises PolicyError for a moment in none of them; None = any will do."""
     if windows is not None and not is_within_windows(windows, now):
-        raise PolicyError(f"hours: this site permits {windows}, found {now:%H:%M} at the site; come back then")
+        raise PolicyError(f"hours: this site permits {windows}, found {now:%H:%M} at the site; try again then")
 
 
 def _in_one(window: str, minute: int) -> bool:

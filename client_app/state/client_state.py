@@ -148,8 +148,8 @@ class ClientStateStore:
             return None
         if not self._file(last).exists():
             raise StateError(
-                f"private state: expected that of turn {last} in {self.folder}, found none; this site goes on as a "
-                "newcomer with the next turn, or restore the folder from a backup"
+                f"private state: expected that of turn {last} in {self.folder}, found none; this site continues as a "
+                "newcomer from the next turn, unless the folder is restored from a backup"
             )
         return self._read(last)[0]
 

@@ -111,8 +111,8 @@ def _id_of(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         fault = f"none that can be read ({type(error).__name__})"
     raise StateError(
-        f"{path}: expected the id of a data set, version {_VERSION}, found {fault}; restore it from a backup: without "
-        "it nobody knows what its rows have spent"
+        f"{path}: expected the id of a data set, version {_VERSION}, found {fault}; restore it from a backup: "
+        "without it the privacy spent on its rows is unknown"
     )
 
 
@@ -122,7 +122,7 @@ def _read(path: Path) -> str:
     try:
         content = json.loads(text)
     except RecursionError:
-        raise ValueError("brackets in brackets, too deep to read") from None
+        raise ValueError("brackets nested too deeply to read") from None
     if content["fedveil-data-set"] != _VERSION or not re.fullmatch(r"[0-9a-f]{32}", content["id"]):
         raise ValueError("another version or id")
     return str(content["id"])

@@ -89,7 +89,7 @@ class ReplayGuard:
             )
         state = self._read()
         if state.purged:
-            raise PolicyError("run.name: this site has purged what it kept of this run; start a new run")
+            raise PolicyError("run.name: this site has purged everything it kept for this run; start a new run")
         served = [served.number for served in state.rounds]
         if served and round_ not in served and round_ < served[-1]:
             raise PolicyError(
@@ -99,8 +99,8 @@ class ReplayGuard:
         times = state.round(round_).times
         if times >= most:
             raise PolicyError(
-                f"round: this site serves one at most {most} times, found that it was asked for round {round_} once "
-                "more; start a new run, or agree on a larger max-retries with the site"
+                f"round: this site serves a round at most {most} times, found another request for round {round_}; "
+                "start a new run, or agree on a larger max-retries with the site"
             )
         return times
 
@@ -136,8 +136,8 @@ class ReplayGuard:
             now = state.round(round_)
             if now.message not in ("", message):
                 raise PolicyError(
-                    f"round: expected the message that this site was sent for round {round_} before, and the same last "
-                    "turn, found another; start a new run"
+                    f"round: expected the message and last turn that this site received before for round {round_}, "
+                    "found others; start a new run"
                 )
             others = [other for other in state.rounds if other.number != round_]
             served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)

@@ -135,9 +135,9 @@ class Connection:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise WorkerError(
                     f"worker-memory-mb: expected the worker of another run (process {pid}) to be idle, found it in a "
-                    "turn; wait for that run, or set no bound"
+                    "turn; wait for that run, or remove the bound"
                 ) from None
-            log.info("worker %s, asked to end: %s", pid, error.code().name)
+            log.info("worker %s was asked to stop: %s", pid, error.code().name)
         if not self.wait_until_gone(_STOP_SECONDS):
             raise WorkerError(f"worker {pid}: expected it to end within {_STOP_SECONDS:g} s; kill it")
 
@@ -154,7 +154,7 @@ class Connection:
 def deadline_reason(seconds: float) -> str:
     """Return the reason why a turn was ended."""
     return (
-        f"turn: expected an upload within {seconds:g} s, found none; the turn was ended, for the server does not wait "
+        f"turn: expected an upload within {seconds:g} s, found none; the turn was ended because the server waits no "
         "longer: raise cohort.deadline-seconds, or train less"
     )
 

@@ -209,13 +209,13 @@ class WorkerRegistry:
         expected, where = f"worker {worker.pid}: expected an upload, found it", f"its log is {self.log}"
         # A killed process closes its sockets one by one, and the one that it listens on may be the last.
         if not connection.wait_until_gone(_DYING_SECONDS):
-            return WorkerError(f"{expected} still there {when}; {where}")
+            return WorkerError(f"{expected} still running {when}; {where}")
         code, about = _exit_code(worker.pid), self.noted(worker.id)
         if code in (None, -signal.SIGKILL):
             cause = process_exit.exit_cause(about)
             words = process_exit.describe_ending(about, process_exit.LOWER_AT_SITE)
         else:
-            cause, words = process_exit.ExitCause.OTHER, "it was not killed for want of memory"
+            cause, words = process_exit.ExitCause.OTHER, "it was not killed for lack of memory"
         ended = "" if code is None else f"{signal.Signals(-code).name if code < 0 else f'exit code {code}'}: "
         return WorkerDiedError(cause, f"{expected} gone {when}: {ended}{words}; {where}")
 
@@ -267,7 +267,7 @@ class WorkerRegistry:
                 started.kill()
                 self.forget(worker)
                 raise WorkerError(
-                    f"worker: expected it to start within {_START_SECONDS:g} s, found none that listens; see {self.log}"
+                    f"worker: expected it to listen within {_START_SECONDS:g} s, found that it does not; see {self.log}"
                 )
             time.sleep(0.02)
         self.write(card)

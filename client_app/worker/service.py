@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fedveil.contract.task import TrainingProgress
 
 _REASON_CHARACTERS = 1000
-_CLIENT_GONE = "turn: expected the client process to wait for it, found it gone; nothing is kept"
+_CLIENT_GONE = "turn: expected the client process to wait for it, found that it has exited; nothing is kept"
 
 log = logging.getLogger("fedveil.worker")
 

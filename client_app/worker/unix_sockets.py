@@ -25,7 +25,7 @@ def socket_address(path: Path) -> Iterator[str]:
         yield str(path)
         return
     if not Path("/proc/self/fd").is_dir():
-        raise WorkerError(f"state-dir: expected a path of at most {_SUN_PATH - 40} bytes, found {path}; name another")
+        raise WorkerError(f"state-dir: expected a path of at most {_SUN_PATH - 40} bytes, found {path}; choose another")
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"

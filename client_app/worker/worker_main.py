@@ -74,7 +74,7 @@ def _reason_to_end(service: WorkerService, idle_seconds: float, terminated: thre
     if service.busy.locked():
         return ""
     if service.ending.is_set():
-        return "asked to, or an error"
+        return "on request, or after an error"
     if time.monotonic() - service.last_used > idle_seconds:
         return f"idle for {idle_seconds:g} s"
     return ""

@@ -90,7 +90,9 @@ def check_upload(payload: Payload, ranks: Ranks, site: str, most: int) -> None:
         factor_rank = shape[0 if factor_name(name) == "A" else 1]
         if factor_rank != wanted or not 1 <= factor_rank <= most:
             whose = f"the rank of site {sanitize(site, 80)}" if site else f"one rank for all factors, 1 to {most}"
-            raise WireError(f"{name}: expected rank {wanted}, {whose}, found {factor_rank}; see ranks in method.params")
+            raise WireError(
+                f"{name}: expected rank {wanted} ({whose}), found {factor_rank}; check ranks in method.params"
+            )
 
 
 def _shape(value: object) -> tuple[int, ...]:

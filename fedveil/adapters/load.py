@@ -55,9 +55,9 @@ def load_adapter(folder: Path, model: Any) -> tuple[Adapter, dict[str, nn.Parame
 def _adapter(folder: Path) -> Adapter:
     file = folder / CONFIG
     if not file.is_file():
-        hint = "; PEFT loads this one" if (folder / "adapter_config.json").is_file() else ""
+        hint = "; load this one with PEFT" if (folder / "adapter_config.json").is_file() else ""
         raise StateError(
-            f"{folder}: expected {CONFIG} of an adapter, found none{hint}; name the folder final/ of a run"
+            f"{folder}: expected an adapter with {CONFIG}, found none{hint}; name the final/ folder of a run"
         )
     with file.open("rb") as lines:
         data = lines.read(_CONFIG_BYTES + 1)
@@ -81,10 +81,10 @@ def _put(file: Path, trained: dict[str, nn.Parameter]) -> None:
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     if {name: tuple(t.shape) for name, t in tensors.items()} != shapes:
         names = ", ".join(f"{sanitize(name, 80)} {tuple(t.shape)}" for name, t in list(tensors.items())[:3])
-        raise _bad(file, f"the model's {len(shapes)} tensors in its shapes", names or "none")
+        raise _bad(file, f"{len(shapes)} tensors with the model's names and shapes", names or "none")
     for name, parameter in trained.items():
         parameter.copy_(tensors[name])
 
 
 def _bad(file: Path, expected: str, found: str) -> StateError:
-    return StateError(f"{file}: expected {expected}, found {found}; take the base that the run had, or its folder anew")
+    return StateError(f"{file}: expected {expected}, found {found}; use the base of the run, or copy its folder again")

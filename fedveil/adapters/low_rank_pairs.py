@@ -84,8 +84,8 @@ class LowRankPairsAdapter(Adapter):
             own = plain.names.get(f"{module}.weight")
             if own is None:
                 raise ConfigError(
-                    f"adapter.targets: expected layers with weights of their own, found {module}, whose weight another "
-                    "layer has too; load final/ beside the base"
+                    f"adapter.targets: expected layers that do not share weights, found {module}, whose weight "
+                    "another layer shares; load final/ on top of the base"
                 )
             layer = plain.model.get_submodule(own.removesuffix(".weight"))
             change = fields.scale * (factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"])
@@ -172,10 +172,10 @@ def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
         try:
             modules = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
         except re.error as error:
-            raise explain_unfit(targets, f"no regular expression: {error}") from None
+            raise explain_unfit(targets, f"not a regular expression: {error}") from None
     other = [name for name, m in modules.items() if not isinstance(m, linear)]
     if other or not modules:
-        raise explain_unfit(targets, f"{other[0]} is no linear layer" if other else "no module has such a name")
+        raise explain_unfit(targets, f"{other[0]} is not a linear layer" if other else "no module name matches")
     return modules
 
 

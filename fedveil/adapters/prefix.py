@@ -71,13 +71,13 @@ class PrefixAdapter(Adapter):
     def check(self, train: TrainConfig) -> None:
         if train.packing:
             raise ConfigError(
-                'train.packing: expected false with an adapter of kind "prefix", which stands before one row, found '
-                "true; set false"
+                'train.packing: expected false with an adapter of kind "prefix", which is prepended to one row, '
+                "found true; set it to false"
             )
         if train.gradient_checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
             raise ConfigError(
                 'train.gradient-checkpointing, train.compile: expected false with an adapter of kind "prefix", found '
-                "true; set false"
+                "true; set them to false"
             )
 
     @override
@@ -156,9 +156,9 @@ def _share(model: Any, cells: int) -> None:
     depth = model.config.get_text_config().num_hidden_layers
     layers = next((m for m in model.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
     if layers is None or cells > depth:
-        depth_text = f"{depth} of them" if layers is not None else f"none in {type(model).__name__}"
+        depth_text = f"{depth} layers" if layers is not None else f"no layers in {type(model).__name__}"
         raise ConfigError(
-            f"adapter.cells: expected at most the model's layers, found {cells} and {depth_text}; lower it"
+            f"adapter.cells: expected at most the model's number of layers, found {cells} and {depth_text}; lower it"
         )
     for at in range(cells, depth):
         cell = layers[at % cells]

@@ -64,7 +64,7 @@ class PromptAdapter(Adapter):
                 "raise adapter.length"
             )
         if not 0.0 < self.mass <= 1.0:
-            raise ConfigError(f"adapter.mass: expected a part above 0 and at most 1, found {self.mass}")
+            raise ConfigError(f"adapter.mass: expected a fraction above 0 and at most 1, found {self.mass}")
         for name, value, least in (
             ("std", self.std, "at least 0"),
             ("contrast", self.contrast, "at least 0"),
@@ -106,14 +106,14 @@ class PromptAdapter(Adapter):
         """
         if not hasattr(model, "text_model"):
             raise ConfigError(
-                f'adapter.kind: expected "lora", "hadamard-lora" or "all" for {type(model).__name__}, found "prompt"; '
-                "a prompt goes with a CLIP"
+                f'adapter.kind: expected "lora", "hadamard-lora" or "all" for {type(model).__name__}, found '
+                '"prompt"; kind "prompt" requires a CLIP model'
             )
         tower = model.config.text_config
         if self.length > tower.max_position_embeddings - 3:
             raise ConfigError(
-                f"adapter.length: expected at most {tower.max_position_embeddings - 3}, which leaves room for a name "
-                f"in a text of {tower.max_position_embeddings} tokens, found {self.length}; lower it"
+                f"adapter.length: expected at most {tower.max_position_embeddings - 3}, to leave room for a class "
+                f"name in a text of {tower.max_position_embeddings} tokens, found {self.length}; lower it"
             )
         model.requires_grad_(False)
         shapes = self.shapes(tower.hidden_size)

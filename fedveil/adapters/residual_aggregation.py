@@ -99,8 +99,8 @@ def apply_broadcast(private: FederatedState | None, down: Payload, spec: Spec) -
         return as_spec({name: tensors[name] for name in shapes}, spec)
     if private is None:
         raise StateError(
-            "private state: expected the residual of an earlier participation (only its change was sent), found none; "
-            "the whole comes at the next participation"
+            "private state: expected the residual of an earlier participation (only its change was sent), found "
+            "none; the server sends the whole residual at the next participation"
         )
     return {name: w + _change(tensors, name.removesuffix(RESIDUAL)) for name, w in private.tensors.items()}
 
@@ -108,7 +108,7 @@ def apply_broadcast(private: FederatedState | None, down: Payload, spec: Spec) -
 def _change(found: Weights, module: str) -> Tensor:
     left, right = found[_STEP + module + _LEFT], found[_STEP + module + _RIGHT]
     if left.shape[1] != len(right):
-        raise WireError(f"{_STEP}{module}{_RIGHT}: expected {left.shape[1]} rows as {_LEFT} says, found {len(right)}")
+        raise WireError(f"{_STEP}{module}{_RIGHT}: expected {left.shape[1]} rows to match {_LEFT}, found {len(right)}")
     return left @ right
 
 
@@ -167,8 +167,10 @@ def _norm(values: Tensor) -> float:
 def residual_fields(spec: Spec, pairs: Spec, dtype: WireDtype) -> tuple[WireField, ...]:
     """Every field of a broadcast, with these pairs in it."""
     fields = dense_fields(pairs, "down", dtype, _FORMS)
-    fields += dense_fields(residual_names(spec), "down", "float32", ("whole",), "to a site that lacks more than a step")
-    codec, when = DenseCodec(), "to a site of the last sums"
+    fields += dense_fields(
+        residual_names(spec), "down", "float32", ("whole",), "to a site that lacks more than the last step"
+    )
+    codec, when = DenseCodec(), "to a site that was in the last sums"
     for name, tensor in residual_names(spec).items():
         (d_out, d_in), module = tensor.shape, _STEP + name.removesuffix(RESIDUAL)
         most = _most(d_out, d_in)

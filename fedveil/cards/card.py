@@ -270,13 +270,13 @@ class PrivacyCard(_Part):
 def parse_card(data: bytes, where: str) -> PrivacyCard:
     """The card in the bytes of privacy.json. Raises StateError, which names `where`."""
     if len(data) > MOST_BYTES:
-        raise StateError(f"{where}: expected at most {MOST_BYTES} bytes, found {len(data)}; take another card")
+        raise StateError(f"{where}: expected at most {MOST_BYTES} bytes, found {len(data)}; use another card")
     try:
         return PrivacyCard.model_validate_json(data)
     except (ValidationError, RecursionError) as error:
         raise StateError(
-            f"{where}: expected a privacy card of version 1, found {sanitize(error, 300)}; write it anew with the "
-            "version of fedveil that made it, or take another one"
+            f"{where}: expected a privacy card of version 1, found {sanitize(error, 300)}; write it again with the "
+            "version of fedveil that made it, or use another card"
         ) from None
 
 
@@ -284,6 +284,6 @@ def read_card(folder: Path) -> PrivacyCard:
     """The card in a folder. Raises StateError where there is none, or none that is one."""
     file = folder / NAME
     if file.is_symlink() or not file.is_file():
-        raise StateError(f"{folder}: expected {NAME} of a card, found none; fedveil card make RUN writes it")
+        raise StateError(f"{folder}: expected {NAME} of a card, found none; write one with fedveil card make RUN")
     with file.open("rb") as lines:
         return parse_card(lines.read(MOST_BYTES + 1), str(file))

@@ -28,7 +28,7 @@ def disclosure_parties(
     learns = [card_text(sentence.replace("`", "")) for sentence in words]
     return [
         DisclosureParty(
-            who="the server, and who reads its run folder",
+            who="the server, and anyone who can read its run folder",
             saw=_server_saw(messages, attempts, config, [words for words in learns if "client learns" not in words]),
             trusted=_server_trusted(attempts, config, method),
         ),
@@ -39,16 +39,19 @@ def disclosure_parties(
                 *(words for words in learns if "client learns" in words),
                 *_told("down", messages, attempts),
             ],
-            trusted=["To train on its own rows as the run asks, and to report truthfully: one can poison the model."],
+            trusted=[
+                "To train on its own rows as the run asks, and to report truthfully: a single site can poison the "
+                "model."
+            ],
         ),
         DisclosureParty(
             who="another site",
-            saw=["Nothing of a single site but through the model that the server sends out.", *_collusion(config)],
+            saw=["Nothing of a single site, except through the model that the server sends out.", *_collusion(config)],
             trusted=[],
         ),
         DisclosureParty(
-            who="whoever gets this folder",
-            saw=["The server's model after the last round, and this card. Attacks on it need nobody's leave."],
+            who="anyone who gets this folder",
+            saw=["The server's model after the last round, and this card. Attacks on it need no permission."],
             trusted=[],
         ),
     ]
@@ -60,7 +63,7 @@ def _server_saw(
     sentences = ["Every round's model, and which site took part when."]
     sentences += [*learns, *_told("up", messages, attempts)]
     if names := disclosure_summary.reported_metrics(attempts):
-        sentences.append(f"Beside the tensors every accepted upload told: {_listed(names)}.")
+        sentences.append(f"Besides the tensors, every accepted upload reported: {_listed(names)}.")
     if config.run.capture_messages:
         sentences.append("The messages themselves, which it kept (run.capture-messages).")
     return sentences
@@ -71,10 +74,10 @@ def _told(direction: str, messages: Sequence[Mapping[str, Any]], attempts: Seque
     sites = disclosure_summary.site_traffic(messages, attempts).values()
     if direction == "up":
         way, count, size = "from sites to the server", sum(s.up for s in sites), sum(s.up_bytes for s in sites)
-        each = "repeated and refused ones, and the keys and shares of secure aggregation, counted"
+        each = "including repeated and refused ones, and the keys and shares of secure aggregation"
     else:
         way, count, size = "from the server to sites", sum(s.down for s in sites), sum(s.down_bytes for s in sites)
-        each = "repeated ones, and the questions of secure aggregation, counted"
+        each = "including repeated ones, and the requests of secure aggregation"
     if not size:
         return []
     sentences = [f"{count} messages {way}, {size} bytes; {each}."]
@@ -83,12 +86,12 @@ def _told(direction: str, messages: Sequence[Mapping[str, Any]], attempts: Seque
 
 
 def _server_trusted(attempts: Sequence[Mapping[str, Any]], config: RunConfig, method: Method) -> list[str]:
-    sentences = ["That the run goes on, and that the model here is what the sites made."]
+    sentences = ["To continue the run, and to release the model that the sites trained."]
     if not config.secure.enabled:
-        return [*sentences, "With every single upload: nothing but the method itself keeps it from attacking one."]
+        return [*sentences, "With every single upload: only the method itself keeps the server from attacking one."]
     noted = (attempt["unseen"] for attempt in attempts if attempt.get("unseen"))
     claim = weakest_adversary(noted, config.secure.min_sites, method.has_partial_uploads)
-    words = claim.words if claim else ["No attempt at a round got as far as a sum."]
+    words = claim.words if claim else ["No attempt at a round produced a sum."]
     return [*sentences, *words]
 
 
@@ -96,7 +99,8 @@ def _collusion(config: RunConfig) -> list[str]:
     if config.secure.noise != "sum":
         return []
     return [
-        f"{config.secure.max_colluders} of them may tell the server their share of the noise; the claim counts on that."
+        f"Up to {config.secure.max_colluders} of them may reveal their share of the noise to the server; the claim "
+        "allows for that."
     ]
 
 

@@ -21,9 +21,9 @@ from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
 NONE = "There is NO formal guarantee"
 UNIT = "one row of one site's data set, in this run alone"
 LYING = (
-    "The server wrote this card, and can write what it wants. A signature says whose key signed these bytes, not that "
-    "they are true. A site that signs too vouches for what that site itself saw: its own messages, its own log and "
-    "ledger. Of what other sites sent, what the server kept, or what the attacks found it knows nothing."
+    "The server wrote this card and can write anything. A signature shows whose key signed these bytes, not that "
+    "they are true. A site that also signs vouches only for what it saw itself: its own messages, log and ledger. It "
+    "knows nothing about what other sites sent, what the server kept, or what the attacks found."
 )
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact)",
@@ -46,7 +46,7 @@ def formal_guarantees(
     if claim is None:
         return _none("the run makes no claim of differential privacy, so epsilon is infinite.")
     if config.run.deterministic:
-        return _none("its noise was seeded (run.deterministic = true), and who knows the seed takes it away.")
+        return _none("its noise was seeded (run.deterministic = true), and anyone who knows the seed can remove it.")
     budget, batch = claim.budget, config.train.batch_size
     costs = {site: server_side_bound(claim, batch, attempts, site) for site in sites}
     each = [_site(site, cost, claim, whole) for site, cost in costs.items()]
@@ -107,8 +107,8 @@ def _says(worst: Epsilon, claim: PrivacyGuarantee) -> str:
     budget = claim.budget
     if worst == "not known":
         return (
-            f"{NONE} that this card can give: what some site's rows were charged is not known to the server, and no "
-            "ledger bounds it. Take epsilon for infinite."
+            f"{NONE} that this card can give: the server does not know what some site's rows were charged, and no "
+            "ledger bounds it. Treat epsilon as infinite."
         )
     if not isinstance(worst, float):
         return f"{NONE}: the charges of some site's rows have no finite epsilon."
@@ -117,20 +117,23 @@ def _says(worst: Epsilon, claim: PrivacyGuarantee) -> str:
         whom += " and the server, which saw sums without noise: against the server epsilon is infinite"
     assumed = []
     if isinstance(claim, DistributedDiscreteGaussian):
-        assumed.append(f"{claim.honest} sites of every sum tell nobody their share of the noise")
-        assumed.append("the server keeps to the protocol")
+        assumed.append(f"{claim.honest} sites in every sum keep their share of the noise secret")
+        assumed.append("the server follows the protocol")
     if untimed(claim):
         assumed.append("the server does not time the site")
-    whom += f", while {' and '.join(assumed)}" if assumed else ""
+    whom += f", provided that {' and '.join(assumed)}" if assumed else ""
     return f"{stated_guarantee(worst, budget.delta, budget.neighbours)} at most, for {UNIT}, against {whom}."
 
 
 def _model(claim: PrivacyGuarantee) -> str:
     if claim.budget.server_trusted:
-        return "central: the sites send values before the noise, and trust the server to add it"
+        return "central: the sites send values without noise, and trust the server to add it"
     if isinstance(claim, DistributedDiscreteGaussian):
         return f"distributed: the {claim.words}"
-    return "at the site: each adds all of its noise before anything leaves it, and need not trust the server to add it"
+    return (
+        "at the site: each site adds all of its noise before anything leaves it, and need not trust the server to "
+        "add it"
+    )
 
 
 def _mechanism(claim: PrivacyGuarantee, config: RunConfig) -> str:
@@ -145,19 +148,17 @@ def _mechanism(claim: PrivacyGuarantee, config: RunConfig) -> str:
 
 def _assumptions(claim: PrivacyGuarantee) -> list[str]:
     sentences = [
-        "A site's figure rests on the rows and steps that it reported; its own ledger is what holds it to a budget.",
-        "This run alone: other runs on the same rows add up, and the site's ledger counts them.",
+        "A site's figure relies on the rows and steps that it reported; only its own ledger enforces a budget.",
+        "The figures are for this run alone: other runs on the same rows add up, and the site's ledger counts them.",
         "Noise and batches are drawn at random by the party that adds them, from its operating system.",
         "Noise is drawn in fp64 and sums are rounded to fp32; attacks on the rounding itself are not accounted for.",
-        "Settings chosen by looking at the rows, and runs thrown away for their scores, are not counted.",
+        "Settings chosen by looking at the rows, and runs discarded for their scores, are not counted.",
     ]
     if claim.budget.neighbours.value == "add-or-remove-one":
         sentences.append("The number of rows, which every upload in the clear carries, counts as public.")
     if isinstance(claim, DistributedDiscreteGaussian):
-        sentences.append(f"{claim.honest} sites of every sum tell nobody their share of the noise.")
-        sentences.append(
-            "The server keeps to the protocol of secure aggregation: it neither deviates from it nor lies."
-        )
+        sentences.append(f"{claim.honest} sites in every sum keep their share of the noise secret.")
+        sentences.append("The server follows the protocol of secure aggregation: it neither deviates from it nor lies.")
     if timing := untimed(claim):
         sentences.append(timing)
     return sentences
@@ -169,26 +170,31 @@ def not_protected(method: Method, config: RunConfig) -> list[str]:
     sentences = [
         LYING,
         NOT_BOUND,
-        "Somebody with several rows, or with rows at several sites: the unit is a row, their bound several times that.",
-        "What is true of a site's rows as a whole: how many there are, what they are about, how the model fits them.",
+        "A person with several rows, or with rows at several sites: the unit is one row, so their bound is several "
+        "times that.",
+        "Properties of a site's rows as a whole: how many there are, what they are about, how well the model fits "
+        "them.",
         "Who took part, when, and the sizes of messages.",
-        "The machines: whoever is root there, the code that a site's policy lets in, time that a step takes.",
+        "The machines: their root users, the code that a site's policy admits, the time that a step takes.",
     ]
     if claim is None or config.run.deterministic:
         sentences.insert(
             1,
-            "Single rows, from the server or from whoever gets the model: withholding is no bound on what can be told.",
+            "Single rows, from the server or anyone who gets the model: withholding does not bound what can be "
+            "inferred.",
         )
     if not config.secure.enabled:
         sentences.append(
-            "Single uploads from the server, with each site's number of examples and the losses it reported."
+            "Single uploads, from the server, with each site's number of examples and the losses it reported."
         )
     elif exception := single_site(method.has_partial_uploads):
         sentences.append(exception)
     if config.secure.enabled:
         sentences.append("A site's upload, from a server that deviates from secure aggregation's protocol or lies.")
     if config.run.capture_messages:
-        sentences.append("What the server kept of the messages (run.capture-messages), which is as secret as they.")
+        sentences.append(
+            "What the server kept of the messages (run.capture-messages), which is as confidential as they are."
+        )
     return sentences
 
 

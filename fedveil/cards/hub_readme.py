@@ -47,13 +47,14 @@ def hub_page(card: PrivacyCard, files: set[str]) -> str:
         plain_text(card.stated.use) or "Not stated.",
         "## Privacy",
         f"**{plain_text(card.guarantee.says)}**",
-        "Attacks were run on it, beside controls." if card.audited.measured else NOT_MEASURED,
-        f"[{PAGE}]({PAGE}) says what each party saw and was trusted with, what the guarantee rests on, and what is not "
-        f"protected; {NAME} is the same as data. `fedveil card verify` checks signatures on this folder.",
+        "The run was attacked, with controls." if card.audited.measured else NOT_MEASURED,
+        f"[{PAGE}]({PAGE}) states what each party saw and was trusted with, what the guarantee relies on, and what "
+        f"is not protected; {NAME} has the same content as data. `fedveil card verify` checks signatures on this "
+        "folder.",
         "## Scores",
         markdown_table(["metric", "last value, on the server's test data"], scores)
         if scores
-        else "The server scored nothing.",
+        else "The server computed no scores.",
     ]  # fmt: skip
     return str(ModelCard("\n\n".join(parts) + "\n"))
 
@@ -63,10 +64,10 @@ def _bundled(task: str) -> str:
     name = plain_text(published_name.bundled_name(task))
     if bundled.bundled_folder(task) is None:
         return (
-            f"The base {name} is not on the Hub: FedVeil draws it from the seed of the run. `fedveil merge RUN FOLDER` "
-            "writes base and changes as one model."
+            f"The base {name} is not on the Hub: FedVeil initializes it from the run's seed. `fedveil merge RUN "
+            "FOLDER` writes the base and its changes as one model."
         )
     return (
-        f"The base {name} is not on the Hub: it comes with FedVeil, in the folder "
+        f"The base {name} is not on the Hub: it is part of FedVeil, in the folder "
         f'`fedveil.paths.find_folder("assets/tiny-{plain_text(task)}")`, which `from_pretrained` loads.'
     )

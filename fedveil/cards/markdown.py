@@ -21,13 +21,13 @@ from fedveil.cards.card import (
 from fedveil.sanitize import sanitize
 
 NOT_MEASURED = (
-    "Not measured: no attack had been run on this run when this card was written, so nothing is claimed of what "
-    "attacks would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then writes the card anew."
+    "Not measured: this run had not been attacked when this card was written, so nothing is claimed about what "
+    "attacks would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then updates the card."
 )
 BY_SITE = (
-    "All messages by site: these, refused uploads, and the keys and shares of secure aggregation. A site's own log may "
-    "have more: an answer that came too late, or that the server needed no more, and those of an attempt that the "
-    "server did not live to record."
+    "All messages by site: those above, refused uploads, and the keys and shares of secure aggregation. A site's own "
+    "log may have more: answers that came too late or were no longer needed, and messages of an attempt that the "
+    "server crashed before recording."
 )
 _MARKUP = re.compile(r"([\\`*_\[\]#|~$@])|(?<=www)(\.)|(:)(?=//)|^([-+=])|^(\d{1,9}[.)])(?=\s|$)")
 _LONGEST = 4200
@@ -44,10 +44,10 @@ def card_page(card: PrivacyCard) -> str:
     run = card.run
     parts = [
         f"# Privacy card: {plain_text(run.name)}",
-        f"Method {plain_text(run.method)} (version {run.version}), task {plain_text(run.task)}, "
-        f"base {plain_text(run.base) or '?'}, "
-        f"{run.rounds} rounds, resumed {run.resumed} times; started {plain_text(run.started) or '?'}, card of "
-        f"{plain_text(run.written)}. The same as data: `privacy.json`.",
+        f"Method {plain_text(run.method)} (version {run.version}), task {plain_text(run.task)}, base "
+        f"{plain_text(run.base) or '?'}, {run.rounds} rounds, resumed {run.resumed} times; started "
+        f"{plain_text(run.started) or '?'}, card written {plain_text(run.written)}. `privacy.json` has the same "
+        "content as data.",
         "## Guarantee",
         *_guarantee(card.guarantee),
         "## Who saw what, and was trusted with what",
@@ -88,11 +88,11 @@ def _guarantee(of: PrivacyGuaranteeEntry) -> list[str]:
         return blocks
     rows: list[tuple[str, object]] = [
         ("unit", of.unit),
-        ("relation of neighbouring data sets", of.relation),
-        ("epsilon of what was done, at most", format_epsilon(of.epsilon)),
+        ("relation of neighboring data sets", of.relation),
+        ("epsilon spent, at most", format_epsilon(of.epsilon)),
         ("delta", "" if of.delta is None else f"{of.delta:g}"),
-        ("nominal epsilon, which is not kept", "none" if of.nominal is None else f"{of.nominal:g}"),
-        ("most that a site's ledger lets a row be charged", format_epsilon(of.allowed)),
+        ("nominal epsilon, which is not guaranteed", "none" if of.nominal is None else f"{of.nominal:g}"),
+        ("most that a site's ledger allows a row to be charged", format_epsilon(of.allowed)),
         ("where the noise is added", of.model),
         ("mechanism", of.mechanism),
         ("accountant", of.accountant),
@@ -101,7 +101,7 @@ def _guarantee(of: PrivacyGuaranteeEntry) -> list[str]:
     head = ["site", "rows", "participations", "steps in each", "epsilon, at most", "against all others", "mu (GDP)"]
     blocks.append(markdown_table(head, map(_site, of.sites)))
     blocks += [markdown_list(f"{site.site}: {site.unknown}" for site in of.sites if site.unknown)]
-    return [part for part in [*blocks, "It rests on this:", markdown_list(of.assumptions)] if part]
+    return [part for part in [*blocks, "It relies on these assumptions:", markdown_list(of.assumptions)] if part]
 
 
 def _site(site: SiteCost) -> list[object]:
@@ -124,7 +124,7 @@ def _parties(card: PrivacyCard) -> list[str]:
 def _sent(sent: Sequence[SentMessages], traffic: Sequence[SiteTraffic]) -> list[str]:
     if not sent and not traffic:
         return ["No message was exchanged."]
-    head = ["direction", "variant", "tensors", "messages by site", "bytes", "of these, tensors"]
+    head = ["direction", "variant", "tensors", "messages by site", "bytes", "tensor bytes"]
     rows = [
         [
             "site to server" if kind.direction == "up" else "server to site", kind.variant or "the only one",
@@ -135,7 +135,7 @@ def _sent(sent: Sequence[SentMessages], traffic: Sequence[SiteTraffic]) -> list[
     ]  # fmt: skip
     blocks = [
         markdown_table(head, rows),
-        "Every field with its codec, shape and bytes stands in `privacy.json`, under `sent`.",
+        "`privacy.json` lists every field with its codec, shape and bytes, under `sent`.",
     ]
     of_sites = [[s.site, s.up, s.up_bytes, s.down, s.down_bytes] for s in traffic]
     return [
@@ -148,7 +148,9 @@ def _sent(sent: Sequence[SentMessages], traffic: Sequence[SiteTraffic]) -> list[
 def _attacks(card: PrivacyCard) -> list[str]:
     if not card.audited.measured:
         return [NOT_MEASURED]
-    blocks = ["AUROC 0.5 is guessing; intervals of 95 %. An attack counts only where both kinds of controls hold."]
+    blocks = [
+        "An AUROC of 0.5 is guessing; intervals are 95 %. An attack counts only where both kinds of controls hold."
+    ]
     for attack in card.audited.attacks:
         holds = "its controls hold" if attack.usable else "NOT usable: a control fails or is missing"
         blocks += [f"### {plain_text(attack.name)}: {holds}", plain_text(attack.why)]
@@ -174,7 +176,7 @@ def _scores(attack: AttackEntry) -> list[list[object]]:
 def _stated(card: PrivacyCard) -> list[str]:
     of = card.stated
     rows = [
-        ("who answers for the run", of.curator),
+        ("who is responsible for the run", of.curator),
         ("what the model is for", of.use),
         ("why this epsilon, delta and unit", of.why_epsilon),
         ("license of the model", of.license),
@@ -193,11 +195,15 @@ def _made_from(card: PrivacyCard) -> list[str]:
         *(base or [("base", "not on the machine that wrote the card")]),
         ("end of the server's audit log", log.server or "not known"),
         *(
-            [(f"end of {site}'s audit log, as it told the server", anchor) for site, anchor in log.sites.items()]
-            or [("ends of sites' audit logs", "none: no site keeps one, or has sent its end")]
+            [(f"end of {site}'s audit log, as reported to the server", anchor) for site, anchor in log.sites.items()]
+            or [("ends of sites' audit logs", "none: no site keeps a log or has reported its end")]
         ),
         *((f"method field {name}", value) for name, value in card.run.fields.items()),
         *((f"version of {name}", version) for name, version in card.run.versions.items()),
     ]
     note = [plain_text(log.note)] if log.note else []
-    return [*note, "SHA-256 of each; of a log, its lines and the hash of the last one.", markdown_table(["", ""], rows)]
+    return [
+        *note,
+        "SHA-256 of each; for a log, its number of lines and the hash of the last one.",
+        markdown_table(["", ""], rows),
+    ]

@@ -121,6 +121,6 @@ class Adapter(ABC):
             ConfigError: it is no change of weights, or one of a weight that the model has twice.
         """
         raise ConfigError(
-            f'adapter.kind: expected "lora", "hadamard-lora" or "all", whose changes are weights of the model, found '
-            f'"{self.kind}", which stands before its tokens; load final/ beside the base'
+            'adapter.kind: expected "lora", "hadamard-lora" or "all", which change the model\'s weights, found '
+            f'"{self.kind}", which is prepended to its tokens; load final/ on top of the base'
         )

@@ -38,7 +38,7 @@ REFUSALS: Final[Mapping[int, str]] = {
     NOT_PERMITTED: "its policy permits no scores of held-out rows (max-scores)",
     TOO_FEW: f"fewer than {LEAST_ROWS} of its rows would be held out; it trains on all of them",
     SPENT: "it has given as many scores in this run as its policy permits (max-scores)",
-    NO_SCORE: "its task has no loss of given rows",
+    NO_SCORE: "its task cannot compute the loss of given rows",
     NOT_FINITE: "the loss is not finite",
 }
 
@@ -60,7 +60,7 @@ def find_fault(report: Mapping[str, Any], most: int) -> str:
         known = metrics[REFUSED] in REFUSALS
         return "" if known else f"{REFUSED}: expected one of {sorted(REFUSALS)}, found {metrics[REFUSED]!r}"
     if set(metrics) != {LOSS, ROWS}:
-        return f"{LOSS}: expected it with {ROWS} or {REFUSED} alone, found {', '.join(metrics)}"
+        return f"{LOSS}: expected together with {ROWS}, or {REFUSED} alone, found {', '.join(metrics)}"
     rows = metrics[ROWS]
     if rows != int(rows) or not LEAST_ROWS <= rows <= most:
         return f"{ROWS}: expected a whole number from {LEAST_ROWS} to {most}, found {rows!r}"

@@ -41,7 +41,7 @@ class WireField:
 
     def __post_init__(self) -> None:
         if None in self.shape and len(self.most) != len(self.shape):
-            raise ValueError(f"{self.name}: expected the largest shape (most) beside {self.shape}, found {self.most}")
+            raise ValueError(f"{self.name}: expected the largest shape (most) next to {self.shape}, found {self.most}")
 
     @property
     def largest(self) -> tuple[int, ...]:

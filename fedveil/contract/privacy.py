@@ -175,7 +175,9 @@ def check_number(name: str, value: float, zero: bool = False) -> None:
 def check_epsilon(epsilon: float) -> None:
     """Raises ConfigError unless `epsilon` is a finite number above 0."""
     if not 0 < epsilon < math.inf:
-        raise ConfigError(f"epsilon: expected a finite number above 0, found {epsilon}; leave it out to go without")
+        raise ConfigError(
+            f"epsilon: expected a finite number above 0, found {epsilon}; leave it out for a run without one"
+        )
 
 
 def check_delta(delta: float) -> None:
@@ -205,8 +207,8 @@ def check_seeded(budget: PrivacyBudget | None, deterministic: bool) -> None:
     """Raises ConfigError if a deterministic run asks for an epsilon."""
     if deterministic and budget is not None and budget.asked:
         raise ConfigError(
-            "run.deterministic: expected false with an epsilon, found true: seeded noise protects nobody; leave one of "
-            "the two out"
+            "run.deterministic: expected false with an epsilon, found true: seeded noise gives no protection; remove "
+            "one of the two"
         )
 
 

@@ -108,7 +108,7 @@ class DatasetCache:
             os.utime(folder)
             return mapped_arrays
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s: prepared rows that are not whole (%s); they are made anew", folder, error)
+            log.warning("%s: prepared rows are incomplete (%s); preparing them again", folder, error)
             _remove(folder)
             return None
 

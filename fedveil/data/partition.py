@@ -53,11 +53,11 @@ def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed
 
     if not 0 <= share.index < share.count:
         raise TaskError(
-            f"share: expected an index from 0 to {share.count - 1}, found {share.index}; "
-            f"number the sites from 0 and give each its own"
+            f"share: expected an index from 0 to {share.count - 1}, found {share.index}; number the sites from 0, "
+            "each with its own index"
         )
     if len(rows) < share.count:
-        raise TaskError(f"task.data: expected at least one row a site ({share.count}), found {len(rows)}; add rows")
+        raise TaskError(f"task.data: expected at least one row per site ({share.count}), found {len(rows)}; add rows")
     # The partitioners get a table of their own, so that no column of the user's can be taken for one of theirs.
     table = Dataset.from_dict({_INDEX: range(len(rows))})
     if task.partition == "iid":
@@ -123,8 +123,8 @@ def _apart(found: list[str], share: DatasetShard, seed: int) -> list[str]:
     run = round(len(distinct) / share.count)
     if run == 0 or run * (share.count - 1) >= len(distinct):
         raise TaskError(
-            f"task.partition pathological: expected {max(1, run)} labels for every site and one for the last of "
-            f"{share.count} at least, found {len(distinct)} in all; use fewer sites, or set task.classes-per-site"
+            f"task.partition pathological: expected at least {max(1, run)} labels for every site and one for the "
+            f"last of {share.count}, found {len(distinct)} in total; use fewer sites, or set task.classes-per-site"
         )
     group = {label: f"{min(position // run, share.count - 1):09d}" for position, label in enumerate(distinct)}
     return [group[label] for label in found]
@@ -151,9 +151,9 @@ def _partitioner(found: list[str], share: DatasetShard, task: TaskConfig, seed: 
             reached = share.count + task.classes_per_site - 1
             if reached < distinct:
                 raise TaskError(
-                    f"task.partition pathological: expected a site for each of {distinct} labels, found {share.count} "
-                    f"sites with {task.classes_per_site}, which reach {reached}; raise task.classes-per-site to "
-                    f"{distinct - share.count + 1} or narrow task.label-pattern"
+                    f"task.partition pathological: expected a site for each of {distinct} labels, found "
+                    f"{share.count} sites with {task.classes_per_site} labels each, which cover {reached}; raise "
+                    f"task.classes-per-site to {distinct - share.count + 1} or narrow task.label-pattern"
                 )
             return PathologicalPartitioner(share.count, _LABEL, task.classes_per_site, "deterministic", seed=seed)
         case "natural":

@@ -66,7 +66,7 @@ def _written(tokenizer: Any, base: str) -> str:
     except Exception as error:  # whatever a foreign template raises: jinja's own errors, and any of an operation in it
         raise _bad(base, "a chat template for a message and its answer", sanitize(error, 200)) from None
     if len(text) > _MOST:
-        raise _bad(base, f"a chat template that writes at most {_MOST} characters", f"{len(text)}")
+        raise _bad(base, f"a chat template that renders at most {_MOST} characters", f"{len(text)}")
     return text
 
 
@@ -74,12 +74,12 @@ def _parts(text: str, base: str) -> tuple[str, str, str]:
     before, *rest = text.split(_SOURCE)
     between, *after = rest[0].split(_TARGET) if len(rest) == 1 else ("",)
     if len(after) != 1:
-        raise _bad(base, "a chat template that says a message and its answer once each", sanitize(text, 200))
+        raise _bad(base, "a chat template that renders a message and its answer once each", sanitize(text, 200))
     return before, between, after[0]
 
 
 def _bad(base: str, expected: str, found: str) -> ConfigError:
     return ConfigError(
-        f"task.chat-template: expected {expected} in {sanitize(base, 200)}, found {found}; take a base that was made "
-        "for chats, or leave it out"
+        f"task.chat-template: expected {expected} in {sanitize(base, 200)}, found {found}; use a chat model as the "
+        "base, or leave it out"
     )

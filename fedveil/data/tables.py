@@ -178,7 +178,7 @@ def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None
 
 def no_parquet(file: Path, error: Exception) -> TaskError:
     """Return the error for a file that is damaged or is not Parquet."""
-    return TaskError(f'task.data: expected Parquet in "{file}", found {str(error).splitlines()[0]}; write it anew')
+    return TaskError(f'task.data: expected Parquet in "{file}", found {str(error).splitlines()[0]}; write it again')
 
 
 def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) -> None:
@@ -204,7 +204,7 @@ def _json_lines(file: Path, scratch: Path | None) -> pyarrow.Table | None:
     except (pyarrow.ArrowException, OverflowError) as error:
         reason = str(error).splitlines()[0]
         raise TaskError(
-            f'task.data: expected one type a column in "{file}", found {reason}; correct the rows'
+            f'task.data: expected one type per column in "{file}", found {reason}; correct the rows'
         ) from None
 
 

@@ -85,7 +85,7 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
         ("cohort.max-norm-ratio", cohort.max_norm_ratio, 0.0, "norms of single uploads are not known"),
     )
     if secure.graph_degree:
-        asked += (("cohort.fraction", cohort.fraction, 1.0, "a cohort may leave out a site's neighbours"),)
+        asked += (("cohort.fraction", cohort.fraction, 1.0, "a cohort may leave out a site's neighbors"),)
     for key, value, expected, why in asked:
         if value != expected:
             raise ConfigError(f"{key}: expected {expected!r} with secure.enabled ({why}), found {value!r}")

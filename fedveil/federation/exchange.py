@@ -165,7 +165,7 @@ def _finite(message: DecodedMessage) -> Payload:
     """The payload of a broadcast. Also what no trainer ever sees is finite, such as the centre of a penalty."""
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
-            raise WireError(f"{name}: expected finite values in the broadcast, found others; mend the run")
+            raise WireError(f"{name}: expected finite values in the broadcast, found others; correct the run")
     return message.payload
 
 

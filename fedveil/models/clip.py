@@ -88,7 +88,8 @@ class ClassTexts:
         if len(set(names)) != len(names) or not names:
             double = sorted({name for name in names if names.count(name) > 1})
             raise TaskError(
-                f"task.class-names: expected different names, at least one, found {double or 'none'}; correct them"
+                f"task.class-names: expected at least one name and no duplicates, found {double or 'none'}; correct "
+                "them"
             )
         self._model, self._tokenizer = base.model, base.tokenizer
         self._device = base.model.device

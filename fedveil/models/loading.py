@@ -22,7 +22,7 @@ from fedveil.models.loaded_model import LoadedModel
 
 __all__ = ["find_model", "load_causal", "load_classifier", "load_model", "load_seeing", "pick_device"]
 
-NEXT = 'give "tiny", a folder made with save_pretrained, or a hub id that this machine can reach or has cached'
+NEXT = 'give "tiny", a folder made with save_pretrained, or a Hub ID that this machine can reach or has cached'
 PREPROCESSOR = "preprocessor_config.json"
 _CONFIG_BYTES = 1 << 20
 
@@ -81,7 +81,7 @@ def pick_device(device: str) -> torch.device:
     if not there:
         raise ConfigError(
             f'device: expected "auto", "cpu" or one of {torch.cuda.device_count()} CUDA devices, found "{device}"; '
-            f'use "auto" to take what the machine has'
+            'set it to "auto" to use what the machine has'
         )
     return torch.device(device)
 
@@ -127,7 +127,7 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         if not getattr(processor, "chat_template", None):
             raise TaskError(
                 f'task.model: expected a processor with a chat template, found none in "{name}"; add '
-                f"chat_template.jinja to its folder, or take an instruction-tuned model"
+                "chat_template.jinja to its folder, or use an instruction-tuned model"
             )
         language = getattr(model.base_model, "language_model", None)
         if language is None:
@@ -188,8 +188,8 @@ def load_classifier(
                 )
             if any(at.endswith("running_mean") for at, _ in model.named_buffers()):
                 raise TaskError(
-                    f"task.model: expected a model without batch normalisation to start from scratch, found "
-                    f'{type(model).__name__} in "{name}"; take one with weights, or a ViT'
+                    "task.model: expected a model without batch normalization to start from scratch, found "
+                    f'{type(model).__name__} in "{name}"; use one with weights, or a ViT'
                 )
             model = model.to(_precision(config, adapter, device)["dtype"])
             draw = partial(from_scratch.draw_tensors, bare)
@@ -248,10 +248,10 @@ def _context(model: Any, config: RunConfig, adapter: Adapter) -> int | None:
 def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
     left = context - adapter.positions
     if config.task.max_tokens > left:
-        taken = f" less the {adapter.positions} of the {adapter.kind}" if adapter.positions else ""
+        taken = f" minus {adapter.positions} positions for the {adapter.kind}" if adapter.positions else ""
         raise ConfigError(
             f"task.max-tokens: expected at most {left}, the context of {config.task.model}{taken}, found "
-            f"{config.task.max_tokens}; lower it{' or take a smaller adapter' if taken else ''}"
+            f"{config.task.max_tokens}; lower it{' or use a smaller adapter' if taken else ''}"
         )
     new = config.evaluate.max_new_tokens
     if config.task.evaluation and config.evaluate.generate != "never" and new >= left:

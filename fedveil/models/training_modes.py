@@ -27,7 +27,7 @@ def check_compile(config: RunConfig) -> None:
     if config.train.quantized_base != "none":
         raise ConfigError(
             f'train.compile: expected false with train.quantized-base = "{config.train.quantized_base}", found true; '
-            f"set train.compile = false, or keep the base unquantised"
+            "set train.compile = false, or keep the base unquantized"
         )
     if config.train.gradient_checkpointing:  # torch 2.13 fails on the layers' checkpoints, with an internal error
         raise ConfigError(

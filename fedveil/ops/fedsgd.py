@@ -45,8 +45,8 @@ def check_wire_dtype(wire_dtype: WireDtype) -> None:
     """Raises ConfigError for float16, in which entries of a gradient below 3e-8 are zeros, and these would count."""
     if wire_dtype == "float16":
         raise ConfigError(
-            'wire_dtype: expected "float32" or "bfloat16" where gradients are sent, found "float16", which makes zeros '
-            "of their small entries; take one of the two"
+            'wire_dtype: expected "float32" or "bfloat16" where gradients are sent, found "float16", which rounds '
+            "their small entries to zero; use one of the two"
         )
 
 

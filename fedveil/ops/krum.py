@@ -80,7 +80,7 @@ class MultiKrumAggregator:
             self._weight[term.name] = self._weight.get(term.name, 0.0) + term.weight
         first = next(iter(self._held.values()), values)
         if first.keys() != values.keys():
-            raise ConfigError(_NOT_COMPARABLE + f"{sorted(first)} beside {sorted(values)}; choose another rule")
+            raise ConfigError(_NOT_COMPARABLE + f"{sorted(first)} and {sorted(values)}; choose another rule")
         self._held[client] = values
         self.examples += num_examples
         self.clear[client] = terms.clear

@@ -123,7 +123,7 @@ def check_bits(coded: Sequence[QuantizedTensor]) -> None:
     """Raises TaskError where a value was not finite; waits for the device once."""
     largest = [c.scales.amax() for c in coded if len(c.scales)]  # NaN, where one is
     if largest and not torch.isfinite(torch.stack(largest)).all():
-        raise TaskError("weights: expected finite values to quantise, found NaN or infinity; lower the learning rate")
+        raise TaskError("weights: expected finite values to quantize, found NaN or infinity; lower the learning rate")
 
 
 @cache

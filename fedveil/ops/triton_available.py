@@ -57,8 +57,8 @@ def _tried(device: torch.device) -> Kernels | None:
     except Exception as error:  # what the failing part of the compiler happens to raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         log.warning(
-            "kernels for the GPU: expected Triton and a C compiler, found that they fail (%s); torch computes the same "
-            "in more steps", reason
+            "GPU kernels: expected a working Triton and C compiler, found that they fail (%s); torch computes the "
+            "same in more steps", reason
         )  # fmt: skip
         return None
     return triton_kernels

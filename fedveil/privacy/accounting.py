@@ -297,7 +297,7 @@ def noise_multiplier_for(
         high *= 2
         if high > _LARGEST_MULTIPLIER:
             raise ConfigError(
-                f"epsilon: expected one that noise of at most {high:g} C reaches, found {wished}; raise it"
+                f"epsilon: expected a value that noise of at most {high:g} C can reach, found {wished}; raise it"
             )
     low = high / 2
     while low > 1e-6 and fits(low):

@@ -46,7 +46,7 @@ class ChargedGradientSource(WrappedGradientSource):
         records: Sequence[str],
     ) -> None:
         if len(records) != rows.num_examples:
-            raise ValueError(f"records: expected {rows.num_examples} names, one a row, found {len(records)}")
+            raise ValueError(f"records: expected {rows.num_examples} names, one per row, found {len(records)}")
         super().__init__(rows)
         self._claim, self._ledger, self._records = claim, ledger, records
         self._own = replace(own, epsilon=min(own.epsilon, claim.budget.epsilon))
@@ -57,8 +57,8 @@ class ChargedGradientSource(WrappedGradientSource):
         """Raises BudgetError before any row is looked at."""
         if sampling != "poisson" and self._own.neighbours is Adjacency.ADD_OR_REMOVE_ONE:
             raise BudgetError(
-                f'sampling: expected "poisson" at this site, whose own relation is {self._own.neighbours.value}, found '
-                f'"{sampling}", whose batches all change with the number of rows; agree on it with the site'
+                f'sampling: expected "poisson" at this site, whose own adjacency is {self._own.neighbours.value}, '
+                f'found "{sampling}", whose batches all change with the number of rows; agree on it with the site'
             )
         drawn = super().batches(sampling, steps, rng, skip)
         budget = self._claim.budget
@@ -83,7 +83,7 @@ class ChargedGradientSource(WrappedGradientSource):
 
     def _use(self, batch: BatchIndices) -> None:
         if not any(batch is paid for paid in self._paid):
-            raise BudgetError("batch: expected one that was drawn and not used yet, found another; draw one more")
+            raise BudgetError("batch: expected a batch that was drawn and not yet used, found another; draw a new one")
         self._paid = [paid for paid in self._paid if paid is not batch]
 
 
@@ -94,9 +94,9 @@ class GradientsOnlyTrainer(PerExampleTrainerWrapper):
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
         """Raises BudgetError."""
-        raise BudgetError("train: expected noisy steps only under a privacy ledger, found plain training")
+        raise BudgetError("train: expected only noisy steps under a privacy ledger, found plain training")
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
         """Raises BudgetError."""
-        raise BudgetError("gradient: expected noisy steps only under a privacy ledger, found a plain gradient")
+        raise BudgetError("gradient: expected only noisy steps under a privacy ledger, found a plain gradient")

@@ -94,8 +94,8 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         secure = config.secure
         if not secure.enabled:
             raise ConfigError(
-                'secure.noise: expected "site" with secure.enabled = false, found "sum": a server that sees single '
-                "uploads sees too little noise; turn on secure aggregation"
+                'secure.noise: expected "site" with secure.enabled = false, found "sum": a single upload alone has '
+                "too little noise; turn on secure aggregation"
             )
         if secure.max_weight != 1:
             raise ConfigError(
@@ -104,18 +104,20 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
             )
         if secure.honest < 1:
             raise ConfigError(
-                f"secure.max-colluders: expected less than secure.min-sites, {secure.min_sites}, found "
-                f"{secure.max_colluders}: nobody's noise would be unknown; raise secure.min-sites"
+                f"secure.max-colluders: expected less than {secure.min_sites} (secure.min-sites), found "
+                f"{secure.max_colluders}: the colluders would know all of the noise; raise secure.min-sites"
             )
         if not isinstance(claim, DistributableGuarantee):
-            fault = "no noise" if claim is None else "one that must add all of it at the site"
+            fault = "no noise" if claim is None else "one that must add all noise at the site"
             raise ConfigError(
-                f'secure.noise: expected "site", or a run with noise that can be shared out, found {fault}; set dp.*, '
+                f'secure.noise: expected "site", or a run whose sites can share the noise, found {fault}; set dp.*, '
                 "or choose dp_fpl"
             )
         noise = claim.summable(config.train.batch_size, config.train.max_steps)
         if noise.multiplier == 0 or 0 in noise.kept:
-            raise ConfigError('secure.noise: expected "site" without noise, found "sum"; set noise above 0')
+            raise ConfigError(
+                'secure.noise: expected "site" in a run without noise, found "sum"; set the noise above 0'
+            )
         return cls(claim, noise, secure.honest)
 
     @property
@@ -152,8 +154,8 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
     def words(self) -> str:
         """Return a sentence on where the noise is and which parties the guarantee relies on."""
         return (
-            f"noise is in the sum: the claim counts on {self.honest} honest sites in every sum, each of which "
-            "adds a share that it tells nobody, and on a server that keeps to the protocol"
+            f"noise is in the sum: the claim relies on {self.honest} honest sites in every sum, each of which keeps "
+            "its share of the noise secret, and on a server that follows the protocol"
         )
 
     @property
@@ -192,9 +194,9 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         fine = scale > 0 and fixed + each * scale >= discrete_gaussian.LEAST_SIGMA
         if not (entries <= MOST_ENTRIES and fine and self.excess(scale, entries, bound) <= 1):
             raise ConfigError(
-                "secure.clip-bound: expected one for which the noise in the sum is at most twice the exact one's and "
-                f"has at least {discrete_gaussian.LEAST_SIGMA:g} integers a site, found another for {entries} entries "
-                f"within +-{bound:g}; lower it to what the values need, or take secure.ring-bits = 64"
+                "secure.clip-bound: expected a bound for which the noise in the sum is at most twice the exact noise "
+                f"and has at least {discrete_gaussian.LEAST_SIGMA:g} integers per site, found another for {entries} "
+                f"entries within +-{bound:g}; lower it to what the values need, or set secure.ring-bits = 64"
             )
         return scale
 

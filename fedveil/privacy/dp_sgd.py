@@ -136,8 +136,8 @@ class DpSgdConfig(PrivacyGuarantee):
         """An upload is w - eta sum / B, and one row's part of the sum has a norm of at most C."""
         if most_steps != 1:
             raise ConfigError(
-                f'train.max-steps: expected 1 with secure.noise = "sum", found {most_steps}: a second step would look '
-                'at the rows from a point that has no noise in it; set it to 1, or secure.noise to "site"'
+                f'train.max-steps: expected 1 with secure.noise = "sum", found {most_steps}: a second step would '
+                'compute gradients at a point without noise; set it to 1, or secure.noise to "site"'
             )
         return SummableNoise(self.noise, self.learning_rate * self.clip / batch)
 
@@ -176,8 +176,8 @@ class NoisyTrainer(PerExampleTrainerWrapper):
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
             raise ConfigError(
-                'secure.noise: expected one step a turn with "sum", found another: it would look at the rows from a '
-                "point that has no noise in it; choose another method, or add the noise at the site"
+                'secure.noise: expected one step per turn with "sum", found a second: it would compute gradients at '
+                "a point without noise; choose another method, or add the noise at the site"
             )
         std = 0.0 if in_sum else how.clip * how.noise
         now = {n: w.clone() for n, w in weights.items()}
@@ -201,7 +201,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
         """Raises ConfigError: no accountant covers a plain gradient."""
-        raise ConfigError("gradient: expected a method that trains under noisy steps, found one that sends a gradient")
+        raise ConfigError("gradient: expected a method that trains with noisy steps, found one that sends a gradient")
 
 
 def _gradient(penalty: Penalty, weights: Weights) -> Weights:
@@ -247,7 +247,7 @@ class _NoRows(PerExampleGradientSource):
 
 
 def _own_steps() -> ConfigError:
-    return ConfigError("batches: expected a method that trains under noisy steps, found one with steps of its own")
+    return ConfigError("batches: expected a method that trains with noisy steps, found one that takes its own steps")
 
 
 def draw_batches(

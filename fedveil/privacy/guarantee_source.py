@@ -39,27 +39,27 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
     if dp is not None:
         problem = ""
         if isinstance(method, PrivacyGuarantee):
-            problem = f"{config.method.name}, which adds noise of its own"
+            problem = f"{config.method.name}, which adds its own noise"
         elif method.requests_raw_gradient:
             how = "sends gradients" if method.upload_kind == "gradients" else "asks for plain gradients"
             problem = f"{config.method.name}, which {how}"
         elif not has_row_gradients:
-            problem = f"the task {config.task.name}, which has no gradients of single rows"
+            problem = f"the task {config.task.name}, which has no per-row gradients"
         elif config.train.gradient_accumulation_steps > 1:
             steps = config.train.gradient_accumulation_steps
             problem = (
-                f"train.gradient-accumulation-steps = {steps}, which noisy steps do not have; raise train.batch-size"
+                f"train.gradient-accumulation-steps = {steps}, which DP-SGD does not support; raise train.batch-size"
             )
         if problem:
             raise ConfigError(
-                f"dp: expected a run whose clients can train by noisy steps, found {problem}; leave [dp] out"
+                f"dp: expected a run whose clients can train with DP-SGD, found {problem}; leave [dp] out"
             )
     claim = guarantee_of(method, config)
     _check_held_out(claim, config)
     check_seeded(claim.budget if claim else None, config.run.deterministic)
     if config.aggregate.rule != "mean" and claim is not None and claim.budget.server_trusted:
         raise ConfigError(
-            f'aggregate.rule: expected "mean" with {config.method.name}, whose server adds noise for a mean, found '
+            f'aggregate.rule: expected "mean" with {config.method.name}, whose server adds noise to the mean, found '
             f'"{config.aggregate.rule}"; leave it out'
         )
     return claim
@@ -70,9 +70,9 @@ def _check_held_out(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
 
     Scores on the server's own data cost nothing of either.
     """
-    why = "secure.enabled, where nothing of a single site is sent" if config.secure.enabled else ""
+    why = "secure.enabled, which hides every single site's figures" if config.secure.enabled else ""
     if claim is not None:
-        why = "a claim of privacy, which covers no figure without noise"
+        why = "a privacy claim, which does not cover figures without noise"
     if config.evaluate.held_out and why:
         raise ConfigError(
             f"evaluate.held-out: expected 0 with {why}, found {config.evaluate.held_out:g}; leave it out, and score on "

@@ -166,8 +166,8 @@ class PrivacyLedger:
             return verify_checksummed(data)
         except ValueError as error:
             raise StateError(
-                f"{path}: expected the key of the ledger's records, found {len(data)} bytes: {error}; restore "
-                "it from a backup: with another key every record would begin to spend anew"
+                f"{path}: expected the key of the ledger's records, found {len(data)} bytes: {error}; restore it "
+                "from a backup: with another key every record would start from zero"
             ) from None
 
     @contextlib.contextmanager
@@ -195,7 +195,7 @@ class PrivacyLedger:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateError(
                 f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read "
-                f"({error}); restore it from a backup: without it nobody knows what was spent"
+                f"({error}); restore it from a backup: without it the privacy spent so far is unknown"
             ) from None
         return {name: spent for spent, names in groups for name in names}, carried
 

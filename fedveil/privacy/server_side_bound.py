@@ -64,14 +64,16 @@ def server_side_bound(
     asked = [int(a["round"]) for a in attempts if site in a.get("cohort", [])]
     reports = [a["reports"][site] for a in attempts if site in a.get("reports", {})]
     if not reports and any(a.get("unseen") and site in a["accepted"] for a in attempts):
-        return "its uploads were added up unseen, so its number of rows is not known here; its own ledger tells."
+        return "the server saw only sums, so it does not know the site's number of rows; the site's own ledger does."
     if not reports:
-        return "no accepted upload, so its number of rows is not known here; its own ledger tells."
+        return (
+            "no upload was accepted, so the server does not know the site's number of rows; the site's own ledger does."
+        )
     counts = [(_count(r.get("num_examples"), 1, _MOST_ROWS), _count(r.get("steps"), 0, _MOST_STEPS)) for r in reports]
     if any(rows is None or steps is None for rows, steps in counts):
         return (
-            "not known. Its reports do not say how many rows and steps it took, or say more than "
-            f"{_MOST_STEPS:,} steps; its own ledger tells. Until then take epsilon for infinite."
+            f"not known. Its reports lack the number of rows or steps, or give more than {_MOST_STEPS:,} steps; see "
+            "the site's own ledger. Until then, treat epsilon as infinite."
         )
     rows, steps = min(n for n, _ in counts if n is not None), max(n for _, n in counts if n is not None)
     budget = claim.budget
@@ -79,7 +81,7 @@ def server_side_bound(
         # Every round up to the last: with an epoch cut over rounds a site that skips some meets more epochs.
         plan = SamplingPlan(max(asked) + 1, max(steps, 1), batch, rows, budget.neighbours)
     except ConfigError as error:
-        return f"not known, for its reports do not fit the run ({error}). Take epsilon for infinite."
+        return f"not known, because its reports do not fit the run ({error}). Treat epsilon as infinite."
     once = SamplingPlan(1, plan.steps, plan.batch, rows, budget.neighbours)
     charges = Counter(dict(claim.privacy_spent(plan)))
     for _ in range(len(asked) - len(set(asked))):
@@ -87,8 +89,8 @@ def server_side_bound(
     is_closed = all(kind != "poisson" for kind, *_ in charges)  # a formula, for any number of steps
     if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
         return (
-            f"{rows} rows, {len(asked)} participations of {steps} steps: more than can be accounted here (a mean "
-            f"privacy loss of at most {_MOST_LOSS:g} in {_MOST_STEPS:,} steps). Take epsilon for infinite."
+            f"{rows} rows, {len(asked)} participations of {steps} steps: more than the accountant supports (a mean "
+            f"privacy loss of at most {_MOST_LOSS:g} in {_MOST_STEPS:,} steps). Treat epsilon as infinite."
         )
     epsilon = accounting.compute_epsilon(charges, budget.delta, budget.neighbours)
     alone = accounting.compute_epsilon(accounting.epsilon_against_all(charges), budget.delta, budget.neighbours)

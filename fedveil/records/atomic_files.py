@@ -170,11 +170,11 @@ def read_checksummed(data: bytes) -> dict[str, Any]:
     """The content of what `write_checksummed` made. Raises ValueError where a byte differs."""
     text = data[len(_HEAD) + _HEX + 3 :]
     if data != _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text:
-        raise ValueError("its checksum is not that of its bytes")
+        raise ValueError("its checksum does not match its bytes")
     try:
         return dict(json.loads(b"{" + text))
     except RecursionError:
-        raise ValueError("brackets in brackets, too deep to read") from None
+        raise ValueError("brackets nested too deeply to read") from None
 
 
 def checksummed_bytes(data: bytes) -> bytes:
@@ -185,7 +185,7 @@ def checksummed_bytes(data: bytes) -> bytes:
 def verify_checksummed(data: bytes) -> bytes:
     """The bytes of what `checksummed_bytes` made. Raises ValueError where a byte differs."""
     if checksummed_bytes(data[:-16]) != data:
-        raise ValueError("its checksum is not that of its bytes")
+        raise ValueError("its checksum does not match its bytes")
     return data[:-16]
 
 

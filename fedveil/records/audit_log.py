@@ -94,7 +94,9 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
             record["hash"] = _hash(record)
             line = _canonical(record) + b"\n"
             if len(line) > _LONGEST_LINE:
-                raise StateError(f"{file}: expected at most {_LONGEST_LINE} bytes a line, found {len(line)}; say less")
+                raise StateError(
+                    f"{file}: expected at most {_LONGEST_LINE} bytes per line, found {len(line)}; shorten it"
+                )
             if (written := log.write(line)) != len(line):
                 log.truncate(end)
                 raise StateError(f"{file}: expected to write {len(line)} bytes, wrote {written}; free space")
@@ -131,8 +133,8 @@ def verify_log(file: Path, anchors: Iterable[LogHead] = ()) -> LogHead:
     beyond = [anchor for anchor in anchor_by_line.values() if anchor.lines > head.lines]
     if beyond:
         raise StateError(
-            f"{file}: expected at least {max(a.lines for a in beyond)} lines, as an anchor says, found {head.lines}; "
-            "the end was cut off"
+            f"{file}: expected at least {max(a.lines for a in beyond)} lines, as an anchor records, found "
+            f"{head.lines}; the end was cut off"
         )
     return head
 
@@ -146,8 +148,8 @@ def _require(held: Mapping[int, LogHead], file: Path, found: LogHead) -> None:
     anchor = held.get(found.lines, found)
     if anchor != found:
         raise StateError(
-            f"{file}, line {found.lines}: expected the hash {anchor.hash}, as an anchor says, found {found.hash}; "
-            "the log was written anew"
+            f"{file}, line {found.lines}: expected the hash {anchor.hash}, as an anchor records, found {found.hash}; "
+            "the log was rewritten"
         )
 
 
@@ -181,7 +183,7 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         right = False
     if not right:
         raise StateError(
-            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or torn"
+            f"{where}: expected a whole line with its own hash, found {line[:60]!r}; it was changed or cut off"
         )
     return dict(record)
 

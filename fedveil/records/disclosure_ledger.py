@@ -103,12 +103,12 @@ def _read(file: Path) -> tuple[list[Row], list[Row]]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
                 f"{file}, line {number}: expected a message or a kind of messages, found {line[:_LONGEST]!r} "
-                f"({error}); it was damaged: mend it, or move the file away to go on without these records"
+                f"({error}); it was damaged: restore it, or move the file away to continue without these records"
             ) from None
         except _OldForm:
             raise StateError(
-                f"{file}, line {number}: expected form {_FORM}, where fields stand once a run, found a message with "
-                "its fields, the form of 0.1; read it with the version that config.json beside it names"
+                f"{file}, line {number}: expected form {_FORM}, which lists fields once per run, found a message "
+                "with its fields, the form of 0.1; read it with the version named in config.json next to it"
             ) from None
     return kinds, messages
 

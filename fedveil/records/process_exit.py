@@ -45,7 +45,7 @@ class ExitCause(StrEnum):
 
     MEMORY = "out of memory"
     PERHAPS_MEMORY = "probably out of memory"
-    MACHINE = "its machine was started anew"
+    MACHINE = "its machine was restarted"
     OTHER = "killed or crashed"
 
 
@@ -93,7 +93,7 @@ def _named(holder: bytes) -> str:
         about = json.loads(holder)
         return f"process {about['pid']} on {about['host']} since {about['since']}"
     except (ValueError, KeyError, TypeError):
-        return "one that has not said its name yet"
+        return "one that has not identified itself yet"
 
 
 def note_memory() -> dict[str, Any]:
@@ -133,11 +133,11 @@ def child_exit_cause(code: int, before: Mapping[str, Any]) -> tuple[ExitCause, s
 def describe_ending(about: Mapping[str, Any], lower: str = LOWER) -> str:
     """The cause with the figures, for who may know them, and what to `lower`."""
     memory, limit = (_number(about.get(key)) for key in ("peak_mb", "limit_mb"))
-    figures = f"{memory} of {limit} MB when it last wrote" if memory >= 0 else "not noted"
+    figures = f"{memory} of {limit} MB at its last report" if memory >= 0 else "not recorded"
     return {
-        ExitCause.MEMORY: f"killed by the kernel for want of memory: {figures}; {lower}",
-        ExitCause.PERHAPS_MEMORY: f"killed, probably for want of memory: {figures}; {lower}",
-        ExitCause.MACHINE: f"the machine was started anew, or this is another one; its memory was {figures}",
+        ExitCause.MEMORY: f"killed by the kernel because memory ran out: {figures}; {lower}",
+        ExitCause.PERHAPS_MEMORY: f"killed, probably because memory ran out: {figures}; {lower}",
+        ExitCause.MACHINE: f"the machine was restarted, or this is another one; its memory was {figures}",
         ExitCause.OTHER: f"killed, or it crashed, or its disk was full; its memory was {figures}",
     }[exit_cause(about)]
 
@@ -151,7 +151,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def resume_command(folder: Path) -> str:
     """Return a sentence on how to resume the run of a folder."""
     if os.environ.get(TEMPORARY):
-        return "its federation was a temporary one: start the run anew"
+        return "its federation was temporary: start the run again"
     config = shlex.quote(str(folder.absolute() / "resume.toml"))
     return f"resume it: fedveil submit --federation FOLDER --config {config}"
 

@@ -51,12 +51,12 @@ def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> Feder
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         checksum, _, scalars = header["__metadata__"]["scalars"].partition(" ")
         if _checksum(tensors, scalars) != checksum:
-            raise ValueError("its checksum is not that of its content")
+            raise ValueError("its checksum does not match its content")
         return FederatedState(tensors, json.loads(scalars))
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, RecursionError) as error:
         raise StateError(
             f"{path}: expected a state file as this version writes it, found none that can be read ({error}); it was "
-            "damaged, or is of an older version"
+            "damaged, or an older version wrote it"
         ) from None
 
 

@@ -97,8 +97,8 @@ class ClipPrompt(AdaptedTask):
         """Return all class names, by number. Raises TaskError before encoding, unless task.class-names is set."""
         if not self._names:
             raise TaskError(
-                "task.class-names: expected the names of all classes, split by commas, found none there or in the "
-                "data; set it, or name a column of names as task.target-column"
+                "task.class-names: expected the names of all classes, separated by commas, found none there or in "
+                "the data; set it, or name a column of names as task.target-column"
             )
         return self._names
 
@@ -164,9 +164,9 @@ class ClipPrompt(AdaptedTask):
             self._names = names
         if names != self.names:
             raise TaskError(
-                f"task.data: expected the classes {', '.join(self.names[:8])} (in all {len(self.names)}) of the rows "
-                "before, "
-                f"found {', '.join(names[:8])} (in all {len(names)}) in {where}; set task.class-names to all of them"
+                f"task.data: expected the classes {', '.join(self.names[:8])} ({len(self.names)} in total) of the "
+                f"earlier rows, found {', '.join(names[:8])} ({len(names)} in total) in {where}; set task.class-names "
+                "to all of them"
             )
         value = example.values.get(task.target_column)
         if isinstance(value, str) and value in names:
@@ -212,8 +212,8 @@ class ClipPrompt(AdaptedTask):
         """Points and classes. Raises TaskError for a prompt whose loss branches on values."""
         if self.adapter.form == "transport":
             raise TaskError(
-                'adapter.form: expected "one", "sum" or "factored" for the gradients of single rows, found '
-                '"transport", whose plan is iterated until it converges'
+                'adapter.form: expected "one", "sum" or "factored" for per-row gradients, found "transport", whose '
+                "plan is iterated until it converges"
             )
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
@@ -227,7 +227,7 @@ class ClipPrompt(AdaptedTask):
         """The texts, of norm 1, which rows meet alone. Raises TaskError for a loss that is not of them alone."""
         if self.adapter.form == "transport" or self.adapter.contrast:
             raise TaskError(
-                "adapter: expected one text a class and no contrast for gradients in the texts, found "
+                "adapter: expected one text per class and no contrast for gradients with respect to the texts, found "
                 f'form "{self.adapter.form}" and contrast {self.adapter.contrast:g}'
             )
         return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]

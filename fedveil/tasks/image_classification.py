@@ -273,8 +273,8 @@ class ImageClassification(AdaptedTask):
         channels = getattr(self.base.model.config, "num_channels", 3)
         if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
             raise TaskError(
-                f"task.model: expected a model of pixels in 1 or 3 channels, found {type(self.base.model).__name__} "
-                f'with {channels} in "{self.config.task.model}"; {loading.NEXT}'
+                "task.model: expected a model that takes pixels with 1 or 3 channels, found "
+                f'{type(self.base.model).__name__} with {channels} in "{self.config.task.model}"; {loading.NEXT}'
             )
         return _MODES[channels]
 
@@ -286,7 +286,7 @@ def _numbers(names: tuple[str, ...], own: tuple[str, ...], folder: str) -> Mappi
         return {name: i for i, name in enumerate(own)}
     if len(names) != len(own):
         raise TaskError(
-            f'task.data: expected {len(own)} class names in "{folder}", as many as the model tells apart, found '
+            f'task.data: expected {len(own)} class names in "{folder}", as many as the model distinguishes, found '
             f"{len(names)} ({', '.join(names[:8])}); set task.num-classes, add an empty class folder, or give integers"
         )
     return {name: i for i, name in enumerate(names)}

@@ -103,7 +103,9 @@ class TextGeneration(causal_lm.CausalTask):
             table = tables.read_split(data, split, INFO.columns(self.config.task), shelf)
             yield from self._parts_of(table.examples(split, share, self.config))
             if content and tables.digest_file(file) != content:
-                raise TaskError(f'task.data: expected "{file}" to stay while it is read, found a change; start again')
+                raise TaskError(
+                    f'task.data: expected "{file}" to stay unchanged while it is read, found a change; start again'
+                )
 
         if shelf is None or not content:
             rows = TokenizedDataset(tokenized_dataset.join_parts(parts()))
@@ -191,8 +193,8 @@ class TextGeneration(causal_lm.CausalTask):
         """The text behind each prompt, which is a source. Raises ConfigError for images, and without a prompt."""
         if images or not prompts:
             raise ConfigError(
-                f"--prompt: expected at least one and no --image, as this run's model reads texts alone, found "
-                f"{len(prompts)} and {len(images)} images; give a prompt"
+                "--prompt: expected at least one and no --image, because this run's model reads only text, found "
+                f"{len(prompts)} prompts and {len(images)} images; give a prompt"
             )
         return self.generate(weights, prompts)
 
@@ -229,7 +231,7 @@ class TextGeneration(causal_lm.CausalTask):
             now, most = self.config.task.max_tokens, self.base.context
             todo = "raise it" if most is None else f"raise it, to at most {most}"
             if now == most:
-                todo = f"shorten the rows: {self.config.task.model} has room for no more"
+                todo = f"shorten the rows: {self.config.task.model} has no more room"
             log.warning(
                 "task.max-tokens = %d: %d of %d rows lose the end of their source, %d of these that of their target; "
                 "%s", now, sources, len(rows), targets, todo,
@@ -244,8 +246,8 @@ class TextGeneration(causal_lm.CausalTask):
         frame = prompt_template.template_frame(tokenizer, task.model)
         if (needed := frame.length + len(frame.end) + 2) > task.max_tokens:
             raise ConfigError(
-                f"task.max-tokens: expected at least {needed}, of which the base's chat template has {needed - 2} for "
-                f"itself, found {task.max_tokens}; raise it"
+                f"task.max-tokens: expected at least {needed}, of which the base's chat template takes {needed - 2}, "
+                f"found {task.max_tokens}; raise it"
             )
         return frame
 

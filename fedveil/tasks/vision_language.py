@@ -76,7 +76,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """
     if config.task.hint_column and not config.task.choices_column:
         raise ConfigError(
-            "task.hint-column: expected none for captions, since a hint stands before a question, found "
+            "task.hint-column: expected none for captions, since a hint precedes a question, found "
             f'"{config.task.hint_column}"; leave it out, or set task.choices-column'
         )
     adapter_task.check_task_config(config, adapter, INFO)
@@ -181,7 +181,7 @@ class VisionLanguage(causal_lm.CausalTask):
             least = "one --prompt" if self.config.task.choices_column else "at most one --prompt"
             raise ConfigError(
                 f"--image: expected at least one, and {least}, found {len(images)} and {len(prompts)} prompts; give "
-                "the files of images"
+                "image files"
             )
         self.show(weights)
         prompt, room = (prompts[0] if prompts else CAPTION_PROMPT), decoding.DecodeMemoryLimit(_KEPT_BYTES)

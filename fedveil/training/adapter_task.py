@@ -47,8 +47,8 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
     if adapter.mount not in info.mounts:
         raise ConfigError(
             f"adapter.kind: expected {' or '.join(_OFFERED[mount] for mount in info.mounts)} for the task "
-            f'"{config.task.name}", found "{adapter.kind}"; set the adapter in method.params, or take a method that '
-            "has such a one"
+            f'"{config.task.name}", found "{adapter.kind}"; set the adapter in method.params, or choose a method with '
+            "such an adapter"
         )
     adapter.check(config.train)
     if config.train.quantized_base != "none" and adapter.trains_base:

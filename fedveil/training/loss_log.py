@@ -70,7 +70,7 @@ class LossLog:
         rows = sorted(row + 1 for row in self._rows_of(step - 1))
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
         return TaskError(
-            f"train.learning-rate: expected a finite {what} at step {step} with {self._learning_rate:g}, made from "
-            f"this site's rows {', '.join(map(str, rows[:_NAMED]))}{more}; lower it, set train.max-grad-norm, or "
-            "mend a row that is not as the others"
+            f"train.learning-rate: expected a finite {what} at step {step} with {self._learning_rate:g}, computed "
+            f"from this site's rows {', '.join(map(str, rows[:_NAMED]))}{more}; lower it, set train.max-grad-norm, or "
+            "correct a row that differs from the others"
         )

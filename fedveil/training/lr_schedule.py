@@ -67,6 +67,6 @@ class LearningRateSchedule:
         if round_ >= self.rounds:
             raise ConfigError(
                 f"run.rounds: expected more than {round_} with train.lr-schedule or train.warmup-ratio, found "
-                f"{self.rounds}; set it to the rounds that are run"
+                f"{self.rounds}; set it to the number of rounds"
             )
         return self.peak * self.factor((2 * (round_ * steps + step) + 1) * _TICKS // (2 * self.rounds * steps))

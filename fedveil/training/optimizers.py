@@ -83,7 +83,7 @@ def check_optimizer(method: Method, config: RunConfig) -> None:
         _check_noisy(method, config)
         instead = "dp.*, whose noisy steps are plain SGD and clip every row; leave it out, and see dp.learning-rate"
     elif not method.uses_local_optimizer:
-        instead = f"the method {config.method.name}, whose clients make no such steps; leave it out"
+        instead = f"the method {config.method.name}, whose clients take no such steps; leave it out"
     else:
         return
     given, default = config.train.model_dump(by_alias=True), TrainConfig().model_dump(by_alias=True)
@@ -96,13 +96,13 @@ def _check_noisy(method: Method, config: RunConfig) -> None:
     """Raises ConfigError for what the gradients of single rows are taken without."""
     if config.train.packing:
         raise ConfigError(
-            "train.packing: expected false with dp.*, which takes the gradient of every row by itself, found true; "
-            "leave it out"
+            "train.packing: expected false with dp.*, which computes the gradient of every row separately, found "
+            "true; leave it out"
         )
     if method.adapter.drops:
         raise ConfigError(
-            "adapter.dropout: expected 0 with dp.*, which takes the gradient of every row without it, found more; "
-            "leave it out"
+            "adapter.dropout: expected 0 with dp.*, which computes per-row gradients without it, found more; leave "
+            "it out"
         )
 
 

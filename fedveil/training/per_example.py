@@ -159,7 +159,7 @@ def per_example_gradients(task: object, spec: Spec, rows: Rows, weights: Weights
     """
     if not isinstance(task, PerExampleLoss):
         raise TaskError(
-            f"task.name: expected a task with a loss of every single row, found {type(task).__name__}; this method "
+            f"task.name: expected a task with a loss for every single row, found {type(task).__name__}; this method "
             "needs one that trains a prompt"
         )
     _check(weights, spec)
@@ -197,8 +197,8 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
     """
     if not isinstance(task, PerExampleFeatureLoss):
         raise TaskError(
-            f"task.name: expected a task whose rows meet the weights in features alone, found {type(task).__name__}; "
-            "use clip-prompt, or clip every row's whole gradient"
+            "task.name: expected a task whose losses depend on the weights only through features, found "
+            f"{type(task).__name__}; use clip-prompt, or clip every row's whole gradient"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device

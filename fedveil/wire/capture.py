@@ -72,7 +72,8 @@ class MessageCapture:
         index = self.folder / "index.jsonl"
         if not index.is_file():
             raise StateError(
-                f"{self.folder}: expected a tap (index.jsonl), found none; run with run.capture-messages = true"
+                f"{self.folder}: expected captured messages (index.jsonl), found none; run with run.capture-messages "
+                "= true"
             )
         for number, line in enumerate(index.read_text().splitlines(keepends=True), 1):
             if not line.endswith("\n"):

@@ -57,7 +57,9 @@ def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, A
         text = inflate.decompress(header, most)
         content = json.loads(text, parse_int=_bounded)
     except (zlib.error, ValueError, RecursionError) as error:
-        raise WireError(f"header: expected zlib of at most {most} bytes of JSON, found none ({error})") from None
+        raise WireError(
+            f"header: expected zlib data of at most {most} bytes of JSON, found other data ({error})"
+        ) from None
     _check_content(content)
     if not inflate.eof or inflate.unused_data or text != write_header(content):
         raise WireError("header: expected one zlib stream of JSON as the sender writes it, found another form of it")

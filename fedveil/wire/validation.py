@@ -49,7 +49,7 @@ def check_names(layout: MessageLayout, direction: Direction, variant: str, names
     declared, field_names = layout.fields_of(direction, variant), list(names)
     if extra := [n for n in field_names if n not in declared]:
         raise WireError(
-            f"{printable_name(extra[0])}: expected no such field {direction} in variant {variant!r}, found it"
+            f"{printable_name(extra[0])}: expected no such field {direction} in variant {variant!r}, found one"
         )
     if missing := [n for n in declared if n not in field_names]:
         raise WireError(f"{missing[0]}: expected this field {direction} in variant {variant!r}, found none")

@@ -167,7 +167,7 @@ def test_a_tap_of_another_ring_is_refused_with_its_file(federate):
     twins = Twins(federate, "fedavg")
     other = parse({"secure.enabled": True, "secure.ring-bits": 64}).secure
     view = MaskedUploadView.from_capture(twins.secure.tap, twins.secure.exchange, other)
-    with pytest.raises(WireError, match=r"00000.0.a.up: .*is this tap of another method or base"):
+    with pytest.raises(WireError, match=r"00000.0.a.up: .*is this tap from another method or base"):
         list(view.uploads())
 
 
@@ -178,7 +178,7 @@ def test_an_audit_reads_a_secure_run_as_its_server_could(federate):
     assert isinstance(view, MaskedUploadView)
     assert isinstance(sums, SecureSumView)
     assert "could NOT see a single upload" in notes[0]
-    assert "own mask stayed on" in notes[1]
+    assert "own mask remains here" in notes[1]
     clear = secagg_views.secagg_views(twins.clear.tap, twins.clear.exchange, twins.clear.config, asked[3])
     assert clear[1:] == (None, ())
     assert [u.site for u in clear[0].uploads()] == list(SITES)

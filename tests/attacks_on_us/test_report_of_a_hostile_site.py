@@ -13,20 +13,20 @@ from fedveil.console.web.report import privacy_section
 from tests.fedveil.console.conftest import make_run  # noqa: F401  # a fixture
 
 REPORTS = {
-    "no steps": ({"num_examples": 40}, "not known. Its reports do not say how many rows and steps"),
-    "10**300 steps": ({"num_examples": 40, "steps": 1e300}, "not known. Its reports do not say"),
-    "10**15 steps": ({"num_examples": 40, "steps": 10**15}, "not known. Its reports do not say"),
-    "half a step": ({"num_examples": 40, "steps": 0.5}, "not known. Its reports do not say"),
-    "steps below zero": ({"num_examples": 40, "steps": -3}, "not known. Its reports do not say"),
-    "steps that are no number": ({"num_examples": 40, "steps": float("nan")}, "not known. Its reports do not say"),
-    "steps in words": ({"num_examples": 40, "steps": "many"}, "not known. Its reports do not say"),
-    "one row": ({"num_examples": 1, "steps": 1}, "not known, for its reports do not fit the run (train.batch-size"),
+    "no steps": ({"num_examples": 40}, "not known. Its reports lack the number of rows or steps"),
+    "10**300 steps": ({"num_examples": 40, "steps": 1e300}, "not known. Its reports lack"),
+    "10**15 steps": ({"num_examples": 40, "steps": 10**15}, "not known. Its reports lack"),
+    "half a step": ({"num_examples": 40, "steps": 0.5}, "not known. Its reports lack"),
+    "steps below zero": ({"num_examples": 40, "steps": -3}, "not known. Its reports lack"),
+    "steps that are no number": ({"num_examples": 40, "steps": float("nan")}, "not known. Its reports lack"),
+    "steps in words": ({"num_examples": 40, "steps": "many"}, "not known. Its reports lack"),
+    "one row": ({"num_examples": 1, "steps": 1}, "not known, because its reports do not fit the run (train.batch-size"),
     "10,000 steps": ({"num_examples": 40, "steps": 10_000.0}, "at most epsilon"),
-    "10,000,000 steps": ({"num_examples": 40, "steps": 10_000_000}, "not known. Its reports do not say"),
-    "100,000 steps of few rows": ({"num_examples": 10, "steps": 100_000}, "more than can be accounted here"),
+    "10,000,000 steps": ({"num_examples": 40, "steps": 10_000_000}, "not known. Its reports lack"),
+    "100,000 steps of few rows": ({"num_examples": 10, "steps": 100_000}, "more than the accountant supports"),
     "100,000 steps of many rows": ({"num_examples": 100_000, "steps": 100_000}, "at most epsilon"),
     "1,000,000 steps of many rows": ({"num_examples": 1_000_000, "steps": 1_000_000}, "at most epsilon"),
-    "no figure at all": ({}, "not known. Its reports do not say"),
+    "no figure at all": ({}, "not known. Its reports lack"),
 }
 
 

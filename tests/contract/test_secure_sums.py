@@ -181,5 +181,7 @@ def test_an_upload_says_nothing_beside_its_sum(name):
 def test_what_needs_a_sites_own_number_is_refused_with_its_name(mode):
     """DP-FPL's server divides its noise by each site's batch."""
     both = Both(exchange_of("dp_fpl", {"mode": mode, "epsilon": 3.0}))
-    with pytest.raises(ConfigError, match=r"secure.enabled: .*dp_fpl with rows_a_step of each site in clear"):
+    with pytest.raises(
+        ConfigError, match=r"secure.enabled: .*dp_fpl, which sends rows_a_step of each site in the clear"
+    ):
         both.attempt(0, "", seeded=False)

@@ -79,7 +79,7 @@ def test_a_run_that_a_signal_ended_says_so_and_how_it_goes_on(tmp_path, monkeypa
         assert reason.startswith("interrupted: its ServerApp was told to end; resume it: fedveil submit --federation")
         monkeypatch.setenv(process_exit.TEMPORARY, "1")
         reason = completion.failure_reason(SystemExit(0), run.folder)
-        assert reason.endswith("told to end; its federation was a temporary one: start the run anew")
+        assert reason.endswith("told to end; its federation was temporary: start the run again")
 
 
 @pytest.mark.parametrize("fails", [False, True])

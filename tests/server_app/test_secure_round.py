@@ -146,7 +146,7 @@ def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
 
     refuse = lambda message, reply: Error_(message) if asks("unmask", [1])(message) else reply  # noqa: E731
     grid = runs.grid(ON, tamper={"b": refuse, "d": refuse})
-    with pytest.raises(QuorumError, match=r"no sum: secure.threshold: expected 4 holders that open their shares"):
+    with pytest.raises(QuorumError, match=r"no sum: secure.threshold: expected 4 holders to open their shares"):
         runs.run(ON, grid, max_retries=1)
     assert sum(asks("unmask", [1])(m) for m in grid.pushed) == 2 * 5
 
@@ -300,7 +300,7 @@ def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs):
     runs.config["run.name"] = "lied"
     final_state, history = runs.run(ON, runs.grid(ON, tamper={"a": wrong_shares}))
     assert [r.accepted for r in history] == [SITES] * 3
-    assert "its shares of a as made there" in history[1].unseen["deaf"]["a"]
+    assert "its shares of a as those sites made them" in history[1].unseen["deaf"]["a"]
     assert state_digest(final_state) == state_digest(whole)
 
 
@@ -320,7 +320,7 @@ def test_without_a_site_whose_shares_open_nothing_the_run_goes_on(runs, monkeypa
     assert "open their shares of d, found fewer" in history[0].unseen["reason"]
     for record in history[1:]:
         assert record.accepted == ["a", "b", "c", "e"]
-        assert record.failed == {"d": "secure: its shares did not open its secret, so the run goes on without it"}
+        assert record.failed == {"d": "secure: its shares did not open its secret, so the run continues without it"}
     orders = [m.content.config_records["order"] for m in grid.pushed]
     assert {(order["round"], order["attempt"]) for order in orders if order["site"] == "d"} == {(0, 0)}
 
@@ -382,7 +382,7 @@ def test_an_order_in_the_clear_in_a_secure_run_is_refused_before_a_row_is_looked
     """The run config says secure; a server that lies leaves the plan out."""
     grid, ours = runs.grid(ON), runs.strategy(SecureConfig())
     runs.task.trainer = None  # nobody trains
-    with pytest.raises(QuorumError, match=r"order: secure: expected a plan, as secure.enabled has it, found ''"):
+    with pytest.raises(QuorumError, match=r"order: secure: expected a plan, as secure.enabled requires, found ''"):
         ours.start(grid, runs.weights(), num_rounds=1)
 
 
@@ -400,7 +400,7 @@ def test_a_site_that_demands_it_takes_no_part_in_the_clear(runs, tmp_path):
     grid = runs.grid(SecureConfig())
     grid.node_config = {"a": {"policy": str(tmp_path / "policy.toml")}}
     _, history = runs.run(SecureConfig(), grid)
-    assert "secure.enabled: this site permits masked uploads alone" in history[0].failed["a"]
+    assert "secure.enabled: this site permits only masked uploads" in history[0].failed["a"]
 
 
 PERMITS = (
@@ -437,7 +437,7 @@ def test_with_a_roster_a_site_s_key_is_the_registry_s_or_it_takes_no_part(runs, 
     grid.node_config = {site: {"signing-key": str(tmp_path / f"{site}.key")} for site in SITES}
     _, history = runs.run(secure, grid)
     assert history[0].accepted == ["b", "c", "d", "e"]
-    assert "signed with its key of the registry" in history[0].failed["a"]
+    assert "signed with its registered key" in history[0].failed["a"]
 
 
 @pytest.mark.parametrize(

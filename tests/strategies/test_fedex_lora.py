@@ -312,7 +312,7 @@ def test_a_hostile_broadcast_is_refused_by_its_field():
     exchange, private_state = MessageExchange(METHOD, "fedex_lora", SPEC), FederatedState(residual_names(weights_of()))
     stamp = EnvelopeStamp.from_exchange(METHOD, "fedex_lora", 0, "down")
     data = pack_message(exchange.layout, stamp, stepped((20, 3), (2, 30)))
-    with pytest.raises(WireError, match=r"step\.h\.0\.right: expected 3 rows as \.left says, found 2"):
+    with pytest.raises(WireError, match=r"step\.h\.0\.right: expected 3 rows to match \.left, found 2"):
         exchange.participate(data, private_state, Site("a", 0), CTX)
     with pytest.raises(WireError, match=r"step\.h\.0\.left: expected shape \(20, None\) of at most \(20, 12\)"):
         pack_message(exchange.layout, stamp, stepped((20, 13), (13, 30)))

@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_refused_once_all_is_coded():
     broken["in.weight"][3, 5] = torch.nan
     server = method.init(SPEC, broken, rng.initial_stream(0, "method init"))
     for ctx in (CTX, THERE):
-        with Pretended(), pytest.raises(TaskError, match="expected finite values to quantise"):
+        with Pretended(), pytest.raises(TaskError, match="expected finite values to quantize"):
             method.broadcast(server, ctx)
 
 

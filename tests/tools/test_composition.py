@@ -35,7 +35,7 @@ def test_noise_in_the_sum_goes_with_what_sends_one_step_as_it_is_and_keeps_nothi
     reasons = refused(SUM)
     assert set(reasons) == GRADIENTS | KEEPS | PRODUCTS | {"fedsp"}
     assert {reasons[name] for name in KEEPS} == {"no: one that keeps state at the site"}
-    assert all(reasons[name].startswith("no: one that makes something else of h.") for name in PRODUCTS)
+    assert all(reasons[name].startswith("no: one that changes h.") for name in PRODUCTS)
 
 
 def test_multi_krum_goes_with_uploads_of_one_kind():

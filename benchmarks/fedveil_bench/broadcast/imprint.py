@@ -74,7 +74,7 @@ def _verdicts(found: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]) 
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, list[dict[str, float]]]:
-    """What `run` asks of each seed: by row, the metrics of each batch."""
+    """Return one seed's results for `run`: by row, the metrics of each batch."""
     out: dict[str, list[dict[str, float]]] = {}
     gate: Tensor | None = None  # depends on the base alone
     for name, row in settings["rows"].items():
@@ -151,7 +151,7 @@ class _Case:
         return rounds
 
     def _measured(self, rows: Rows, site: str) -> dict[str, float]:
-        """Of one upload. Each batch is of a site of its own: what a site withholds follows from its name too."""
+        """Return one upload's metrics. Each batch has its own site: what a site withholds depends on its name too."""
         layer, length, config = self._settings["layer"], self._positions.stop, self._config
         prefix = tuple(self._public[0].ids[: self._positions.start])
         with tempfile.TemporaryDirectory() as folder:

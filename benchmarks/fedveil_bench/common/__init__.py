@@ -1,1 +1,1 @@
-"""What several papers' presets share."""
+"""Code shared by the presets of several papers."""

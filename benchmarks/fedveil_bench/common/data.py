@@ -1,4 +1,4 @@
-"""Where the data of the presets lie: $FEDVEIL_DATA/<name>, else shared/data/<name> beside a checkout, else bundled.
+"""Find the presets' data: $FEDVEIL_DATA/<name>, else shared/data/<name> beside a checkout, else bundled.
 
 A runner whose preset has one folder `data` with train and test rows, and a base in its config, needs nothing more for
 `fedveil bench --dry-run`. Any other has a function `needs(settings) -> list[Need]`.
@@ -60,7 +60,7 @@ def with_model(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs(settings: Mapping[str, Any]) -> list[DataRequirement]:
-    """What the settings of a preset name: rows to train and test on, and a base."""
+    """Return what the settings of a preset name: rows to train and test on, and a base."""
     rows = [DataRequirement(settings["data"], ("train", "test"))] if "data" in settings else []
     return [*rows, *base(settings)]
 
@@ -72,7 +72,7 @@ def base(settings: Mapping[str, Any]) -> list[DataRequirement]:
 
 
 def look(need: DataRequirement) -> str:
-    """What is there, in words. Opens every file and reads no more than its ends.
+    """Describe the files found. Opens every file and reads no more than its ends.
 
     Raises:
         ConfigError: a folder or file that is missing, or that cannot be read.
@@ -96,15 +96,15 @@ def _rows(place: Path, need: DataRequirement) -> str:
                 begin = content.read(4)
                 content.seek(-4, os.SEEK_END)
                 if begin + content.read(4) != b"PAR1PAR1":
-                    raise ValueError(f"{file.name}, which is no whole parquet file")
+                    raise ValueError(f"{file.name}, which is not a complete parquet file")
             elif not isinstance(json.loads(content.readline()), dict):
-                raise ValueError(f"{file.name}, whose first line is no row")
+                raise ValueError(f"{file.name}, whose first line is not a row")
         found.append(f"{file.name} {file.stat().st_size / 1e6:.1f} MB")
     return ", ".join(found)
 
 
 def _base(place: Path) -> str:
-    kind = json.loads((place / "config.json").read_text()).get("model_type", "a model of no type")
+    kind = json.loads((place / "config.json").read_text()).get("model_type", "a model of unknown type")
     index = place / "model.safetensors.index.json"
     named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
     files = [place / name for name in sorted(named)] or sorted([*place.glob("*.safetensors"), *place.glob("*.bin")])

@@ -1,4 +1,4 @@
-"""What every table of methods does first: a task and a method of the kind it needs, and a federation in process."""
+"""Set up a table of methods: a task and a method of the kind it needs, and a federation in process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def task_of(kind: type[_Task], config: RunConfig, options: BenchOptions, adapter
     task = tasks.load_task(config, adapter, options.device)
     if not isinstance(task, kind):
         raise ConfigError(
-            f'task.name: expected the task {kind.__name__}, found "{config.task.name}"; mend it in the preset'
+            f'task.name: expected the task {kind.__name__}, found "{config.task.name}"; correct it in the preset'
         )
     return task
 

@@ -1,4 +1,4 @@
-"""How a figure grows: its exponent by size, or its slope by round, by least squares with a 95 % interval."""
+"""Growth of a figure: its exponent by size, or its slope by round, by least squares with a 95 % interval."""
 
 from __future__ import annotations
 

@@ -51,5 +51,5 @@ class _DarkRows(WrappedGradientSource):
 
     @override
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
-        """Of no rows."""
+        """Return the feature gradients of no rows."""
         return super().feature(weights, BatchIndices(()))

@@ -1,4 +1,4 @@
-"""What tables of noise at the site beside noise in the sum have in common: rows, keys of the run config, and costs."""
+"""Shared parts of tables that compare noise at the site with noise in the sum: rows, run config keys, and costs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def honest(count: int, where: str) -> int:
 
 
 def keys(count: int, where: str) -> dict[str, Any]:
-    """Of the run config: what says that the noise is in the sum of so many sites."""
+    """Return the run config keys that put the noise in the sum of that many sites."""
     if where != SUM:
         return {}
     secure = {"enabled": True, "noise": "sum", "min-sites": count, "max-colluders": count - honest(count, where)}
@@ -79,12 +79,12 @@ def keys(count: int, where: str) -> dict[str, Any]:
 
 
 def unseeded(dp: DpConfig) -> str:
-    """What `epsilon_of` is called in a table: noise of a benchmark is drawn from its seed, and protects nobody."""
+    """Return the column name of `epsilon_of`: a benchmark draws its noise from a seed, which gives no protection."""
     return f"epsilon at delta {dp.delta:g} ({dp.adjacency}), were its noise not seeded"
 
 
 def epsilon_of(dp: DpSgdConfig, config: RunConfig, rows: int) -> float:
-    """Of a row of a site with so many rows, if the site is in every round."""
+    """Return the epsilon of a row at a site with that many rows, if the site is in every round."""
     train, budget = config.train, dp.budget
     steps = per_example.count_steps(rows, train.batch_size, train.epochs, train.max_steps)
     plan = SamplingPlan(config.run.rounds, steps, train.batch_size, rows, budget.neighbours)

@@ -40,7 +40,7 @@ def columns(name: str) -> dict[str, str]:
 
 
 def is_choice(name: str) -> bool:
-    """Whether the rows of that name are questions with choices. Else they are captions."""
+    """Return whether the rows of that name are questions with choices, and not captions."""
     return name.endswith("-choice")
 
 

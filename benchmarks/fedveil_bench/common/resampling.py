@@ -188,5 +188,5 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def _normal(alpha: float) -> float:
-    """What a standard error is multiplied with for a two-sided interval of 1 - alpha, of a normal figure."""
+    """Return the factor of a standard error for a two-sided normal interval of 1 - alpha."""
     return -statistics.NormalDist().inv_cdf(alpha / 2)

@@ -50,7 +50,7 @@ def rows(
 
 @contextlib.contextmanager
 def alone(pieces: Path | None, number: int) -> Iterator[bool]:
-    """Whether no other process is at the piece of that number; none will be meanwhile. One at a time in a process."""
+    """Lock the piece of that number; yields whether no other process has it. One at a time in a process."""
     if pieces is None:
         yield True
         return
@@ -65,7 +65,7 @@ def alone(pieces: Path | None, number: int) -> Iterator[bool]:
 
 
 def kept(pieces: Path | None) -> list[dict[str, Any]]:
-    """What the file has, by line."""
+    """Return the lines of the file, parsed."""
     lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
     return [dict(json.loads(line)) for line in lines]
 

@@ -34,11 +34,11 @@ OfSeed = Callable[[dict[str, Any], int, BenchOptions], Any]
 
 
 def run(module: str, settings: dict[str, Any], options: BenchOptions, in_pieces: bool = False) -> list[Any]:
-    """What `of_seed` of `module` returns for each seed, in order, by way of JSON. They are counted from `first_seed`.
+    """Return the JSON results of `of_seed` of `module` for each seed, in order, counted from `first_seed`.
 
     With `in_pieces` it gets the file of pieces and the minutes that are left, and keeps its pieces there.
 
-    Whoever interrupts it ends the seeds' processes.
+    An interrupt ends the seeds' processes.
 
     Raises:
         ConfigError: a seed that failed, with its reason.
@@ -87,7 +87,7 @@ def _file(beside: Path | None) -> Path | None:
 
 
 def _digest(module: str, settings: dict[str, Any], options: BenchOptions) -> str:
-    """Of all that a seed's answer depends on but its number."""
+    """Return the digest of all that a seed's answer depends on except its number."""
     asked = [git_commit(), module, settings, options.form, options.device]
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
@@ -127,9 +127,7 @@ def _one(
         else:
             options.say(line.rstrip())
     if process.wait():
-        raise ConfigError(
-            f"seed {seed}: expected a result, found exit code {process.returncode}; its error stands above"
-        )
+        raise ConfigError(f"seed {seed}: expected a result, found exit code {process.returncode}; see its error above")
     found = json.loads(answer)
     if "error" in found:
         raise ConfigError(f"seed {seed}: {found['error']}")
@@ -144,7 +142,7 @@ class SeedProcess(logging.Filter):
         self._said: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether nothing has said it before."""
+        """Return whether the message is new."""
         text = record.getMessage()
         new = text not in self._said
         self._said.add(text)

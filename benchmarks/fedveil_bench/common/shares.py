@@ -35,7 +35,7 @@ def interval(found: Sequence[bool]) -> dict[str, Any]:
 
 
 def claimed(found: Sequence[bool], side: Literal["higher", "lower"], than: float) -> ClaimSentence:
-    """Whether the probability of success lies on that side of `than`."""
+    """Judge whether the probability of success is on that side of `than`."""
     count, trials = sum(found), len(found)
     above = count > trials * than
     tail = binom.sf(count - 1, trials, than) if above else binom.cdf(count, trials, than)

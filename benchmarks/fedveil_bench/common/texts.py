@@ -46,7 +46,7 @@ def rows(name: str, split: str) -> list[Row]:
 
 
 def folder(name: str, scratch: Path) -> Path:
-    """Where a task finds {"mr", "ref"} in a file of each split: the data folder, else `scratch`, written here."""
+    """Return the folder with {"mr", "ref"} in a file for each split: the data folder, else `scratch`, written here."""
     if name not in _OTHERWISE:
         return data.folder(name)
     for split in ("train", "validation", "test"):

@@ -1,4 +1,4 @@
-"""What figures say of each other, in words: which is higher, whether a claim holds, whether an order does.
+"""Compare figures in words: which is higher, whether a claim holds, whether an order does.
 
 A word is an error where it is said of methods that are alike. All words of one table (a preset's claims, an order's
 pairs) are corrected together, by Holm, so that one such error or more stands in at most one table of twenty. What is
@@ -48,7 +48,7 @@ _NEED_MARGIN = ("equal", "not lower", "not higher")
 
 @dataclass(frozen=True)
 class ClaimSentence:
-    """What a figure would say, and how sure it is.
+    """A statement about a figure, with its p-value.
 
     Attributes:
         word: where it is sure.
@@ -69,17 +69,17 @@ def told(
 
 
 def claimed(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
-    """Whether a difference is as `claim` has it, a table of a preset with the keys "is" and, for some, "margin".
+    """Judge whether a difference is as `claim` states, a table of a preset with the keys "is" and, for some, "margin".
 
     Raises:
         ConfigError: another claim, or one that needs a margin and has none.
     """
     asked, margin = claim["is"], claim.get("margin", 0.0)
     if asked not in _CLAIMS:
-        raise ConfigError(f"claims.is: expected one of {', '.join(_CLAIMS)}, found {asked}; mend the claim")
+        raise ConfigError(f"claims.is: expected one of {', '.join(_CLAIMS)}, found {asked}; correct the claim")
     if (asked in _NEED_MARGIN) != (margin > 0):
         expected = "above 0" if asked in _NEED_MARGIN else "none"
-        raise ConfigError(f'claims.margin of "{asked}": expected {expected}, found {margin:g}; mend the claim')
+        raise ConfigError(f'claims.margin of "{asked}": expected {expected}, found {margin:g}; correct the claim')
     low = -math.inf if asked in ("lower", "not higher") else -margin
     high = math.inf if asked in ("higher", "not lower") else margin
     bounds = [at for at in (low, high) if math.isfinite(at)]
@@ -92,7 +92,7 @@ def claimed(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
 def control(
     figure: ResampledMetric, must: Must, margin: float = CONTROL_MARGIN, chance: ResampledMetric | None = None
 ) -> ClaimSentence:
-    """Whether a control is as it must be.
+    """Judge whether a control is as it must be.
 
     Args:
         margin: how far from chance an attack may be that tells nothing; one that wins must be farther.
@@ -108,7 +108,7 @@ def control(
 
 
 def expected(must: Must, margin: float = CONTROL_MARGIN) -> str:
-    """Where the AUROC of a control must lie, in words."""
+    """Return the range that the AUROC of a control must be in, in words."""
     low, high = f"{CHANCE - margin:g}", f"{CHANCE + margin:g}"
     return {"won": f"above {high}", "lost": f"within {low} to {high}", "not won": f"below {high}"}[must]
 
@@ -120,7 +120,7 @@ def controls(found: Sequence[tuple[str, ClaimSentence]]) -> list[str]:
 
 
 def claim_in_words(claim: Mapping[str, Any]) -> str:
-    """What a claim of a preset says, with its margin."""
+    """Return a claim of a preset in words, with its margin."""
     return f"it {claim['is']}" + (f" (within {claim['margin']:g})" if "margin" in claim else "")
 
 
@@ -133,7 +133,7 @@ def claims_of(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def compared(
     rows: Mapping[str, Mapping[str, ResampledMetric]], claims: Sequence[Mapping[str, Any]], form: str = "+.3f"
 ) -> list[tuple[str, ClaimSentence]]:
-    """What each claim of a preset says, and whether it holds: on one metric of two rows, paired by resample and seed.
+    """Return each claim of a preset, and whether it holds: on one metric of two rows, paired by resample and seed.
 
     A claim's "than" is another row, or a number that every seed is held to.
 
@@ -146,7 +146,8 @@ def compared(
         for name in (mine, other):
             if isinstance(name, str) and metric not in rows.get(name, {}):
                 raise ConfigError(
-                    f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; mend the claim'
+                    f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; '
+                    "correct the claim"
                 )
         against = rows[other][metric] if isinstance(other, str) else resampling.fixed(float(other))
         d = resampling.less(rows[mine][metric], against)
@@ -165,7 +166,7 @@ def words(said: Sequence[ClaimSentence]) -> list[str]:
 def all_of(
     differences: Sequence[ResampledMetric], side: Literal["lower", "higher"], word: str, otherwise: str
 ) -> ClaimSentence:
-    """Whether every one of the differences lies on that side of 0. Each must by itself, so none corrects another."""
+    """Judge whether every difference is on that side of 0. Each must be by itself, so none corrects another."""
     found = [told(d) for d in differences]
     return ClaimSentence(word, max(each.p if each.word == side else 1.0 for each in found), otherwise)
 

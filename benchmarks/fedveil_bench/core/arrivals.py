@@ -56,7 +56,7 @@ class ArrivalCosts:
 
 @dataclass(frozen=True)
 class SimulatedRound:
-    """What became of it.
+    """The measurements of one simulated round.
 
     Attributes:
         seconds: until the last upload is folded.

@@ -119,7 +119,7 @@ class _Bench:
         self._started: dict[str, float] = {}  # sites that had ended, and when
 
     def tried(self, point: KillPoint) -> dict[str, Any]:
-        """How the point ended, whether something was killed, how often the run was resumed, and seconds."""
+        """Run one point; return how it ended, whether something was killed, the number of resumes, and seconds."""
         if point.case not in self._whole:
             spent = self._charged()
             self._ended(point.case, f"whole-{point.case}")
@@ -218,7 +218,7 @@ class _Bench:
         return found
 
     def _facts(self, name: str, spent: Mapping[str, int]) -> dict[str, Any]:
-        """What is compared. `spent`: charged before the run."""
+        """Return the facts that are compared. `spent`: charged before the run."""
         run = self._runs / name
         audit_log.verify_log(self._runs / audit_log.NAME)
         metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

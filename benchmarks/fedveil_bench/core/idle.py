@@ -1,4 +1,4 @@
-"""What a site costs while it waits for a run: CPU of its processes as a share of one core, ours and stock Flower's.
+"""Measure the cost of a waiting site: CPU of its processes as a share of one core, ours and stock Flower's.
 
 A federation of one site. The first seconds are left out: processes start, and what waits looks again soon at first
 (fedveil/guard/poll_backoff.py). Then the CPU seconds of window after window, by program.
@@ -34,7 +34,7 @@ class IdleWindow:
     cpu: Mapping[str, float]
 
     def percent(self, kind: str | None = None) -> float:
-        """Of one core; of all programs, or of one."""
+        """Return the per cent of one core that all programs, or one, use."""
         cpu = sum(self.cpu.values()) if kind is None else self.cpu.get(kind, 0.0)
         return 100.0 * cpu / self.seconds
 
@@ -64,7 +64,9 @@ def _window(federation: Any, seconds: float) -> IdleWindow:
     with ProcessUsage(lambda: federation.processes.alive(_SITE), program, every=0.5) as usage:
         time.sleep(seconds)
     if not federation.processes.alive(_SITE) or federation.processes.ended(_SITE) is not None:
-        raise ConfigError(f"core/idle: expected a site that waits, found it ended: {federation.processes.tail(_SITE)}")
+        raise ConfigError(
+            f"core/idle: expected a waiting site, found that it ended: {federation.processes.tail(_SITE)}"
+        )
     return IdleWindow(time.monotonic() - started, usage.cpu_by_kind())
 
 

@@ -1,6 +1,6 @@
-"""Who is killed in a run, and when: points that are drawn, and the thread that waits for one.
+"""Kill processes in a run: points that are drawn, and the thread that waits for one.
 
-What is killed is the ServerApp, the SuperLink's machine, a site's machine, its worker or its client process: as soon as
+The victim is the ServerApp, the SuperLink's machine, a site's machine, its worker or its client process: as soon as
 a file shows that the run is at a drawn place (a message went out, a checkpoint was replaced, a record was written, a
 turn was counted, a private state was kept, a ledger was charged), or a drawn time later. Nothing in the program knows
 of it.
@@ -30,7 +30,7 @@ PROGRAMS = {"serverapp": "flwr-serverapp", "worker": "client_app.worker.worker_m
 
 @dataclass(frozen=True)
 class KillPoint:
-    """Who is killed in a run of a case, and when: `delay` seconds after the event has been seen `count` times."""
+    """The victim and the time in a run of a case: `delay` seconds after the event has been seen `count` times."""
 
     number: int
     case: str

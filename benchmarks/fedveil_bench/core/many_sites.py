@@ -47,7 +47,7 @@ _SMALL = 64  # width of a layer in process
 
 @dataclass(frozen=True)
 class ManySitesCase:
-    """What is measured.
+    """A case to measure.
 
     Attributes:
         way: "in-process" or "strategy".
@@ -67,7 +67,7 @@ class ManySitesCase:
 
 @dataclass(frozen=True)
 class ManySitesResult:
-    """Of one case.
+    """The measurements of one case.
 
     Attributes:
         seconds, cpu_seconds: of each round; waiting for the disk is in the first alone, and so are other programs.

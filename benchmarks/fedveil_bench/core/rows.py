@@ -1,4 +1,4 @@
-"""How long a site's rows take to be prepared, and how much memory, by the number of rows: the first time, and later.
+"""Measure the time and memory that preparing a site's rows takes, by the number of rows: the first time, and later.
 
 Each case is a process of its own, as a worker is. Its clock starts when the libraries and the model are there and some
 rows were prepared, and stops when the first batch can be made; "peak_mb" is resident memory beyond that at the start,

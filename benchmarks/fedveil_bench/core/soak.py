@@ -34,7 +34,7 @@ _SAY_EVERY = 10
 
 @dataclass
 class ProcessSamples:
-    """What was seen after each round.
+    """The measurements after each round.
 
     Attributes:
         held: by process ("site-0 worker 4711"), for each round in which it lived.

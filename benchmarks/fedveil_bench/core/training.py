@@ -169,7 +169,7 @@ def _save_model(folder: Path, settings: Mapping[str, Any], device: torch.device)
 
 @dataclass(frozen=True)
 class _Setup:
-    """What both sides train: a saved model, rows, the preset's settings and a variant's keys of the run config."""
+    """The setup of both sides: a saved model, rows, the preset's settings and a variant's keys of the run config."""
 
     folder: str
     rows: list[TokenExample]

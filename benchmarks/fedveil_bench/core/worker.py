@@ -1,4 +1,4 @@
-"""What the warm worker saves and costs, in rounds that train nothing: with it, without it, and stock Flower's own.
+"""Measure the warm worker's savings and costs in rounds that train nothing: with it, without it, and stock Flower's.
 
 Small messages: CPU seconds of a site and wall time, a round. A large base: seconds of loading. A large message: how
 often it exists in the client process and the worker together. All of ours in one federation, all of stock Flower's in
@@ -108,7 +108,7 @@ def _median_peak(way: NoOpRun) -> float:
 
 
 def _copies(way: NoOpRun, shim_mb: float, turns: Sequence[dict[str, Any]] = ()) -> dict[str, float]:
-    """How often client process and worker together held the payload at one time, at most: what they had beyond a
+    """Return how often client process and worker together held the payload at one time, at most: what they had beyond a
     client process with a small message and a worker between two turns. From the second turn on, when it has its model.
 
     Apart for "turn", what FedVeil does in the worker, and "flower", its client process's pulling, inflating and

@@ -1,1 +1,1 @@
-"""What a training takes of the device that it runs on."""
+"""The memory that training takes on its device."""

@@ -79,7 +79,7 @@ def _save(folder: str, kind: str, shape: Mapping[str, Any], device: str) -> None
 
 
 def chosen(keys: Mapping[str, Any]) -> tuple[Adapter, dict[str, Any]]:
-    """What is trained in a row of the preset, and its keys of the run config."""
+    """Return the adapter that a row of the preset trains, and its keys of the run config."""
     adapter: Adapter = AllWeightsAdapter() if keys.get("adapter") == "all" else LoraAdapter()
     return adapter, {key: value for key, value in keys.items() if key != "adapter"}
 

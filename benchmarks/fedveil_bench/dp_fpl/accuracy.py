@@ -95,7 +95,7 @@ def _compared(
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     sites = federated_prompts.load(settings, seed, options)
     rows: dict[str, Any] = {ZERO: _scored([sites.zero_shot()] * len(sites.names), sites)}
     for name, chosen in settings["rows"].items():

@@ -79,7 +79,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
 
 
 def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
-    """Whether each row stands above its controls, and the noise in the sum above that at the site."""
+    """Judge whether each row is above its controls, and the noise in the sum above that at the site."""
     found: list[tuple[str, ClaimSentence]] = []
     for count in sites:
         pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
@@ -98,7 +98,7 @@ def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> li
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     most = max(settings["sites"])
     loaded = federated_prompts.load({**settings, "clients": 1}, seed, options)
     pool = [row for rows in loaded.rows.values() for row in rows]

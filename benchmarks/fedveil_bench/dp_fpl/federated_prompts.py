@@ -50,7 +50,7 @@ _CUT = {"task.partition": "pathological", "task.classes-per-site": 0}
 
 @dataclass(frozen=True)
 class PromptSites:
-    """What a seed works on.
+    """The data and settings of one seed.
 
     Attributes:
         settings: of the preset.
@@ -147,7 +147,7 @@ def _form(row: Mapping[str, Any]) -> str:
 
 
 def is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
-    """Whether a site may have this row: the tiny CLIP has not seen it."""
+    """Return whether a site may have this row: the tiny CLIP has not seen it."""
     return split != "train" or name not in PUBLIC_DIGITS or not is_public(row["source_path"], name)
 
 
@@ -204,7 +204,7 @@ def mean(models: Sequence[Weights]) -> Weights:
 
 
 def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method: Method) -> list[SamplingPlan]:
-    """What the most asked sites' records are asked for; none where neither the method nor `dp.*` makes a claim.
+    """Return the plans of the sites with the highest charge; none where neither the method nor `dp.*` makes a claim.
 
     A site costs no more than one with at least as many steps and no more rows.
     """
@@ -238,8 +238,8 @@ def _with_noise(
         noisy = partial(_noisy_steps, found, wished)
     else:
         raise ConfigError(
-            f"epsilon: expected DP-FPL or a row whose config has dp.clip-norm, found {type(method).__name__} without; "
-            "set dp.clip-norm, or leave epsilon out"
+            f"epsilon: expected DP-FPL or a row whose config has dp.clip-norm, found {type(method).__name__} without "
+            "it; set dp.clip-norm, or leave epsilon out"
         )
     budget = found.budget
     z = max(

@@ -1,4 +1,4 @@
-"""Whether a private prompt learns more than its noise does, than the CLIP as it is, and than one name for all pictures.
+"""Test whether a DP prompt beats three baselines: noise only, zero-shot CLIP, and the most frequent class.
 
 A seed cuts the training pictures over the sites, and each site keeps `validation` of its rows apart. Every row of the
 table runs once for each of `learning_rates`, which all rows share, and the run that is best on the sites' validation
@@ -84,7 +84,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     loaded = federated_prompts.load(settings, seed, options)
     train, validation = parted(loaded.rows, settings["validation"], seed)
     sites = replace(loaded, rows=train)
@@ -117,7 +117,9 @@ def joined(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Ro
     """
     names = list(rows)
     if count < 1 or len(names) % count:
-        raise ConfigError(f"sites: expected a number that divides {len(names)} (clients), found {count}; mend the row")
+        raise ConfigError(
+            f"sites: expected a number that divides {len(names)} (clients), found {count}; correct the row"
+        )
     return {names[i]: [row for name in names[i::count] for row in rows[name]] for i in range(count)}
 
 

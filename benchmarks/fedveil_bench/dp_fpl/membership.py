@@ -119,7 +119,7 @@ def verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Map
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     sites = federated_prompts.load(settings, seed, options)
     parts = parted(sites.rows, np.random.default_rng(seed), settings.get("members_a_class"))
     joined = {part: {_ALL: [row for rows in of_site.values() for row in rows]} for part, of_site in parts.items()}

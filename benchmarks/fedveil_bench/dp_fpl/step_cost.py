@@ -135,7 +135,7 @@ class _First:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     torch.set_num_threads(1)
     sites = federated_prompts.load(settings, seed, options)
     rows = [row for of_site in sites.rows.values() for row in of_site]

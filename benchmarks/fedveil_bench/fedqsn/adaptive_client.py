@@ -1,4 +1,4 @@
-"""What a client wins back of FedQSN's model by waiting, collusion, the public base and training, round by round.
+"""Measure what a client recovers of FedQSN's model by waiting, collusion, the public base and training, round by round.
 
 The adversary holds the proxies that it got, and knows the hyper-parameters. After every round, on the same test rows:
 
@@ -87,7 +87,7 @@ def _told(name: str, mine: ResampledMetric, other: ResampledMetric, what: str) -
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     found = cut(settings["data"], settings, seed)
     rows: dict[str, Any] = {}
     for label, chosen in settings["methods"].items():
@@ -157,7 +157,7 @@ def _method(
 
 
 def _alike(proxy: ProxyModel, whole: ProxyModel, true: Weights, base: Weights) -> dict[str, float]:
-    """Of the proxy, and of what it makes when it is filled from the base (`whole`), to the server's matrices `true`."""
+    """Compare the proxy, and the proxy filled from the base (`whole`), with the server's matrices `true`."""
     return {
         "similarity": attack.proxy_similarity(proxy, true, true).visible,
         "to the difference": attack.proxy_similarity(whole, true, true, base).whole,

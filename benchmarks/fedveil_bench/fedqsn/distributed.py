@@ -73,7 +73,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
 
 
 def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
-    """Whether each row stands below its controls, and the noise in the sum below that at the site."""
+    """Judge whether each row is below its controls, and the noise in the sum below that at the site."""
     found: list[tuple[str, ClaimSentence]] = []
     for count in sites:
         for mine in (CLEAR, SITE, SUM):
@@ -92,7 +92,7 @@ def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> li
 
 @dataclass(frozen=True)
 class _Seed:
-    """What the rows of one seed share."""
+    """The parts that the rows of one seed share."""
 
     settings: Mapping[str, Any]
     number: int
@@ -102,7 +102,7 @@ class _Seed:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     train, each, most = texts.rows(settings["data"], "train"), settings["rows_a_site"], max(settings["sites"])
     random.Random(seed).shuffle(train)
     parts = {f"site-{i:02d}": train[i * each : (i + 1) * each] for i in range(most)}

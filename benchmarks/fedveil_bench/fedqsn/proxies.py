@@ -127,7 +127,7 @@ class _Watched(TrainerWrapper):
 
     @property
     def received(self) -> ProxyModel:
-        """What it was asked to train first."""
+        """Return the proxy that it was asked to train first."""
         return self._received[0]
 
     @override
@@ -139,7 +139,7 @@ class _Watched(TrainerWrapper):
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     rows: dict[str, Any] = {}
     for name in settings["data"]:
         found = cut(name, settings, seed)

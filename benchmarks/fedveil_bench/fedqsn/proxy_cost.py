@@ -84,7 +84,7 @@ def _in_copies(found: dict[str, Any], repeats: int) -> str:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     if settings["now"] == "large":
         return of_large(settings, seed, options)
     torch.set_num_threads(settings["now"])

@@ -1,4 +1,4 @@
-"""How alike proxies are to the server's model: cosines of the matrices of attention and MLP layers."""
+"""Similarity of proxies to the server's model: cosines of the matrices of attention and MLP layers."""
 
 from __future__ import annotations
 

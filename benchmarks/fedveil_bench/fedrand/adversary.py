@@ -81,7 +81,7 @@ class ControlYardstick:
 
 @dataclass(frozen=True)
 class FedRandAdversary:
-    """What every attack of a seed shares.
+    """The parts that every attack of a seed shares.
 
     Attributes:
         settings: `settings.attack` of the preset.

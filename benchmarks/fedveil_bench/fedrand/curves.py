@@ -1,4 +1,4 @@
-"""How the server's model becomes better by round, and what a quality costs in bytes (FedRand, Figures 2 and 3).
+"""Curves of the server's model by round, and the bytes that a quality costs (FedRand, Figures 2 and 3).
 
 A runner whose preset has `curve_every` runs its federations by `followed`. Each row of the result then has a `curve`:
 a list of {round, upload_bytes, download_bytes, metrics: {name: interval}}, from round 0, the model before any, to the
@@ -55,7 +55,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class FollowedRun:
-    """What `followed` saw.
+    """The result of `followed`.
 
     Attributes:
         points: from round 0 to the last; none where no curve was asked for.
@@ -140,7 +140,7 @@ def costs(curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequenc
         if row not in of_rows or not margin > 0:
             raise ConfigError(
                 f'curve_targets: expected a row with "{metric}" in its curve and a margin above 0, found "{row}" and '
-                f"{margin:g}; mend the target, or set curve_every"
+                f"{margin:g}; correct the target, or set curve_every"
             )
         wanted = [points[-1].figures[metric].value + margin for points in of_rows[row]]
         what = f"a {metric} of {statistics.fmean(wanted):.3f}"
@@ -159,7 +159,7 @@ def costs(curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequenc
 
 @dataclass(frozen=True)
 class SpentBytes:
-    """What it took to get somewhere: rounds, and bytes in them."""
+    """The rounds, and the bytes in them, that it took to reach a value."""
 
     rounds: float
     upload: float
@@ -167,7 +167,7 @@ class SpentBytes:
 
 
 def reached(points: Sequence[CurvePoint], metric: str, at: float) -> SpentBytes | None:
-    """What was spent when the metric was first at or below `at`; None where it never was."""
+    """Return what was spent when the metric was first at or below `at`; None where it never was."""
     for before, after in pairwise([points[0], *points]):
         above, below = before.figures[metric].value, after.figures[metric].value
         if below <= at:

@@ -125,7 +125,7 @@ class _Remembering(TrainerWrapper):
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     rows: dict[str, _Row] = {}
     for part in settings["parts"]:
         for name, row in _part(settings, part, seed, options).items():
@@ -251,7 +251,7 @@ def _method(
 def _rebuilt(
     latest: Mapping[str, RebuiltClient], merged: Mapping[str, RebuiltClient], truth: Mapping[str, Weights]
 ) -> Figures:
-    """How far clients rebuilt by either pairing are from the true ones; means over sites."""
+    """Return the distance of clients rebuilt by either pairing from the true ones; means over sites."""
     errors = [factor_pairing.reconstruction_error(latest[site].weights, truth[site]) for site in latest]
     others = [factor_pairing.reconstruction_error(merged[site].weights, truth[site]) for site in latest]
     values = {

@@ -100,13 +100,13 @@ def needs(settings: Settings) -> list[data.DataRequirement]:
 
 
 def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, ResampledMetric]:
-    """Of every score that all seeds have, a figure with each one's value. Test rows count as given."""
+    """Return, for every score that all seeds have, a figure with each one's value. Test rows count as given."""
     shared = [name for name in scores[0] if all(name in each for each in scores)]
     return {name: resampling.over_seeds([resampling.fixed(each[name]) for each in scores]) for name in shared}
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
-    """What `run` asks of each seed, and `rates` of each rate: the rows that are there, by name."""
+    """Return one seed's results for `run`, or one rate's for `rates`: the rows that are there, by name."""
     measures = dict(_rows(settings, seed, options) if "chosen" in settings else _trials(settings, seed, options))
     names = {_name(settings, asked): asked[0] for asked in measures}
     named = {_name(settings, asked): partial(_measured, measure) for asked, measure in measures.items()}
@@ -140,7 +140,7 @@ def _measured(measure: Callable[[], TextFederationRun]) -> dict[str, Any]:
 
 
 def _name(settings: Settings, asked: Asked) -> str:
-    """Of a piece: what was asked for, and a digest of every setting that its figures hang on."""
+    """Return the name of a piece: what was asked for, and a digest of every setting that its figures hang on."""
     label, seed, rate = asked
     parts = [{key: settings.get(key) for key in _OF_A_PIECE}, settings["methods"].get(label), "chosen" in settings]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
@@ -173,7 +173,7 @@ def _counted(done: Sequence[Mapping[str, TextFederationRun]], rows: int, whole: 
 
 
 def _on_rates(settings: Settings) -> Iterator[str]:
-    """What was chosen of which grid, with those at its edge: another rate might have been better for them."""
+    """Yield the rates chosen from each grid, with those at its edge: another rate might have been better there."""
     grid = sorted(settings.get("learning_rates", []))
     if len(grid) < 2:
         return

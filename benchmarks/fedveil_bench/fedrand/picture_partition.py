@@ -17,7 +17,7 @@ from fedveil_bench.common import pictures
 
 @dataclass(frozen=True)
 class PicturePartition:
-    """What one seed of one part works on.
+    """The data of one seed of one part.
 
     Attributes:
         clients: the members, of each client.

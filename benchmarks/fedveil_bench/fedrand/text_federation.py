@@ -32,7 +32,7 @@ _EVERY = 10  # rounds between lines of progress
 
 @dataclass(frozen=True)
 class TextFederationRun:
-    """What one federation left behind.
+    """The results of one federation.
 
     Attributes:
         scores: by name; of a trial the validation loss alone.

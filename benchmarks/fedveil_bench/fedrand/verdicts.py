@@ -1,4 +1,4 @@
-"""What the figures of a FedRand table say, in sentences: orders, controls, and errors of rebuilt clients."""
+"""Sentences on the figures of a FedRand table: orders, controls, and errors of rebuilt clients."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
 
 
 def _controls(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
-    """Of each control the preset asks about, and of the wrong site of every alignment, whether it is as it must be."""
+    """Judge each control that the preset names, and the wrong site of every alignment."""
     margin = settings.get("control_margin", common.CONTROL_MARGIN)
     none, found = list[str](), list[tuple[str, ClaimSentence]]()
     asked = [

@@ -1,4 +1,4 @@
-"""What one run shows of an epsilon, beside the most that it may be: canaries in the rows of one site, for each method.
+"""Compare the epsilon that one run shows with its upper bound: canaries in the rows of one site, for each method.
 
 A coin puts one of each pair among the rows of the first site (attacks/canaries/); the auditor has the server's view
 and guesses the coins. Under secure aggregation it has the sums that broadcasts show.
@@ -58,7 +58,7 @@ def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, float]]:
-    """What `run` asks of each seed: the metrics of each row of the table."""
+    """Return one seed's results for `run`: the metrics of each row of the table."""
     found = {}
     for name, row in settings["rows"].items():
         method = {"method.name": row["name"], "method.params": row.get("fields", "")}
@@ -102,7 +102,7 @@ def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, An
 
 
 def _at_most(config: RunConfig, method: Any, rows: int) -> dict[str, float]:
-    """What a site with so many rows that is in every round is charged; nothing of a run without a claim, or noise."""
+    """Return the charge of a site with that many rows in every round; {} for a run without a claim or noise."""
     claim, train = guarantee_of(method, config), config.train
     if claim is None:
         return {}

@@ -1,4 +1,4 @@
-"""Which sites took part in a round, read off what was seen of it: uploads, or sums alone.
+"""Infer which sites took part in a round from what was seen of it: uploads, or only sums.
 
 A restaurant's rows lie at one site, so sites differ as institutions do; "alike" in a row of the preset cuts the sites
 by chance. Some candidates never take part. The attacker has rows of every candidate and of none.
@@ -55,7 +55,7 @@ def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, float]]:
-    """What `run` asks of each seed: the metrics of each row of the table."""
+    """Return one seed's results for `run`: the metrics of each row of the table."""
     found = {}
     for name, row in settings["rows"].items():
         method = {"method.name": row["name"], "method.params": row.get("fields", "")}
@@ -101,8 +101,8 @@ class _Cut:
             large = [rows for _, rows in sorted(kinds.items()) if len(rows) >= size + known]
             if len(large) < len(names):
                 raise ConfigError(
-                    f"clients, absent: expected {len(large) - 1} together at most, of whose kinds there are "
-                    f"{size + known} rows, found {len(names) - 1}; lower rows_a_site"
+                    f"clients, absent: expected at most {len(large) - 1} together, whose kinds have {size + known} "
+                    f"rows, found {len(names) - 1}; lower rows_a_site"
                 )
             places = stream.choice(len(large), len(names))
             pools = {name: large[int(place)] for name, place in zip(names, places, strict=True)}

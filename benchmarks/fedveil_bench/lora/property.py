@@ -1,4 +1,4 @@
-"""Which sites hold more rows of a kind than others, read off what the server saw of a run of each row of the table.
+"""Infer which sites hold more rows of a kind from what the server saw of a run, for each row of the table.
 
 Sites have equally many rows, and shares of those with the property that are evenly spread. The attacker has as many
 rows with the property as without, of no site. "meaningless" in a row of the preset takes another property: the parity
@@ -58,7 +58,7 @@ def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, float]]:
-    """What `run` asks of each seed: the metrics of each row of the table."""
+    """Return one seed's results for `run`: the metrics of each row of the table."""
     cuts: dict[bool, _Cut] = {}
     found = {}
     for name, row in settings["rows"].items():
@@ -167,7 +167,7 @@ def _ordered(found: Sequence[inference.PropertyScore], shares: Mapping[str, floa
 def _members(
     view: AdversaryView, knowledge: AdversaryKnowledge, rows: Mapping[str, Rows], known: tuple[Rows, Rows], cut: _Cut
 ) -> float:
-    """Of a site those rows that have the property come first. A kind of which it has fewer than three is left out."""
+    """Score membership. A site's rows with the property come first. A kind with fewer than three rows is left out."""
     attack = AlignmentAttack()
     shared, areas = SharedGradientScorer([attack]), []
     for site in view.sites:

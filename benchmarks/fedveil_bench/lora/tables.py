@@ -1,4 +1,4 @@
-"""What the presets of this folder have in common: seeds that answer with numbers, by row and metric, become a table."""
+"""Shared code of the presets of this folder: seeds that answer with numbers, by row and metric, become a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the comparison leaves: its loss, its costs, and what the server saw."""
+"""The results of a run of the comparison: its loss, its costs, and what the server saw."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class PeerCosts:
     def scores(self, loss: float, seconds: Sequence[float]) -> dict[str, float]:
         """With the loss, and the seconds of each round. Raises ConfigError for a single round."""
         if len(seconds) < 2:
-            raise ConfigError(f"run.rounds: expected at least 2, for the first is not timed, found {len(seconds)}")
+            raise ConfigError(f"run.rounds: expected at least 2, because the first is not timed, found {len(seconds)}")
         values = (sum(seconds[1:]) / len(seconds[1:]), self.whole, self.up / 1e6, self.down / 1e6)
         return {"loss": loss, **dict(zip(COSTS, (*values, self.server_mb, self.site_mb), strict=True))}
 
 
 def watched(federation: Any, server: str, site: str, run: Callable[[], T]) -> tuple[T, PeerCosts]:
-    """What `run` returns, and what it cost.
+    """Return what `run` returns, and what it cost.
 
     Args:
         federation: with the processes of both names, and a relay between them.

@@ -16,7 +16,7 @@ from fedveil.errors import ConfigError
 from fedveil_bench import folders
 
 _READY = 180.0  # seconds of an import
-_HOWTO = "benchmarks/README.md says how to make one"
+_HOWTO = "see benchmarks/README.md for how to make one"
 _PROBE = """
 import importlib, json, sys
 from importlib.metadata import version
@@ -45,7 +45,7 @@ class PeerPackage:
 
 @dataclass(frozen=True)
 class PeerEnvironment:
-    """Where a peer is.
+    """A peer's Python environment.
 
     Attributes:
         python: its Python; None = there is none, and the row is left out.
@@ -72,14 +72,14 @@ def found(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return PeerEnvironment(
-            None, f"{out}, found none that runs beside what it names ({type(error).__name__}); {_HOWTO}"
+            None, f"{out}, found none that runs next to that path ({type(error).__name__}); {_HOWTO}"
         )
     if done.returncode:
-        why = re.sub(r"\S*/\S*", "...", (done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+        why = re.sub(r"\S*/\S*", "...", (done.stderr.strip().splitlines() or ["no output"])[-1])
         return PeerEnvironment(None, f"{out}, found one where the import fails ({why}); {_HOWTO}")
     others = differing(expected, json.loads(done.stdout.splitlines()[-1]))
     return PeerEnvironment(
-        python, f"{peer.name} ran with other versions than those of requirements.txt: {others}" * bool(others)
+        python, f"{peer.name} ran with versions other than those in requirements.txt: {others}" * bool(others)
     )
 
 
@@ -93,7 +93,7 @@ def pins(text: str) -> dict[str, str]:
 
 
 def differing(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """What is installed in another version than expected; a build ("+cpu") is none."""
+    """Return what is installed in another version than expected; a build ("+cpu") does not count."""
     return ", ".join(
         f"{name} {versions[name]} in place of {version}"
         for name, version in expected.items()
@@ -102,5 +102,5 @@ def differing(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """What of this process's environment a peer's get: nothing that leads Python to FedVeil's packages."""
+    """Return the variables of this environment that a peer gets: none that leads Python to FedVeil's packages."""
     return {key: value for key, value in variables.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR_"))}

@@ -180,7 +180,7 @@ class NVFlareFederation:
         return found
 
     def admin(self, what: str, *more: object, timeout: float) -> str:
-        """What admin.py says."""
+        """Run admin.py; return its output."""
         script = folders.find_folder(JOB) / "admin.py"
         return self._call(script, what, self._kit(_USER), *more, timeout=timeout)
 

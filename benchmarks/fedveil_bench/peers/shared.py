@@ -1,4 +1,4 @@
-"""What every peer gets: the same rows by site, the same initial LoRA factors and the same settings, as plain files."""
+"""The input of every peer as plain files: the same rows by site, initial LoRA factors and settings."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SharedInputs:
             (folder / f"site-{site}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
     def loss(self, weights: Weights) -> float:
-        """Of the test rows, in nats a token: FedVeil's own evaluation, whoever has trained."""
+        """Return the loss on the test rows, in nats a token: FedVeil's own evaluation, for every peer."""
         return self._task.evaluate(weights, self._test, generate=False)["loss"]
 
     def read(self, file: Path) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class SharedInputs:
 
     @cached_property
     def initial_loss(self) -> float:
-        """Of the test rows before any round."""
+        """Return the loss on the test rows before any round."""
         return self.loss(self._task.initial(rng.initial_stream(self._config.run.seed, "weights")))
 
     @cached_property
@@ -91,17 +91,17 @@ class SharedInputs:
 
 
 def of_peers(config: RunConfig) -> dict[str, Any]:
-    """What `task.json` says of a run config. Raises ConfigError for a setting that a peer's training has not."""
+    """Return the run config as `task.json` states it. Raises ConfigError for a setting that a peer's training lacks."""
     train = config.train
     for name, value in type(train)().model_dump().items():
         if name not in _TAKEN and getattr(train, name) != value:
             key = f"train.{name.replace('_', '-')}"
-            raise ConfigError(f"{key}: expected {value!r}, which the peers have, found {getattr(train, name)!r}")
+            raise ConfigError(f"{key}: expected {value!r}, as the peers have, found {getattr(train, name)!r}")
     if train.max_steps < 1:
-        raise ConfigError("train.max-steps: expected at least 1, the peers' steps a round, found 0; set it")
+        raise ConfigError("train.max-steps: expected at least 1, the peers' steps per round, found 0; set it")
     adapter = strategies.create_method("fedavg", config.method.params).adapter
     if not isinstance(adapter, LoraAdapter):
-        raise ConfigError(f"method.params: expected a LoRA adapter, found {adapter}; the peers train LoRA alone")
+        raise ConfigError(f"method.params: expected a LoRA adapter, found {adapter}; the peers train only LoRA")
     base = resources.base_folder("text-generation") if config.task.model == "tiny" else config.task.model
     fields = adapter.as_lora({})[0].for_peft() | {"target_modules": adapter.targets}
     return {
@@ -128,7 +128,7 @@ def from_peft(name: str) -> str:
 
 
 def factors(names: Iterable[str]) -> str:
-    """Which LoRA factors stand in a message with these fields, in words; the names are FedVeil's or PEFT's."""
+    """Return the LoRA factors in a message with these fields, in words; the names are FedVeil's or PEFT's."""
     kinds = {part for name in names for part in name.split(".") if part in ("lora_A", "lora_B")}
     match sorted(kinds):
         case ["lora_A", "lora_B"]:

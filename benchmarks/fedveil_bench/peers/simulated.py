@@ -51,7 +51,7 @@ def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
 
 
 class SimulatedWork:
-    """What a seed gives to both.
+    """The work that a seed gives to both.
 
     Args:
         settings: of the preset.
@@ -113,9 +113,11 @@ class SimulatedWork:
                 env=environments.inherited(os.environ) | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"{PEER.name}: expected a run of {_TIMEOUT:g} s at most, and it is not done") from None
+            raise ConfigError(
+                f"{PEER.name}: expected a run of at most {_TIMEOUT:g} s, found that it has not ended"
+            ) from None
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise ConfigError(f"{PEER.name}: expected a completed run, found exit status {done.returncode}: {last}")
         weights = load_file(folder / "weights.safetensors")
         seconds = json.loads((folder / "noted.json").read_text())["seconds"]

@@ -1,1 +1,1 @@
-"""What presets see of processes from outside: their CPU time and memory, and the bytes between them."""
+"""Measurements of processes from outside: their CPU time and memory, and the bytes between them."""

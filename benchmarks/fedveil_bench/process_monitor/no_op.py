@@ -37,7 +37,7 @@ class NoOpRun:
 
     @property
     def cpu_seconds(self) -> list[float]:
-        """Of all kinds together."""
+        """Return the CPU seconds of all kinds together."""
         return [sum(of.values()) for of in self.cpu]
 
 

@@ -27,7 +27,7 @@ PROGRAMS = {
 
 
 def program(command: list[str]) -> str:
-    """What a federation's process is, from its name and command line; "other" for what is none of it."""
+    """Return the kind of a federation's process, from its name and command line; "other" for any other process."""
     text = " ".join(command[:6])
     return next((kind for part, kind in PROGRAMS.items() if part in text), "other")
 
@@ -103,7 +103,7 @@ class ProcessUsage:
         return {kind: seconds - self._before.get(kind, 0.0) for kind, seconds in self._cpu().items()}
 
     def _cpu(self) -> dict[str, float]:
-        """Of the whole lives of the processes."""
+        """Return the CPU seconds of the processes over their whole lives."""
         found: dict[str, float] = {}
         for seen in list(self.seen.values()):
             found[seen.kind] = found.get(seen.kind, 0.0) + seen.cpu_seconds
@@ -161,7 +161,7 @@ def high_mb(pid: int | str = "self") -> float:
 
 @dataclass(frozen=True)
 class HeldResources:
-    """What a process holds at one moment.
+    """The resources that a process holds at one moment.
 
     Attributes:
         rss_mb, pss_mb: resident memory, and the same with shared pages divided among those who share them; 10^6 bytes.

@@ -87,7 +87,7 @@ def _asked(settings: Settings, options: BenchOptions) -> Iterator[tuple[str, str
 
 
 def _name(settings: Settings, base: str, method: str, seed: int) -> str:
-    """Of a piece: what was asked for, and a digest of every setting that its figures hang on."""
+    """Return the name of a piece: what was asked for, and a digest of every setting that its figures hang on."""
     of_base = {key: value for key, value in settings["bases"][base].items() if key not in ("seeds", "methods")}
     parts = [{key: settings[key] for key in _OF_A_ROW}, of_base, settings["methods"][method]]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]

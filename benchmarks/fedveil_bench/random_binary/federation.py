@@ -37,7 +37,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FederationStart:
-    """What all methods of a base and a seed share.
+    """The start that all methods of a base and a seed share.
 
     Attributes:
         weights: that they start from.
@@ -89,7 +89,7 @@ def start(settings: Settings, vit: Settings, base: str, seed: int, options: Benc
 def row(
     settings: Settings, vit: Settings, chosen: Settings, begun: FederationStart, seed: int, options: BenchOptions
 ) -> dict[str, Any]:
-    """What a federation under the method `chosen` shows.
+    """Run a federation under the method `chosen`; return its figures.
 
     | key | what |
     |---|---|
@@ -132,7 +132,7 @@ def row(
 
 
 def unpacked(right: str, rows: int) -> list[float]:
-    """Of each test row: 100 where its class was named, else 0."""
+    """Return for each test row 100 where its class was named, else 0."""
     bits = np.unpackbits(np.frombuffer(base64.b64decode(right), np.uint8), count=rows)
     return [100.0 * float(bit) for bit in bits]
 
@@ -150,7 +150,7 @@ def _of_folder(name: str, trained: Weights, other: Weights) -> dict[str, torch.T
         at = apart[0]
         raise ConfigError(
             f"task.model {name}: expected the model of the preset, {at} of {wanted.get(at, 'no shape')}, found "
-            f"{mine.get(at, 'none')}; name a folder with that model, or mend settings.model"
+            f"{mine.get(at, 'none')}; name a folder with that model, or correct settings.model"
         )
     return _new_head(trained, other)
 
@@ -188,6 +188,6 @@ def _parts(
 
 
 def _right(task: ImageClassification, weights: Weights, rows: Rows) -> list[bool]:
-    """Of each row, whether the model names its class."""
+    """Return for each row whether the model names its class."""
     found = task.predict(weights, rows)
     return [int(p.logits["target"].argmax()) == int(p.wanted) for p in found]

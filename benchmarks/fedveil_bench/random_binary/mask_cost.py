@@ -65,7 +65,7 @@ def _in_copies(found: dict[str, dict[str, list[float]]]) -> list[str]:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     torch.set_num_threads(1)
     count, device = settings["entries"], "cuda" if options.device == "cuda" else "cpu"
     gradient = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(device)
@@ -94,7 +94,7 @@ def _masked(gradient: Tensor, rate: float, key: bytes) -> dict[str, tuple[float,
 
 
 def _timed(work: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
-    """What it returns, and seconds by the clock and of the processor."""
+    """Return the result of `work`, and seconds by the clock and of the processor."""
     _wait()
     clock, processor = time.perf_counter(), time.process_time()
     found = work()

@@ -126,14 +126,14 @@ def _judged(case: Mapping[str, Any], figures: Mapping[str, Mapping[str, Resample
             what = "below the mean image, image by image"
         case other:
             raise ConfigError(
-                f"expect: expected recovered, fails, read or hidden, found {other}; mend the case in the preset"
+                f"expect: expected recovered, fails, read or hidden, found {other}; correct the case in the preset"
             )
     text = f"{case['name']}: PSNR {resampling.shown(resampling.interval(mine), '.1f')} dB, expected {what}"
     return text, common.claimed(d, {"is": claim})
 
 
 def _read(of_case: Mapping[str, ResampledMetric]) -> list[bool]:
-    """Of each seed, whether one of its images is recovered."""
+    """Return for each seed whether one of its images is recovered."""
     return [share > 0 for share in of_case["recovered"].seeds]
 
 
@@ -142,7 +142,7 @@ def _baseline(case: Mapping[str, Any]) -> str:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     rows: dict[str, Any] = {}
     sheet: list[tuple[Tensor, str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -266,7 +266,9 @@ class _Target:
         for upload in view.uploads(site):
             answered = view.answered(upload)
             if answered is None:
-                raise StateError(f"tap: expected the broadcast that {site}'s upload answers, found none; record all")
+                raise StateError(
+                    f"tap: expected the broadcast that {site}'s upload answers, found none; record all messages"
+                )
             weights = {n: t.double() for n, t in payload_tensors(answered.payload).items()}
             seen = observed_gradients.observe_upload(self.method, upload.payload, self.task.spec)
             observed.append(ObservedGradient(seen.values, seen.seen, weights))

@@ -1,1 +1,1 @@
-"""What secure aggregation costs."""
+"""Costs of secure aggregation, and attacks on its runs."""

@@ -74,7 +74,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
-    """What `run` asks of each seed."""
+    """Return one seed's results for `run`."""
     texts = on_texts.figures(settings["texts"], seed, options)
     for attack in texts["clear"]:
         options.say(f"seed {seed}: {attack} " + ", ".join(f"{row} {f[attack].value:.3f}" for row, f in texts.items()))
@@ -93,7 +93,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 def judged(mine: ResampledMetric, control: ResampledMetric, margin: float) -> ClaimSentence:
-    """Where a figure lies beside its lost control."""
+    """Judge a figure against its lost control."""
     gain = resampling.less(mine, control)
     won = resampling.p_value(gain) if gain.value > 0 else 1.0
     if won <= common.ALPHA:
@@ -117,7 +117,7 @@ def _lost(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) 
 
 
 def _controls(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) -> list[ClaimSentence]:
-    """Of the two that must be won and, for membership, the one that must not be. The mean picture is chance itself."""
+    """Judge the two controls to win and, for membership, the one not to win. The mean picture is chance itself."""
     lost, margin, _ = _lost(figures, margins)
     musts: dict[str, Must] = {"clear": "won", "every mask off": "won", on_texts.WRONG: "not won"}
     return [common.control(figures[v], must, margin, lost) for v, must in musts.items() if v in figures]

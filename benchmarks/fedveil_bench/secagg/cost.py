@@ -1,4 +1,4 @@
-"""What secure aggregation costs: at a site, at the server, on the wire, and over gRPC beside a run in the clear.
+"""Measure the costs of secure aggregation: at a site, at the server, on the wire, and over gRPC against a clear run.
 
 The keys and shares of all sites are real, and so is one site's masked vector and the whole unmasking. The other sites'
 vectors are zeros: what the server adds up, rebuilds and takes off does not depend on what is in them.

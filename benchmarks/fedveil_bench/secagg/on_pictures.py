@@ -77,7 +77,7 @@ def _psnr(found: list[Tensor], true: Tensor) -> list[float]:
 
 
 class _Adversary:
-    """Who knows the model as it was broadcast, and the labels. `true` serves to put pictures in order, nothing else."""
+    """An adversary that knows the broadcast model and the labels. `true` only puts pictures in order."""
 
     def __init__(
         self, task: ImageClassification, matching: Mapping[str, Any], true: Tensor, labels: Tensor, seed: int
@@ -90,7 +90,9 @@ class _Adversary:
         for upload in view.uploads():
             answered = view.answered(upload)
             if answered is None:
-                raise StateError(f"tap: expected the broadcast that {upload.site} answered, found none; record all")
+                raise StateError(
+                    f"tap: expected the broadcast that {upload.site} answered, found none; record all messages"
+                )
             weights = {n: t.double() for n, t in payload_tensors(answered.payload).items()}
             seen = observed_gradients.observe_upload(view.exchange.method, upload.payload, self._task.spec)
             each.append(ObservedGradient(seen.values, seen.seen, weights))

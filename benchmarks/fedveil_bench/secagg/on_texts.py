@@ -52,7 +52,7 @@ def figures(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> di
 
 
 class _Adversary:
-    """Who knows the base model, the initial weights, and rows of which it cannot tell whose they are."""
+    """An adversary that knows the base model, the initial weights, and rows without their sites."""
 
     def __init__(self, task: TextGeneration, seed: int, members: Mapping[str, Rows], held_out: Rows) -> None:
         self.knowledge = AdversaryKnowledge(task, task.initial(rng.initial_stream(seed, "weights")))

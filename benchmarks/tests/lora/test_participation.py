@@ -42,7 +42,7 @@ def test_sites_cut_by_chance_have_every_kind():
 
 
 def test_too_few_kinds_are_refused():
-    with pytest.raises(ConfigError, match="expected 7 together at most"):
+    with pytest.raises(ConfigError, match="expected at most 7 together"):
         _Cut.of(ROWS, SMALL | {"absent": 6}, 0, alike=False)
 
 

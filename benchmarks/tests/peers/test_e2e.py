@@ -127,7 +127,7 @@ def test_a_peer_is_told_every_setting_of_the_training():
     [
         (
             {"train.gradient-accumulation-steps": 2},
-            r"train.gradient-accumulation-steps: expected 1, which the peers have, found 2",
+            r"train.gradient-accumulation-steps: expected 1, as the peers have, found 2",
         ),
         ({"train.lr-schedule": "cosine"}, r"train.lr-schedule: expected 'constant'"),
         ({"train.max-steps": 0}, r"train.max-steps: expected at least 1"),

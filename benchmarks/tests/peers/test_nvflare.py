@@ -58,8 +58,8 @@ def test_without_the_variable_the_row_is_left_out_in_words(variables):
     [
         ("echo \"ModuleNotFoundError: No module named 'nvflare'\" >&2; exit 1", "No module named 'nvflare'"),
         ('echo "ImportError: cannot import name x ($0)" >&2; exit 1', "cannot import name x ..."),
-        ("exit 3", "it said nothing"),
-        (None, "none that runs beside what it names (FileNotFoundError)"),
+        ("exit 3", "no output"),
+        (None, "none that runs next to that path (FileNotFoundError)"),
     ],
 )
 def test_an_environment_without_nvflare_is_none_and_the_sentence_names_no_path(tmp_path, script, why):
@@ -78,7 +78,7 @@ def test_an_environment_of_the_pinned_versions_is_taken_without_a_word(tmp_path)
 def test_other_versions_are_told(tmp_path):
     found = environments.found(nvflare.PEER, pretend_python(tmp_path, says(PINS | {"peft": "0.1"})))
     assert found.python is not None
-    assert found.said.endswith(f"than those of requirements.txt: peft 0.1 in place of {PINS['peft']}")
+    assert found.said.endswith(f"than those in requirements.txt: peft 0.1 in place of {PINS['peft']}")
 
 
 def test_the_pins_are_those_of_the_lock_where_both_sides_have_a_package():

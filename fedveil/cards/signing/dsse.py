@@ -87,11 +87,12 @@ def parse_envelope(data: bytes, where: str) -> DsseEnvelope:
             right = all(base64.b64encode(base64.b64decode(text, validate=True)).decode() == text for text in texts)
             if right and names == sorted(set(names)) and envelope.to_bytes() == data:
                 return envelope
-            fault = "one that is written otherwise"
+            fault = "one in another form"
         except (ValidationError, RecursionError, binascii.Error, ValueError) as error:
             fault = sanitize(error, 200)
     raise StateError(
-        f"{where}: expected a DSSE envelope as fedveil card sign writes it, found {fault}; it was changed: get it anew"
+        f"{where}: expected a DSSE envelope as fedveil card sign writes it, found {fault}; it was changed: get a new "
+        "copy"
     )
 
 

@@ -62,7 +62,9 @@ def digest_files(folder: Path) -> dict[str, str]:
         name = path.relative_to(folder).as_posix()
         mode = path.lstat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise StateError(f"{folder}: expected plain files, found {sanitize(name, 200)}, which is none; remove it")
+            raise StateError(
+                f"{folder}: expected plain files, found {sanitize(name, 200)}, which is not one; remove it"
+            )
         if stat.S_ISREG(mode) and name != NAME:
             file_hashes[name] = digests.digest_file(path)
         if len(file_hashes) > _MOST_FILES:
@@ -104,14 +106,14 @@ def find_differences(said: InTotoStatement, folder: Path) -> list[str]:
     changed = [name for name in signed if name in here and here[name] != signed[name]]
     missing = [name for name in signed if name not in here]
     more = [name for name in here if name not in signed]
-    kinds: Mapping[str, list[str]] = {"changed": changed, "missing": missing, "not signed, but there": more}
+    kinds: Mapping[str, list[str]] = {"changed": changed, "missing": missing, "not signed, but present": more}
     differences = [f"{what}: {_listed(names)}" for what, names in kinds.items() if names]
     if (
         card.NAME in here
         and card.NAME not in changed
         and json.loads(card.read_card(folder).to_bytes()) != said.predicate
     ):
-        differences.append(f"{card.NAME} is not the card in the statement")
+        differences.append(f"{card.NAME} differs from the card in the statement")
     return differences
 
 
@@ -121,4 +123,4 @@ def _listed(names: list[str]) -> str:
 
 
 def _other(where: str, found: str) -> StateError:
-    return StateError(f"{where}: expected an in-toto statement about a privacy card, found {found}; get it anew")
+    return StateError(f"{where}: expected an in-toto statement about a privacy card, found {found}; get a new copy")

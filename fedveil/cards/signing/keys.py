@@ -14,7 +14,7 @@ from fedveil.errors import ConfigError
 from fedveil.sanitize import sanitize
 
 _MOST_BYTES = 1 << 16
-_MAKE = 'ssh-keygen -t ed25519 -N "" -f key makes one'
+_MAKE = 'create one with ssh-keygen -t ed25519 -N "" -f key'
 
 
 def read_private_key(file: Path) -> Ed25519PrivateKey:

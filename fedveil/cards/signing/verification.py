@@ -46,7 +46,7 @@ def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> Verific
     file = folder / in_toto.NAME
     envelope = read_envelope(file)
     signed, bad, unknown = dsse.verified_signers(envelope, known)
-    wrong = [f"the signature by {each} is of other bytes" for each in bad]
+    wrong = [f"the signature by {each} is for other bytes" for each in bad]
     wrong += [f"no signature by {each}" for each in known if each not in (*signed, *bad)]
     statement = in_toto.parse_statement(envelope.content, str(file))
     return VerificationResult(
@@ -57,12 +57,12 @@ def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> Verific
 def read_envelope(file: Path) -> DsseEnvelope:
     """The envelope in a file. Raises StateError where there is none, or none of a statement."""
     if file.is_symlink() or not file.is_file():
-        raise StateError(f"{file}: expected signatures, found none; fedveil card sign makes one")
+        raise StateError(f"{file}: expected signatures, found none; sign it with fedveil card sign")
     with file.open("rb") as data:
         envelope = dsse.parse_envelope(data.read(dsse.MOST_BYTES + 1), str(file))
     if envelope.payload_type != in_toto.PAYLOAD_TYPE:
         kind = sanitize(envelope.payload_type, 80)
-        raise StateError(f"{file}, payloadType: expected {in_toto.PAYLOAD_TYPE}, found {kind}; get it anew")
+        raise StateError(f"{file}, payloadType: expected {in_toto.PAYLOAD_TYPE}, found {kind}; get a new copy")
     return envelope
 
 
@@ -72,5 +72,6 @@ def model_folder(folder: Path) -> Path:
         if (place / card.NAME).is_file():
             return place
     raise StateError(
-        f"{folder}: expected a run folder or a model's folder with {card.NAME}, found none; fedveil card make writes it"
+        f"{folder}: expected a run folder or a model's folder with {card.NAME}, found none; write one with fedveil "
+        "card make"
     )

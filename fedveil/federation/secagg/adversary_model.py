@@ -22,12 +22,12 @@ from typing import Any
 
 DEVIATING = "Does not hold against a server that deviates from the protocol or lies."
 SINGLE_SITE = (
-    "With this method not every site sends every entry, so some entries of the sum may be of one site: its values and "
-    "its weight."
+    "With this method not every site sends every entry, so some entries of the sum may come from one site alone: its "
+    "values and its weight."
 )
 SINGLE_SITE_METHODS = (
-    "If the method does not have every site send every entry, some entries of the sum may be of one site (fedveil "
-    "explain says it of a run)."
+    "If the method does not have every site send every entry, some entries of the sum may come from one site alone "
+    "(fedveil explain shows whether they do)."
 )
 NOT_BOUND = (
     "A registered site can answer in the name of another site, and can end the run: a reply is not yet bound to the "
@@ -46,8 +46,8 @@ def server_learns(partial: bool | None) -> str:
     """Return what a server that keeps to the protocol learns of the uploads of a run."""
     exception = single_site(partial)
     return (
-        "the sum over the sites of each round. Beyond it, a server that keeps to the protocol learns of no single site "
-        f"its values, number of examples, losses or norm.{' ' if exception else ''}{exception}"
+        "the sum over the sites of each round. Beyond it, a server that follows the protocol learns no single site's "
+        f"values, number of examples, losses or norm.{' ' if exception else ''}{exception}"
     )
 
 
@@ -86,8 +86,8 @@ class AdversaryModel:
             sentences.append(exception)
         if self.least - 2 < self.threshold - 1:
             sentences.append(
-                f"Not against {_sites(self.least - 1)} with the server: a sum may be of {self.least} sites, and two of "
-                "them must be honest (secure.min-sites, min-cohort)."
+                f"Does not hold against {_sites(self.least - 1)} with the server: a sum may have {self.least} sites, "
+                "and two of them must be honest (secure.min-sites, min-cohort)."
             )
         return sentences
 

@@ -61,7 +61,9 @@ def agree_secret(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"
     try:
         shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise WireError("key: expected a point of X25519, found one of low order; do not trust its sender") from None
+        raise WireError(
+            "key: expected an X25519 public key, found a point of low order; do not trust its sender"
+        ) from None
     return derive_key(shared, purpose, salt)
 
 

@@ -87,7 +87,7 @@ def require_the_step_alone(
     if private is not None:
         problem = "one that keeps state at the site"
     if payload.scalars:
-        problem = f"one that sends {', '.join(payload.scalars)} in clear"
+        problem = f"one that sends {', '.join(payload.scalars)} in the clear"
     stepped, started = trainer.without_noise or {}, trainer.started
     for term in terms.tensors:
         name, mask = term.name, torch.ones((), dtype=torch.bool) if term.mask is None else term.mask.cpu()
@@ -95,12 +95,11 @@ def require_the_step_alone(
         own = (stepped[name], stepped[name] - started[name]) if name in stepped else ()
         whole = [w.cpu().float() for w in own]
         if not any(torch.equal(value, torch.where(mask, w, 0.0)) for w in (*whole, *(w / divisor for w in whole))):
-            problem = f"one that makes something else of {name}"
+            problem = f"one that changes {name} further"
         elif float(started[name].abs().max()) > bound:
             problem = f"{name} received with values above secure.clip-bound, {bound:g}"
     if problem:
         raise ConfigError(
-            f'secure.noise: expected a method that sends trained weights as they are, or their change, with "sum", '
-            f"found {problem}; "
-            'choose another method or other fields, or set secure.noise to "site"'
+            'secure.noise: expected a method that sends trained weights or their change unmodified with "sum", found '
+            f'{problem}; choose another method or other fields, or set secure.noise to "site"'
         )

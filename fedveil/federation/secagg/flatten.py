@@ -90,16 +90,17 @@ class VectorLayout:
         terms = exchange.method.contributions(payload, counted, exchange.spec, RoundContext(round_, "", False, b""))
         if dict(terms.clear) not in ({}, dict(payload.scalars)):
             raise ConfigError(
-                f"secure.enabled: expected a method that needs sums alone, found {exchange.name} with "
-                f"{', '.join(terms.clear)} of each site in clear; choose its fields otherwise, or add up in the clear"
+                f"secure.enabled: expected a method that needs only sums, found {exchange.name}, which sends "
+                f"{', '.join(terms.clear)} of each site in the clear; change its fields, or set secure.enabled to "
+                "false"
             )
         vector, slots, clipped = np.zeros(self.length, ring.dtype), {slot.name: slot for slot in self.slots}, 0
         for term in terms.tensors:
             slot = slots.pop(term.name, None)
             if slot is None or tuple(term.value.shape) != slot.shape or not float(term.weight).is_integer():
                 raise ConfigError(
-                    f"{term.name}: expected a term that {exchange.name} declares as summed, once, of its shape and a "
-                    f"whole weight, found shape {tuple(term.value.shape)} and weight {term.weight}"
+                    f"{term.name}: expected a term that {exchange.name} declares as summed, once, with its shape and "
+                    f"a whole weight, found shape {tuple(term.value.shape)} and weight {term.weight}"
                 )
             weight, values = int(term.weight), vector[slot.start : slot.start + slot.values]
             try:
@@ -139,8 +140,8 @@ class FixedPointSums:
         most = len(clear) * ring.most_weight
         if not len(clear) <= self.examples <= most:
             raise WireError(
-                f"secure: expected from {len(clear)} to {most} examples in the sum, found {self.examples}: a site has "
-                "sent another vector than it should"
+                f"secure: expected from {len(clear)} to {most} examples in the sum, found {self.examples}: a site "
+                "has sent a wrong vector"
             )
         for slot in slots.slots:
             largest = int(self._weights(slot).max(initial=0))
@@ -196,5 +197,5 @@ class FixedPointSums:
             if bool((values.abs() > most).any()) or norm > max_norm:
                 raise WireError(
                     f"{slot.name}: expected a sum of values within +-{self._ring.bound:g} each and a mean of norm "
-                    f"{max_norm:g} at most, found another: a site has sent another vector than it should"
+                    f"{max_norm:g} at most, found another: a site has sent a wrong vector"
                 )

@@ -68,7 +68,7 @@ class InProcessSecureSums:
         A server never knows all of them. Attacks remove them to see what they find where nothing is hidden.
         """
         attempt, site_state = self.last, self.sites[site].store.load()
-        assert attempt is not None, "begin comes first"
+        assert attempt is not None, "call begin first"
         assert site_state is not None
         private = crypto.private_key_from(bytes.fromhex(site_state.seed))
         return {

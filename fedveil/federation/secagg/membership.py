@@ -67,7 +67,7 @@ class RunMembership(SecAggMessage):
         if names != sorted(set(names)):
             raise ValueError("expected each name once, sorted")
         if self.neighbours % 2 or self.neighbours >= len(names):
-            raise ValueError("expected an even number of neighbours, below the number of members")
+            raise ValueError("expected an even number of neighbors, below the number of members")
         if self.threshold > self.count:
             raise ValueError("expected a threshold of at most the holders")
         return self

@@ -61,4 +61,4 @@ def describe_malformed(what: str, error: ValidationError) -> WireError:
     """Return an error that says what is wrong, without the offending value."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = sanitize(".".join(map(str, first["loc"])), 100)
-    return WireError(f"{what}: {where}: expected another form of it ({first['type']})")
+    return WireError(f"{what}: {where}: expected another form ({first['type']})")

@@ -87,11 +87,9 @@ class SecAggCoordinator:
         """Takes a run key. Raises WireError for one of another name or site, or that its owner did not sign."""
         known = self.roster.get(site)
         if any(other.run_key == member.run_key for name, other in self.members.items() if name != site):
-            raise WireError(f"secure: expected a run key of {site}'s own, found another site's")
+            raise WireError(f"secure: expected {site}'s own run key, found another site's")
         if member.name != site or not member.is_genuine(self.run) or known not in (None, member.signing_key):
-            raise WireError(
-                f"secure: expected the run key of {site}, signed with its key of the registry, found another"
-            )
+            raise WireError(f"secure: expected the run key of {site}, signed with its registered key, found another")
         self.members[site] = member
 
     def forget(self, site: str) -> None:
@@ -102,7 +100,7 @@ class SecAggCoordinator:
     def expel(self, site: str) -> None:
         """Leaves a faulty site out of all that follows: each of its sums would be thrown away."""
         self.forget(site)
-        self.expelled[site] = "secure: its shares did not open its secret, so the run goes on without it"
+        self.expelled[site] = "secure: its shares did not open its secret, so the run continues without it"
 
     def settle_on(self, connected: Collection[str]) -> PrekeyRequest:
         """The membership of the connected sites that have said their keys. A new one has no prekeys yet.
@@ -113,8 +111,8 @@ class SecAggCoordinator:
         there = [self.members[site] for site in sorted(connected) if site in self.members]
         if len(there) < self.settings.least:
             raise QuorumError(
-                f"secure.min-sites: expected at least {self.settings.least} sites with keys, found {len(there)}; start "
-                "the missing sites, or see why they refuse"
+                f"secure.min-sites: expected at least {self.settings.least} sites with keys, found {len(there)}; "
+                "start the missing sites, or check why they refuse"
             )
         if self.settings.threshold > (holders := self.settings.holders(len(there))):
             raise QuorumError(
@@ -148,5 +146,5 @@ class SecAggCoordinator:
 
     @property
     def _membership(self) -> RunMembership:
-        assert self.membership is not None, "settle_on comes first"
+        assert self.membership is not None, "call settle_on first"
         return self.membership

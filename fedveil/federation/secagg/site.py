@@ -131,7 +131,7 @@ class SecAggSite:
             )
         for member in asked.membership.members:
             if asked.roster.get(member.name) != member.signing_key:
-                raise PolicyError(f"roster: expected the signing key of {member.name} as it has it, found another")
+                raise PolicyError(f"roster: expected the signing key of {member.name} as listed, found another")
 
     def _require_threshold(self, membership: RunMembership) -> None:
         least = max(self.demands.min_threshold, (membership.count + self.demands.colluding) // 2 + 1)
@@ -174,8 +174,8 @@ class SecAggSite:
                 raise WireError(f"secure: expected the prekey of {prekey.site} with its signature, found another")
         if plan.least < least or graph_connectivity.smallest_component(membership, plan.cohort) < plan.least:
             raise PolicyError(
-                f"secure.min-sites: this site takes part in sums of at least {least}, found {plan.least} in a cohort "
-                f"of {len(plan.cohort)}, which masks join; raise it, the cohort or secure.graph-degree"
+                f"secure.min-sites: this site takes part in sums of at least {least} sites joined by masks, found "
+                f"{plan.least} in a cohort of {len(plan.cohort)}; raise it, the cohort or secure.graph-degree"
             )
         own = plan.prekey_of(self.name)
         seed = state.seed
@@ -185,8 +185,8 @@ class SecAggSite:
             or own.key != crypto.public_key_of(crypto.private_key_from(bytes.fromhex(seed))).hex()
         ):
             raise PolicyError(
-                "secure: expected this site's last prekey, not spent, found another, or none; a prekey is for one "
-                "attempt: ask for a new one"
+                "secure: expected this site's last prekey, unused, found another, or none; a prekey is for one "
+                "attempt: request a new one"
             )
 
     def mask(self, plan: AttemptPlan, vector: Integers) -> UploadAttachment:
@@ -228,23 +228,25 @@ class SecAggSite:
         fits = len(in_sum) == len(asked.in_sum) and in_sum <= set(plan.cohort) <= membership.by_name.keys()
         if not fits or graph_connectivity.smallest_component(membership, in_sum) < least:
             raise PolicyError(
-                f"secure: expected a sum of at least {least} sites of the plan, which masks join, found {len(in_sum)}; "
+                f"secure: expected a sum of at least {least} sites of the plan joined by masks, found {len(in_sum)}; "
                 "no share is opened"
             )
         if (missing := len(plan.cohort) - len(in_sum)) > (most := graph_connectivity.max_dropouts(membership)):
             raise PolicyError(
-                f"secure: expected at most {most} silent sites of {len(plan.cohort)}, found {missing}: holders that "
-                "are told of different sums could open one site's; none is opened"
+                f"secure: expected at most {most} silent sites of {len(plan.cohort)}, found {missing}: holders given "
+                "different sums could expose a single site's upload; no share is opened"
             )
         share_owners = {site for site in plan.cohort if self.name in membership.holders(site)}
         if asked.heard.keys() != share_owners & in_sum or asked.silent.keys() != share_owners - in_sum:
             raise PolicyError(
-                "secure: expected each site that it holds a share of, either in the sum or silent, found others; none "
-                "is opened"
+                "secure: expected each site whose share it holds, either in the sum or silent, found others; no "
+                "share is opened"
             )
         own = plan.prekey_of(self.name)
         if own is not None and self.name not in in_sum and own.number < state.prekeys - bool(state.seed):
-            raise PolicyError("secure: this site has masked for the plan, found itself called silent; none is opened")
+            raise PolicyError(
+                "secure: this site has masked an upload for the plan, but is listed as silent; no share is opened"
+            )
         opened: dict[How, dict[str, str]] = {"heard": {}, "silent": {}}
         answered = dict(state.answered)
         both: tuple[tuple[How, dict[str, str]], ...] = (("heard", asked.heard), ("silent", asked.silent))
@@ -273,8 +275,8 @@ class SecAggSite:
         now, before = OpenedPrekey(number=prekey.number, how=how, context=asked.context), kept.answered.get(run_key)
         if before is not None and (now.number < before.number or (now.number == before.number and now != before)):
             raise PolicyError(
-                f"secure: this site has opened its share of {site} for another list of sites, found it asked for once "
-                "more; never both halves"
+                f"secure: this site has opened its share of {site} for another list of sites, found a second "
+                "request; it never opens both halves"
             )
         return run_key, now
 
@@ -299,11 +301,13 @@ class SecAggSite:
     def _kept(self) -> SiteSecAggState:
         state = self.store.load()
         if state is None:
-            raise PolicyError("secure: expected this site's run key, found none; it has lost it: ask for a new one")
+            raise PolicyError("secure: expected this site's run key, found none; it was lost: request a new one")
         return state
 
     def _joined(self, plan: AttemptPlan) -> tuple[SiteSecAggState, RunMembership]:
         state = self._kept()
         if state.membership is None or state.membership.digest != plan.membership:
-            raise PolicyError("secure: expected the membership that this site has joined last, found another; set up")
+            raise PolicyError(
+                "secure: expected the membership that this site joined last, found another; repeat the setup"
+            )
         return state, state.membership

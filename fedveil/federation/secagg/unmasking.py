@@ -60,7 +60,7 @@ class UnmaskingAttempt:
     def check(self, site: str, attached: UploadAttachment) -> None:
         """Raises WireError unless it is the site's one upload, in time, and its shares are for the site's holders."""
         if site not in self.bundles or site in self.uploads or self._asked:
-            raise WireError(f"secure: expected one upload of each site, before the sum is closed; found one of {site}")
+            raise WireError(f"secure: expected one upload per site before the sum is closed; found one from {site}")
         if not attached.shares.are_for(self.membership.holders(site)):
             raise WireError(f"secure: expected shares of {site}'s mask for each of its holders, found others")
 
@@ -98,7 +98,7 @@ class UnmaskingAttempt:
         """
         asked = self._asked[holder]
         if not (opened.heard.keys() <= asked.heard.keys() and opened.silent.keys() <= asked.silent.keys()):
-            raise WireError("secure: expected the shares that were asked for, found others")
+            raise WireError("secure: expected the requested shares, found others")
         self._answered.add(holder)
         answers: tuple[tuple[How, dict[str, str]], ...] = (("heard", opened.heard), ("silent", opened.silent))
         wrong = []
@@ -110,7 +110,8 @@ class UnmaskingAttempt:
                     wrong.append(site)
         if wrong:
             raise WireError(
-                f"secure: expected its shares of {', '.join(wrong)} as made there, found others; they are left out"
+                f"secure: expected its shares of {', '.join(wrong)} as those sites made them, found others; they are "
+                "ignored"
             )
 
     def _is_own(self, how: How, site: str, holder: str, share: bytes) -> bool:
@@ -153,10 +154,10 @@ class UnmaskingAttempt:
             QuorumError: fewer uploads or shares than it takes, or shares that do not fit; nothing was opened.
         """
         self._require_least()
-        assert self._total is not None, "a total is taken once"
+        assert self._total is not None, "the total can be taken only once"
         if wanting := self.wanting:
             raise QuorumError(
-                f"secure.threshold: expected {self.membership.threshold} holders that open their shares of "
+                f"secure.threshold: expected {self.membership.threshold} holders to open their shares of "
                 f"{', '.join(wanting)}, found fewer"
             )
         off = list(self.own_masks().values())
@@ -180,8 +181,8 @@ class UnmaskingAttempt:
             )
         if (size := graph_connectivity.smallest_component(self.membership, self.uploads)) < self.plan.least:
             raise QuorumError(
-                f"secure.graph-degree: expected masks that join at least {self.plan.least} sites, found {size} of the "
-                f"{len(self.uploads)} that have uploaded by themselves; raise it"
+                f"secure.graph-degree: expected masks that join at least {self.plan.least} sites, found a separate "
+                f"group of {size} among the {len(self.uploads)} that uploaded; raise it"
             )
 
     def own_masks(self) -> dict[str, mask_streams.MaskStream]:
@@ -198,7 +199,7 @@ class UnmaskingAttempt:
 
     def _secret(self, how: How, site: str) -> bytes:
         if (secret := self._rebuilt(how, site)) is None:
-            raise QuorumError(f"secure: expected shares that open {site}'s secret, found shares of another one")
+            raise QuorumError(f"secure: expected shares that open {site}'s secret, found shares of another secret")
         return secret
 
     def _rebuilt(self, how: How, site: str) -> bytes | None:

@@ -131,7 +131,7 @@ def plan_memory(
     model_parts = _split(loaded, shape, settings, itemsize, ranks) if is_split else [loaded]
     model_parts += [] if adapter.trains_base else [MemoryPart("adapter, fp32", 4 * sent)]
     under = [MemoryPart("CUDA and its libraries (assumed)", CONTEXT)] if on_gpu else _under(messages[0])
-    file = MemoryPart("the base's files, mapped", stored or shape.parameters * settings.stored)
+    file = MemoryPart("base files, memory-mapped", stored or shape.parameters * settings.stored)
     own = ranks.share(train.batch_size)
     activation_bytes = _kept(settings, config, adapter, own, on_gpu)
     all_kept = activation_bytes.total_bytes(settings.layers, train.gradient_checkpointing)
@@ -140,7 +140,7 @@ def plan_memory(
         "training": (
             *under, *model_parts, *_stepped(moved, train, ranks, all_kept - activation_bytes.layer),
             MemoryPart("kept for the backward pass", all_kept),
-            MemoryPart("gradients of one layer's", activation_bytes.layer),
+            MemoryPart("gradients of one layer's activations", activation_bytes.layer),
             MemoryPart("logits", own * vocabulary * _LOGITS),
             _working(moved, shape, train, itemsize),
         )
@@ -153,7 +153,7 @@ def plan_memory(
     if not on_gpu:
         phases |= _before(under, loaded, file, adapter)
     host = [*_under(messages[0]), MemoryPart("trained weights", 4 * sent), MemoryPart("upload", messages[1])]
-    host += [MemoryPart("base, until it is divided, of each process", weights)] if is_split else []
+    host += [MemoryPart("unsharded base of each process, while loading", weights)] if is_split else []
     return MemoryPlan(phases, tuple(host) if on_gpu else ())
 
 
@@ -182,16 +182,16 @@ def _before(
 ) -> dict[str, tuple[MemoryPart, ...]]:
     phases: dict[str, tuple[MemoryPart, ...]] = {"loading": (*under, loaded, file)}
     if adapter.trains_base:
-        phases["first turn"] = (*under, loaded, MemoryPart("a copy of the base, to compare", loaded.nbytes))
+        phases["first turn"] = (*under, loaded, MemoryPart("copy of the base, for comparison", loaded.nbytes))
     return phases
 
 
 def _stepped(spec: Spec, train: TrainConfig, ranks: RankLayout, gone: int) -> list[MemoryPart]:
     sizes = [4 * _entries(tensor) for tensor in spec.values()]
-    gradients = MemoryPart("gradients of what is trained", sum(sizes))
+    gradients = MemoryPart("gradients of the trained weights", sum(sizes))
     if train.gradient_accumulation_steps == 1:
-        gradients = MemoryPart("gradients beyond what is kept", max(0, sum(sizes) - gone))
-    sums = [MemoryPart("their sums, a piece", min(sum(sizes), max(_PIECE, *sizes)))] if ranks.count > 1 else []
+        gradients = MemoryPart("gradients beyond the freed activations", max(0, sum(sizes) - gone))
+    sums = [MemoryPart("gradient sums, one chunk", min(sum(sizes), max(_PIECE, *sizes)))] if ranks.count > 1 else []
     states = MemoryPart(f"states of {train.optimizer}", _states(spec, train))
     return [gradients, *sums, states]
 
@@ -203,8 +203,8 @@ def _split(
     outside = sum(shape.parts.get(part, 0) for part in ("embeddings", "head")) * itemsize
     layer = max(0, base_.nbytes - shape.buffers - outside) // settings.layers
     return [
-        MemoryPart(f"{base_.name}, a part of {ranks.count}", ranks.share(base_.nbytes)),
-        MemoryPart("two layers, embeddings and head, whole", 2 * layer + outside),
+        MemoryPart(f"{base_.name}, one of {ranks.count} shards", ranks.share(base_.nbytes)),
+        MemoryPart("two layers, embeddings and head, unsharded", 2 * layer + outside),
     ]
 
 
@@ -232,16 +232,20 @@ def _words(bits: str, itemsize: int) -> str:
 def _require_planned(settings: ModelConfig, config: RunConfig, adapter: Adapter) -> None:
     if adapter.mount != "layers":
         raise ConfigError(
-            f'adapter.kind: expected "lora", "hadamard-lora" or "all", found "{adapter.kind}", not planned'
+            f'adapter.kind: expected "lora", "hadamard-lora" or "all", found "{adapter.kind}", which memory planning '
+            "does not support"
         )
     if config.dp.clip_norm:
         raise ConfigError(
-            "dp.clip-norm: expected 0, found a gradient for each row, which is not planned; plan without it"
+            "dp.clip-norm: expected 0, found per-row gradients, which memory planning does not support; plan without "
+            "them"
         )
     if config.train.compile:
-        raise ConfigError("train.compile: expected false, found true, which is not planned; plan without it")
+        raise ConfigError(
+            "train.compile: expected false, found true, which memory planning does not support; plan without it"
+        )
     if settings.context and config.task.max_tokens > settings.context:
         raise ConfigError(
-            f"task.max-tokens: expected at most {settings.context}, the base's positions, found "
+            f"task.max-tokens: expected at most {settings.context}, the base's context length, found "
             f"{config.task.max_tokens}; lower it"
         )

@@ -20,7 +20,7 @@ from fedveil.errors import TaskError
 from fedveil.sanitize import sanitize
 
 _MOST_BYTES = 1 << 20  # of a config.json; those of known bases have some kilobytes
-_NEXT = "plan with the config.json of a base that FedVeil would load"
+_NEXT = "use the config.json of a base that FedVeil can load"
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODE = ("auto_map", "custom_pipelines")
 
@@ -118,14 +118,18 @@ def read_model_config(folder: Path) -> ModelConfig:
         if key in content:
             raise _unfit(key, "no code of its own, which FedVeil never runs", sanitize(content[key], 80))
     if "quantization_config" in content:
-        raise _unfit("quantization_config", "weights of 16 or 32 bits, which FedVeil quantises itself", "one")
+        raise _unfit("quantization_config", "weights of 16 or 32 bits, which FedVeil quantizes itself", "one")
     return _checked(content)
 
 
 def _checked(content: Mapping[str, Any]) -> ModelConfig:
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in _NUMBERS:
-        raise _unfit("model_type", f"one of {', '.join(_NUMBERS)}, which alone are planned", sanitize(repr(kind), 80))
+        raise _unfit(
+            "model_type",
+            f"one of {', '.join(_NUMBERS)}, the types that memory planning supports",
+            sanitize(repr(kind), 80),
+        )
     values: dict[str, Any] = {}
     for key, number in _NUMBERS[kind].items():
         value = content.get(key)

@@ -121,7 +121,7 @@ class RankTeam(GradientBackend):
                 if self._answering and rank not in self._early:
                     self._early[rank] = message
                     continue
-                raise RankError(f"processes: expected rank {rank} to wait, found that it said {dict(message.head)}")
+                raise RankError(f"processes: expected rank {rank} to wait, found that it sent {dict(message.head)}")
 
     def leave(self) -> None:
         """Leaves the group, once the others' channels are closed."""
@@ -186,8 +186,8 @@ class RankTeam(GradientBackend):
     def gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
         if self._sharded:
             raise ConfigError(
-                "shard-base: expected false for gradients of single rows, found true; set it to false in the node "
-                "config, or choose a method without them, and no [dp]"
+                "shard-base: expected false for per-row gradients, found true; set it to false in the node config, "
+                "or choose a method that needs none, without [dp]"
             )
         spec = self._task.spec
         if not isinstance(self._task, per_example.PerExampleLoss):
@@ -229,7 +229,7 @@ class RankTeam(GradientBackend):
     def _given_out(self, batch: ExampleBatch, do: str, head: Mapping[str, Any]) -> ExampleBatch:
         """Sends the others their parts of a batch of this team; rank 0's own."""
         if not isinstance(batch, DividedBatch):
-            raise TypeError(f"batch: expected one that this team has divided, found {type(batch).__name__}")
+            raise TypeError(f"batch: expected a batch that this team has divided, found {type(batch).__name__}")
         for rank, part in enumerate(batch.parts[1:], 1):
             self._say(rank, batch_message(part, {"do": do, "counts": rank < batch.counted, **head}))
         return batch.parts[0]

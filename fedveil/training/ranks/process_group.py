@@ -93,7 +93,7 @@ class RankGroup:
                 self._check()
                 time.sleep(0.05)
             raise RankError(
-                f"processes: expected an answer of every rank, found {error}; see the worker's log"
+                f"processes: expected an answer from every rank, found {error}; see the worker's log"
             ) from error
 
 

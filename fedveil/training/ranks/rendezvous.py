@@ -18,7 +18,7 @@ def check_devices(device: str, size: int, there: int) -> None:
     if there and ":" in device:
         raise ConfigError(
             f'device: expected "auto" or "cuda" at a site with processes = {size}, found "{device}"; '
-            "CUDA_VISIBLE_DEVICES says which devices the site may have"
+            "CUDA_VISIBLE_DEVICES selects the devices of the site"
         )
     if there and size > there:
         raise ConfigError(f"processes: expected at most {there}, the site's CUDA devices, found {size}; lower it")

@@ -19,7 +19,7 @@ def check_shardable(config: RunConfig, adapter: Adapter) -> None:
         ("train.compile", "false", "true", train.compile),
         (
             "method.params",
-            "an adapter that leaves the base as it is",
+            "an adapter that does not train the base",
             f'one of kind "{adapter.kind}"',
             adapter.trains_base,
         ),

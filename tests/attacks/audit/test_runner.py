@@ -64,7 +64,7 @@ def test_what_shows_but_is_no_higher_than_a_control_to_lose_reaches_is_counted_a
 @pytest.mark.parametrize("verdict", ["contains", "below"])
 def test_an_attack_that_does_not_win_undefended_is_unusable(verdict):
     control_note = note("loss", LOST, found("overfitted FedAvg", "loss", verdict), found("server", "loss", "contains"))
-    assert "NOT usable here, for it does not win where members are known by heart" in control_note
+    assert "NOT usable here, because it does not win where members are memorized" in control_note
 
 
 @pytest.mark.parametrize("verdict", ["above", "below"])
@@ -72,7 +72,7 @@ def test_an_attack_that_does_not_win_undefended_is_unusable(verdict):
 def test_an_attack_that_tells_rows_apart_that_nobody_trained_on_is_unusable(model, verdict):
     given = {f.model: f for f in (LOST, OTHER)} | {model: found(model, "loss", verdict)}
     control_note = note("loss", *given.values(), WON, found("server", "loss", "above"))
-    assert f"NOT usable here, for it tells rows apart that nobody trained on there ({model}: " in control_note
+    assert f"NOT usable here, because it separates rows that were not trained on there ({model}: " in control_note
 
 
 def test_without_controls_an_attack_is_unusable():
@@ -84,7 +84,7 @@ def test_without_controls_an_attack_is_unusable():
 def test_a_control_on_which_all_rows_score_the_same_is_none():
     same = (0.5, 0.5, 0.5)
     empty = replace(LOST, auroc=same)
-    assert "NOT usable here, for it tells" in note("loss", empty, WON, found("server", "loss", "above"))
+    assert "NOT usable here, because it separates" in note("loss", empty, WON, found("server", "loss", "above"))
     assert "its controls hold (to lose: 0.510" in note("loss", empty, OTHER, WON, found("server", "loss", "above"))
     apart = replace(LOST, auroc=(1.0, 1.0, 1.0), verdict="above")
     assert "round 0: 1.000 [1.000, 1.000]" in note("loss", apart, WON, found("server", "loss", "above"))
@@ -95,15 +95,17 @@ def test_an_attack_that_scores_all_rows_of_a_model_alike_says_nothing_of_it():
     blind = replace(found("b", "loss", "contains"), auroc=(0.5, 0.5, 0.5))
     seen = found("a", "loss", "contains")
     assert verdict.strongest_findings([LOST, WON, blind, seen]) == [seen]
-    assert verdict.audit_verdict([LOST, WON, blind]).startswith("Not decided: no attack was tried on the run")
+    assert verdict.audit_verdict([LOST, WON, blind]).startswith(
+        "Not decided: no attack whose controls hold was tried on the run"
+    )
     notes = verdict.control_notes([LOST, WON, blind, seen], CONTROL, None)
-    assert "loss: it scores all rows alike on b, so it says NOTHING of them." in notes
+    assert "loss: it scores all rows alike on b, so it says NOTHING about them." in notes
     assert any(text.endswith("Membership shows in none of 1 models.") for text in notes)
     made = collector(_Site())
     made.kinds["loss"] = "uploads"
     targets = [("uploads", "a"), ("uploads", "b")]
     assert made.undecided([LOST, WON, blind, seen], targets) == [
-        "b: no attack on what it sent was tried whose controls hold"
+        "b: no attack on its uploads was tried whose controls hold"
     ]
 
 
@@ -111,7 +113,7 @@ def test_the_control_of_other_rows_is_told_of():
     assert "There is NO control of other rows" in verdict.control_notes([], CONTROL, None)[1]
     taught = SimpleNamespace(loss_share=0.61, rounds=3, members=range(40))
     assert (
-        "was taught 40 of the members to 61 % of their loss (epochs: 3)"
+        "was trained on 40 of the members to 61 % of their loss (epochs: 3)"
         in verdict.control_notes([], CONTROL, taught)[1]
     )
 
@@ -243,7 +245,7 @@ BY_UPLOAD = {(attack, site) for attack in ("alignment", WRONG_SITE) for site in 
     ("sends", "attacked", "said"),
     [
         ("weights", BY_UPLOAD | {("loss", "a"), ("loss", "b")}, ""),
-        ("gradients", BY_UPLOAD, "Sites send gradients"),
+        ("gradients", BY_UPLOAD, "The sites send gradients"),
         ("changes", set(), "uploads are NOT attacked"),
     ],
 )
@@ -263,7 +265,7 @@ def test_an_attack_says_which_uploads_it_reads(monkeypatch):
     assert attack_model_pairs >= {("change", "a"), ("change, wrong site", "a")}
     assert not [f for f in attack_model_pairs if f[0] == "alignment" and f[1] in "ab"]
     assert "NOT attacked" not in " ".join(result.notes)
-    assert any(n.startswith("change: NOT usable here, for it does not win") for n in result.notes)
+    assert any(n.startswith("change: NOT usable here, because it does not win") for n in result.notes)
 
 
 def test_an_attack_stands_beside_the_controls_that_it_names(monkeypatch):
@@ -375,7 +377,7 @@ def test_an_audit_says_of_what_it_could_not_tell_anything(monkeypatch):
     collector_.kinds["loss"] = "model"
     asked = [("model", "server"), ("model", "a"), ("uploads", "a"), ("model", "b")]
     assert collector_.undecided(audit_findings, asked) == [
-        "a: no attack on what it sent was tried whose controls hold",
+        "a: no attack on its uploads was tried whose controls hold",
         "b: no attack on its model was tried whose controls hold",
     ]
     assert len(collector_.undecided([replace(audit_findings[0], verdict="contains"), *audit_findings[1:]], asked)) == 4

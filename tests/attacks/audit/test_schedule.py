@@ -63,7 +63,7 @@ def test_an_attack_without_its_controls_is_not_tried():
     left = take_steps(steps, TimeBudget(7.0, clock))
     assert clock.done == [("x", "overfitted"), ("y", "server")]
     assert describe_skipped(left) == [
-        "Left out: x on other rows, server: the time did not suffice; give --minutes a higher number, or leave it out."
+        "Left out: x on other rows, server: there was not enough time; raise --minutes, or leave it out."
     ]
 
 

@@ -78,21 +78,21 @@ def test_a_rank_below_a_row_s_tokens_keeps_it_off(audited, monkeypatch):
     [
         ({"dp.clip-norm": 0.0}, "train by AdamW"),
         ({"dp.noise-multiplier": 1.0}, "add noise to every step"),
-        ({"train.max-steps": 3}, "make 3 in a participation"),
-        ({"train.max-steps": 0}, "make as many as their epochs have"),
+        ({"train.max-steps": 3}, "take 3 in a participation"),
+        ({"train.max-steps": 0}, "take as many as their epochs have"),
         ({"train.precision": "bf16"}, "train in bf16"),
     ],
 )
 def test_a_run_without_single_plain_steps_is_left_out_with_its_reason(audited, changes, reason):
     view, knowledge, _, members, non_members = audited
     (note,) = token_recovery_audit.audit_notes(view, knowledge, parse({**ONE_STEP, **changes}), members, non_members)
-    assert note.startswith("Left out: tokens off the span of one step: ")
+    assert note.startswith("Left out: tokens from the span of one step: ")
     assert reason in note
 
 
 def test_other_uploads_and_rows_are_left_out_with_their_reason(audited):
     view, knowledge, config, members, non_members = audited
-    assert "no texts" in token_recovery_audit.explain_misfit(view, SimpleNamespace(), config)
+    assert "not texts" in token_recovery_audit.explain_misfit(view, SimpleNamespace(), config)
     proxy = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(upload_kind="changes")))
     assert "changes of a proxy" in token_recovery_audit.explain_misfit(proxy, knowledge.task, config)
     whole = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(upload_kind="gradients", exchange="epoch")))
@@ -100,13 +100,13 @@ def test_other_uploads_and_rows_are_left_out_with_their_reason(audited):
     one = replace(view, exchange=SimpleNamespace(method=SimpleNamespace(upload_kind="gradients", exchange="batch")))
     assert token_recovery_audit.explain_misfit(one, knowledge.task, parse({**ONE_STEP, "dp.clip-norm": 0.0})) == ""
     (over,) = token_recovery_audit.audit_notes(view, knowledge, config, members, non_members, lambda: True)
-    assert over.endswith("the time did not suffice.")
+    assert over.endswith("there was not enough time.")
     none_moved = replace(knowledge, initial={"m.weight": torch.zeros(1)})
     assert token_recovery_audit.describe_recovery(view, none_moved, members, non_members) == [
-        "Left out: tokens off the span of one step: no layer with a pair reads the embeddings alone."
+        "Left out: tokens from the span of one step: no layer with a LoRA pair reads only the embeddings."
     ]
     unseen = type("Unseen", (AdversaryView,), {"is_unseen": True})(view.tap, view.exchange)
-    assert "summed unseen" in token_recovery_audit.explain_misfit(unseen, knowledge.task, config)
+    assert "saw only sums" in token_recovery_audit.explain_misfit(unseen, knowledge.task, config)
 
 
 def test_the_first_attention_reads_the_embeddings_alone_and_later_ones_do_not(audited):

@@ -171,13 +171,13 @@ def test_what_holds_no_coins_is_refused(tmp_path, text):
 
 def test_pairs_that_do_not_fit_are_refused(run, tmp_path):
     for rows, coins in ((30, 20), (100, 19), (0, 0)):
-        with pytest.raises(ConfigError, match=f"--pairs: expected 20 to 20000, and half of the {rows} rows"):
+        with pytest.raises(ConfigError, match=f"--pairs: expected 20 to 20000, and at most half of the {rows} rows"):
             plant_canaries(rows_of(rows), "y", np.ones(coins, dtype=bool), random.Random(0))
     folder, view, knowledge = run(Untrained)
     with pytest.raises(ConfigError, match="--canaries: expected a site of the run .a, b., found c"):
         bound_from_audit(folder, "c", view, knowledge, DELTA)
     (folder / "secret" / "first.jsonl").write_text((folder / "data" / "train.jsonl").read_text())
-    with pytest.raises(ConfigError, match="expected 60 rows, one a coin, found"):
+    with pytest.raises(ConfigError, match="expected 60 rows, one per coin, found"):
         bound_from_audit(folder, "a", view, knowledge, DELTA)
     (folder / "secret" / "first.parquet").write_text("")
     with pytest.raises(StateError, match="expected one file first"):
@@ -187,12 +187,12 @@ def test_pairs_that_do_not_fit_are_refused(run, tmp_path):
 @pytest.mark.parametrize(
     ("claim", "said"),
     [
-        (None, "at most: nothing is claimed."),
-        (PrivacyBudget(float("inf"), DELTA, Adjacency.REPLACE_ONE), "at most: nothing is claimed."),
+        (None, "claimed: nothing."),
+        (PrivacyBudget(float("inf"), DELTA, Adjacency.REPLACE_ONE), "claimed: nothing."),
         (PrivacyBudget(3.0, DELTA, Adjacency.REPLACE_ONE), "claimed: at most 3 at delta 1e-05, replace-one."),
         (PrivacyBudget(2.0, DELTA, Adjacency.REPLACE_ONE), "The claim is CONTRADICTED"),
-        (PrivacyBudget(2.0, DELTA, Adjacency.ADD_OR_REMOVE_ONE), "another relation or delta and not compared."),
-        (PrivacyBudget(2.0, 1e-6, Adjacency.REPLACE_ONE), "another relation or delta and not compared."),
+        (PrivacyBudget(2.0, DELTA, Adjacency.ADD_OR_REMOVE_ONE), "another adjacency or delta and is not compared."),
+        (PrivacyBudget(2.0, 1e-6, Adjacency.REPLACE_ONE), "another adjacency or delta and is not compared."),
         (PrivacyBudget(2.0, DELTA, Adjacency.REPLACE_ONE, server_trusted=True), "nothing against the server"),
     ],
 )

@@ -98,5 +98,5 @@ def test_a_row_s_score_does_not_depend_on_the_other_rows_asked(run):
 
 def test_it_declines_a_run_of_one_site(run):
     view, knowledge, rows = run(sites="a")
-    assert FedMIAAttack().misfit(view, knowledge) == "it compares sites, and one alone took part in the run"
+    assert FedMIAAttack().misfit(view, knowledge) == "it compares sites, and only one took part in the run"
     assert not fedmia_scores(view, "a", knowledge, rows["a"]).any()

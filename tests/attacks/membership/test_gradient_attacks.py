@@ -295,4 +295,4 @@ def test_a_run_whose_sites_train_beside_a_residual_is_left_to_other_attacks(run)
 
     for attack in ATTACKS:
         assert attack.misfit(view, knowledge) == ""
-        assert "beside a residual" in attack.misfit(view, AdversaryKnowledge(Beside(), knowledge.initial))
+        assert "with a residual" in attack.misfit(view, AdversaryKnowledge(Beside(), knowledge.initial))

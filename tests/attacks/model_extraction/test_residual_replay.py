@@ -201,7 +201,7 @@ def test_sums_of_pairs_are_attacked_and_sums_of_products_left_out(taught, same_m
     assert area(sums, knowledge, rows, points(40, 9)) > 0.75
     products, _, knowledge, _ = taught("flora", secure=True)
     hidden = MaskedUploadView.from_capture(products.tap, products.exchange, products.config.secure)
-    assert "products of the pairs alone" in explain_misfit(AlignmentAttack(), hidden, knowledge)
+    assert "sums of the pairs' products" in explain_misfit(AlignmentAttack(), hidden, knowledge)
     model = latest_factors(
         SecureSumView.from_capture(products.tap, products.exchange, products.models()["server"]), "a", final
     )

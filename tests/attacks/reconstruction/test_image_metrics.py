@@ -108,7 +108,7 @@ def test_refusals():
         structural_similarity(constant(0.0, 10), constant(0.0, 10), 1)
     with pytest.raises(ValueError, match="expected 4 patches of 12"):
         join_patches(torch.zeros(4, 13), 3, 4, 4, 2)
-    with pytest.raises(ValueError, match="beside number 0, found 1"):
+    with pytest.raises(ValueError, match="other than number 0, found 1"):
         mean_image(torch.zeros(1, 1, 2, 2), without=0)
     with pytest.raises(ValueError, match="found 1 images and 2 labels"):
         contact_sheet([constant(0.0)], ["a", "b"])

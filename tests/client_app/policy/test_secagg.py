@@ -31,7 +31,7 @@ DEMANDS = f'require-secure = true\nmin-cohort = 4\nmin-threshold = 4\nroster = "
 @pytest.mark.parametrize(
     "text,config,reason",
     [
-        ("require-secure = true", {}, "secure.enabled: this site permits masked uploads alone, found false"),
+        ("require-secure = true", {}, "secure.enabled: this site permits only masked uploads, found false"),
         (DEMANDS, SECURE | {"secure.min-sites": 3}, "secure.min-sites: this site permits at least 4, found 3"),
         (DEMANDS, SECURE | {"secure.threshold": 3}, "secure.threshold: this site permits at least 4, found 3"),
         (DEMANDS, SECURE | {"secure.roster": ""}, f"secure.roster: this site permits {ROSTER}, found none"),
@@ -75,7 +75,7 @@ def test_a_site_that_requires_it_answers_a_run_in_the_clear_before_data_is_looke
     ours.start(grid, initial(task), num_rounds=1)
     (record,) = ours.history
     assert record.accepted == ["north", "south"]
-    assert record.failed["west"].startswith("PolicyError: secure.enabled: this site permits masked uploads alone")
+    assert record.failed["west"].startswith("PolicyError: secure.enabled: this site permits only masked uploads")
     assert len(opened) == 2
 
 
@@ -144,5 +144,5 @@ def test_a_membership_with_a_lower_threshold_than_the_sites_own_is_refused(tmp_p
 
 
 def test_a_question_in_a_run_in_the_clear_is_refused(tmp_path):
-    with pytest.raises(WireError, match="expected no question in a run with secure.enabled = false"):
+    with pytest.raises(WireError, match="expected no request in a run with secure.enabled = false"):
         secure_round.answer_secagg_request(assignment(tmp_path, ""), MembershipRequest(run="r").to_bytes())

@@ -57,9 +57,9 @@ def test_without_a_policy_everything_passes():
         ('models = ["gpt2"]', 'task.model: this site permits .* found "tiny"'),
         ("max-rounds = 4", "run.rounds: this site permits at most 4, found 5"),
         (None, r"policy: expected a readable policy file, found none \(FileNotFoundError\)"),
-        ("methods = fedavg", r"found one that does not fit \(TOMLDecodeError\)"),
-        ("method = []", "found one that does not fit .method: Extra inputs are not permitted"),
-        ('methods = "fedavg"', "found one that does not fit .methods: Input should be a valid list"),
+        ("methods = fedavg", r"found an invalid one \(TOMLDecodeError\)"),
+        ("method = []", "found an invalid one .method: Extra inputs are not permitted"),
+        ('methods = "fedavg"', "found an invalid one .methods: Input should be a valid list"),
     ],
 )
 def test_it_fails_closed_and_names_the_key(text, reason, tmp_path):
@@ -136,7 +136,7 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
              'adjacency = "none"', "max-retries = -1", "min-batch = 0", "max-bytes-a-round = 0", "min-examples = true"]
 )  # fmt: skip
 def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
-    with pytest.raises(PolicyError, match="expected a readable policy file, found one that does not fit"):
+    with pytest.raises(PolicyError, match="expected a readable policy file, found an invalid one"):
         check_run(assignment(tmp_path, text))
 
 
@@ -147,7 +147,7 @@ def test_a_value_of_another_kind_closes_the_site(text, tmp_path):
     ('[permits]\n"method.fields.rho" = 0.5', "method.params.rho"),
 ])  # fmt: skip
 def test_a_key_by_its_old_name_closes_the_site_and_the_new_one_is_said(text, new, tmp_path):
-    with pytest.raises(PolicyError, match=f"expected the name that this key has now, {new}"):
+    with pytest.raises(PolicyError, match=f"expected the key's current name, {new}"):
         check_run(assignment(tmp_path, text))
 
 
@@ -220,7 +220,7 @@ def test_epsilon_is_compared_and_closes_on_what_is_no_number(found, permitted, t
 @pytest.mark.long
 def test_an_epsilon_that_cannot_be_had_closes_the_site(tmp_path):
     with pytest.raises(
-        PolicyError, match="epsilon: expected one from the method, found none .*unknown field of fedrand"
+        PolicyError, match="epsilon: expected a value from the method, found none .*unknown field of fedrand"
     ):
         run_epsilon(assignment(tmp_path, "", order={"fields": '{"nothing": 1}'}), 1e-5)
 

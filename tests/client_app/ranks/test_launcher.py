@@ -50,7 +50,7 @@ def test_a_base_in_shards_trains_as_a_whole_one(tmp_path):
             one, two = (trainer.train(pair.weights) for trainer in pair.trainers(pair.rows[:9]))
             assert_same(one.weights, two.weights, pair.weights)
             assert two.report["loss_received"] == pytest.approx(one.report["loss_received"], rel=1e-5)
-        with pytest.raises(ConfigError, match="shard-base: expected false for gradients of single rows"):
+        with pytest.raises(ConfigError, match="shard-base: expected false for per-row gradients"):
             two = pair.both.trainer(pair.rows[:9], RandomStream(KEY)).rows.per_sample(
                 pair.weights, BatchIndices((0, 1))
             )
@@ -143,7 +143,7 @@ def test_each_rank_needs_a_device_of_its_own(device, size, there, said):
     [
         ({"train__quantized_base": "4bit"}, 'train.quantized-base: expected "none" at a site with shard-base'),
         ({"train__compile": True}, "train.compile: expected false at a site with shard-base = true, found true"),
-        ({"method": "random_binary"}, "method.params: expected an adapter that leaves"),
+        ({"method": "random_binary"}, "method.params: expected an adapter that does not"),
     ],
 )
 def test_a_base_that_cannot_be_divided_is_refused_before_a_process_starts(tmp_path, keys, said):
@@ -165,5 +165,5 @@ def test_a_task_that_gains_nothing_from_more_processes_has_none(tmp_path, caplog
     assert at_first(assignment, strategies.create_method("promptfl")) == "auto"
     with caplog.at_level(logging.INFO):
         assert client_session.ClientSession().launch_ranks(task_of(assignment), assignment) is None
-    assert "processes: one of 2 trains, for clip-prompt gains nothing from more" in caplog.text
+    assert "processes: only one of 2 trains, because clip-prompt gains nothing from more" in caplog.text
     assert not ranks()

@@ -71,7 +71,7 @@ def test_a_round_is_repeated_as_often_as_the_site_permits(ask):
     assert [ask(0)[:11] for _ in range(5)] == ["all", "all", "all", "PolicyError", "PolicyError"]
     assert "at most 3 times" in ask(0)
     assert ask(0, "max-retries = 3") == "all"
-    assert ask(0, "max-retries = 3").startswith("PolicyError: round: this site serves one at most 4 times")
+    assert ask(0, "max-retries = 3").startswith("PolicyError: round: this site serves a round at most 4 times")
     assert ask(1, "max-retries = 0") == "top"
     assert ask(1, "max-retries = 0").startswith("PolicyError")
 
@@ -81,7 +81,9 @@ def test_a_private_layer_leaves_a_site_once_whatever_round_the_server_names(ask)
     assert [ask(round_) for round_ in (0, 1, 0)] == ["all", "top", "all"]
     assert len({fields for variant, fields in ask.uploads if variant == "all"}) == 1
     another = ask(0, shift=1.0)
-    assert another.startswith("PolicyError: round: expected the message that this site was sent for round 0 before")
+    assert another.startswith(
+        "PolicyError: round: expected the message and last turn that this site received before for round 0"
+    )
     assert [ask(2)] + [ask(round_)[:11] for round_ in (-1, 0)] == ["top", "PolicyError", "PolicyError"]
 
 
@@ -90,8 +92,8 @@ def test_a_round_is_repeated_from_the_state_that_it_began_with(ask):
     assert ask(0) == "all"
     assert ask(1, last=ask.turns[0]) == "top"
     assert (
-        ask(1) == "PolicyError: round: expected the message that this site was sent for round 1 before, and the "
-        "same last turn, found another; start a new run"
+        ask(1) == "PolicyError: round: expected the message and last turn that this site received before for round 1, "
+        "found others; start a new run"
     )
     assert ask(1, last=ask.turns[0]) == "top"
 
@@ -115,7 +117,7 @@ def test_a_turn_that_ended_before_it_took_in_the_message_is_no_serving(ask, monk
     with monkeypatch.context() as broken:
         broken.setattr(decisions, "check_examples", refuses)
         assert [ask(1)[:9] for _ in range(3)] == ["TaskError"] * 3
-    assert ask(1).startswith("PolicyError: round: this site serves one at most 3 times")
+    assert ask(1).startswith("PolicyError: round: this site serves a round at most 3 times")
 
 
 def test_a_serving_whose_message_was_taken_in_is_not_given_back(tmp_path):

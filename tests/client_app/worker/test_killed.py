@@ -84,7 +84,7 @@ def test_killed_in_training_twice_is_an_error_and_the_private_state_stays(bench)
     bench.turn(0)
     before = bench.private()
     bench.orders(deaths=2)
-    gone = r"expected an upload, found it gone after .* \(UNAVAILABLE\): SIGKILL: killed, .* MB when it last wrote; its"
+    gone = r"expected an upload, found it gone after .* \(UNAVAILABLE\): SIGKILL: killed, .* MB at its last report; its"
     with pytest.raises(registry.WorkerDiedError, match=gone) as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
@@ -104,9 +104,7 @@ def test_killed_for_memory_by_the_kernel_the_site_is_told_what_to_lower_and_the_
         monkeypatch.setattr(sys, "executable", grouped_python(tmp_path, group))
         with pytest.raises(registry.WorkerDiedError) as error:
             bench.turn(0)
-    pattern = (
-        r"SIGKILL: killed by the kernel for want of memory: \d+ of (799|800) MB when it last wrote; .* train.batch-size"
-    )
+    pattern = r"SIGKILL: killed by the kernel because memory ran out: \d+ of (799|800) MB at its last report; .*batch"
     assert re.search(pattern, str(error.value)), error.value
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: out of memory"
     assert [bool(re.search(pattern, line["failed"])) for line in bench.ends()] == [True, True]
@@ -120,7 +118,9 @@ def test_a_worker_that_nobody_here_started_is_judged_by_what_it_noted(bench, mon
     much = process_exit.note_memory() | {"peak_mb": 980, "limit_mb": 1000}
     monkeypatch.setattr(WorkerRegistry, "noted", lambda self, worker: much)
     monkeypatch.setattr(registry, "_exit_code", lambda pid: None)
-    with pytest.raises(registry.WorkerDiedError, match="killed, probably for want of memory: 980 of 1000 MB") as error:
+    with pytest.raises(
+        registry.WorkerDiedError, match="killed, probably because memory ran out: 980 of 1000 MB"
+    ) as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: probably out of memory"
     assert registry._exit_code(os.getppid()) is None
@@ -133,7 +133,7 @@ def test_a_crash_is_not_taken_for_want_of_memory(bench, monkeypatch):
     monkeypatch.setattr(
         WorkerRegistry, "noted", lambda self, worker: process_exit.note_memory() | {"peak_mb": 980, "limit_mb": 1000}
     )
-    with pytest.raises(registry.WorkerDiedError, match="SIGSEGV: it was not killed for want of memory") as error:
+    with pytest.raises(registry.WorkerDiedError, match="SIGSEGV: it was not killed for lack of memory") as error:
         bench.turn(1)
     assert client.public_reason(error.value) == "WorkerError: the site's worker ended: killed or crashed"
 

@@ -68,7 +68,7 @@ def test_only_what_is_attached_asks_for_gradients(adapter):
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if adapter.mount == "texts":
-        with pytest.raises(ConfigError, match='found "prompt"; a prompt goes with a CLIP'):
+        with pytest.raises(ConfigError, match='found "prompt"; kind "prompt" requires a CLIP model'):
             adapter.attach(model)
         return
     trained = adapter.attach(model)

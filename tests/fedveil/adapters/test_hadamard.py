@@ -132,9 +132,9 @@ def test_only_the_factors_train():
 def test_a_head_is_left_out_and_other_modules_are_refused():
     assert not any("lm_head" in n for n in HadamardLoraAdapter(rank=2).attach(gpt2()))
     for targets, reason in (
-        ("nothing", "no module has such a name"),
-        (r".*\.attn", r"transformer\.h\.0\.attn is no linear layer"),
-        ("(", "no regular expression"),
+        ("nothing", "no module name matches"),
+        (r".*\.attn", r"transformer\.h\.0\.attn is not a linear layer"),
+        ("(", "not a regular expression"),
     ):
         with pytest.raises(ConfigError, match=f"adapter.targets: expected .*{reason}"):
             HadamardLoraAdapter(targets=targets).attach(gpt2())

@@ -148,7 +148,7 @@ def test_a_plan_has_its_residual_in_memory_and_no_states_for_it():
         for adapter in (ResidualLoraAdapter(rank=2), LoraAdapter(rank=2))
     )
     assert ours["adapter, fp32"] - theirs["adapter, fp32"] == dense
-    assert ours["gradients of what is trained"] == theirs["gradients of what is trained"]
+    assert ours["gradients of the trained weights"] == theirs["gradients of the trained weights"]
     assert ours["states of adamw"] == theirs["states of adamw"]
 
 

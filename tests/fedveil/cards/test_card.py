@@ -42,7 +42,7 @@ def test_a_run_without_dp_says_plainly_that_there_is_no_guarantee(tmp_path):
     assert f"**{privacy_card.guarantee.says}**" in markdown.card_page(privacy_card)
     assert privacy_card.guarantee.says in hub_readme.hub_page(privacy_card, set())
     assert "differential-privacy" not in ModelCard(hub_readme.hub_page(privacy_card, set())).data.tags
-    assert any("withholding is no bound" in line for line in privacy_card.not_protected)
+    assert any("withholding does not bound" in line for line in privacy_card.not_protected)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,11 @@ def test_a_site_that_reported_nothing_counts_with_what_its_ledger_allows(tmp_pat
         del row["reports"]["south"]
     guarantee = card(tmp_path, attempts=attempt_records, **DP).guarantee
     assert guarantee.epsilon == 8.0
-    assert "not known" in guarantee.sites[1].unknown
+    assert "does not know" in guarantee.sites[1].unknown
     assert guarantee.sites[1].epsilon == "not known"
-    assert guarantee.says.endswith("against everyone but the site itself, while the server does not time the site.")
+    assert guarantee.says.endswith(
+        "against everyone but the site itself, provided that the server does not time the site."
+    )
     assert UNTIMED in guarantee.assumptions
 
 
@@ -146,8 +148,8 @@ def test_a_whole_card_has_mu(tmp_path):
 def test_parties_and_messages_are_those_of_the_record(tmp_path):
     privacy_card = card(tmp_path, **{"run.capture-messages": True})
     server, site, other, holder = privacy_card.parties
-    sentence = "2 messages from sites to the server, 200 bytes; repeated and refused ones, and the keys and shares of "
-    assert sentence + "secure aggregation, counted." in server.saw
+    sentence = "2 messages from sites to the server, 200 bytes; including repeated and refused ones, and the keys "
+    assert sentence + "and shares of secure aggregation." in server.saw
     assert any("one trained factor of each client" in line for line in server.saw)
     assert any("num_examples, steps" in line for line in server.saw)
     assert any("They also carried: next." in line for line in server.saw)
@@ -186,7 +188,7 @@ def test_a_secure_run_says_what_nobody_saw_and_what_it_holds_against(tmp_path):
     privacy_card = card(tmp_path, attempts=attempt_records, **{"secure.enabled": True})
     server = privacy_card.parties[0]
     (learned,) = [line for line in server.saw if line.startswith("The server learns: ")]
-    assert "a server that keeps to the protocol learns of no single site its values" in learned
+    assert "a server that follows the protocol learns no single site's values" in learned
     assert "and n_k" in next(line for line in server.saw if line.startswith("Without secure aggregation it would be: "))
     assert any(line.startswith("Holds against an honest but curious server") for line in server.trusted)
     assert DEVIATING in server.trusted
@@ -206,17 +208,17 @@ def test_noise_in_the_sum_holds_while_some_sites_are_honest_and_a_ledger_bounds_
     guarantee = card(tmp_path, attempts=attempt_records, **DP, **secure).guarantee
     assert guarantee.formal
     assert guarantee.epsilon == 8.0
-    assert "while 2 sites of every sum tell nobody their share of the noise" in guarantee.says
-    assert "and the server keeps to the protocol and the server does not time the site." in guarantee.says
+    assert "provided that 2 sites in every sum keep their share of the noise secret" in guarantee.says
+    assert "and the server follows the protocol and the server does not time the site." in guarantee.says
     assert UNTIMED in guarantee.assumptions
     assert guarantee.model.startswith("distributed")
-    assert "added up unseen" in guarantee.sites[0].unknown
+    assert "the server saw only sums" in guarantee.sites[0].unknown
 
 
 def test_the_card_says_what_its_own_signatures_are_worth(tmp_path):
     page = markdown.card_page(card(tmp_path))
-    assert "The server wrote this card, and can write what it wants." in page
-    assert "A site that signs too vouches for what that site itself saw" in page
+    assert "The server wrote this card and can write anything." in page
+    assert "A site that also signs vouches only for what it saw itself" in page
 
 
 def test_anchors_and_app_are_those_of_this_run_in_the_log(tmp_path):

@@ -23,7 +23,7 @@ def test_the_bundled_base_is_no_id_of_the_hub_and_the_page_says_where_it_is(tmp_
 
 def test_a_base_that_is_drawn_is_had_by_merging(tmp_path):
     page = hub_readme.hub_page(card(tmp_path, **{"task.name": "image-classification"}), PEFT)
-    assert "fedveil/tiny-image-classification is not on the Hub: FedVeil draws it" in page
+    assert "fedveil/tiny-image-classification is not on the Hub: FedVeil initializes it" in page
     assert "`fedveil merge RUN FOLDER`" in page
 
 

@@ -115,11 +115,11 @@ def test_labels_by_hand():
     [
         (DatasetShard(2, 2), task("iid"), "share: expected an index from 0 to 1, found 2"),
         (DatasetShard(-1, 2), task("iid"), "found -1"),
-        (DatasetShard(0, 99), task("iid"), "at least one row a site"),
+        (DatasetShard(0, 99), task("iid"), "at least one row per site"),
         (DatasetShard(0, 9), task("natural"), "at least 9 labels for 9 sites"),
         (DatasetShard(0, 2), task("pathological", classes_per_site=1), "raise task.classes-per-site to "),
         (DatasetShard(0, 2), task("pathological", classes_per_site=9), "task.partition pathological"),
-        (DatasetShard(0, 9), task("pathological", classes_per_site=0), "expected 1 labels for every site"),
+        (DatasetShard(0, 9), task("pathological", classes_per_site=0), "expected at least 1 labels for every site"),
         (DatasetShard(0, 30), task("dirichlet", alpha=0.001), "raise task.alpha"),
         (DatasetShard(0, 2), TaskConfig(partition="natural", label_column="nowhere"), "it has id, mr"),
         (DatasetShard(0, 2), TaskConfig(partition="natural", label_pattern="food"), "expected one group"),

@@ -63,7 +63,7 @@ def test_an_answer_that_the_template_leaves_open_gets_the_end_token():
         ("{{ 1 / 0 }}", "for a message and its answer"),
         ("{{ ''.__class__.__mro__ }}", "once each|for a message"),  # jinja's sandbox gives nothing away
         ("{{ messages[0]['content'] }}" + "{# #}" * 20_000, "template of at most 65536 characters"),
-        ("{{ messages[0]['content'] * 9000 }}", "writes at most 65536"),
+        ("{{ messages[0]['content'] * 9000 }}", "renders at most 65536"),
         ("{{ 'x' * 200 }}{{ '\x1b[31m' }}", r"found (?!.*\x1b)"),
     ],
 )
@@ -99,7 +99,7 @@ def test_cut_rows_are_counted_and_said(caplog):
     longest, _ = make(max_tokens=192)
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         longest.encode([Example({"mr": SOURCE * 40, "ref": "b"})])
-    assert caplog.text.endswith("; shorten the rows: tiny has room for no more\n")
+    assert caplog.text.endswith("; shorten the rows: tiny has no more room\n")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         task.encode(rows[:1])

@@ -183,12 +183,12 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
     [
         (None, "permits nothing without one"),
         ('methods = ["fedrand"]', "method.name: this site permits"),
-        (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .*: app-digests of the site's policy"),
+        (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         (f'signers = ["{PUBLIC}"]', "app signer: .* found none that"),
         ("max-bytes-a-round = 999", "at most 999, found 1000 in the server's message alone"),
         ("methods = fedavg", "expected a readable policy file"),
         ("hours = []", "hours: this site permits"),
-        ("require-secure = true", "secure.enabled: this site permits masked uploads alone"),
+        ("require-secure = true", "secure.enabled: this site permits only masked uploads"),
     ],
 )
 def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, monkeypatch, fab, policy, reason):
@@ -200,7 +200,7 @@ def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, 
 @pytest.mark.parametrize(
     "policy,reason",
     [
-        (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .*: app-digests of the site's policy"),
+        (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         ('methods = ["fedavg"]', "message: expected FedVeil's records order and fedveil, found numbers, settings"),
         (None, "permits nothing without one"),
         ("methods = fedavg", "expected a readable policy file"),
@@ -224,7 +224,7 @@ def test_a_round_served_too_often_is_refused_by_whatever_name_the_server_asks_fo
     ReplayGuard(tmp_path / "state" / "r-0a1b2c3d" / "north").count(0, 3, 1)
     site = Site(tmp_path, monkeypatch, fab, "max-retries = 0", message_type=message_type)
     if refused:
-        site.assert_refused("round: this site serves one at most 1 time")
+        site.assert_refused("round: this site serves a round at most 1 time")
     else:
         site.install()
 

@@ -198,10 +198,10 @@ def test_the_scale_is_as_fine_as_noise_makes_sensible_and_its_table_small(bits, 
         (
             "fedavg",
             {"secure__max_colluders": 5},
-            "secure.max-colluders: expected less than secure.min-sites, 5, found 5",
+            "secure.max-colluders: expected less than 5 .secure.min-sites., found 5",
         ),
         ("fedavg", {"dp__noise_multiplier": 0.0}, "without noise"),
-        ("fedavg", {"train__max_steps": 2}, "train.max-steps: expected 1 .*found 2: a second step would look"),
+        ("fedavg", {"train__max_steps": 2}, "train.max-steps: expected 1 .*found 2: a second step would compute"),
         ("fedavg", {"train__max_steps": 0}, "train.max-steps: expected 1"),
         ("dp_fpl", {"fields": "exchange = 'epoch'"}, 'exchange: expected "batch"'),
         ("dp_fpl", {"fields": "clipped = 'texts'"}, 'clipped: expected "prompt"'),
@@ -224,7 +224,7 @@ def test_a_run_without_noise_is_refused_and_one_with_it_keeps_its_budget():
 
 
 def test_noise_that_no_ring_holds_is_refused():
-    with pytest.raises(ConfigError, match="secure.clip-bound: expected one"):
+    with pytest.raises(ConfigError, match="secure.clip-bound: expected a bound"):
         claimed(dp__learning_rate=1e-7).scale(1000, 1e6, 2**31 / 10)
     with pytest.raises(ConfigError, match="secure.clip-bound"):
         claimed().scale(1 << 31, 1.0, 2**62)

@@ -86,7 +86,7 @@ def test_a_log_cut_at_the_end_verifies_and_an_anchor_finds_it(whole, tmp_path):
     anchor = audit_log.log_head(file)
     file.write_bytes(b"".join(whole[:3]))
     assert audit_log.verify_log(file).lines == 3
-    assert "at least 5 lines, as an anchor says, found 3" in refused(tmp_path, b"".join(whole[:3]), anchor)
+    assert "at least 5 lines, as an anchor records, found 3" in refused(tmp_path, b"".join(whole[:3]), anchor)
 
 
 def test_a_log_written_anew_verifies_and_an_anchor_finds_it(whole, tmp_path):

@@ -36,14 +36,14 @@ def test_a_process_notes_its_memory_and_its_bound(group):
     [
         (
             {"kills": 4},
-            "killed by the kernel for want of memory: 120 of 500 MB when it last wrote; give",
+            "killed by the kernel because memory ran out: 120 of 500 MB at its last report; give",
         ),
         (
             {"peak_mb": 430},
-            "killed, probably for want of memory: 430 of 500 MB when it last wrote; give",
+            "killed, probably because memory ran out: 430 of 500 MB at its last report; give",
         ),
         ({}, "killed, or it crashed, or its disk was full; its memory was 120 of 500 MB"),
-        ({"boot": "another"}, "the machine was started anew, or this is another one"),
+        ({"boot": "another"}, "the machine was restarted, or this is another one"),
         ({"host": "another", "kills": 4}, "killed, or it crashed"),
     ],
 )
@@ -55,7 +55,9 @@ def test_what_ended_it_is_found_out(change, words, group):
 
 
 def test_nothing_noted_is_no_error():
-    assert process_exit.describe_ending({}) == "killed, or it crashed, or its disk was full; its memory was not noted"
+    assert (
+        process_exit.describe_ending({}) == "killed, or it crashed, or its disk was full; its memory was not recorded"
+    )
     assert process_exit.exit_cause({}) is process_exit.ExitCause.OTHER
 
 

@@ -108,7 +108,7 @@ def test_client_secret_is_kept_unless_deterministic(tmp_path):
     assert store.secret(0, "a", False) == store.secret(0, "a", False) != other.secret(0, "b", False)
     assert store.secret(0, "a", True) == other.secret(0, "a", True) != store.secret(0, "a", False)
     (store.folder / "secret").write_bytes(b"short")
-    with pytest.raises(StateError, match="found 5 bytes: its checksum is not that of its bytes; restore"):
+    with pytest.raises(StateError, match="found 5 bytes: its checksum does not match its bytes; restore"):
         store.secret(0, "a", False)
 
 

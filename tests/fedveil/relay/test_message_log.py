@@ -60,6 +60,6 @@ def test_a_log_that_was_changed_or_torn_takes_nothing(tmp_path):
     whole = (tmp_path / NAME).read_bytes()
     for broken in (whole[:-3], whole.replace(b'"a"', b'"b"')):
         (tmp_path / NAME).write_bytes(broken)
-        with pytest.raises(StateError, match="changed or torn"):
+        with pytest.raises(StateError, match="changed or cut off"):
             MessageLog.open(tmp_path)
         (tmp_path / "relay.lock").unlink()

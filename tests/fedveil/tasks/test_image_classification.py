@@ -149,7 +149,9 @@ def test_grey_images_and_models_of_one_channel(tmp_path):
     (row,) = task.encode(Example.from_columns([{"image": picture(2), "label": 0}]))
     assert row.pixels().shape == (1, 24, 24)
     other = make(task__model=str(vit(tmp_path / "four", weights=False, num_channels=4)))
-    with pytest.raises(TaskError, match="expected a model of pixels in 1 or 3 channels, found ViTFor.* with 4 in"):
+    with pytest.raises(
+        TaskError, match="expected a model that takes pixels with 1 or 3 channels, found ViTFor.* with 4 in"
+    ):
         other.encode(Example.from_columns([{"image": picture(2), "label": 0}]))
 
 
@@ -409,7 +411,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
     ):
         make(task__model=str(tmp_path / "headless")).base  # noqa: B018
     with pytest.raises(
-        TaskError, match="expected a model without batch normalisation to start from scratch, found ResNet"
+        TaskError, match="expected a model without batch normalization to start from scratch, found ResNet"
     ):
         make(task__model=str(tmp_path / "resnet")).base  # noqa: B018
     with pytest.raises(TaskError, match="expected a folder with a model, found none at"):

@@ -410,7 +410,7 @@ def test_text_that_looks_like_a_date_stays_text(task, tmp_path):
         ("train.jsonl", '{"mr": "a", "text": "b"}', 'expected column "ref" in .* found mr, text'),
         ("train.jsonl", '{"mr": "a", "ref": "b"}\n{"mr": ', "expected JSON in line 2"),
         ("train.jsonl", "[1]", "expected an object in line 1"),
-        ("train.jsonl", '{"mr": 1, "ref": "b"}\n{"mr": "x", "ref": "b"}', "one type a column"),
+        ("train.jsonl", '{"mr": 1, "ref": "b"}\n{"mr": "x", "ref": "b"}', "one type per column"),
         ("train.parquet", "no parquet", "expected Parquet"),
     ],
 )

@@ -134,8 +134,8 @@ def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, mon
     third = torch.randperm(29, generator=RandomStream(KEY).torch_generator()).tolist()[8:12]
     named = ", ".join(str(row + 1) for row in sorted(third))
     expected = (
-        f"train.learning-rate: expected a finite loss, found nan at step 3 with 0.05, made from this site's rows "
-        f"{named}; lower it, set train.max-grad-norm, or mend a row that is not as the others"
+        f"train.learning-rate: expected a finite loss, found nan at step 3 with 0.05, computed from this site's rows "
+        f"{named}; lower it, set train.max-grad-norm, or correct a row that differs from the others"
     )
     with pytest.raises(TaskError) as error:
         task.trainer(rows, RandomStream(KEY), seen.append).train(start)

@@ -201,7 +201,7 @@ def test_a_header_that_inflates_without_end_is_refused():
     assert len(bomb) < 40_000
     with pytest.raises(WireError, match="message: expected at most"):
         unpack_message(data, LAYOUT, STAMP)
-    with pytest.raises(WireError, match="header: expected zlib of at most"):
+    with pytest.raises(WireError, match="header: expected zlib data of at most"):
         header_of_slices([data])  # as a site's guard reads it, which knows no layout
 
 

@@ -1,4 +1,4 @@
-"""What each site runs: NVFlare's client API around PEFT's training."""
+"""The program that each site runs: NVFlare's client API around PEFT's training."""
 
 import argparse
 from pathlib import Path

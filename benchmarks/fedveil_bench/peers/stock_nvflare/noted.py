@@ -14,7 +14,7 @@ from nvflare.app_common.app_event_type import AppEventType
 
 
 class Noted(DXOFilter):
-    """Of the results of the task "train".
+    """Notes on the results of the task "train".
 
     Args:
         out: the folder that gets, at the end of the run, `server.json`: the seconds of each round, and the names of

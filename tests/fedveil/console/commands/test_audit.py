@@ -167,16 +167,16 @@ def test_controls_and_models_stand_beside_each_other(audited):
     assert {f["model"] for f in audited["findings"]} >= {"round 0", "overfitted FedAvg", "server", *SITES}
     assert by["other rows", "calibrated"]["members"] == by["other rows", "alignment"]["members"] == 20
     assert any(
-        note.startswith("The control of other rows was taught 20 of the members to ") for note in audited["notes"]
+        note.startswith("The control of other rows was trained on 20 of the members to ") for note in audited["notes"]
     )
     assert ("site-2", "alignment, wrong site") in by
     assert by["server", "loss"]["members"] == 40
     assert by["server", "loss"]["non_members"] == 40
     assert {r["site"]: r["coverage"] for r in audited["rebuilt"]}.keys() == set(SITES)
     assert any(note.startswith("loss: ") for note in audited["notes"])
-    assert any(note.startswith("Left out: pictures read off gradients") for note in audited["notes"])
+    assert any(note.startswith("Left out: pictures reconstructed from gradients") for note in audited["notes"])
     assert any(
-        note.startswith("Left out: tokens off the span of one step: ") and "train by AdamW" in note
+        note.startswith("Left out: tokens from the span of one step: ") and "train by AdamW" in note
         for note in audited["notes"]
     )
     assert any(note.startswith("Left out of every audit: LiRA") for note in audited["notes"])
@@ -188,7 +188,7 @@ def test_the_bound_of_canaries_stands_beside_the_claim(audited):
     note = audited["notes"][0]
     bound = f"epsilon at least {audited['epsilon_shown']:.2f} at delta 1e-05, replace-one"
     assert note.startswith(f"site-2, one run with 20 pairs of canaries: {bound}")
-    assert note.endswith("at most: nothing is claimed.")
+    assert note.endswith("claimed: nothing.")
     assert 0 <= audited["epsilon_shown"] < 1.0
 
 
@@ -310,7 +310,10 @@ def test_bad_arguments_get_one_line(run_folder, capsys, arguments, said):
 
 def test_a_run_without_a_tap_says_how_to_get_one(make_run, capsys):
     assert main(["audit", str(make_run()), "--data", str(DATA)]) == 2
-    assert "expected a tap (index.jsonl), found none; run with run.capture-messages = true" in capsys.readouterr().err
+    assert (
+        "expected captured messages (index.jsonl), found none; run with run.capture-messages = true"
+        in capsys.readouterr().err
+    )
 
 
 def pictures_of(tmp_path, fields: str):

@@ -151,11 +151,11 @@ def signed_run(run, capsys):
 def test_a_file_more_or_less_and_a_link_are_found(signed_run, capsys):
     final = signed_run / "final"
     (final / "processor" / "more.bin").write_bytes(b"")
-    assert problems(signed_run) == ["not signed, but there: processor/more.bin"]
+    assert problems(signed_run) == ["not signed, but present: processor/more.bin"]
     (final / "processor" / "more.bin").unlink()
     (final / "processor" / "config.json").rename(final / "moved.json")
-    assert problems(signed_run) == ["missing: processor/config.json", "not signed, but there: moved.json"]
-    assert "not signed, but there: moved.json" in refused(
+    assert problems(signed_run) == ["missing: processor/config.json", "not signed, but present: moved.json"]
+    assert "not signed, but present: moved.json" in refused(
         capsys, "verify", signed_run, "--key", signed_run.parent / "server.pub"
     )
     (final / "moved.json").rename(final / "processor" / "config.json")
@@ -165,9 +165,9 @@ def test_a_file_more_or_less_and_a_link_are_found(signed_run, capsys):
 
 
 def test_no_envelope_and_no_card_are_errors_in_words(run, capsys):
-    assert "fedveil card make writes it" in refused(capsys, "verify", run, "--key", run.parent / "server.pub")
+    assert "write one with fedveil card make" in refused(capsys, "verify", run, "--key", run.parent / "server.pub")
     did(capsys, "make", run)
-    assert "fedveil card sign makes one" in refused(capsys, "verify", run, "--key", run.parent / "server.pub")
+    assert "sign it with fedveil card sign" in refused(capsys, "verify", run, "--key", run.parent / "server.pub")
 
 
 def test_a_card_is_not_written_over_what_others_signed(signed_run, capsys):
@@ -200,7 +200,7 @@ def test_a_site_signs_only_a_card_that_fits_its_own_log(run, capsys):
     )
     did(capsys, "make", run)
     sign = ["sign", run, "--key", run.parent / "north", "--log", own]
-    assert "the log was written anew" in refused(capsys, *sign, "--site", "site-1")
+    assert "the log was rewritten" in refused(capsys, *sign, "--site", "site-1")
     assert "do not sign for it" in refused(capsys, *sign, "--site", "site-2")
     assert "expected with --log" in refused(capsys, *sign[:4], "--site", "site-0")
     assert not (run / "final" / in_toto.NAME).exists()
@@ -285,7 +285,7 @@ def test_a_statement_about_another_card_is_found_though_its_signatures_hold(sign
     other = card | {"stated": card["stated"] | {"curator": "somebody else"}}
     assert put(signed_run, lambda about: about) == []
     assert put(signed_run, lambda about: about | {"predicate": other}) == [
-        "privacy.json is not the card in the statement"
+        "privacy.json differs from the card in the statement"
     ]
 
 

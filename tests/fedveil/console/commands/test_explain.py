@@ -57,12 +57,12 @@ def test_a_run_in_plain_words(tmp_path, capsys):
     assert "policy permits it" in stdout
     policy.write_text(f'methods = ["fedrand"]\nmax-bytes-a-round = 1000\n{permits}')
     assert main(["explain", *chosen, "--policy", str(policy)]) == 1
-    assert "FORBIDS it: bytes a round: this site permits at most 1000" in capsys.readouterr().out
+    assert "FORBIDS it: bytes per round: this site permits at most 1000" in capsys.readouterr().out
     policy.write_text(f'methods = ["fedavg"]\nmax-bytes-a-round = 1000\n{permits.replace("= 9", "= 1")}')
     assert main(["explain", *chosen, "--policy", str(policy)]) == 1
     forbidden = capsys.readouterr().out.partition("FORBIDS it: ")[2].splitlines()  # all of it, not the first alone
     assert [line.split(": this site permits")[0] for line in forbidden] == [
-        "method.name", "and: run.rounds", "and: bytes a round", "and: bytes a round",
+        "method.name", "and: run.rounds", "and: bytes per round", "and: bytes per round",
     ]  # fmt: skip
 
 
@@ -108,12 +108,12 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     exchange = MessageExchange(strategies.create_method("fedavg"), "fedavg", lora_spec)
     explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5))
     assert "Epsilon: at most 3 at delta = 1e-05" in explanation
-    assert "Its noise is in the sum: the claim counts on 4 honest sites" in explanation
+    assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
     once = accounting.noise_multiplier_for(lambda z: {("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
     alone = accounting.compute_epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
     assert f"together, rows so charged have about epsilon {alone:.4g}" in explanation
     assert UNTIMED in explanation
-    assert "and on a server that keeps to the protocol" in explanation
+    assert "and on a server that follows the protocol" in explanation
     plain = "\n".join(explain.explain_run(exchange, parse({}), 1e-5))
     assert "Its noise is in the sum" not in plain
     assert UNTIMED not in plain

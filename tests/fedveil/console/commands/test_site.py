@@ -118,7 +118,7 @@ def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):
     folder.path.mkdir(parents=True)
     assert workers.last_failures(tmp_path) == []
     folder.failed(
-        {"run": "pilot\x1b[2J", "round": 2}, "worker 41: killed by the kernel for want of memory: 900 of 1000 MB"
+        {"run": "pilot\x1b[2J", "round": 2}, "worker 41: killed by the kernel because memory ran out: 900 of 1000 MB"
     )
     folder.failed({}, "worker: expected a turn of another run")
     with folder.turns.open("a") as file:
@@ -128,7 +128,7 @@ def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
     stdout = capsys.readouterr().out
     assert "north: the last turn, round 3 of pilot\\x1b[2J, failed at 20" in stdout
-    assert ": worker 41: killed by the kernel for want of memory: 900 of 1000 MB" in stdout
+    assert ": worker 41: killed by the kernel because memory ran out: 900 of 1000 MB" in stdout
     with folder.turns.open("a") as file:
         file.write('{"time": 1.0, "run": "pilot", "round": 2, "seconds": 1.5}\n')
     assert workers.last_failures(tmp_path) == []

@@ -217,7 +217,7 @@ def test_a_server_with_packages_of_its_own_is_asked_itself(tmp_path, flower, bar
         (["method.name=fedrnd"], "method.name"),
         (["method.params=rho = 3.0"], "rho"),
         (["method.params=roh = 0.3"], "roh"),
-        (["dp.clip-norm=1.0", "dp.noise-multiplier=1.0", "method.name=dp_fpl"], "dp_fpl, which adds noise of its own"),
+        (["dp.clip-norm=1.0", "dp.noise-multiplier=1.0", "method.name=dp_fpl"], "dp_fpl, which adds its own noise"),
         (["aggregate.rule=multi-krum", "aggregate.num-byzantine=1", "cohort.min-sites=2"], "cohort.min-sites"),
         (["secure.enabled=true", "aggregate.rule=median"], "aggregate.rule"),
         (["evaluate.select-model=best", "evaluate.metric=nothing"], "evaluate.metric"),

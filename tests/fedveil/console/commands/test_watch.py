@@ -215,7 +215,9 @@ def killed(folder):
 
 def test_everybody_is_told_that_a_run_died_of_what_and_how_it_goes_on(make_run, tmp_path, capsys):
     folder = killed(make_run(method="fedavg", state="running"))
-    words = "its ServerApp ended without a word: killed, probably for want of memory: 980 of 1000 MB when it last wrote"
+    words = (
+        "its ServerApp ended without a word: killed, probably because memory ran out: 980 of 1000 MB at its last report"
+    )
     lower, resume = (
         "or lower evaluate.eval-examples",
         f"fedveil submit --federation FOLDER --config {folder}/resume.toml",
@@ -237,7 +239,7 @@ def test_who_runs_a_federation_on_this_machine_is_told_of_what_its_run_died(make
     federation._status_files[7] = (folder / "status.json", 0.0)
     ended = federation._ended(7, "finished:failed", 1.0)
     assert not ended.completed
-    assert "killed, probably for want of memory: 980 of 1000 MB" in ended.reason
+    assert "killed, probably because memory ran out: 980 of 1000 MB" in ended.reason
 
 
 def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, tmp_path):

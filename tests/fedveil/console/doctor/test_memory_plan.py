@@ -69,8 +69,8 @@ def test_a_70_b_base_in_bf16_fits_four_gpus_of_80_gb_if_it_is_divided(tmp_path, 
     assert doctor(*settings, options=[*options, "--shard-base"]) == 0
     stdout = capsys.readouterr().out
     assert "of rank 0, of 4 processes" in stdout
-    assert "base, bf16, a part of 4" in stdout
-    assert "base, until it is divided, of each process 141." in stdout
+    assert "base, bf16, one of 4 shards" in stdout
+    assert "unsharded base of each process, while loading 141." in stdout
     assert "at 100 TFLOP/s on each GPU (as given)" in stdout
     assert doctor(*settings, "train.quantized-base=4bit", options=[*options, "--shard-base"]) == 1
     assert 'train.quantized-base: expected "none" at a site with shard-base = true' in capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_this_machine_is_planned_for_by_its_own_memory(monkeypatch, capsys):
         (["task.model=meta/llama"], "nothing is asked of a hub"),
         (["task.model=tiny", "task.name=image-classification"], 'expected "text-generation", which alone is planned'),
         (["task.model=tiny", "train.quantized-base=4bit", "method.name=fedqsn"], "train.quantized-base: expected"),
-        (["task.model=tiny", "method.name=fedsp"], 'found "prefix", not planned'),
+        (["task.model=tiny", "method.name=fedsp"], 'found "prefix", which memory planning'),
         (["task.model=/nowhere"], "expected a folder with a model, found none"),
     ],
 )

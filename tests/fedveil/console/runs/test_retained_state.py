@@ -169,7 +169,10 @@ def test_a_purged_run_is_not_served_again_from_no_round(ask, tmp_path):  # noqa:
     age(tmp_path / "state" / "r", 40)
     assert site_purge(tmp_path / "state", "--older-than", "30", "--yes") == 0
     for round_ in (0, 1, 2):
-        assert ask(round_) == "PolicyError: run.name: this site has purged what it kept of this run; start a new run"
+        assert (
+            ask(round_)
+            == "PolicyError: run.name: this site has purged everything it kept for this run; start a new run"
+        )
     assert not (tmp_path / "state" / "r" / "north" / "secret").exists()
     assert site_purge(tmp_path / "state", "--older-than", "0", "--yes") == 0
     assert ask(2).startswith("PolicyError: run.name: this site has purged")

@@ -43,17 +43,17 @@ def test_nothing_is_ever_claimed_against_a_server_that_deviates_or_lies(n, t, le
 def test_entries_of_one_site_are_named_where_sites_may_leave_entries_out():
     descriptions = {partial: " ".join(AdversaryModel(5, 4, 5, partial).words) for partial in (True, False, None)}
     assert (
-        "With this method not every site sends every entry, so some entries of the sum may be of one site"
+        "With this method not every site sends every entry, so some entries of the sum may come from one site"
         in descriptions[True]
     )
     assert "one site" not in descriptions[False]
     assert "If the method does not have every site send every entry" in descriptions[None]
     assert single_site(True) in server_learns(True)
-    assert server_learns(False).endswith("its values, number of examples, losses or norm.")
+    assert server_learns(False).endswith("values, number of examples, losses or norm.")
 
 
 def test_what_a_server_learns_is_said_of_one_that_keeps_to_the_protocol_alone():
-    assert "a server that keeps to the protocol learns of no single site its values" in server_learns(False)
+    assert "a server that follows the protocol learns no single site's values" in server_learns(False)
 
 
 def test_a_sum_of_few_sites_is_what_bounds_it_and_the_words_say_so():
@@ -62,7 +62,7 @@ def test_a_sum_of_few_sites_is_what_bounds_it_and_the_words_say_so():
     assert claim.words == [
         "Holds against an honest but curious server and up to 1 site with it.",
         DEVIATING,
-        "Not against 2 sites with the server: a sum may be of 3 sites, and two of them must be honest "
+        "Does not hold against 2 sites with the server: a sum may have 3 sites, and two of them must be honest "
         "(secure.min-sites, min-cohort).",
     ]
     assert AdversaryModel(3, 3, 2, partial=False).words[0] == "Holds against an honest but curious server alone."

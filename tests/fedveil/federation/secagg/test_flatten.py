@@ -127,7 +127,7 @@ def test_a_term_that_is_not_as_declared(terms, match):
 def test_words_in_clear_are_the_payloads_own_or_the_method_is_refused():
     vector(exchange(clear={"round": "1"}), scalars={"round": "1"})
     for scalars in ({}, {"round": "2"}):
-        with pytest.raises(ConfigError, match="said with round of each site in clear"):
+        with pytest.raises(ConfigError, match="said, which sends round of each site in the clear"):
             vector(exchange(clear={"round": "1"}), scalars=scalars)
 
 

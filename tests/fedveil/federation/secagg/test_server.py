@@ -83,7 +83,7 @@ def test_as_many_wrong_holders_as_may_be_silent_cost_nothing_and_are_waited_past
     for holder in SITES[:2]:
         opened = local.sites[holder].unmask(questions[holder])
         wrong = {site: os.urandom(16).hex() for site in getattr(opened, how)}
-        with pytest.raises(WireError, match="as made there"):
+        with pytest.raises(WireError, match="as those sites made them"):
             attempt.answer(holder, changed(opened, **{how: wrong}))
     for i, holder in enumerate(SITES[2:], 1):
         assert attempt.wanting
@@ -192,15 +192,15 @@ def test_a_site_whose_shares_nobody_can_open_is_named_and_the_others_shares_are_
 def test_shares_that_were_not_asked_for_are_refused(round_of_seven, lie):
     local, attempt, _, _ = round_of_seven
     asked = attempt.questions()["s02"]
-    with pytest.raises(WireError, match="asked for"):
+    with pytest.raises(WireError, match="expected the requested shares"):
         attempt.answer("s02", lie(local.sites["s02"].unmask(asked)))
 
 
 def test_an_upload_is_taken_once_in_time_and_of_the_cohort(round_of_seven):
     local, attempt, vectors, uploads = round_of_seven
-    with pytest.raises(WireError, match="one upload of each site"):
+    with pytest.raises(WireError, match="one upload per site"):
         attempt.add("s00", *uploads["s00"])
-    with pytest.raises(WireError, match="one upload of each site"):
+    with pytest.raises(WireError, match="one upload per site"):
         attempt.add("s99", *uploads["s00"])
     late = masked(local, attempt, {"s06": drawn(9, 6)})
     asked = attempt.questions()

@@ -89,8 +89,8 @@ def test_another_run(lied):
 def test_keys_are_made_once_and_never_without_being_asked(lied):
     assert lied.site.hello(MembershipRequest(run=RUN)) == lied.site.hello(MembershipRequest(run=RUN))
     new = SecAggSite(RUN, "s00", stranger(), MemorySecAggStore())
-    refused(new, lied.setup, "has lost it")
-    with pytest.raises(PolicyError, match="has lost it"):
+    refused(new, lied.setup, "it was lost")
+    with pytest.raises(PolicyError, match="it was lost"):
         new.begin(lied.plan())
 
 
@@ -218,7 +218,7 @@ def test_its_own_prekey_left_out_or_an_older_one(lied):
 def test_a_prekey_masks_once_whatever_the_plan_is_called(lied, change):
     plan = lied.plan()
     lied.site.mask(plan, drawn(4, 0))
-    no_mask(lied.site, changed(plan, **change), "not spent")
+    no_mask(lied.site, changed(plan, **change), "last prekey, unused")
 
 
 def test_a_prekey_is_spent_before_anything_of_it_leaves(lied, monkeypatch):
@@ -232,7 +232,7 @@ def test_a_prekey_is_spent_before_anything_of_it_leaves(lied, monkeypatch):
         patch.setattr("fedveil.federation.secagg.mask_streams.add_masks", dies)
         with pytest.raises(SystemExit):
             lied.site.mask(plan, drawn(4, 0))
-    no_mask(lied.site, plan, "not spent")
+    no_mask(lied.site, plan, "last prekey, unused")
 
 
 def test_what_a_site_keeps_is_as_much_as_it_needs_and_no_more(lied):

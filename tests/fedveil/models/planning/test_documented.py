@@ -33,11 +33,11 @@ def test_memory_by_part_and_seconds(column, settings):
     plan = memory.plan_memory(settings, CONFIG, LoraAdapter(), on_gpu=True)
     parts = {part.name: part.nbytes / 1e9 for part in plan.phases["training"]}
     assert row("parameters")[column] == f"{meta_model.build_meta_model(settings).parameters:,}"
-    trained = ("adapter, fp32", "gradients beyond what is kept", "states of adamw")
+    trained = ("adapter, fp32", "gradients beyond the freed activations", "states of adamw")
     for name, wanted in {
         "base in 4 bits": ["base, NF4, the rest bf16"],
         "adapter, AdamW": trained,
-        "kept for": ["kept for the backward pass", "gradients of one layer's"],
+        "kept for": ["kept for the backward pass", "gradients of one layer's activations"],
         "logits": ["logits"],
         "working": ["working space", "CUDA and its libraries (assumed)"],
         "together while": list(parts),

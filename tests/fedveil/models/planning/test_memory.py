@@ -59,7 +59,10 @@ def test_an_8_b_and_a_70_b_base_by_part(settings, entries):
     )
     bytes_by_part, shape = parts_of(plan), meta_model.build_meta_model(settings)
     assert bytes_by_part["base, NF4, the rest bf16"] == shape.nbytes("4bit", 2)
-    assert (bytes_by_part["adapter, fp32"], bytes_by_part["gradients of what is trained"]) == (4 * entries, 4 * entries)
+    assert (bytes_by_part["adapter, fp32"], bytes_by_part["gradients of the trained weights"]) == (
+        4 * entries,
+        4 * entries,
+    )
     assert bytes_by_part["states of adamw"] == 8 * entries
     assert bytes_by_part["logits"] == 12 * 2 * 32 * 128256
     width, mlp = settings.width, settings.values["intermediate_size"]
@@ -72,7 +75,7 @@ def test_an_8_b_and_a_70_b_base_by_part(settings, entries):
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_gradients_come_as_what_is_kept_of_other_layers_goes(is_recomputed):
-    train, beyond = {"train.gradient-checkpointing": is_recomputed}, "gradients beyond what is kept"
+    train, beyond = {"train.gradient-checkpointing": is_recomputed}, "gradients beyond the freed activations"
     whole = strategies.create_method("fedqsn").adapter
     saved_activations = activations.count_activations(SMALL, whole, 2, 32, bf16=False)
     gone = saved_activations.total_bytes(3, is_recomputed) - saved_activations.layer
@@ -82,7 +85,7 @@ def test_gradients_come_as_what_is_kept_of_other_layers_goes(is_recomputed):
     bytes_by_part = parts_of(
         memory.plan_memory(SMALL, config_of(**train, **{"train.gradient-accumulation-steps": 2}), whole, on_gpu=False)
     )
-    assert bytes_by_part["gradients of what is trained"] == all_of_them
+    assert bytes_by_part["gradients of the trained weights"] == all_of_them
     many = config_of(**train, **{"train.batch-size": 64})
     assert parts_of(memory.plan_memory(SMALL, many, whole, on_gpu=False))[beyond] == 0
 
@@ -111,12 +114,12 @@ def test_a_site_of_several_processes_divides_rows_and_with_shard_base_the_base()
         for ranks in (memory.RankLayout(), memory.RankLayout(4), memory.RankLayout(4, is_split=True))
     )
     of_two = memory.plan_memory(EIGHT, config_of(**train | {"train.batch-size": 2}), LORA, on_gpu=True)  # ceil(6 / 4)
-    piece, two = "their sums, a piece", parts_of(of_two)
+    piece, two = "gradient sums, one chunk", parts_of(of_two)
     assert parts_of(four) == {**two, piece: 32 << 20}
     assert piece not in parts_of(alone)
     assert four.needs("scoring") == pytest.approx(alone.needs("scoring"), rel=1e-3)  # rank 0 does it by itself
     assert split.needs("scoring") < four.needs("scoring")
-    part, whole = "base, bf16, a part of 4", "two layers, embeddings and head, whole"
+    part, whole = "base, bf16, one of 4 shards", "two layers, embeddings and head, unsharded"
     bytes_by_part, shape = parts_of(split), meta_model.build_meta_model(EIGHT)
     assert bytes_by_part[part] == -(-shape.nbytes("none", 2) // 4)
     assert bytes_by_part[whole] == 2 * 2 * 128256 * 4096 + 2 * (2 * (shape.parameters - 2 * 128256 * 4096) // 32)
@@ -168,13 +171,13 @@ def test_layers_beyond_the_second_keep_what_it_keeps():
 
 
 def test_what_is_not_planned_is_said():
-    with pytest.raises(ConfigError, match='found "prefix", not planned'):
+    with pytest.raises(ConfigError, match='found "prefix", which memory planning'):
         memory.plan_memory(SMALL, config_of(), PrefixAdapter(), on_gpu=False)
-    with pytest.raises(ConfigError, match="a gradient for each row"):
+    with pytest.raises(ConfigError, match="found per-row gradients"):
         memory.plan_memory(SMALL, config_of(**{"dp.clip-norm": 1.0}), LORA, on_gpu=False)
-    with pytest.raises(ConfigError, match="train.compile: expected false, found true, which is not planned"):
+    with pytest.raises(ConfigError, match="train.compile: expected false, found true, which memory planning"):
         memory.plan_memory(SMALL, config_of(**{"train.compile": True}), LORA, on_gpu=False)
-    with pytest.raises(ConfigError, match="expected at most 1024, the base's positions, found 2000; lower it"):
+    with pytest.raises(ConfigError, match="expected at most 1024, the base's context length, found 2000; lower it"):
         memory.plan_memory(gpt2("124M"), config_of(**{"task.max-tokens": 2000}), LORA, on_gpu=False)
 
 

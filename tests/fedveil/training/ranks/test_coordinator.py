@@ -117,7 +117,7 @@ def test_a_rank_that_speaks_unasked_is_noticed(team):
     team, _, other = team
     team.check()
     other.say(RankMessage({"x": 1}))
-    with pytest.raises(RankError, match="expected rank 1 to wait, found that it said"):
+    with pytest.raises(RankError, match="expected rank 1 to wait, found that it sent"):
         team.check()
 
 

@@ -70,7 +70,7 @@ class Site:
 
 
 def batch(rows: Sequence[Mapping[str, Any]], padding: int) -> dict[str, Tensor]:
-    """What the model takes of some rows, padded on the right."""
+    """Return the model's inputs for some rows, padded on the right."""
     longest = max(len(row["ids"]) for row in rows)
     ids, mask, labels = [], [], []
     for row in rows:

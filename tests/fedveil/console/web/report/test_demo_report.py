@@ -83,5 +83,5 @@ def test_one_run_has_a_report_and_no_picture_and_none_of_an_earlier_demo(tmp_pat
     assert (tmp_path / "report.html").is_file()
     alone = audited(run, found("site-1", 0.5, "contains"))
     line, *_ = demo_report.summary_sentences([run_reader.load_run(alone)])
-    assert line.startswith(f"{alone.name}: No membership shows in 1 findings of 1 attack whose controls hold.")
+    assert line.startswith(f"{alone.name}: Membership shows in none of 1 findings of 1 attack whose controls hold.")
     assert not (tmp_path / demo_report.PICTURE).exists()

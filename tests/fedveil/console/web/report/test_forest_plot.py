@@ -42,7 +42,7 @@ def test_controls_are_bands_and_no_rows():
 def test_an_attack_whose_control_fails_is_said_to_be_unusable():
     svg = forest_plot.forest_svg(controlled(found("site-0", 0.8, "above"), won="contains"), "r")
     assert "alignment: NOT usable here" in texts(svg)
-    assert "Not decided: no attack was tried on the run whose controls hold." in svg
+    assert "Not decided: no attack whose controls hold was tried on the run." in svg
 
 
 def test_names_of_others_are_text():
