@@ -96,7 +96,8 @@ def _records(message: Message, context: Context) -> tuple[ArrayRecord, ClientAss
         order = message.content.config_records["order"]
     except KeyError as error:
         raise WireError(f"message: expected the records fedveil and order, found none named {error}") from None
-    return record, ClientAssignment.from_instruction(order, context.run_config, context.node_config)
+    assignment = ClientAssignment.from_instruction(order, context.run_config, context.node_config, context.run_id)
+    return record, assignment
 
 
 def _take_part(message: Message, context: Context) -> list[bytes]:

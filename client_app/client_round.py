@@ -39,10 +39,17 @@ class LoadedTask:
 
 @dataclass(frozen=True)
 class SiteData:
-    """The site's prepared rows, and their split into rows to train on and rows held out."""
+    """The site's prepared rows, and their split into rows to train on and rows held out.
+
+    Attributes:
+        refusal: why the site gives no score of held-out rows, a key of `held_out_report.REFUSALS`; 0: it may give one.
+        data_set: id of the data set; "" if no row is held out.
+    """
 
     prepared: PreparedData
     split: HeldOutSplit
+    refusal: int = 0
+    data_set: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from fedveil.client_app.client_round import ClientRound, ClientRoundResult, Load
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.ranks.launcher import RankLauncher, at_first, count_ranks
-from fedveil.client_app.state.data_sets import ID_FILE, shelf_of
+from fedveil.client_app.state.data_sets import ID_FILE, ChargedDataset, shelf_of
+from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.trainer_stack import build_trainer
 from fedveil.contract.codec import Buffer
 from fedveil.contract.task import DatasetShard, PreparedData, Task, Watch, ignore_progress
@@ -58,7 +59,7 @@ class ClientSession:
     def __init__(self) -> None:
         self._task: LoadedTask | None = None
         self._rows: _PreparedRows | None = None
-        self._split: tuple[PreparedData, HeldOutSplit] | None = None
+        self._split: tuple[PreparedData, float, SiteData] | None = None
         self._ranks: RankLauncher | None = None
 
     def run_round(
@@ -130,10 +131,9 @@ class ClientSession:
         part = round_.assignment.config.evaluate.held_out
         if not part or not round_.policy.max_scores:
             return SiteData(prepared, HeldOutSplit(prepared.rows, ()))
-        if self._split is None or self._split[0] is not prepared:
-            key = rng.RandomStream.derive(round_.secret, 0, round_.assignment.name, "held out").bytes(32)
-            self._split = prepared, split_held_out(prepared.rows, prepared.origins(), key, part)
-        return SiteData(prepared, self._split[1])
+        if self._split is None or self._split[0] is not prepared or self._split[1] != part:
+            self._split = prepared, part, _split_rows(round_, prepared, part)
+        return self._split[2]
 
     def _prepare(self, assignment: ClientAssignment, task: Task) -> PreparedData:
         if not assignment.data:
@@ -154,6 +154,16 @@ class ClientSession:
         """End the processes that were started for the rounds."""
         if self._ranks:
             self._ranks.close()
+
+
+def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> SiteData:
+    """Return the rows, split as the site's record says. Raises ConfigError or StateError where it cannot be read."""
+    assignment = round_.assignment
+    dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
+    key = rng.RandomStream.derive(round_.secret, 0, assignment.name, "held out").bytes(32)
+    record = HeldOutRecord.open(assignment.site.state_dir, assignment.name)
+    chosen = record.select_rows(dataset.id, part, key, dataset.relative_origins(prepared.origins()))
+    return SiteData(prepared, split_held_out(prepared.rows, chosen.indices), chosen.refusal, dataset.id)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

@@ -63,15 +63,20 @@ class TrainInstruction:
 
 @dataclass(frozen=True)
 class ClientAssignment:
-    """An order, the run's config, and the site that the order is for."""
+    """An order, the run's config, and the site that the order is for.
+
+    Attributes:
+        flower_run: id of the Flower run that brought the order; 0 outside Flower.
+    """
 
     order: TrainInstruction
     config: RunConfig
     site: SiteConfig
+    flower_run: int = 0
 
     @classmethod
     def from_instruction(
-        cls, order: Mapping[str, Any], config: Mapping[str, Any], node: Mapping[str, Any]
+        cls, order: Mapping[str, Any], config: Mapping[str, Any], node: Mapping[str, Any], flower_run: int = 0
     ) -> ClientAssignment:
         """The assignment from Flower's records.
 
@@ -84,7 +89,7 @@ class ClientAssignment:
         except TypeError as error:
             raise WireError(f"message: expected an order of this version, found another ({sanitize(error)})") from None
         _require_form(asked)
-        return cls(asked, parse(config), parse_site(node))
+        return cls(asked, parse(config), parse_site(node), flower_run)
 
     @property
     def name(self) -> str:
@@ -110,13 +115,14 @@ class ClientAssignment:
     def to_json(self) -> str:
         """The assignment as text; `from_json` gives an equal one."""
         site = self.site.model_dump(mode="json", by_alias=True)
-        return json.dumps({"order": dataclasses.asdict(self.order), "config": self.config.flat(), "site": site})
+        parts = {"order": dataclasses.asdict(self.order), "config": self.config.flat(), "site": site}
+        return json.dumps({**parts, "flower-run": self.flower_run})
 
     @classmethod
     def from_json(cls, text: str) -> ClientAssignment:
         """The assignment that `to_json` wrote."""
         parts = json.loads(text)
-        return cls.from_instruction(parts["order"], parts["config"], parts["site"])
+        return cls.from_instruction(parts["order"], parts["config"], parts["site"], parts["flower-run"])
 
 
 def _require_form(order: TrainInstruction) -> None:

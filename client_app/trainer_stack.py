@@ -25,6 +25,7 @@ from fedveil.client_app.guards.broadcast_guard import BroadcastGuard
 from fedveil.client_app.guards.example_counter import ExampleCounter
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import ChargedDataset
+from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.contract import held_out_report
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import Weights
@@ -33,7 +34,7 @@ from fedveil.contract.trainer import Trainer
 from fedveil.privacy.charged_gradients import ChargedGradientSource, GradientsOnlyTrainer
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_guarantee
-from fedveil.training.held_out import HeldOutScoringTrainer
+from fedveil.training.held_out import HeldOutScoringTrainer, ReceivedLossFilter
 from fedveil.training.per_example import PerExampleLoss
 
 
@@ -65,6 +66,8 @@ def build_trainer(
     trainer: Trainer = loaded.task.trainer(data.split.trained, context.rng("batches"), watch, context.round)
     if config.evaluate.held_out:
         trainer = HeldOutScoringTrainer(trainer, data.split.held, lambda: refuse_score(round_, data))
+    if assignment.site.policy:
+        trainer = ReceivedLossFilter(trainer, round_.policy.report_received_loss)
     guard = BroadcastGuard(trainer, round_.policy, round_.references, initial)
     counter = ExampleCounter(guard)
     guarantee = check_guarantee(loaded.exchange.method, config, isinstance(loaded.task, PerExampleLoss))
@@ -89,6 +92,10 @@ def refuse_score(round_: ClientRound, data: SiteData) -> int:
     """
     if not round_.policy.max_scores:
         return held_out_report.NOT_PERMITTED
-    if not data.split.held:
-        return held_out_report.TOO_FEW
-    return 0 if round_.replays.count_score(round_.policy.max_scores) else held_out_report.SPENT
+    if data.refusal:
+        return data.refusal
+    assignment, most = round_.assignment, round_.policy.max_scores
+    record = HeldOutRecord.open(assignment.site.state_dir, assignment.name)
+    run = str(assignment.flower_run or assignment.order.run)
+    is_counted = round_.replays.count_score(most) and record.count_score(data.data_set, run, most)
+    return 0 if is_counted else held_out_report.SPENT

@@ -48,6 +48,7 @@ from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import privacy_cost, run_config_rules, secagg
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy, policy_of_site
 from fedveil.client_app.policy.time_windows import require_hour
+from fedveil.client_app.state.flower_runs import bind_flower_run, check_flower_run
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.config import RunConfig
 from fedveil.contract.held_out_report import LOSS
@@ -135,12 +136,27 @@ def check_app_digest(site: SiteConfig, digest: str) -> None:
 def count_round(assignment: ClientAssignment) -> None:
     """Count this turn's round as served, before the turn. Raises PolicyError for one that may not be served again."""
     most = load_policy(assignment.site).max_retries + 1
-    open_replay_guard(assignment).count(assignment.order.round, assignment.config.run.rounds, most)
+    bind_run(assignment)
+    config = assignment.config
+    open_replay_guard(assignment).count(assignment.order.round, config.run.rounds, most, config.evaluate.held_out)
+
+
+def bind_run(assignment: ClientAssignment) -> None:
+    """Bind the Flower run to the instruction's run. Raises PolicyError where it is bound to another."""
+    if assignment.flower_run:
+        bind_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
 
 
 def check_round(assignment: ClientAssignment, most: int) -> None:
-    """Raise PolicyError for a round that is not the run's, is over, or was served `most` times, and a purged run."""
-    open_replay_guard(assignment).check(assignment.order.round, assignment.config.run.rounds, most)
+    """Raise PolicyError for a turn that the site does not serve by what it has served before.
+
+    Such is a round that is not the run's, is over, or was served `most` times; a round that holds out another part of
+    the rows than the run's first one; any round of a purged run; another run than its Flower run began with.
+    """
+    if assignment.flower_run:
+        check_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
+    config = assignment.config
+    open_replay_guard(assignment).check(assignment.order.round, config.run.rounds, most, config.evaluate.held_out)
 
 
 def open_replay_guard(assignment: ClientAssignment) -> ReplayGuard:

@@ -13,6 +13,7 @@ min-noise-multiplier = 1.0               # the run must train by noisy steps (dp
 min-examples = 100                       # distinct examples behind an upload, in this client round
 min-batch = 8                            # examples in each step behind an upload
 max-scores = 20                          # scores of received weights on held-out examples, in one run; default 0
+report-received-loss = false             # such a score also as loss_received; default: no loss of received weights
 max-broadcast-norm = 50.0                # norm of the weights that a client round starts from (broadcast_guard.py)
 max-broadcast-change = 10.0              # their change since this site last trained; default 10
 require-secure = true                    # uploads leave this site masked (secure.enabled)
@@ -67,6 +68,7 @@ class SitePolicy(BaseModel):
     min_examples: int | None = Field(None, ge=1)
     min_batch: int | None = Field(None, ge=1)
     max_scores: int = Field(0, ge=0)
+    report_received_loss: bool = False
     max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
     max_broadcast_change: float = Field(10.0, gt=0, allow_inf_nan=False)
     require_secure: bool = False

@@ -7,9 +7,11 @@
     <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (broadcast_guard.py)
     <state-dir>/<run>/<site>/secure.json            its keys in secure aggregation (secure_round.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
+    <state-dir>/.held-out/<site>.json               the rows that are held out, and their scores (held_out_record.py)
+    <state-dir>/.flower-runs/<Flower run>           the run that it began with (flower_runs.py)
 
 Where the node config names a key file, states, sketch, keys, secret and ledger are sealed (fedveil.encrypted_files);
-the rounds that were served are not: they are no secret.
+the rounds that were served, the rows that are held out and the Flower runs are not: they are no secret.
 
 It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB.
 

@@ -25,7 +25,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,19 @@ class ChargedDataset:
             assert origin is not None
             last = origin.file
             yield self.id, name, origin.row
+
+    def relative_origins(self, origins: Iterable[ExampleOrigin | None]) -> list[ExampleOrigin | None]:
+        """Return the origins with each file's path below the data set, so that the folder may move."""
+        relative: dict[str, str] = {}
+        moved: list[ExampleOrigin | None] = []
+        for origin in origins:
+            if origin is not None and origin.file not in relative:
+                path = Path(origin.file)
+                relative[origin.file] = path.name if path == self.data else origin.file
+                if path.is_relative_to(self.data) and path != self.data:
+                    relative[origin.file] = path.relative_to(self.data).as_posix()
+            moved.append(None if origin is None else replace(origin, file=relative[origin.file]))
+        return moved
 
     def _name(self, origin: ExampleOrigin | None) -> str:
         if origin is not None and self.data.is_file() and Path(origin.file) == self.data:

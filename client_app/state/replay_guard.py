@@ -1,8 +1,9 @@
 """Record which rounds of a run this site served last, how often and with what, and refuse other repeats.
 
     <state-dir>/<run>/<site>/served.json    {"checksum": ..., "rounds": [[round, times, served message], ...],
-                                             "of": 5, "purged": false, "scores": 3}: the last two
-                                            rounds, and the number of held-out scores given
+                                             "of": 5, "purged": false, "scores": 3, "held-out": 0.1}: the last
+                                            two rounds, the number of held-out scores given, and the part of the
+                                            rows that the first round held out
 
 The site relies on this file, not on what a server says.
 
@@ -16,6 +17,7 @@ The site relies on this file, not on what a server says.
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
 | any round, and the file is damaged | StateError |
+| any round that holds out another part of the rows than the first one | PolicyError
 | any round, and the site has purged what it kept of the run | PolicyError; the file stays, with {"purged": true} |
 
 A client round that fails counts too, because a server can make one fail. One that ended before it took in the
@@ -54,6 +56,7 @@ class _Kept:
     of: int = 0
     purged: bool = False
     scores: int = 0
+    held_out: float | None = None
 
     def round(self, number: int) -> _Round:
         return next((entry for entry in self.rounds if entry.number == number), _Round(number))
@@ -74,10 +77,11 @@ class ReplayGuard:
         """Open the guard of a run and a site. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_folder_of(state_dir, run, site))
 
-    def check(self, round_: int, rounds: int, most: int) -> int:
+    def check(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> int:
         """Return how often the round was served, if the site may serve it again.
 
-        It must be below `rounds`, and served fewer than `most` times.
+        It must be below `rounds`, served fewer than `most` times, and hold out the part of the rows that the run's
+        first round held out.
 
         Raises:
             PolicyError: the site may not serve the round again.
@@ -90,6 +94,11 @@ class ReplayGuard:
         state = self._read()
         if state.purged:
             raise PolicyError("run.name: this site has purged everything it kept for this run; start a new run")
+        if state.held_out not in (None, held_out):
+            raise PolicyError(
+                f"evaluate.held-out: expected {state.held_out:g}, with which this run began at this site, found "
+                f"{held_out:g}; submit a new run"
+            )
         served = [served.number for served in state.rounds]
         if served and round_ not in served and round_ < served[-1]:
             raise PolicyError(
@@ -104,16 +113,16 @@ class ReplayGuard:
             )
         return times
 
-    def count(self, round_: int, rounds: int, most: int) -> None:
+    def count(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> None:
         """Counts one serving before it begins. Raises as `check`, or StateError where it cannot be written."""
         with self._locked():
-            self.check(round_, rounds, most)
+            self.check(round_, rounds, most, held_out)
             state = self._read()
             now = state.round(round_)
             earlier = [other for other in state.rounds if other.number < round_]
             later = [replace(other, message="") for other in state.rounds if other.number > round_]
             served = (*earlier, replace(now, times=now.times + 1), *later)[-_ROUNDS:]
-            self._require_written(replace(state, rounds=served, of=rounds))
+            self._require_written(replace(state, rounds=served, of=rounds, held_out=held_out))
 
     def give_back(self, round_: int) -> None:
         """Takes one serving off a round whose message no turn has taken in. Raises StateError."""
@@ -181,7 +190,9 @@ class ReplayGuard:
 
     def _write(self, kept: _Kept) -> None:
         rounds = [[entry.number, entry.times, entry.message] for entry in kept.rounds]
-        content = {"rounds": rounds, "of": kept.of, "purged": kept.purged, "scores": kept.scores}
+        content: dict[str, object] = {"rounds": rounds, "of": kept.of, "purged": kept.purged, "scores": kept.scores}
+        if kept.held_out is not None:
+            content["held-out"] = kept.held_out
         write_atomic(self._file, write_checksummed(content))
 
     @property
@@ -201,7 +212,11 @@ class ReplayGuard:
         try:
             content = read_checksummed(self._file.read_bytes())
             rounds = (_Round(int(number), int(times), str(message)) for number, times, message in content["rounds"])
-            return _Kept(tuple(rounds), int(content["of"]), bool(content["purged"]), int(content.get("scores", 0)))
+            held_out = content.get("held-out")
+            return _Kept(
+                tuple(rounds), int(content["of"]), bool(content["purged"]), int(content.get("scores", 0)),
+                None if held_out is None else float(held_out),
+            )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"{self._file}: expected the last rounds that were served, found none that can be read "

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 __all__ = [
+    "CHANGED",
     "FIELDS",
     "LEAST_ROWS",
     "LOSS",
     "NOT_FINITE",
     "NOT_PERMITTED",
     "NO_SCORE",
+    "OTHER_PART",
     "REFUSALS",
     "REFUSED",
     "ROWS",
@@ -33,13 +35,15 @@ LEAST_ROWS: Final = 64  # the mean loss of fewer rows tells more of each
 LOSS, ROWS, REFUSED = "loss_held_out", "rows_held_out", "held_out_refused"
 FIELDS: Final = frozenset({LOSS, ROWS, REFUSED})
 
-NOT_PERMITTED, TOO_FEW, SPENT, NO_SCORE, NOT_FINITE = 1, 2, 3, 4, 5
+NOT_PERMITTED, TOO_FEW, SPENT, NO_SCORE, NOT_FINITE, OTHER_PART, CHANGED = 1, 2, 3, 4, 5, 6, 7
 REFUSALS: Final[Mapping[int, str]] = {
     NOT_PERMITTED: "its policy permits no scores of held-out rows (max-scores)",
     TOO_FEW: f"fewer than {LEAST_ROWS} of its rows would be held out; it trains on all of them",
     SPENT: "it has given as many scores in this run as its policy permits (max-scores)",
     NO_SCORE: "its task cannot compute the loss of given rows",
     NOT_FINITE: "the loss is not finite",
+    OTHER_PART: "it holds out another part of these rows since an earlier run (evaluate.held-out)",
+    CHANGED: "the rows that it holds out are not those of an earlier run any more",
 }
 
 

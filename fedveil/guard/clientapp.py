@@ -158,11 +158,14 @@ class MessageGuard:
         records = _own_records(message)
         self._down_bytes = sum(len(array.data) for array in records.array_records["fedveil"].values())
         order = records.config_records["order"]
-        assignment = self._assignments.ClientAssignment.from_instruction(order, context.run_config, context.node_config)
+        assignment = self._assignments.ClientAssignment.from_instruction(
+            order, context.run_config, context.node_config, run.run_id
+        )
         self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
         self._about["signer"] = by = self._signer(assignment, digest)
         bundle, serves = self._decisions.VerifiedBundle(digest, by), message.metadata.message_type != _QUESTION
         self._decisions.check_run(assignment, bundle, self._down_bytes, serves=serves)
+        self._decisions.bind_run(assignment)  # here, for bundled code could leave it out
         self._assignment = assignment
         return digest
 

@@ -9,34 +9,25 @@ that a site keeps for itself in their places. A method that trains twice in a tu
 | whose site may not, or cannot | held_out_refused |
 | that makes steps of single rows | nothing: such steps are of a claim, which refuses held-out scores altogether |
 
-It also chooses which of a site's rows are held out.
-
-A row is held out where BLAKE2b of its file and number, under a key of the site's for the run, lies below the part that
-is asked. So rows that are appended move no other one, each run holds out other rows, and the server can choose none.
-
-| case | result |
-|---|---|
-| fewer than LEAST_ROWS rows would be held out, or none would be left | none is; all are trained on |
-| a row of no file | its place in the data set stands for its number |
-| a file that loses or changes rows while a run lasts | its later rows have other numbers: some change sides |
+`ReceivedLossFilter` keeps a trainer's `loss_received`, which is of rows that the site trains on, from leaving it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, final, overload
 
 from typing_extensions import override
 
 from fedveil.contract import held_out_report
-from fedveil.contract.held_out_report import LEAST_ROWS
 from fedveil.contract.param_spec import Weights
-from fedveil.contract.task import ExampleOrigin, Rows
+from fedveil.contract.task import Rows
 from fedveil.contract.trainer import Frozen, Penalty, ScoresExamples, Trainer, TrainingResult
 from fedveil.contract.trainer_wrappers import TrainerWrapper
+
+RECEIVED_LOSS = "loss_received"
 
 
 @final
@@ -93,24 +84,40 @@ class HeldOutSplit:
     held: Rows
 
 
-def split_held_out(rows: Rows, origins: Iterable[ExampleOrigin | None], key: bytes, part: float) -> HeldOutSplit:
-    """Split the examples, with about `part` (0 to 1) held out.
-
-    `origins` has one entry per example, in order; `key` has 32 bytes.
-
-    Raises:
-        ValueError: there are not as many origins as examples.
-    """
-    below = round(part * 2**64)
-    sides: tuple[list[int], list[int]] = ([], [])
-    for (index, origin), _ in zip(enumerate(origins), range(len(rows)), strict=True):
-        name = f"{origin.row} {origin.file}" if origin else f"none {index}"
-        drawn = hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
-        sides[int.from_bytes(drawn, "little") < below].append(index)
-    trained, held_out = sides
-    if len(held_out) < LEAST_ROWS or not trained:
+def split_held_out(rows: Rows, indices: Set[int]) -> HeldOutSplit:
+    """Split the rows into those to train on, and those at the places `indices`, which are held out."""
+    if not indices:
         return HeldOutSplit(rows, ())
-    return HeldOutSplit(ExampleSubset(rows, trained), ExampleSubset(rows, held_out))
+    trained = [index for index in range(len(rows)) if index not in indices]
+    return HeldOutSplit(ExampleSubset(rows, trained), ExampleSubset(rows, sorted(indices)))
+
+
+@final
+class ReceivedLossFilter(TrainerWrapper):
+    """A trainer that reports no loss of rows on which the site trains at the weights that it received.
+
+    Args:
+        trainer: reports on held-out rows, if there are any.
+        tells: whether `loss_received` is reported, with the held-out rows' loss; without such a loss it never is.
+    """
+
+    def __init__(self, trainer: Trainer, tells: bool) -> None:
+        super().__init__(trainer)
+        self._tells = tells
+
+    @override
+    def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
+        return self._filtered(super().train(weights, frozen, penalty))
+
+    @override
+    def gradient(self, weights: Weights) -> TrainingResult:
+        return self._filtered(super().gradient(weights))
+
+    def _filtered(self, trained: TrainingResult) -> TrainingResult:
+        report = {name: value for name, value in trained.report.items() if name != RECEIVED_LOSS}
+        if self._tells and held_out_report.LOSS in report:
+            report[RECEIVED_LOSS] = report[held_out_report.LOSS]
+        return replace(trained, report=report)
 
 
 @final

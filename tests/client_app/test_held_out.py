@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fedveil import strategies, tasks
@@ -93,7 +95,7 @@ def test_a_run_that_asks_for_none_says_nothing(tmp_path, trained_on):
 
 def test_a_site_asks_for_a_claim_itself_whatever_the_server_checked(tmp_path):
     server = Server(tmp_path, "max-scores = 5", TEXTS, **HALF, **{"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0})
-    with pytest.raises(ConfigError, match="evaluate.held-out: expected 0 with a claim of privacy"):
+    with pytest.raises(ConfigError, match="evaluate.held-out: expected 0 with a privacy claim"):
         server.send(server.initial)
 
 
@@ -101,9 +103,59 @@ def test_a_score_that_was_not_counted_does_not_leave_the_site(tmp_path):
     """Whatever the server's bundle has put into its report: the site's own copy of the policy looks."""
     server = Server(tmp_path, "max-scores = 1", TEXTS, **HALF)
     asked = server.asked()
-    with pytest.raises(PolicyError, match="loss_held_out: this site permits 1 a run"):
+    with pytest.raises(PolicyError, match="loss_held_out: this site permits 1 per run"):
         decisions.check_upload(asked, 0, 0, 100, {held_out_report.LOSS: 1.0})
     assert decisions.open_replay_guard(asked).count_score(1)
     decisions.check_upload(asked, 0, 0, 100, {held_out_report.LOSS: 1.0})
     assert not decisions.open_replay_guard(asked).count_score(1)
     decisions.check_upload(asked, 0, 0, 100, {"loss_received": 1.0})
+
+
+def test_a_part_that_changes_from_turn_to_turn_gets_no_score_and_no_training(tmp_path):
+    """Nested sets of held-out rows, under one run name: their means differ by the loss of single rows."""
+    server = Server(tmp_path, "max-scores = 50", TEXTS, **HALF)
+    decisions.count_round(server.asked(0))
+    server.flat["evaluate.held-out"] = 0.49
+    for asked in (server.asked(0), server.asked(1)):
+        with pytest.raises(PolicyError, match="evaluate.held-out: expected 0.5, with which this run began"):
+            decisions.check_round(asked, 100)
+        with pytest.raises(PolicyError, match="found 0.49; submit a new run"):
+            decisions.count_round(asked)
+    server.flat["evaluate.held-out"] = 0.5
+    decisions.count_round(server.asked(1))
+
+
+def test_one_flower_run_cannot_have_the_scores_of_many_runs(tmp_path):
+    """The name of the run is free in each message; the Flower run is not."""
+    server = Server(tmp_path, "max-scores = 1", TEXTS, **HALF)
+    first = replace(server.asked(), flower_run=7)
+    decisions.count_round(first)
+    other = replace(first, order=replace(first.order, run="r2"))
+    for refuse in (lambda: decisions.check_round(other, 3), lambda: decisions.count_round(other)):
+        with pytest.raises(PolicyError, match="run: expected 'r', which this Flower run began with"):
+            refuse()
+    decisions.count_round(replace(other, flower_run=8))
+
+
+@pytest.mark.long
+def test_later_runs_score_the_same_rows_or_none(tmp_path, trained_on, monkeypatch):
+    server = Server(tmp_path, "max-scores = 5", TEXTS, **HALF)
+    first = said(server.send(server.initial))
+    reports = []
+    for part in (0.5, 0.4):
+        later = Server(tmp_path, "max-scores = 5", TEXTS, **{"evaluate.held-out": part, "run.seed": 9})
+        later.initial = server.initial
+        reports.append(said(later.send(server.initial)))
+    assert reports == [first, {held_out_report.REFUSED: held_out_report.OTHER_PART}]
+    assert trained_on[0] == trained_on[1] == trained_on[2]
+
+
+@pytest.mark.parametrize(
+    "text, told", [("", None), ("report-received-loss = true", None), ("max-scores = 1", None),
+                   ("max-scores = 1\nreport-received-loss = true", held_out_report.LOSS)],
+)  # fmt: skip
+def test_no_loss_of_rows_that_are_trained_on_leaves_a_site_with_a_policy(tmp_path, text, told):
+    server = Server(tmp_path, text, TEXTS, **HALF)
+    report = header.header_of_slices([server.send(server.initial)])["report"]
+    assert report.get("loss_received") == (report[told] if told else None)
+    assert "loss_trained" in report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -124,12 +125,15 @@ class LocalGrid(Grid):
         node_config = {
             "site": site,
             "data": "unused",
+            "data-set": "toy",
             "state-dir": str(self.state_dir),
             "partition-id": self.names.index(site),
             "num-partitions": len(self.names),
             **self.node_config.get(site, {}),
         }
-        context = Context(1, message.metadata.dst_node_id, node_config, RecordDict(), self.run_config)
+        # One Flower run for each run that a test drives over this grid.
+        flower_run = zlib.crc32(str(message.content.config_records["order"].get("run", "")).encode())
+        context = Context(flower_run, message.metadata.dst_node_id, node_config, RecordDict(), self.run_config)
         reply: Message | None = self.app(received(message), context)
         if site in self.tamper:
             reply = self.tamper[site](message, reply)

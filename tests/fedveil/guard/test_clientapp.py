@@ -229,6 +229,14 @@ def test_a_round_served_too_often_is_refused_by_whatever_name_the_server_asks_fo
         site.install()
 
 
+def test_a_flower_run_has_one_name_and_the_guard_sees_to_it_before_bundled_code(tmp_path, monkeypatch, fab):
+    """By that name scores and rounds are counted."""
+    Site(tmp_path, monkeypatch, fab, "").install()
+    other = {"order": {"run": "r-99999999"}}
+    Site(tmp_path, monkeypatch, fab, "", **other).assert_refused("run: expected 'r-0a1b2c3d', which this Flower run")
+    Site(tmp_path, monkeypatch, fab, "", run_id=12, **other).install()
+
+
 def test_a_changed_app_has_another_digest_and_is_refused(tmp_path, monkeypatch, app, fab):
     changed = tmp_path / "changed"
     shutil.copytree(app, changed)

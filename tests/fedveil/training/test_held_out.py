@@ -1,13 +1,12 @@
 """Scores of held-out rows under every method: the first weights of a turn, against a naive twin.
 
-Which rows are held out: by hand, under appended rows, and over keys.
+And no report of a loss on rows that the site trains on.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ import torch
 from fedveil import rng, strategies
 from fedveil.config import parse
 from fedveil.contract import held_out_report
-from fedveil.contract.held_out_report import LEAST_ROWS
 from fedveil.contract.layout import Payload
 from fedveil.contract.privacy import PrivacyGuarantee
-from fedveil.contract.task import ExampleOrigin
 from fedveil.contract.trainer import ScoresExamples
 from fedveil.errors import ConfigError, UploadRefused
 from fedveil.federation.exchange import MessageExchange
@@ -26,7 +23,7 @@ from fedveil.federation.in_process import InProcessFederation
 from fedveil.privacy.guarantee_source import check_guarantee
 from fedveil.server_app.upload_validation import UploadLimits
 from fedveil.server_app.upload_validation import check_upload as check_upload
-from fedveil.training.held_out import ExampleSubset, HeldOutScoringTrainer, split_held_out
+from fedveil.training.held_out import ExampleSubset, HeldOutScoringTrainer, ReceivedLossFilter, split_held_out
 from fedveil.wire.envelope import DecodedMessage
 from tests.conftest import ToyTrainer
 
@@ -171,61 +168,38 @@ def test_a_claim_and_a_sum_have_no_scores_of_single_sites(what):
     check_guarantee(method, parse(REFUSED[what]), True)
 
 
-KEY = bytes(range(32))
+def test_each_row_is_on_one_side():
+    split = split_held_out([f"row {i}" for i in range(6)], frozenset({4, 1}))
+    assert list(split.held) == ["row 1", "row 4"]
+    assert list(split.trained) == ["row 0", "row 2", "row 3", "row 5"]
+    whole = split_held_out([1, 2], frozenset())
+    assert (list(whole.trained), len(whole.held)) == ([1, 2], 0)
 
 
-def rows(count: int) -> list[str]:
-    return [f"row {i}" for i in range(count)]
+class Reporting(ToyTrainer):
+    """A toy whose report has a loss of rows that it trains on."""
+
+    def train(self, *given):
+        trained = super().train(*given)
+        return replace(trained, report={**trained.report, "loss_received": 7.0})
+
+    gradient = train
 
 
-def origins(count: int, file: str = "a.jsonl") -> list[ExampleOrigin]:
-    return [ExampleOrigin(file, i + 1) for i in range(count)]
-
-
-def test_each_row_is_on_one_side_that_its_own_name_decides():
-    split = split_held_out(rows(1000), origins(1000), KEY, 0.3)
-    expected = []
-    for i in range(1000):
-        drawn = hashlib.blake2b(f"{i + 1} a.jsonl".encode(), digest_size=8, key=KEY).digest()
-        expected += [f"row {i}"] if int.from_bytes(drawn, "little") / 2**64 < 0.3 else []
-    assert list(split.held) == expected
-    assert sorted([*split.trained, *split.held]) == sorted(rows(1000))
-    assert not set(split.trained) & set(split.held)
-    assert 240 < len(split.held) < 360  # four deviations
-
-
-def test_rows_that_are_appended_move_no_other_one():
-    before, after = (split_held_out(rows(n), origins(n), KEY, 0.5) for n in (400, 900))
-    assert set(before.held) <= set(after.held)
-    assert set(before.trained) <= set(after.trained)
-
-
-def test_another_run_s_key_and_another_file_hold_out_other_rows():
-    sides = [set(split_held_out(rows(600), origins(600, f), k, 0.5).held)
-             for f, k in (("a", KEY), ("a", KEY[::-1]), ("b", KEY))]  # fmt: skip
-    assert len({frozenset(side) for side in sides}) == 3
-
-
-@pytest.mark.parametrize("count,part", [(0, 0.5), (100, 0.3), (LEAST_ROWS - 1, 1.0), (200, 1.0)])
-def test_too_few_rows_are_all_trained_on(count, part):
-    split = split_held_out(rows(count), origins(count), KEY, part)
-    assert list(split.trained) == rows(count)
-    assert len(split.held) == 0
-
-
-def test_rows_of_no_file_count_by_their_place():
-    split = split_held_out(rows(300), [None] * 300, KEY, 0.5)
-    assert LEAST_ROWS <= len(split.held) < 300
-
-
-@pytest.mark.parametrize("others", [99, 101])
-def test_other_origins_than_rows_are_an_error(others):
-    with pytest.raises(ValueError, match="zip"):
-        split_held_out(rows(100), origins(others), KEY, 0.5)
+@pytest.mark.parametrize("turn", ["train", "gradient"])
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("held_out", [{}, {held_out_report.LOSS: 2.0}])
+def test_no_loss_of_rows_that_are_trained_on_is_reported(turn, tells, held_out, monkeypatch):
+    trainer = Reporting({}, 4)
+    real = getattr(trainer, turn)
+    monkeypatch.setattr(trainer, turn, lambda *given: replace(real(*given), report={**real(*given).report, **held_out}))
+    report = getattr(ReceivedLossFilter(trainer, tells), turn)({}).report
+    assert report.get("loss_received") == (2.0 if tells and held_out else None)
+    assert report["loss_trained"] == 0.25
 
 
 def test_a_part_of_the_rows_is_read_as_a_list_is():
-    chosen = ExampleSubset(rows(10), [1, 4, 7, 9])
+    chosen = ExampleSubset([f"row {i}" for i in range(10)], [1, 4, 7, 9])
     assert len(chosen) == 4
     assert chosen[2] == "row 7"
     assert chosen[-1] == "row 9"

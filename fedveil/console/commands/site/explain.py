@@ -36,6 +36,7 @@ from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.records import disclosure_summary
 from fedveil.sanitize import sanitize
 from fedveil.training import optimizers
+from fedveil.training.held_out import RECEIVED_LOSS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     task = tasks.load_task(config, method.adapter, "cpu")
     exchange = MessageExchange(method, config.method.name, task.spec)
     masked = MaskedUploadPreview.from_exchange(exchange, config, args.sites) if config.secure.enabled else None
-    lines = [*explain_run(exchange, config, args.delta, masked), *_scores(config, policy)]
+    lines = [*explain_run(exchange, config, args.delta, masked, policy), *_scores(config, policy)]
     print("\n".join(sanitize(line, 4000) for line in lines))
     if policy is None:
         return 0
@@ -84,15 +85,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def explain_run(
-    exchange: MessageExchange, config: RunConfig, delta: float, masked: MaskedUploadPreview | None = None
+    exchange: MessageExchange,
+    config: RunConfig,
+    delta: float,
+    masked: MaskedUploadPreview | None = None,
+    policy: policies.SitePolicy | None = None,
 ) -> list[str]:
-    """The run in plain words, a line each."""
+    """Return the run in plain words, one line each; as a site without a policy would take part where it is None."""
     rounds, share = config.run.rounds, config.cohort.fraction
     often = "in every round" if share == 1 else f"in about {100 * share:g} of 100 rounds"
     lines = [
         f"{exchange.name} on {config.task.name}, base model {config.task.model}: {rounds} rounds, this site {often}.",
         "",
-        *(masked.words if masked else _in_the_clear(exchange)),
+        *(masked.words if masked else _in_the_clear(exchange, policy)),
         "What would come in:",
         *_variants(exchange, "down"),
         "",
@@ -129,8 +134,10 @@ def explain_run(
     ]
 
 
-def _in_the_clear(exchange: MessageExchange) -> list[str]:
+def _in_the_clear(exchange: MessageExchange, policy: policies.SitePolicy | None) -> list[str]:
     figures = REPORT_FIELDS - held_out_report.FIELDS  # those apart: `_scores`
+    if policy is not None and not (policy.report_received_loss and policy.max_scores):
+        figures -= {RECEIVED_LOSS}
     return [
         "What would leave this site each time:",
         *_variants(exchange, "up"),
@@ -153,7 +160,7 @@ def _scores(config: RunConfig, policy: policies.SitePolicy | None) -> list[str]:
     return [
         asked,
         f"This site would, {most} times at most (max-scores). Whoever chooses the weights can learn by their scores "
-        "whether a row that they know is among those held out.",
+        "whether a row that they know is among those held out. The rows are those of earlier runs on this data set.",
     ]
 
 

@@ -1,0 +1,193 @@
+"""Fix which rows of a data set this site holds out, and count the scores that it has given of them.
+
+    <state-dir>/.held-out/<site>.json    {"checksum": ..., "sets": {DATA SET: {"key": 64 hex, "part": 0.1,
+                                          "files": {FILE: rows}, "rows": digest, "scores": {FLOWER RUN: 3}}}}
+
+The first run that asks this site for scores of a data set fixes the part, the key of the draw and the rows. A server
+that could choose them anew would get the mean loss of two sets that differ by one row, and so that row's loss.
+
+| a later run or turn asks for ... | trained on | scores |
+|---|---|---|
+| the same part, and the same rows are drawn | the rows that are not held out | up to `max-scores` in a Flower run |
+| another part of the data set | the same rows | none: OTHER_PART |
+| the same part, but rows were removed, or its config reads others | the rows that are not held out | none: CHANGED |
+| rows that were appended to a file, or in a new file | those too | as before |
+| no part at all | all rows | none |
+
+A person at the site who wants another part, or whose data have changed, removes the file. It is not sealed, because
+without the data it tells nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedveil.client_app.state.client_state import safe_file_name
+from fedveil.contract import held_out_report
+from fedveil.errors import StateError
+from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
+
+if TYPE_CHECKING:
+    from fedveil.contract.task import ExampleOrigin
+
+FOLDER = ".held-out"
+_MOST_RUNS = 10_000  # Flower runs with scores of one data set; a further one gets none
+
+
+@dataclass(frozen=True)
+class HeldOutChoice:
+    """The rows of one data set that are held out.
+
+    Attributes:
+        key: 32 bytes, from which a row's side is drawn.
+        part: the fraction that is held out, from 0 to 1.
+        files: rows of each file that could be drawn; rows behind them are trained on.
+        rows: digest of the rows that are held out; "" until it is known.
+        scores: number of scores that were given, by Flower run.
+    """
+
+    key: bytes
+    part: float
+    files: Mapping[str, int]
+    rows: str = ""
+    scores: Mapping[str, int] = field(default_factory=dict)
+
+    def is_drawn(self, origin: ExampleOrigin | None, index: int) -> bool:
+        """Return whether a row is held out. A row of no file has its place `index` in the data set for its number."""
+        file, row = (origin.file, origin.row) if origin else ("", index)
+        if row > self.files.get(file, -1):
+            return False
+        drawn = hashlib.blake2b(f"{row} {file}".encode(), digest_size=8, key=self.key).digest()
+        return int.from_bytes(drawn, "little") < round(self.part * 2**64)
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """What a turn may do with held-out rows.
+
+    Attributes:
+        indices: places of the rows that are held out; empty if none is.
+        refusal: why there is no score, a key of `held_out_report.REFUSALS`; 0: there may be one.
+    """
+
+    indices: frozenset[int] = frozenset()
+    refusal: int = 0
+
+
+@dataclass(frozen=True)
+class HeldOutRecord:
+    """The choices of one site, by data set.
+
+    Attributes:
+        file: the record's file.
+    """
+
+    file: Path
+
+    @classmethod
+    def open(cls, state_dir: Path, site: str) -> HeldOutRecord:
+        """Open the record of a site. Raises ConfigError for a name that is not a plain file name."""
+        return cls(state_dir.expanduser() / FOLDER / f"{safe_file_name('site', site)}.json")
+
+    def select_rows(
+        self, data_set: str, part: float, key: bytes, origins: Sequence[ExampleOrigin | None]
+    ) -> HeldOutRows:
+        """Return the rows that are held out, as the first run with scores of this data set fixed them.
+
+        Args:
+            data_set: the data set's id.
+            part: what this run asks for, above 0.
+            key: 32 bytes, taken if this is the first run.
+            origins: one entry for each row, in order.
+
+        Raises:
+            StateError: the record cannot be read or written.
+        """
+        with self._locked():
+            choices = self._read()
+            choice = choices.get(data_set) or HeldOutChoice(key, part, _count_rows(origins))
+            indices = frozenset(i for i, origin in enumerate(origins) if choice.is_drawn(origin, i))
+            rows = _digest_rows(origins, indices)
+            if data_set not in choices:
+                if len(indices) < held_out_report.LEAST_ROWS or len(indices) == len(origins):
+                    return HeldOutRows(refusal=held_out_report.TOO_FEW)
+                self._write({**choices, data_set: replace(choice, rows=rows)})
+            elif part != choice.part:
+                return HeldOutRows(indices, held_out_report.OTHER_PART)
+            elif rows != choice.rows:
+                return HeldOutRows(indices, held_out_report.CHANGED)
+            return HeldOutRows(indices)
+
+    def count_score(self, data_set: str, run: str, most: int) -> bool:
+        """Count one score, before it is made; False if `most` were given in this Flower run. Raises StateError."""
+        with self._locked():
+            choices = self._read()
+            choice = choices[data_set]
+            given = choice.scores.get(run, 0)
+            if given >= most or (not given and len(choice.scores) >= _MOST_RUNS):
+                return False
+            self._write({**choices, data_set: replace(choice, scores={**choice.scores, run: given + 1})})
+            return True
+
+    def _read(self) -> dict[str, HeldOutChoice]:
+        if not self.file.exists():
+            return {}
+        try:
+            sets = read_checksummed(self.file.read_bytes())["sets"]
+            return {str(name): _parse_choice(entry) for name, entry in sets.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"{self.file}: expected the rows that this site holds out, found none that can be read "
+                f"({type(error).__name__}); restore it from a backup, or set evaluate.held-out = 0"
+            ) from None
+
+    def _write(self, choices: Mapping[str, HeldOutChoice]) -> None:
+        sets = {
+            name: {
+                "key": one.key.hex(), "part": one.part, "files": dict(one.files), "rows": one.rows,
+                "scores": dict(one.scores),
+            }
+            for name, one in choices.items()
+        }  # fmt: skip
+        try:
+            write_atomic(self.file, write_checksummed({"sets": sets}))
+        except OSError as error:
+            raise StateError(f"{self.file}: expected to write it, found {error}; free space") from error
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self.file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _parse_choice(entry: Mapping[str, Any]) -> HeldOutChoice:
+    """Return a choice from its entry. Raises ValueError, KeyError or TypeError for another form."""
+    key = bytes.fromhex(entry["key"])
+    if len(key) != 32:
+        raise ValueError("key")
+    files = {str(name): int(rows) for name, rows in entry["files"].items()}
+    scores = {str(run): int(given) for run, given in entry["scores"].items()}
+    return HeldOutChoice(key, float(entry["part"]), files, str(entry["rows"]), scores)
+
+
+def _count_rows(origins: Sequence[ExampleOrigin | None]) -> dict[str, int]:
+    """Return the largest row number of each file; rows of no file count under the name ""."""
+    counts: dict[str, int] = {}
+    for index, origin in enumerate(origins):
+        file, row = (origin.file, origin.row) if origin else ("", index)
+        counts[file] = max(counts.get(file, 0), row)
+    return counts
+
+
+def _digest_rows(origins: Sequence[ExampleOrigin | None], indices: frozenset[int]) -> str:
+    """Return the SHA-256 of the rows' names, whatever their order."""
+    names = sorted(f"{origin.row} {origin.file}" if (origin := origins[i]) else f"{i} " for i in indices)
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
