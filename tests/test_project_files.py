@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -146,3 +147,21 @@ def test_both_stages_of_the_image_are_of_the_base_that_the_builder_names():
     text = (ROOT / "docker" / "Dockerfile").read_text()
     assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${BASE}", "packages"}
     assert re.findall(r"^ARG BASE=(.+)", text, re.MULTILINE) == ["python:3.11-slim-bookworm"]
+
+
+def test_a_tree_without_its_links_builds_no_distribution(tmp_path):
+    """Its wheel would lack the methods and both apps; pip unpacks a zip archive so."""
+    links = sorted(path.name for path in (ROOT / "fedveil").iterdir() if path.is_symlink())
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name in links:
+        (tmp_path / "fedveil" / name).mkdir(parents=True)
+    command = [sys.executable, "setup.py", "--name"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    for name in links:
+        (tmp_path / "fedveil" / name).rmdir()
+        (tmp_path / "fedveil" / name).write_text(f"../{name}")
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert f"fedveil/{name}: expected a folder or a link to one" in done.stderr
+        (tmp_path / "fedveil" / name).unlink()
+        (tmp_path / "fedveil" / name).mkdir()
