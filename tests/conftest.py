@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pkgutil
 import tarfile
@@ -12,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 import tests.checks  # noqa: F401  # the hook calls it by its name
@@ -20,9 +20,12 @@ from tests.own_entry_points import provide_entry_points
 
 ROOT = Path(__file__).parent.parent
 provide_entry_points(ROOT / "pyproject.toml")
-# Both measure the clock, and a machine that is busy with something else is no fault of the code.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+if importlib.util.find_spec("hypothesis"):  # the tests for a GPU do without
+    from hypothesis import HealthCheck, settings
+
+    # Both measure the clock, and a machine that is busy with something else is no fault of the code.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 # Must come before the first import of these modules. The packages left out have many annotations that name what they
 # import under TYPE_CHECKING only.

@@ -7,6 +7,7 @@ nothing runs: the command lists what is missing, and how long the preset took wh
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +17,30 @@ from rich.console import Console
 from rich.table import Table
 
 from fedveil.errors import ConfigError
-from fedveil.testing import deployment
-from fedveil.testing.simulation import LocalSimulation
 from fedveil_bench import folders, requirements
 from fedveil_bench import runner as benchmarks
 
 COMMAND_GROUP = "getting_started"
 
 _METRICS = 6  # a table: more columns break their numbers
+
+
+class LazyModule:
+    """A module that is imported when an attribute is first asked for.
+
+    A machine with a GPU may lack what starts a federation, such as grpc, and its presets need none.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+def create_simulation(*args: Any, **kwargs: Any) -> Any:
+    """Return a `fedveil.testing.simulation.LocalSimulation`, which is imported only then."""
+    return LazyModule("fedveil.testing.simulation").LocalSimulation(*args, **kwargs)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
         form=args.form,
         seeds=args.seeds,
         device=args.device,
-        launch=deployment,
-        simulation=LocalSimulation,
+        launch=LazyModule("fedveil.testing.deployment"),
+        simulation=create_simulation,
         say=lambda text: console.print(text, markup=False, style="dim"),
         pieces=file.with_suffix(".pieces.jsonl"),
         minutes=args.minutes,
