@@ -58,7 +58,8 @@ _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
 _OWN_BOUNDS = ("PolicyError: ", "BudgetError: ")
 _REASON = 2000  # characters of a refusal
-_RECORDS, _SHOWN = ("order", "fedveil"), 10
+_RECORDS, _SHOWN = {"order": "ConfigRecord", "fedveil": "ArrayRecord"}, 10
+_FLOWERS_RECORD = "config"  # the settings of Flower's own loop, which no site reads
 _NAMED = 100  # records of a withheld reply that a line of the audit log names
 
 
@@ -157,6 +158,7 @@ class MessageGuard:
         self._require_bundle(site, digest, (fab.hash_str, run.fab_hash))
         records = _own_records(message)
         self._down_bytes = sum(len(array.data) for array in records.array_records["fedveil"].values())
+        received = sum(int(size) for _, _, size in reply_check.list_records(records))
         order = records.config_records["order"]
         assignment = self._assignments.ClientAssignment.from_instruction(
             order, context.run_config, context.node_config, run.run_id
@@ -164,7 +166,7 @@ class MessageGuard:
         self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
         self._about["signer"] = by = self._signer(assignment, digest)
         bundle, serves = self._decisions.VerifiedBundle(digest, by), message.metadata.message_type != _QUESTION
-        self._decisions.check_run(assignment, bundle, self._down_bytes, serves=serves)
+        self._decisions.check_run(assignment, bundle, received, serves=serves)
         self._decisions.bind_run(assignment)  # here, for bundled code could leave it out
         self._assignment = assignment
         return digest
@@ -247,6 +249,12 @@ def _own_records(message: Message) -> Any:
         raise MessageRefused(
             f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]} it is "
             "another app's, which this site does not run"
+        )
+    known = {**_RECORDS, _FLOWERS_RECORD: "ConfigRecord"}
+    if strange := [name for name, record in records.items() if known.get(name) != type(record).__name__]:
+        raise MessageRefused(
+            f"message: expected the records {', '.join(known)} alone, found {sanitize(strange[0], 80)} of type "
+            f"{type(records[strange[0]]).__name__}; it would bring bytes that no bound counts"
         )
     return records
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.cli.build import build_fab_from_disk
 from flwr.cli.install import install_from_fab
 from flwr.supercore.fab import Fab
@@ -185,7 +185,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
         ('methods = ["fedrand"]', "method.name: this site permits"),
         (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         (f'signers = ["{PUBLIC}"]', "app signer: .* found none that"),
-        ("max-bytes-a-round = 999", "at most 999, found 1000 in the server's message alone"),
+        ("max-bytes-a-round = 999", "at most 999, found 1184 in the server's message alone"),
         ("methods = fedavg", "expected a readable policy file"),
         ("hours = []", "hours: this site permits"),
         ("require-secure = true", "secure.enabled: this site permits only masked uploads"),
@@ -214,6 +214,35 @@ def test_the_message_of_another_app_is_refused_for_what_it_is(tmp_path, monkeypa
     line = audit_log.read_log(site.log)[-1]
     assert (line["app"], line["flower_run"]) == (hashlib.sha256(fab).hexdigest(), "11")
     assert not (tmp_path / "flower").exists()
+
+
+ZEROS = Array("uint8", (3_000_000,), chunking.STYPE, bytes(3_000_000))
+BESIDE = {
+    "a second record of arrays": {"more": ArrayRecord({"0": ZEROS})},
+    "a record of settings": {"more": ConfigRecord({"x": bytes(3_000_000)})},
+    "metrics": {"more": MetricRecord({"x": 1.0})},
+    "Flower's settings, as arrays": {"config": ArrayRecord({"0": ZEROS})},
+    "Flower's settings, large": {"config": ConfigRecord({"x": bytes(3_000_000)})},
+    "names of slices": {"fedveil": ArrayRecord({"x" * 3_000_000: Array("uint8", (1,), chunking.STYPE, b"x")})},
+    "the message as settings": {"fedveil": ConfigRecord({"x": 1})},
+    "the order as arrays": {"order": ArrayRecord({"0": ZEROS})},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_no_byte_of_a_message_escapes_the_bound_of_the_policy(tmp_path, monkeypatch, fab, beside):
+    """`max-bytes-a-round` counts all that came, and a record that is not known is refused."""
+    site = Site(tmp_path, monkeypatch, fab, "max-bytes-a-round = 1_000_000")
+    for name, record in BESIDE[beside].items():
+        site.message.content[name] = record
+    site.assert_refused("alone, found (more|config|fedveil|order) of type|max-bytes-a-round|1000000|1,000,000")
+    assert "KeyError" not in audit_log.read_log(site.log)[-1]["reason"]
+
+
+def test_flower_s_own_settings_are_a_known_record(tmp_path, monkeypatch, fab):
+    site = Site(tmp_path, monkeypatch, fab, "max-bytes-a-round = 1_000_000")
+    site.message.content["config"] = ConfigRecord({"server-round": 1})
+    site.install()
 
 
 @pytest.mark.parametrize("message_type,refused", [("train", True), ("train.default", True), ("query.secure", False)])
