@@ -12,6 +12,7 @@ from typing import Any
 from fedveil.console.flower.flwr_cli import FlowerCli
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.console.provisioning.online_status import why_absent
+from fedveil.console.provisioning.refused_calls import CONTROL_LOG, read_refused_calls
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import state_badge
@@ -47,14 +48,12 @@ class DashboardFederations:
     def seen(self) -> object:
         """Another one, another answer: the registries' stamps, and when Flower is asked next."""
         asked = int(time.time() / _ASK_FLOWER) if self.folders else 0
-        return safe_files.file_stamps(
-            registry_folder(folder) / "members.json" for folder in self.folders.values()
-        ), asked
+        files = [file for f in self.folders.values() for file in (registry_folder(f) / "members.json", f / CONTROL_LOG)]
+        return safe_files.file_stamps(files), asked
 
     def logs(self) -> dict[str, Path]:
         """The logs of who controlled which federation, by what they are called in a URL."""
-        file = Path("server", "control-log.jsonl")
-        files = {f"control of {name}": folder / file for name, folder in self.folders.items()}
+        files = {f"control of {name}": folder / CONTROL_LOG for name, folder in self.folders.items()}
         return {name: file for name, file in files.items() if safe_files.file_stamps([file])}
 
     def all(self) -> list[dict[str, Any]]:
@@ -79,7 +78,7 @@ class DashboardFederations:
             return {"asked": False, "rows": [], "said": message, "online": 0, "of": 0}
 
     def _of_members(self, folder: Path) -> dict[str, Any]:
-        members, online = SiteRegistry(folder), self._online(folder)
+        members, online, refused = SiteRegistry(folder), self._online(folder), read_refused_calls(folder)
         rows, well = [], 0
         for site, entry in sorted(members.sites.items()):
             why = why_absent(entry, online.value or {})
@@ -92,7 +91,8 @@ class DashboardFederations:
                 state_badge("online") if is_online else state_badge("not known" if unknown else "not online")
             )
             until = str(entry.get("until", ""))[:10]
-            rows.append([site, shown_state, entry["state"], until or None, "" if unknown else why])
+            notes = ["" if unknown else why, str(refused[site]) if site in refused else ""]
+            rows.append([site, shown_state, entry["state"], until or None, "; ".join(filter(None, notes))])
         message = f"Flower does not answer: {online.why}" if online.why else ""
         if not message and not online.is_new:
             message = "Flower is being asked." if online.value is None else f"{online.since}; Flower is being asked."

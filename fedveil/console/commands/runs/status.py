@@ -1,8 +1,8 @@
 """`fedveil status`: lists runs and, on the server, which sites are online.
 
 It prints one line per run, with the cause if the run failed or was stopped. The exit code is 1 if a run
-failed, died, stopped responding or cannot be read, or if a registered site is not online. A run that was
-stopped by a person is not a failure.
+failed, died, stopped responding or cannot be read, or if a registered site is not online or was refused
+20 calls within a minute. A run that was stopped by a person is not a failure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from fedveil.console.provisioning.federation_folder import SiteRegistry
 from fedveil.console.provisioning.online_status import absent_members
+from fedveil.console.provisioning.refused_calls import read_refused_calls
 from fedveil.console.runs.progress_bar import round_underway
 from fedveil.console.runs.run_follower import wait_for_sites
 from fedveil.console.runs.run_reader import load_run
@@ -87,5 +88,11 @@ def _last_failures(attempts: list[dict[str, Any]]) -> str:
 
 def _sites(folder: Path) -> tuple[list[str], bool]:
     missing, entries = absent_members(folder), sorted(SiteRegistry(folder).sites.items())
-    lines = [f"{site:<24} {entry['state']:<10} {missing.get(site, 'online')}" for site, entry in entries]
-    return lines, not any(site in missing for site, entry in entries if entry["state"] == "registered")
+    refused = read_refused_calls(folder)
+    lines = [
+        f"{site:<24} {entry['state']:<10} {missing.get(site, 'online')}"
+        + (f"; {refused[site]}" if site in refused else "")
+        for site, entry in entries
+    ]
+    is_well = not any(site in missing for site, entry in entries if entry["state"] == "registered")
+    return lines, is_well and not any(calls.is_rogue for calls in refused.values())

@@ -16,6 +16,7 @@ from fedveil.console.web.apps import run_folders
 from fedveil.errors import ConfigError
 from fedveil.records import audit_log
 from tests.fedveil.console.conftest import write_run
+from tests.fedveil.console.provisioning.test_refused_calls import refuse
 from tests.fedveil.console.web.conftest import log_of, opened
 from tests.fedveil.console.web.test_pages import every_page, is_whole
 
@@ -81,6 +82,15 @@ def test_who_is_online_and_why_the_others_are_not(pilot, runs, flower):
     client.get(f"{client.base}/sites")
     client.get(f"{client.base}/")
     assert Flower.asked == 1  # a question costs a CPU-second
+
+
+def test_a_site_whose_calls_were_refused_is_shown_as_such(pilot, runs, flower):
+    client = opened(runs, pilot)
+    assert "refused" not in rows(client.get(f"{client.base}/").text)["north"]
+    refuse(pilot, "north", 20)
+    cells_by_site = rows(client.get(f"{client.base}/").text)
+    assert "20 within a minute; fedveil members revoke shuts it out" in cells_by_site["north"]
+    assert "refused" not in cells_by_site["south"]
 
 
 def test_where_flower_does_not_answer_that_is_said_and_nobody_is_called_offline(pilot, runs, flower):
