@@ -17,12 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
         "start", help="start SuperLink and SuperExec; Ctrl-C stops both"
     )
-    start.add_argument("folder", type=Path, help="what fedveil provision made")
+    start.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     start.add_argument(
-        "--listen", metavar="HOST:PORT", help="for sites; default: every address of this machine, at fleet-port"
+        "--listen", metavar="HOST:PORT", help="address for sites; default: all addresses of this machine, on fleet-port"
     )
     start.add_argument(
-        "--state-dir", type=Path, metavar="FOLDER", help="of database and logs; default: server, in FOLDER"
+        "--state-dir", type=Path, metavar="FOLDER", help="folder of the database and logs; default: server in FOLDER"
     )
     start.set_defaults(run=_start)
 

@@ -26,16 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
     )
-    parser.add_argument("--federation", type=Path, required=True, metavar="FOLDER", help="what fedveil provision made")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config; repeatable")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set goes before it")
     parser.add_argument(
-        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until it has ended"
+        "--federation", type=Path, required=True, metavar="FOLDER", help="the folder made by fedveil provision"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="run config override; repeatable"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set takes precedence")
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until the run ends"
     )
     parser.add_argument(
         "--extras-at-server",
         action="store_true",
-        help="the server has packages of its own: ask there alone for extras and methods",
+        help="the server has its own packages: check extras and methods only there",
     )
     parser.set_defaults(run=run)
 
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         number = flower.submit(args.app, settings)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the run may have been submitted; see it with: {flower.by_hand('ls')}") from None
+        raise KeyboardInterrupt(f"the run may have been submitted; list runs with: {flower.by_hand('ls')}") from None
     print(f"run {number}: submitted", flush=True)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     # fedveil server start runs apps in the federation's folder, a container in / as this command's.
@@ -93,8 +97,8 @@ def _require_sinks(config: RunConfig) -> None:
     from fedveil.server_app.metrics import optional_deps  # Flower's import is for who names a sink
 
     try:
-        optional_deps.require_installed(config, "here, where the server's apps run as a rule")
+        optional_deps.require_installed(config, "here, where the server normally runs its apps")
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; nothing was sent. If the server has an installation of its own that has it: --extras-at-server"
+            f"{error}; nothing was sent. If the server's own installation has it, use --extras-at-server"
         ) from None

@@ -28,14 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("run_", metavar="RUN", help="a run folder, or the number that flwr run printed")
     parser.add_argument(
-        "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: to ask Flower too"
-    )
-    parser.add_argument("--flower-home", type=Path, metavar="FOLDER", help="or the FLWR_HOME with config.toml")
-    parser.add_argument(
-        "--connection", default="", metavar="NAME", help="its connection; default: that of fedveil provision"
+        "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision, to ask Flower too"
     )
     parser.add_argument(
-        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long; default: until it has ended"
+        "--flower-home", type=Path, metavar="FOLDER", help="alternatively, the FLWR_HOME with config.toml"
+    )
+    parser.add_argument(
+        "--connection", default="", metavar="NAME", help="connection in config.toml; default: that of fedveil provision"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until the run ends"
     )
     parser.set_defaults(run=run)
 

@@ -38,7 +38,7 @@ def test_page_has_exact_numbers_and_loads_nothing(run_folders):
 
 def test_page_says_in_words_what_was_learned(run_folders):
     page = report.run_page_html([runs.load_run(run_folders[1])])
-    assert "site-0 sent the server A (2 tensors) twice and B (2 tensors) once, never all of it in one upload." in page
+    assert "site-0 sent the server A (2 tensors) twice and B (2 tensors) once, never all in one upload." in page
     assert "The server learns: one trained factor" in page
 
 
@@ -137,7 +137,7 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
 
 
 def test_page_and_last_lines_say_that_no_round_changed_the_model(make_run):
-    folder, words = make_run(), "so what the sites sent moved nothing"
+    folder, words = make_run(), "so the uploads changed nothing"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for digests, has_warning in (
         (("a", "b", "c"), False),

@@ -54,20 +54,20 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     refused = re.search(r'<td data-label="event"><span class="tag failed">refused</span></td>.*?</tr>', text)[0]
     assert '<td data-label="round">5</td>' in refused
     assert "PolicyError: method: expected fedrand, found fedavg" in refused
-    assert "A refused run needs nothing from this site" in text
+    assert "A refused run needs no action" in text
     spent = accounting.compute_epsilon({STEP: 2}, 1e-5, Adjacency.REPLACE_ONE)
     assert f"epsilon {spent:.4g} at delta 1e-05 (replace-one)" in text
     assert '<td data-label="permitted">epsilon 8</td>' in text
     assert f'<td data-label="epsilon left">{math.floor((8 - spent) * 1000) / 1000:g}</td>' in text
-    assert "5 lines, each as it was written" in text
+    assert "5 lines, all unchanged" in text
     assert "No worker is there" in text
 
 
 def test_without_a_bound_nothing_is_said_to_be_left_and_the_page_warns(state, tmp_path):
     text = home(opened_site(state))
     assert '<td data-label="epsilon left"><span class="tag failed">no bound</span></td>' in text
-    assert 'class="alert">The policy of north names no max-epsilon' in text
-    assert "names no max-epsilon" not in home(opened_site(state, str(tmp_path / "policy.toml")))
+    assert 'class="alert">The policy of north sets no max-epsilon' in text
+    assert "sets no max-epsilon" not in home(opened_site(state, str(tmp_path / "policy.toml")))
 
 
 def test_poisson_sampling_in_the_ledger_is_named_with_what_it_assumes_and_other_steps_are_not(state, capsys):
@@ -96,9 +96,9 @@ def test_a_log_that_was_changed_sums_up_to_nothing(state):
     log = state / audit_log.NAME
     log.write_text(log.read_text().replace("271828", "1"))
     text = home(opened_site(state))
-    assert "What left is not known from it" in text
+    assert "The log does not show what was sent" in text
     assert "line 2: expected a whole line with its own hash" in text
-    assert "uploads that left" not in text
+    assert "uploads sent" not in text
 
 
 def test_what_a_server_sent_is_text(state, monkeypatch):
@@ -132,12 +132,12 @@ def test_a_worker_that_gives_no_answer_takes_no_page_away(state, monkeypatch):
         raise ValueError("no JSON")
 
     monkeypatch.setattr(site_views, "list_workers", broken)
-    assert "a worker gave an answer that is none: ValueError(&#x27;no JSON&#x27;)" in home(opened_site(state))
+    assert "a worker gave an invalid answer: ValueError(&#x27;no JSON&#x27;)" in home(opened_site(state))
 
 
 def test_an_empty_state_folder_is_no_error(tmp_path):
     client = opened_site(tmp_path)
-    assert "Nothing has left yet." in home(client)
+    assert "Nothing has been sent yet." in home(client)
     assert client.get(f"{client.base}/log").status_code == 404
 
 

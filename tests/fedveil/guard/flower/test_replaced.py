@@ -54,7 +54,7 @@ def test_a_process_does_not_start_without_it(
     monkeypatch.setattr(replaced, "REPLACED", (ReplacedAttribute("guard/x.py", process, "flwr.moved", "it"),))
     with pytest.raises(SystemExit) as ended:
         start()
-    assert f"replaces in a {process}" in f"{ended.value.code}{capsys.readouterr().err}"
+    assert f"FedVeil replaces parts of Flower in a {process}" in f"{ended.value.code}{capsys.readouterr().err}"
 
 
 def test_the_table_of_the_documents_has_each_of_them_and_no_other() -> None:
