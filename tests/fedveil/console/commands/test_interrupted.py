@@ -35,7 +35,7 @@ def test_the_run_goes_on_and_the_commands_are_said(pilot, monkeypatch, capsys, c
     assert main([*command, "--federation", "a pilot"]) == 130
     home = f"'{pilot}/server/flower'"
     assert capsys.readouterr().err == (
-        f"interrupted: the run goes on; follow it with: fedveil watch 77 --flower-home {home}; "
+        f"interrupted: the run continues; follow it with: fedveil watch 77 --flower-home {home}; "
         f"stop it with: FLWR_HOME={home} flwr stop 77\n"
     )
 
@@ -102,7 +102,7 @@ def test_a_server_that_never_answered_is_an_error_at_once(pilot, monkeypatch, ca
     monkeypatch.setattr(FlowerCli, "run_status", status)
     monkeypatch.setattr("fedveil.console.runs.run_follower._SILENT_SECONDS", 1.0)
     assert main(["watch", "77", "--federation", "a pilot"]) == 2
-    assert "asked again" not in capsys.readouterr().out
+    assert "retrying" not in capsys.readouterr().out
 
 
 def test_an_interrupted_submission_says_where_to_look(pilot, monkeypatch, capsys):

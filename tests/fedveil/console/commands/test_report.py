@@ -121,7 +121,7 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
             site_report |= held_out_reports.get(site, {"loss_held_out": 3.0, "rows_held_out": 100.0})
         return line
 
-    assert "held-out rows" not in report.run_page_html([runs.load_run(folder)])
+    assert "held-out examples" not in report.run_page_html([runs.load_run(folder)])
     _with(folder, "metrics.jsonl", scored)
     run = runs.load_run(folder)
     names = set(run.attempts[-1]["reports"])
@@ -129,9 +129,11 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
     mean, rows = (1.5 * 300 + 3.0 * 100 * others) / (300 + 100 * others), 300 + 100 * others
     assert per_site.mean_scored(run.attempts[-1]["reports"]) == (pytest.approx(mean), rows, 1 + others)
     page = report.run_page_html([run])
-    assert f"in round 3: {mean:.4f} ({rows} rows of {1 + others} sites)" in page
+    assert f"in round 3: {mean:.4f} ({rows} examples of {1 + others} sites)" in page
     assert "its policy permits no scores of held-out rows (max-scores)" in page
-    assert per_site.failure_note(run.attempts[-1]["reports"]).startswith(f"  held out: loss {mean:.4f}, {rows} rows")
+    assert per_site.failure_note(run.attempts[-1]["reports"]).startswith(
+        f"  held out: loss {mean:.4f}, {rows} examples"
+    )
     assert per_site.failure_note({"a": {"held_out_refused": 2.0}}) == ""
     assert per_site.held_out_scores(0, {"held_out_refused": 77.0}).why == "of another version"
 

@@ -154,7 +154,7 @@ def test_where_flower_gives_no_log_the_end_is_said_all_the_same(flower, tmp_path
 
     monkeypatch.setattr("fedveil.console.commands.runs.submit.FlowerCli.log", log)
     assert submitted(tmp_path, "--set", "run.name=first") == 1
-    assert "failed: so says Flower" in capsys.readouterr().out
+    assert "failed, as reported by Flower" in capsys.readouterr().out
 
 
 def test_the_folder_of_a_server_that_was_started_from_its_federation_is_found(flower, tmp_path, capsys, monkeypatch):

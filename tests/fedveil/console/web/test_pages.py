@@ -111,7 +111,7 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert "rounds done (dotted: no value between)" in text  # scored before the first round and after the last one
     row = '<td data-label="site">north</td><td data-label="sent by the site">{}</td>'
     assert row.format("A (2 tensors) twice, B (2 tensors) once, refused uploads once") in text
-    assert "n_k, is the number of examples" in text
+    assert "n_k is the number of examples" in text
     assert "ValueError: &lt;no rows&gt;" in text
     assert "found &lt;0&gt;" in text
     last = text[text.index("<h2>Round 4, attempt 1: 0 of 4 sites accepted</h2>") : text.index("<h2>Curves</h2>")]
@@ -132,7 +132,7 @@ def test_a_run_that_is_not_scored_shows_what_its_sites_told(runs):
     text = client.get(f"{client.base}/runs/fedavg").text
     assert 'aria-label="Training loss at the sites. ' in text
     assert "That is not a held-out loss." in text
-    assert "in round 3: 2.5000 (40 rows of 1 sites)" in text
+    assert "in round 3: 2.5000 (40 examples of 1 sites)" in text
     is_whole(text)
     scored = [first | {"scores": {"server": {"loss": 4.0}}}, *rows]  # before round 0, and not yet again
     file.write_text("".join(json.dumps(row) + "\n" for row in scored))

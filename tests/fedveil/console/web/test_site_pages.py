@@ -60,7 +60,7 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     assert '<td data-label="permitted">epsilon 8</td>' in text
     assert f'<td data-label="epsilon left">{math.floor((8 - spent) * 1000) / 1000:g}</td>' in text
     assert "5 lines, all unchanged" in text
-    assert "No worker is there" in text
+    assert "No worker: the site is not running" in text
 
 
 def test_without_a_bound_nothing_is_said_to_be_left_and_the_page_warns(state, tmp_path):
@@ -142,11 +142,11 @@ def test_an_empty_state_folder_is_no_error(tmp_path):
 
 
 def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
-    assert "Federation: not known. From" in home(opened_site(state))
+    assert "Federation: not known. Read only from" in home(opened_site(state))
     note_federation(state, "north", "pilot")
     assert "Federation: pilot. From" in home(opened_site(state))
     note_federation(state, "north", "")  # started without a kit since
-    assert "Federation: not known. From" in home(opened_site(state))
+    assert "Federation: not known. Read only from" in home(opened_site(state))
     (state / "north.federation").write_bytes((EVIL + ESCAPES).encode() + b"\xff" + b"x" * 1_000_000)
     text = home(opened_site(state))
     is_whole(text)
@@ -160,7 +160,7 @@ def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
     assert noted_federation(state, "../x") == ""
     (state / "south.federation").unlink()
     (state / "south.federation").mkdir()
-    assert "Federation: pilot (north), not known (south). From" in home(opened_site(state))
+    assert "Federation: pilot (north), not known (south). Read only from" in home(opened_site(state))
 
 
 def test_a_site_that_the_server_does_not_hear_is_shown_so_and_one_that_it_hears_is_not(state, capsys):

@@ -57,7 +57,7 @@ def test_a_picture_of_its_own_has_both_schemes_and_no_script():
     assert root.tag.endswith("svg")
     assert "prefers-color-scheme:dark" in text
     assert "<script" not in text
-    assert root.attrib["aria-label"].startswith("What was gained. fedavg: test loss")
+    assert root.attrib["aria-label"].startswith("Benefit and cost of withholding. fedavg: test loss")
 
 
 @pytest.mark.long

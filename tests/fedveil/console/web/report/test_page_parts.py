@@ -103,7 +103,7 @@ def test_the_page_folds_the_table_away_and_draws_the_plot(make_run):
     run = audited(make_run(), found("site-1", 0.9, "above"))
     html = str(audit_section.findings_html(run))
     assert html.index("Membership shows in 1 of 1 findings") < html.index("<svg") < html.index("<details>")
-    assert "All 4 findings, controls too" in html
+    assert "All 4 findings, including controls" in html
     assert html.index("<details>") < html.index("overfitted FedAvg")
 
 

@@ -159,7 +159,7 @@ def test_where_the_attack_does_not_count_on_fedavg_nothing_is_concluded(pair, gi
 
 def test_an_attack_that_does_not_count_is_not_drawn(pair):
     svg = tradeoff_plot.tradeoff_svg([tradeoff.read_tradeoff_run(run) for run in pair(won="contains")])
-    assert ">not decided here</text>" in svg
+    assert ">undecided</text>" in svg
     assert ">86 %</text>" not in svg
     assert ">60 %</text>" in svg
 
