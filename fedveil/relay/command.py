@@ -1,7 +1,7 @@
-"""`fedveil relay`: takes part without a connection, by files that are carried.
+"""`fedveil relay`: exchanges messages as files, for sites without a network.
 
-The files are sealed and signed. `fedveil relay export` stands in the site's place at the server, and writes its orders
-as files; `fedveil relay import` answers them at the site, as if they had come over the wire. docs/relay.md says how.
+The files are sealed and signed. `fedveil relay export` acts for the site at the server and writes the server's orders
+to files. `fedveil relay import` answers them at the site, as if they had come over the network. See docs/relay.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`fedveil app`: prints the digest of the app's bundle, or signs it for a run.
+"""`fedveil app`: prints the digest of an app's bundle, or signs it for a run.
 
-A site's policy names either: app-digests, or the signers that it trusts. A signature is of one bundle in runs of one
-name until the end of one day, in UTC.
+A site's policy names app digests, or the signers that it trusts. A signature covers one bundle, in runs of one name,
+until the end of one day in UTC.
 """
 
 from __future__ import annotations

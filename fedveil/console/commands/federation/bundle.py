@@ -1,13 +1,13 @@
 """`fedveil bundle`: makes or checks an offline bundle, for sites without network.
 
-An offline bundle is a folder with wheels of FedVeil and everything that it needs, container images, and a manifest:
+An offline bundle is a folder with wheels of FedVeil and its dependencies, container images, and a manifest:
 
-    fedveil bundle make FOLDER         where there is a network: collects all of it in a new folder fedveil bundle
-    manifest FOLDER     lists every file with its size and SHA-256 in FOLDER/MANIFEST.json, after a change fedveil
-    bundle verify FOLDER       at the site: finds a file that is missing, changed, or not in the manifest
+    fedveil bundle make FOLDER         with a network: collects all of it in a new folder
+    fedveil bundle manifest FOLDER     writes every file's size and SHA-256 to FOLDER/MANIFEST.json, after a change
+    fedveil bundle verify FOLDER       at the site: finds files that are missing, changed, or not in the manifest
 
-The manifest says whether the folder arrived as it left, not who made it: hand over the SHA-256 that the commands print
-on another way.
+The manifest shows whether the folder arrived unchanged, not who made it. Send the SHA-256 that the commands print over
+a second channel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`fedveil members`: adds sites, lets keys in and out, renews the server's.
+"""`fedveil members`: registers, renews and revokes sites' keys, and the server's.
 
-The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
-command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database
-is lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
+A change goes to Flower first and to the registry after that, so both agree. Flower is reached with its command line,
+at the control port of this machine. `--offline` changes only the registry, for a server whose database is lost or does
+not exist yet; `fedveil members sync` then brings Flower in line with the registry.
 """
 
 from __future__ import annotations

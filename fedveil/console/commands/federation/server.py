@@ -1,7 +1,7 @@
 """`fedveil server`: starts a federation's server from its folder.
 
-A server is Flower's SuperLink with FedVeil's checks in front, and the SuperExec that runs apps. Ports, certificates and
-members come from the folder that fedveil provision made. In containers the folder's compose file does the same.
+A server is Flower's SuperLink, with FedVeil's checks in front, and the SuperExec that runs apps. Ports, certificates
+and members come from the folder made by fedveil provision. In containers, the folder's compose file does the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`fedveil demo`: runs methods side by side on this machine, and attacks each one.
 
-One SuperLink and a SuperNode for each site, with TLS and node authentication. It ends with one picture of quality, what
-an attacker could tell and bytes, with a report, and leaves no process behind. With the defaults it takes some minutes
-on two cores. "+secure" after a method stands for secure aggregation.
+It starts one SuperLink and a SuperNode per site, with TLS and node authentication. It writes a report and a picture of
+quality, bytes sent, and what an attacker could learn, and leaves no process behind. With the defaults it takes some
+minutes on two cores. "+secure" after a method adds secure aggregation.
 
     fedveil demo
     fedveil demo --methods fedavg,fedrand,fedpara+secure --rounds 6

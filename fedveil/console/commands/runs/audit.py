@@ -64,7 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="similar examples of no site (default: those left out by task.examples-per-site, else the split test)",
     )
     parser.add_argument(
-        "--max-rows", type=int, default=300, metavar="N", help="maximum of members, and of non-members (default: 300)"
+        "--max-rows",
+        type=int,
+        default=300,
+        metavar="N",
+        help="maximum number of members, and of non-members (default: 300)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed for sampling and the bootstrap (default: 0)"

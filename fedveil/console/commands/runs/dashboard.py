@@ -1,7 +1,7 @@
-"""`fedveil dashboard`: shows runs, sites and audit logs in a browser, as they go on.
+"""`fedveil dashboard`: shows runs, sites and audit logs in a browser, live.
 
-It reads, and changes nothing. It listens on this machine alone, and shows nothing to who has not the link that it
-prints. `fedveil site dashboard` is the same for a site.
+The dashboard is read-only. It listens only on this machine, and only the link that it prints gives access.
+`fedveil site dashboard` is the same for a site.
 """
 
 from __future__ import annotations

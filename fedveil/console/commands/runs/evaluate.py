@@ -1,8 +1,8 @@
-"""`fedveil evaluate`: scores a run's model on rows of yours.
+"""`fedveil evaluate`: scores a run's model on your own examples.
 
-The model is the server's last one, from RUN/final. Rows are read as the run reads them: the same columns, a split of a
-folder or a file. Scores are those of the run's own evaluation, but of all rows: the run itself scores
-evaluate.eval-examples of its test data at most.
+The model is the server's final one, from RUN/final. Examples are read as in the run: the same columns, a split of a
+folder, or a file. The metrics are those of the run's own evaluation, but over all examples: the run itself scores at
+most evaluate.eval-examples of its test data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`fedveil generate`: lets a run's model answer prompts, or say what is in pictures.
+"""`fedveil generate`: answers prompts or describes images with a run's model.
 
-The model is the server's last one, from RUN/final. A prompt is a source as the run's rows have it, and loses its end
-above task.max-tokens. Texts are greedy, or by evaluate.num-beams, as in the run's own evaluation.
+The model is the server's final one, from RUN/final. A prompt is an input as in the run's examples; its end is cut off
+above task.max-tokens. Decoding is greedy, or with evaluate.num-beams, as in the run's own evaluation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""`fedveil submit`: runs an app on a federation, and stays until its end.
+"""`fedveil submit`: submits a run to a federation and follows it to its end.
 
-Where no app is named, this installation's own is sent. A relative run.dir is below the folder in which the server runs
-apps: FOLDER, where fedveil server start was used. What sinks.use names must be installed here, for as a rule the server
-runs apps with this same installation. Where it has one of its own, --extras-at-server leaves the question to the
-ServerApp, which refuses before any site is asked. So it is with the method, its fields and what the run config asks of
-it: what can be known here is refused before anything is sent. The exit code says what became of the run, as that of
-`fedveil watch` does: 0 completed, 1 failed, 3 stopped, 4 still going after --timeout.
+Without an app, this installation's own is sent. A relative run.dir is relative to the folder in which the server runs
+apps: FOLDER with fedveil server start. All that can be checked here is checked before anything is sent: the method, its
+parameters, and the rest of the run config. Sinks in sinks.use must be installed here, because the server normally uses
+this same installation. If it has its own, --extras-at-server leaves that check to the ServerApp, which refuses before
+any site is contacted. The exit code is that of `fedveil watch`: 0 completed, 1 failed, 3 stopped, 4 still running after
+--timeout.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 | 1 | failed, or its ServerApp ended without a word |
 | 2 | cannot be watched: wrong arguments, the SuperLink does not answer |
 | 3 | was stopped |
-| 4 | was still going after --timeout |
-| 130 | is still going: Ctrl-C |
+| 4 | was still running after --timeout |
+| 130 | is still running: Ctrl-C |
 """
 
 from __future__ import annotations

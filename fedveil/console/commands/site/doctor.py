@@ -1,11 +1,11 @@
 """`fedveil doctor`: checks whether a machine is ready to be site or server.
 
-It looks at certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
-program and health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
+It checks certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
+program and its health, and changes nothing. Lines with a problem say what to do next. The exit code is 1 if a check
+fails.
 
-With `--set task.data=FOLDER`, task.evaluation or task.server-data it looks whether the rows are there that a run would
-read. With `--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds,
-bytes.
+With `--set task.data=FOLDER`, task.evaluation or task.server-data it checks that the examples of a run are there. With
+`--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
 """
 
 from __future__ import annotations

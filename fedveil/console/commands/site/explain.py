@@ -1,7 +1,7 @@
-"""`fedveil explain`: says what a run would send from here, before it runs.
+"""`fedveil explain`: shows what a run would send from here, before it runs.
 
-Which fields, how many bytes, how often, at which epsilon, and whether this site's policy permits it. The exit code is 1
-where the policy forbids it.
+It shows which fields, how many bytes, how often, at which epsilon, and whether this site's policy permits the run. The
+exit code is 1 if the policy forbids it.
 """
 
 from __future__ import annotations
