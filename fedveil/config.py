@@ -182,7 +182,7 @@ class TrainConfig(ConfigSection):
     """Local training. The optimiser starts anew at every participation."""
 
     epochs: int = Field(1, ge=0, description="passes over a site's examples in each local round")
-    batch_size: int = Field(16, ge=1, description="examples per step")
+    batch_size: int = Field(16, ge=1, description="examples per training step")
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="batches per optimizer step, which count as one large batch"
     )

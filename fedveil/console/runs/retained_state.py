@@ -177,7 +177,7 @@ def _why_not(folder: Path, last: float, held: list[WorkerStatus]) -> str:
     for worker in held:
         # One that does not say what it holds may hold this run.
         if worker.site == site and worker.card.key and worker.says.get("run", run) == run:
-            return f"worker {worker.card.pid} uses it"
+            return f"worker {worker.card.pid} holds it"
     try:
         if not ReplayGuard(folder).ended and time.time() - last < DAY:
             return "it may resume: its final round was not served, and its latest round is less than a day ago"

@@ -94,7 +94,7 @@ def test_a_command_that_does_not_load_is_refused_and_breaks_no_other(install, mo
 
 def test_a_wrong_name_is_compared_with_commands_of_other_packages_too(install):
     install("ward")
-    with pytest.raises(ConfigError, match=r"found 'gret'; did you mean 'greet'\?"):
+    with pytest.raises(ConfigError, match=r"unknown command 'gret'; did you mean 'greet'\?"):
         main.make_parser("gret")
 
 

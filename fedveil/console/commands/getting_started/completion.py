@@ -1,4 +1,4 @@
-"""`fedveil completion`: prints what makes a shell complete commands and options.
+"""`fedveil completion`: prints a shell script that completes commands and options.
 
 For bash: `eval "$(fedveil completion bash)"` in ~/.bashrc; for zsh: the same with zsh, after compinit, in ~/.zshrc.
 """

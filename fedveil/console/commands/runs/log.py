@@ -1,4 +1,4 @@
-"""`fedveil log`: checks an audit log, shows it, prints an anchor of it.
+"""`fedveil log`: checks or shows an audit log, or prints its anchor.
 
 An anchor is the number of lines and the hash of the last one. Another party keeps it. A log that was later
 truncated or completely rewritten no longer matches the anchor.

@@ -51,17 +51,15 @@ def _legend(figure: Any, inside: bool) -> None:
         Line2D([], [], marker="o", color="none", markerfacecolor="none", markeredgecolor=INK, label="untrained"),
         Line2D([], [], marker="o", markersize=8, color="none", markerfacecolor=COLOURS[2], markeredgewidth=0,
                label="trained"),
-        Line2D([], [], marker="o", color=_ORANGE, label="above guessing, mean; bar: 95 %"),
-        Line2D([], [], marker="o", color=_BLUE, label="not distinguishable from guessing"),
+        Line2D([], [], marker="o", color=_ORANGE, label="above guessing; bar: 95 %"),
+        Line2D([], [], marker="o", color=_BLUE, label="not above guessing"),
         Line2D([], [], marker="D", markersize=5, color="none", markerfacecolor=_ORANGE, markeredgewidth=0,
                label="worst site"),
         Patch(color=_BLUE, alpha=_BAND, lw=0, label="examples never seen"),
         Patch(color=_ORANGE, alpha=_HEART, lw=0, label="memorized examples"),
     ]  # fmt: skip
     if inside:
-        of = Line2D(
-            [], [], marker="o", color=_ORANGE, linestyle=":", fillstyle="none", label="above guessing, within the band"
-        )
+        of = Line2D([], [], marker="o", color=_ORANGE, linestyle=":", fillstyle="none", label="above, within the band")
         marks.append(of)
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
 

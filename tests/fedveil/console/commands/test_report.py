@@ -165,10 +165,7 @@ def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_ru
     assert run.final["loss"] == dict(loss)[1]
     assert run.final["bleu"] == 7.0
     page = report.run_page_html([run])
-    assert (
-        "the model is that of round 1, whose &lt;loss&gt; 0.5 was the best; stopped early, after round &lt;3&gt;"
-        in page
-    )
+    assert "the model is that of round 1, with the best &lt;loss&gt; 0.5; stopped early, after round &lt;3&gt;" in page
     status["best"]["kept"] = False
     (folder / "status.json").write_text(json.dumps(status))
     assert (

@@ -104,4 +104,4 @@ def test_a_missing_file_an_expired_certificate_and_another_folder_are_named(pilo
     assert "expected server.key, found none" in capsys.readouterr().err
     assert main(["server", "start", str(tmp_path)]) == 2
     assert "expected a folder made by fedveil provision" in (stderr := capsys.readouterr().err)
-    assert stderr.endswith("; name the folder that it made\n")
+    assert stderr.endswith("; name that folder\n")

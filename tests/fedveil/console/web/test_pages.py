@@ -154,7 +154,7 @@ UNDER_WAY = (
 )
 AWAITED = (
     r'waiting for sites: 1 of 2 take part \(<span data-step="-1">2[0-5]\d</span> s left\); not waited for: '
-    r"&lt;script.*?, refused by its policy; mend it"
+    r"&lt;script.*?, refused by its policy; fix the policy"
 )
 
 

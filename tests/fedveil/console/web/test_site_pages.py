@@ -144,7 +144,7 @@ def test_an_empty_state_folder_is_no_error(tmp_path):
 def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
     assert "Federation: not known. Read only from" in home(opened_site(state))
     note_federation(state, "north", "pilot")
-    assert "Federation: pilot. From" in home(opened_site(state))
+    assert "Federation: pilot. Read only from" in home(opened_site(state))
     note_federation(state, "north", "")  # started without a kit since
     assert "Federation: not known. Read only from" in home(opened_site(state))
     (state / "north.federation").write_bytes((EVIL + ESCAPES).encode() + b"\xff" + b"x" * 1_000_000)

@@ -80,5 +80,5 @@ def test_an_orange_point_within_the_band_of_the_untrained_is_open_and_said():
     assert "An open point" not in tradeoff_plot.tradeoff_caption([outside, blue])
     drawn, without = (tradeoff_plot.tradeoff_svg([outside, a]) for a in (inside, blue))
     assert drawn.count("stroke-dasharray") == without.count("stroke-dasharray") + 2  # its bar, and the legend's
-    assert "above guessing, within the band" in re.sub("<[^>]*>", "", drawn)
-    assert "above guessing, within the band" not in re.sub("<[^>]*>", "", without)
+    assert "above, within the band" in re.sub("<[^>]*>", "", drawn)
+    assert "above, within the band" not in re.sub("<[^>]*>", "", without)
