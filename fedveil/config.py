@@ -83,14 +83,12 @@ class ConfigSection(BaseModel):
 class SinksConfig(ConfigSection):
     """Where else the server writes a round's figures while the run goes on. None of them can stop a round."""
 
-    use: str = Field(
-        "", max_length=200, description="tensorboard, mlflow, prometheus: those of them that are named, with commas"
-    )
+    use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus")
     mlflow_uri: str = Field(
-        "", max_length=500, description="http on loopback, or https; empty = mlflow.db in run.dir. Sites see this key"
+        "", max_length=500, description="http on loopback, or https; empty = mlflow.db in run.dir. Sites see it"
     )
     prometheus_port: int = Field(
-        9464, ge=1024, le=65535, description="on 127.0.0.1; a scrape needs the token in run.dir/prometheus.token"
+        9464, ge=1024, le=65535, description="port on 127.0.0.1; scraping needs the token in run.dir/prometheus.token"
     )
 
     @property
@@ -103,7 +101,7 @@ class SinksConfig(ConfigSection):
     def _each_once(cls, text: str) -> str:
         names = [name.strip() for name in text.split(",")]
         if text and (len(set(names)) < len(names) or not all(name.isidentifier() for name in names)):
-            raise ValueError("expected names with commas between them, each once")
+            raise ValueError("expected unique names separated by commas")
         return text
 
     @field_validator("mlflow_uri")
@@ -115,7 +113,7 @@ class SinksConfig(ConfigSection):
         except ValueError as error:
             raise ValueError(f"expected an address ({error})") from None
         if text and (not plain or not parts.hostname or parts.query or parts.fragment or "@" in parts.netloc):
-            raise ValueError("expected an address without user, password, query and fragment, for sites see it")
+            raise ValueError("expected an address without user, password, query and fragment, because sites see it")
         if text and parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in _LOOPBACK):
             raise ValueError(f"expected https, or http on one of {', '.join(_LOOPBACK)}")
         return text
@@ -137,149 +135,170 @@ def nearest_key(known: Mapping[str, Sequence[str]], section: str, name: str) -> 
 class MethodConfig(ConfigSection):
     """Who shares what with whom: the method."""
 
-    name: str = Field("fedrand", description="the method: a file of strategies/, see `fedveil methods`")
-    params: str = Field("", description='its fields, as TOML text: "rho = 0.5"; see `fedveil methods NAME`')
+    name: str = Field("fedrand", description="the method, see `fedveil methods`")
+    params: str = Field("", description='parameters of the method, as TOML: "rho = 0.5"; see `fedveil methods NAME`')
 
 
 class TaskConfig(ConfigSection):
     """What is learned, and on which data."""
 
-    name: str = Field("text-generation", description="what is learned: the name of a file of fedveil/tasks/")
-    model: str = Field("tiny", description="the base: tiny (bundled), a local folder, or a Hugging Face id")
-    data: str = Field("", description="folder of the rows, at sites whose node config names none of their own")
-    evaluation: str = Field("", description="the server's own test data; empty = the server scores nothing")
+    name: str = Field("text-generation", description="the task: the name of a module in fedveil/tasks/")
+    model: str = Field("tiny", description="the base model: tiny (bundled), a local folder, or a Hugging Face id")
+    data: str = Field("", description="folder of the examples, for sites whose node config names none")
+    evaluation: str = Field("", description="the server's test data; empty = the server does not evaluate")
     server_data: str = Field(
-        "", description="rows that the server trains on before round 0, for methods that do (fedsp)"
+        "", description="examples for server-side training before round 0, for methods that use it (fedsp)"
     )
-    source_column: str = Field("mr", description="column of the rows that holds what is given: a text, a question")
-    target_column: str = Field("ref", description="column of what is to be said: a text, a class, a caption")
-    image_column: str = Field("image", description="column of the pictures: bytes, or paths beside the file")
-    choices_column: str = Field("", description="vision-language: choices of a question; empty = captions")
-    hint_column: str = Field("", description="vision-language: what stands before a question; empty = nothing")
-    label_column: str = Field("mr", description="column by whose values rows are dealt out to sites")
+    source_column: str = Field("mr", description="input column: a text, a question")
+    target_column: str = Field("ref", description="target column: a text, a class, a caption")
+    image_column: str = Field("image", description="image column: bytes, or paths relative to the file")
+    choices_column: str = Field("", description="vision-language: column of a question's choices; empty = captioning")
+    hint_column: str = Field("", description="vision-language: column of the text before a question; empty = none")
+    label_column: str = Field("mr", description="column whose values partition the examples among sites")
     label_pattern: str = Field(
-        "", description="regular expression with one group, which is the label; empty = the whole column"
+        "", description="regular expression whose one group is the label; empty = the whole value"
     )
     partition: Literal["iid", "dirichlet", "pathological", "natural"] = Field(
-        "iid", description="how sites that share a folder share its rows; no part in sites with folders of their own"
+        "iid", description="how sites that share a folder split its examples; unused by sites with their own folder"
     )
-    alpha: float = Field(0.5, gt=0, description="of partition = dirichlet: the smaller, the more sites differ")
+    alpha: float = Field(0.5, gt=0, description="partition = dirichlet: smaller values make sites differ more")
     num_classes: int = Field(
-        10, ge=2, description="image-classification: classes of a model that starts without weights"
+        10, ge=2, description="image-classification: number of classes of a model without pretrained weights"
     )
-    from_scratch: bool = Field(False, description="image-classification: a model folder may be without weights")
-    class_names: str = Field("", description="clip-prompt: all names, split by commas; empty = those of the data")
-    classes_per_site: int = Field(2, ge=0, description="pathological: labels a site; 0 = each label has one site")
-    examples_per_site: int = Field(0, ge=0, description="a site trains on at most so many of its rows; 0 = on all")
-    max_tokens: int = Field(96, ge=8, description="longest sequence, source and target together; what is longer is cut")
+    from_scratch: bool = Field(False, description="image-classification: allow a model folder without weights")
+    class_names: str = Field("", description="clip-prompt: all class names, separated by commas; empty = from the data")
+    classes_per_site: int = Field(2, ge=0, description="pathological: labels per site; 0 = each label has one site")
+    examples_per_site: int = Field(0, ge=0, description="maximum number of training examples per site; 0 = all")
+    max_tokens: int = Field(
+        96, ge=8, description="maximum length of source plus target; longer sequences are truncated"
+    )
     chat_template: bool = Field(
         False,
-        description="text-generation: a row is a message and its answer, in the words of the base's chat template",
+        description="text-generation: format each example as a chat message and answer with the base's chat template",
     )
 
 
 class TrainConfig(ConfigSection):
     """Local training. The optimiser starts anew at every participation."""
 
-    epochs: int = Field(1, ge=0, description="passes over a site's rows each time it takes part")
-    batch_size: int = Field(16, ge=1, description="rows that one step of a site is computed on")
+    epochs: int = Field(1, ge=0, description="passes over a site's examples in each local round")
+    batch_size: int = Field(16, ge=1, description="examples per training step")
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="batches in an optimiser step, which count as one large batch"
+        1, ge=1, description="batches per optimizer step, which count as one large batch"
     )
-    max_steps: int = Field(0, ge=0, description="most optimiser steps in a participation; 0 = the epochs decide")
-    learning_rate: float = Field(3e-4, gt=0, description="the highest one, where there is a schedule or a warm-up")
+    max_steps: int = Field(
+        0, ge=0, description="maximum number of optimizer steps in a local round; 0 = set by the epochs"
+    )
+    learning_rate: float = Field(3e-4, gt=0, description="learning rate; the peak value with a schedule or warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="of the learning rate over the whole run; see training/lr_schedule.py"
+        "constant", description="learning-rate schedule over the whole run; see training/lr_schedule.py"
     )
-    warmup_ratio: float = Field(0.0, ge=0, lt=1, description="part of the run in which the learning rate rises from 0")
-    weight_decay: float = Field(1e-6, ge=0, description="how strongly AdamW pulls weights to zero")
-    max_grad_norm: float = Field(0.0, ge=0, description="a step's gradient is scaled down to it; 0 = off")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, and a frozen base kept in it")
+    warmup_ratio: float = Field(
+        0.0, ge=0, lt=1, description="fraction of the run in which the learning rate rises from 0"
+    )
+    weight_decay: float = Field(1e-6, ge=0, description="weight decay of AdamW")
+    max_grad_norm: float = Field(0.0, ge=0, description="gradient-norm clipping per step; 0 = off")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast, with a frozen base stored in bf16")
     quantized_base: Literal["none", "4bit", "8bit"] = Field(
-        "none", description="a frozen base in bitsandbytes' formats, under LoRA"
+        "none", description="quantize a frozen base with bitsandbytes, under LoRA"
     )
     optimizer: Literal["adamw", "adamw-8bit", "paged-adamw-8bit"] = Field(
         "adamw", description="adamw-8bit: a quarter of AdamW's memory (bitsandbytes), slow on a CPU; paged: GPUs only"
     )
     loss_mask: Literal["targets", "all"] = Field(
-        "targets", description="text-generation: tokens that steps learn; all = the source's too. Scores: targets"
+        "targets",
+        description="text-generation: tokens in the training loss; all = source too. Evaluation always uses targets",
     )
-    packing: bool = Field(False, description="text-generation: short rows share a sequence of up to task.max-tokens")
-    bucketing: bool = Field(False, description="batches of rows of similar length, which need less padding")
+    packing: bool = Field(
+        False, description="text-generation: pack short examples into sequences of up to task.max-tokens"
+    )
+    bucketing: bool = Field(False, description="batch examples of similar length, which need less padding")
     pad_to_multiple_of: int = Field(
-        0, ge=0, le=1024, description="text-generation: a batch's length is rounded up to it; 0 = 8 on a GPU, else 1"
+        0,
+        ge=0,
+        le=1024,
+        description="text-generation: round a batch's length up to a multiple of it; 0 = 8 on a GPU, else 1",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     received_loss_examples: int = Field(
-        64, ge=0, description="rows, at least 64, on which a site scores the received weights; 0 = none"
+        64, ge=0, description="examples, at least 64, on which a site scores the received weights; 0 = none"
     )
-    compile: bool = Field(False, description="torch.compile of the model: a long first step, meant for a GPU")
+    compile: bool = Field(False, description="use torch.compile: the first step is slow; meant for a GPU")
 
     @field_validator("received_loss_examples")
     @classmethod
     def _not_of_a_few(cls, rows: int) -> int:
         if 0 < rows < 64:
-            raise ValueError("expected 0, or at least 64: the mean loss of fewer rows tells more of each")
+            raise ValueError("expected 0, or at least 64: the mean loss of fewer examples reveals more about each")
         return rows
 
 
 class DpConfig(ConfigSection):
     """Local training by noisy steps (DP-SGD) instead of `train`'s AdamW. With all defaults, training is plain."""
 
-    clip_norm: float = Field(0.0, ge=0, description="C: bound on the norm of one row's gradient; 0 = no noisy steps")
+    clip_norm: float = Field(0.0, ge=0, description="C: per-example gradient-norm bound; 0 = no noisy steps")
     noise_multiplier: float = Field(
-        0.0, ge=0, description="z: noise of z C on a step's sum; see `fedveil privacy plan`"
+        0.0, ge=0, description="z: noise of standard deviation z C on a step's sum; see `fedveil privacy plan`"
     )
-    learning_rate: float = Field(0.1, gt=0, description="step size of the noisy steps, which are plain SGD")
-    epsilon: float = Field(0.0, ge=0, description="most that a record may be charged; 0 = charges are only counted")
-    delta: float = Field(1e-5, gt=0, lt=1, description="chance that epsilon bounds nothing; below 1 / rows")
+    learning_rate: float = Field(0.1, gt=0, description="learning rate of the noisy steps, which are plain SGD")
+    epsilon: float = Field(0.0, ge=0, description="maximum charge of a record; 0 = charges are only counted")
+    delta: float = Field(1e-5, gt=0, lt=1, description="probability that the epsilon bound fails; below 1 / examples")
     adjacency: Literal["replace-one", "add-or-remove-one"] = Field(
-        "replace-one", description="the data sets that epsilon cannot tell apart: one row is another one, or is missing"
+        "replace-one", description="neighboring data sets: one record replaced, or one added or removed"
     )
 
 
 class EvaluateConfig(ConfigSection):
     """Scoring on the server's own test data."""
 
-    every: int = Field(1, ge=0, description="rounds from one evaluation to the next; 0 = the last round only")
+    every: int = Field(1, ge=0, description="rounds between evaluations; 0 = only the last round")
     generate: Literal["never", "last", "always"] = Field(
-        "last", description="when texts are generated and scored as well; it is slow"
+        "last", description="when to generate and score texts as well, which is slow"
     )
-    eval_examples: int = Field(200, ge=1, description="the most test rows to score; of texts, distinct sources")
-    max_new_tokens: int = Field(48, ge=1, description="longest text that the model writes when it is scored")
-    num_beams: int = Field(1, ge=1, description="how many beams a scored text is searched with; 1 = greedy")
+    eval_examples: int = Field(
+        200, ge=1, description="maximum number of test examples to score; for texts, of distinct sources"
+    )
+    max_new_tokens: int = Field(48, ge=1, description="maximum length of a generated text in evaluation")
+    num_beams: int = Field(1, ge=1, description="beams for generation in evaluation; 1 = greedy")
     select_model: Literal["last", "best"] = Field(
-        "last", description="which round's model the run ends with, and final/ holds"
+        "last", description="which round's model becomes the result in final/"
     )
-    metric: str = Field("loss", description="score on task.evaluation that says which is best; each task names its own")
+    metric: str = Field(
+        "loss", description="metric on task.evaluation that decides which model is best; each task has its own"
+    )
     patience: int = Field(
-        0, ge=0, description="evaluations in a row without improvement after which the run stops; 0 = never"
+        0, ge=0, description="stop the run after this many evaluations in a row without improvement; 0 = never"
     )
-    min_delta: float = Field(0.0, ge=0, description="the least change of the metric that patience takes for one")
+    min_delta: float = Field(
+        0.0, ge=0, description="minimum change of the metric that patience counts as an improvement"
+    )
     held_out: float = Field(
         0.0,
         ge=0,
         le=0.5,
-        description="part of a site's rows on which it scores received weights, if its policy permits",
+        description="fraction of its examples that a site holds out to score received weights, if its policy permits",
     )
 
 
 class CohortConfig(ConfigSection):
     """Who takes part in a round. ceil(fraction x sites) sites are drawn without replacement."""
 
-    fraction: float = Field(1.0, gt=0, le=1, description="share of the connected sites that is drawn in each round")
+    fraction: float = Field(1.0, gt=0, le=1, description="fraction of the connected sites sampled in each round")
     min_sites: int = Field(2, ge=1, description="quorum: a round with fewer accepted uploads changes nothing")
     sites: int = Field(0, ge=0, description="sites to wait for before round 0; 0 = min-sites")
     wait_seconds: float = Field(120.0, gt=0, description="how long the server waits for enough sites to connect")
     deadline_seconds: float = Field(
-        900.0, gt=0, le=2_592_000, description="a round ends then, with the sites that have answered; 30 days at most"
+        900.0,
+        gt=0,
+        le=2_592_000,
+        description="end a round after this time with the sites that answered; at most 30 days",
     )
-    max_retries: int = Field(2, ge=0, description="how often a round below the quorum is repeated")
+    max_retries: int = Field(2, ge=0, description="how often to repeat a round below the quorum")
     max_weight_fraction: float = Field(
-        0.5, ge=0.5, le=1, description="most of a round's examples that one site counts for"
+        0.5, ge=0.5, le=1, description="maximum fraction of a round's weight that one site gets"
     )
     max_norm_ratio: float = Field(
-        0.0, ge=0, description="uploads above this many times the round's median norm are refused; 0 = off"
+        0.0, ge=0, description="refuse uploads above this multiple of the round's median norm; 0 = off"
     )
 
 
@@ -291,35 +310,43 @@ class AggregateConfig(ConfigSection):
     """
 
     rule: Literal["mean", "median", "trimmed", "multi-krum"] = Field(
-        "mean", description="of a round's uploads; all but mean are against hostile sites"
+        "mean", description="aggregation rule for a round's uploads; all but mean defend against hostile sites"
     )
-    trim_fraction: float = Field(0.2, ge=0, lt=0.5, description="trimmed: share of the values left out at each end")
-    num_byzantine: int = Field(1, ge=1, le=10_000, description="multi-krum: f, sites of a round that may send anything")
-    num_selected: int = Field(0, ge=0, le=10_000, description="multi-krum: m, uploads averaged; 0 = all but f + 2")
+    trim_fraction: float = Field(0.2, ge=0, lt=0.5, description="trimmed: fraction of the values trimmed at each end")
+    num_byzantine: int = Field(
+        1, ge=1, le=10_000, description="multi-krum: f, assumed number of Byzantine sites in a round"
+    )
+    num_selected: int = Field(
+        0, ge=0, le=10_000, description="multi-krum: m, number of uploads averaged; 0 = all but f + 2"
+    )
 
 
 class SecureConfig(ConfigSection):
     """Secure aggregation: a server that keeps to the protocol gets the sum of a round's uploads."""
 
     enabled: bool = Field(False, description="a server that keeps to the protocol gets only sums of uploads")
-    threshold: int = Field(0, ge=0, le=10_000, description="holders that open a secret; 0 = more than two thirds")
-    min_sites: int = Field(3, ge=2, le=10_000, description="a sum is opened only with at least so many sites in it")
-    ring_bits: Literal[32, 64] = Field(32, description="of each integer that is sent in place of a weight")
+    threshold: int = Field(
+        0, ge=0, le=10_000, description="share holders needed to open a secret; 0 = more than two thirds"
+    )
+    min_sites: int = Field(3, ge=2, le=10_000, description="minimum number of sites in a sum")
+    ring_bits: Literal[32, 64] = Field(32, description="bits of each integer sent instead of a weight")
     graph_degree: int = Field(
-        0, ge=0, le=10_000, description="sites, an even number, with which one shares masks; 0 = all, above 32 sites 32"
+        0,
+        ge=0,
+        le=10_000,
+        description="number of sites, even, that each site shares masks with; 0 = all, or 32 if more than 32",
     )
-    clip_bound: float = Field(
-        64.0, gt=0, le=1e9, description="values are clipped to it at the site; smaller is more exact"
-    )
+    clip_bound: float = Field(64.0, gt=0, le=1e9, description="sites clip values to it; smaller is more precise")
     roster: str = Field("", description="file at the server: all sites' signing keys (fedveil members roster)")
-    max_weight: int = Field(
-        1, ge=1, le=1_000_000, description="most that one site counts for; 1 = all count alike, whatever they have"
-    )
+    max_weight: int = Field(1, ge=1, le=1_000_000, description="maximum weight of one site; 1 = all count equally")
     noise: Literal["site", "sum"] = Field(
-        "site", description="where the noise of an epsilon is whole: at each site, or in the sum of min-sites of them"
+        "site", description="where the noise reaches its full scale: at each site, or in the sum of min-sites sites"
     )
     max_colluders: int = Field(
-        1, ge=0, le=10_000, description="sum: sites that may tell the server their noise; an epsilon counts the others"
+        1,
+        ge=0,
+        le=10_000,
+        description="sum: sites that may reveal their noise to the server; epsilon counts only the others' noise",
     )
 
     @property
@@ -343,27 +370,29 @@ class SecureConfig(ConfigSection):
 class ClientConfig(ConfigSection):
     """In which process a site trains."""
 
-    worker: bool = Field(True, description="training in a process that outlives the round; false = in each round's own")
+    worker: bool = Field(
+        True, description="train in a process that outlives the round; false = a new process in each round"
+    )
 
 
 class RunSection(ConfigSection):
     """The run itself."""
 
-    rounds: int = Field(5, ge=1, description="of the whole run, those before a resume among them")
-    seed: int = Field(0, ge=0, description="from which every draw follows that need not be secret")
-    deterministic: bool = Field(False, description="every draw follows from the seed: for tests, never for real data")
-    dir: str = Field("runs", description="folder of run folders: absolute, or below where the SuperLink runs")
+    rounds: int = Field(5, ge=1, description="rounds of the whole run, including those before a resume")
+    seed: int = Field(0, ge=0, description="seed of all random draws that need not be secret")
+    deterministic: bool = Field(False, description="derive every draw from the seed: for tests, never for real data")
+    dir: str = Field("runs", description="parent of the run folders: absolute, or relative to where the SuperLink runs")
     # With the nine characters that the server adds it is the name of a folder at every site.
     name: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$",
-        description="the run folder's name; empty = one is made up",
+        description="name of the run folder; empty = generated",
     )
     capture_messages: bool = Field(
-        False, description="keep all messages as they crossed the wire, for `fedveil audit`; as secret as they"
+        False, description="store all messages for `fedveil audit`; protect them like the messages"
     )
-    resume: bool = Field(False, description="go on from the checkpoint of the run of that name")
-    signature: str = Field("", description="of `fedveil app sign`, for sites whose policy asks for a signer")
+    resume: bool = Field(False, description="resume from the checkpoint of the run with that name")
+    signature: str = Field("", description="output of `fedveil app sign`, for sites whose policy requires a signer")
 
 
 class RunConfig(ConfigSection):
@@ -419,7 +448,7 @@ def _line(error: Any) -> str:
     key = sanitize(".".join(str(part) for part in error["loc"]), 100)
     if error["type"] == "extra_forbidden":
         if new := renamed(key):
-            return f"{key}: expected the name that this key has now, {new}, found its old one; rename it"
+            return f"{key}: this key is now called {new}, found its old name; rename it"
         section, _, name = key.partition(".")
         known = {
             one: [config_key(n) for n in field.annotation.model_fields] if field.annotation else []

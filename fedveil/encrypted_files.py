@@ -66,7 +66,7 @@ class FileSeal:
         """The seal of a key file; in the clear for "". Raises ConfigError for a file that is no such key."""
         if not str(file):
             return cls()
-        missing = "put its copy back, for without it nothing sealed can be read"
+        missing = "restore it from your copy; without it, sealed files cannot be read"
         return cls(read_key_file(Path(file).expanduser(), "key-file", missing, "fedveil site key"))
 
     @classmethod
@@ -112,13 +112,13 @@ class FileSeal:
         head, header = _head(file, path)
         if header.key != self.id:
             raise StateError(
-                f"{path}: expected a file that key {self.id} sealed, found one of key {header.key}; name that key's "
-                "file, or seal it anew: fedveil site seal --old-key-file"
+                f"{path}: expected a file sealed under key {self.id}, found one of key {header.key}; name that key's "
+                "file, or reseal the state: fedveil site seal --old-key-file"
             )
         if header.role != role:
             raise StateError(
-                f"{path}: expected a sealed file of {role!r}, found one of {header.role!r}; it was put in another's "
-                "place: restore it from a backup"
+                f"{path}: expected a sealed file of {role!r}, found one of {header.role!r}; files were swapped: "
+                "restore it from a backup"
             )
         cipher, chunk, number = _cipher(self.key, header.salt), file.read(_CHUNK_BYTES + _TAG_BYTES), 0
         while True:
@@ -127,8 +127,8 @@ class FileSeal:
                 yield cipher.decrypt(_nonce(number, not after), chunk, head)
             except InvalidTag:
                 raise StateError(
-                    f"{path}: expected what was sealed, found chunk {number} changed or the end cut off; restore it "
-                    "from a backup"
+                    f"{path}: expected the sealed file unchanged, found chunk {number} changed or the end cut off; "
+                    "restore it from a backup"
                 ) from None
             if not after:
                 return
@@ -137,12 +137,12 @@ class FileSeal:
     def _require_clear(self, sealed: bool, path: Path) -> None:
         if self.key is not None:
             raise StateError(
-                f"{path}: expected a file sealed under key {self.id}, found one in the clear; if you know that it is "
+                f"{path}: expected a file sealed under key {self.id}, found an unsealed one; if you know that it is "
                 "the site's own, stop the site and run fedveil site seal"
             )
         if sealed:
             raise StateError(
-                f"{path}: expected a file in the clear, for no key file is named, found a sealed one; name its key: "
+                f"{path}: expected an unsealed file, since no key file is set, found a sealed one; set its key: "
                 f"key-file in the node config, fedveil site start --key-file, or {VARIABLE} at the server"
             )
 
@@ -159,16 +159,18 @@ def read_key_file(path: Path, named: str, missing: str, makes: str) -> bytes:
         with path.open("rb") as opened:
             about, key = os.fstat(opened.fileno()), opened.read(KEY_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{named}: expected one at {path}, found none ({type(error).__name__}); {missing}") from None
+        raise ConfigError(
+            f"{named}: expected a file at {path}, found none ({type(error).__name__}); {missing}"
+        ) from None
     if not stat.S_ISREG(about.st_mode) or about.st_mode & 0o077:
         raise ConfigError(
-            f"{named}: expected {path} to be a file that only its owner can read, found mode "
+            f"{named}: expected {path} to be readable only by its owner, found mode "
             f"{stat.S_IMODE(about.st_mode):o}; chmod 600, and make a new key if others could read it"
         )
     if len(key) != KEY_BYTES:
         raise ConfigError(
             f"{named}: expected {KEY_BYTES} bytes in {path}, found {'more' if len(key) > KEY_BYTES else len(key)}; "
-            f"{makes} makes one"
+            f"make one with {makes}"
         )
     return key
 
@@ -203,7 +205,7 @@ def make_key(path: Path) -> FileSeal:
             os.fsync(file.fileno())
     except OSError as error:
         raise ConfigError(
-            f"key file: expected a new name in a folder that is there, found {path} ({type(error).__name__}); "
+            f"key file: expected a new name in an existing folder, found {path} ({type(error).__name__}); "
             "choose another"
         ) from None
     return FileSeal.from_key_file(path)
@@ -216,8 +218,8 @@ def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, SealHeader]:
     role = file.read(size) if len(head) == fixed else b""
     if head[: len(_MAGIC)] != _MAGIC or len(head) != fixed or len(role) != size:
         raise StateError(
-            f"{path}: expected a sealed file of version {_MAGIC[-1]}, found another version, or one cut off in its "
-            "head; restore it from a backup"
+            f"{path}: expected a sealed file of version {_MAGIC[-1]}, found another version or a truncated header; "
+            "restore it from a backup"
         )
     key, salt = head[len(_MAGIC) :][:_ID_BYTES], head[len(_MAGIC) + _ID_BYTES : -2]
     return head + role, SealHeader(key.hex(), salt, role.decode(errors="replace"))

@@ -84,7 +84,7 @@ class LocalFederation:
         run_config = config if isinstance(config, RunConfig) else parse(config)
         _require_local(run_config)
         if not sites:
-            raise ConfigError("sites: expected a folder of rows for each site, by its name, found none")
+            raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")
         method = strategies.create_method(run_config.method.name, run_config.method.params)
         task = tasks.load_task(run_config, method.adapter, device)
         rows = _rows(task, {name: Path(folder).expanduser() for name, folder in sites.items()})
@@ -124,8 +124,8 @@ class LocalFederation:
         view = "server" if site is None else "client"
         if view not in views:
             raise ConfigError(
-                f"site: expected a site with a model of its own, found {site}, which has {', '.join(views)} alone: by "
-                f"{self.config.method.name} no site keeps one, or it has not trained yet; leave site out"
+                f"site: expected a site with its own model, found {site}, which has only {', '.join(views)}: either "
+                f"{self.config.method.name} keeps no model at a site, or it has not trained yet; leave site out"
             )
         weights = {name: views[view][name] for name in self.task.spec}
         return self.task.evaluate(weights, self.task.examples(Path(data).expanduser(), split), generate)

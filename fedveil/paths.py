@@ -64,7 +64,7 @@ def find_folder(name: str) -> Path:
         if place.is_dir():
             return place
     raise ConfigError(
-        f"installation: expected the folder {name}, found none in {package_folder()} nor beside it; install fedveil "
+        f"installation: expected the folder {name}, found none in {package_folder()} or next to it; install fedveil "
         "again"
     )
 

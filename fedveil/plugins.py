@@ -59,8 +59,8 @@ class PluginPackage:
         if name not in self.list_names():
             raise ConfigError(
                 f'{self.key}: expected one of {self.list_names()}, found "{name}"; '
-                f"{suggest_name(name, self.list_names())}Correct the name, or install on this machine the package "
-                "that brings it: Flower's bundle carries FedVeil's own parts alone"
+                f"{suggest_name(name, self.list_names())}Correct the name, or install the package that provides it on "
+                "this machine: Flower's bundle contains only FedVeil's own plugins"
             )
         return load_entry_point(find_entry_point(self.group, name, self.key), self.key, self.needs)
 
@@ -80,7 +80,7 @@ def find_entry_point(group: str, name: str, key: str) -> EntryPoint:
     if len(points) != 1:
         packages = " and ".join(map(_package, points)) or "none"
         raise ConfigError(
-            f'{key}: expected one package that brings "{name}", found {packages}; '
+            f'{key}: expected one package that provides "{name}", found {packages}; '
             f"{'uninstall all but one' if points else 'install one'}"
         )
     return points[0]
@@ -96,13 +96,13 @@ def load_entry_point(point: EntryPoint, key: str, needs: Sequence[str] = ()) -> 
         module = point.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f'{key}: expected that "{point.name}" of the package {_package(point)} loads, found {error}; '
-            "mend or reinstall that package"
+            f'{key}: "{point.name}" of the package {_package(point)} does not load: {error}; '
+            "fix or reinstall that package"
         ) from error
     if not isinstance(module, ModuleType) or any(not hasattr(module, name) for name in needs):
         raise ConfigError(
-            f'{key}: expected that "{point.name}" of the package {_package(point)} is a module'
-            f"{' with ' * bool(needs)}{' and '.join(needs)}, found {module!r}; mend its entry point"
+            f'{key}: expected "{point.name}" of the package {_package(point)} to be a module'
+            f"{' with ' * bool(needs)}{' and '.join(needs)}, found {module!r}; fix its entry point"
         )
     return module
 

@@ -21,7 +21,7 @@ def test_the_list_names_presets_and_wrong_arguments_are_errors(capsys):
 
 def test_the_help_shows_the_command_among_those_to_try(capsys):
     shown = main.make_parser("").format_help()
-    group = shown.partition("to try and to measure:\n")[2].partition("\n\n")[0]
+    group = shown.partition("getting started:\n")[2].partition("\n\n")[0]
     assert "  bench      runs a benchmark and compares it with its paper's numbers" in group.splitlines()
 
 

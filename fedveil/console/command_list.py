@@ -3,7 +3,7 @@
 | of a command | in a file below `commands/` | in another package |
 |---|---|---|
 | its name | the file's name | the name of its entry point in the group `fedveil.commands` |
-| its group in `fedveil --help` | the file's folder | `COMMAND_GROUP = "site"` in the module, or "of other packages" |
+| its group in `fedveil --help` | the file's folder | `COMMAND_GROUP = "site"` in the module, or "from other packages" |
 
 A module of another package has `add_arguments` and the docstring of a command, as fedveil/console/main.py says. Own
 files come first: no package can take the place of a command of FedVeil. Only the chosen command is imported; what the
@@ -23,7 +23,7 @@ from types import ModuleType
 from fedveil import paths, plugins
 
 ENTRY_POINTS = "fedveil.commands"
-OTHER_GROUP = "of other packages"
+OTHER_GROUP = "from other packages"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _installed_command(name: str, module: str) -> CommandSource:
     except ImportError:
         spec = None
     if spec is None or not spec.origin:
-        return CommandSource(name, module, OTHER_GROUP, f"does not load: no module {module}", False)
+        return CommandSource(name, module, OTHER_GROUP, f"cannot be loaded: no module {module}", False)
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
     return CommandSource(name, module, _group(tree), _summary(tree), False)
 

@@ -38,10 +38,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TOGETHER = 1.0  # seconds within which signals count as one
 # The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
 _GROUPS = {
-    "getting_started": "to try and to measure",
+    "getting_started": "getting started",
     "runs": "runs",
     "site": "at a site",
-    "federation": "for whoever operates a federation",
+    "federation": "for the operator of a federation",
 }
 
 
@@ -80,7 +80,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
         return 2
     except KeyboardInterrupt as error:  # a command whose work goes on elsewhere says that in it
         interrupt.is_done = True
-        print(f"interrupted: {str(error) or 'everything that was started is stopped'}", file=sys.stderr)
+        print(f"interrupted: {str(error) or 'all started processes were stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fedveil methods | head`
         _leave_stdout()
@@ -90,7 +90,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
             _leave_stdout()
             where = f"{sanitize(error.filename)}: " if error.filename else ""
             what = os.strerror(error.errno).lower()
-            print(f"error: {where}{what}; free space where this writes, then give the command again", file=sys.stderr)
+            print(f"error: {where}{what}; free space there, then run the command again", file=sys.stderr)
             return 2
         if error.filename is None:  # not about a file or folder of the user's
             raise
@@ -119,12 +119,10 @@ def make_parser(chosen: str) -> argparse.ArgumentParser:
         command = find_command(chosen)
         if command is None:
             if chosen in _SEPARATE:
-                raise ConfigError(f"command: {chosen} comes with {_SEPARATE[chosen]}, which is not installed here")
+                raise ConfigError(f"command: {chosen} is part of {_SEPARATE[chosen]}, which is not installed here")
             near = difflib.get_close_matches(chosen, list_commands(), 1)
             meant = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(
-                f"command: expected one that fedveil has, found {chosen!r}; {meant}fedveil --help lists them"
-            )
+            raise ConfigError(f"command: unknown command {chosen!r}; {meant}fedveil --help lists all commands")
         return _command_parser(chosen, command.load())
     return _bare_parser("fedveil COMMAND ...", _listed(list_commands()))
 
@@ -160,8 +158,8 @@ def _listed(commands: Mapping[str, CommandSource]) -> str:
     for group in groups:
         inside = sorted(name for name, command in commands.items() if command.group == group)
         lines += ["", f"{_GROUPS.get(group, group)}:", *(f"  {name:<10} {commands[name].summary}" for name in inside)]
-    docs = "Where a text names README or docs/, look in the source that this was installed from."
-    return "\n".join([*lines[1:], "", "fedveil COMMAND --help says more about one of them.", docs])
+    docs = "README and docs/ are in the source that this was installed from."
+    return "\n".join([*lines[1:], "", "For details of one command, run: fedveil COMMAND --help", docs])
 
 
 class _Interrupt:

@@ -17,7 +17,7 @@ def parse_overrides(file: Path | None, assignments: Sequence[str]) -> dict[str, 
         try:
             flat |= flatten_config(tomllib.loads(file.read_text()))
         except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"--config: expected a TOML file, found none at {file} ({error}); correct it") from None
+            raise ConfigError(f"--config: expected a TOML file, found none at {file} ({error})") from None
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals:

@@ -174,7 +174,7 @@ class MessageGuard:
     def _require_bundle(self, site: Any, digest: str, named: tuple[str, str]) -> None:
         """Raises MessageRefused or PolicyError. `named`: the digests by which the SuperLink calls the bundle."""
         if self._require_policy and not site.policy:
-            raise MessageRefused("policy: this site permits nothing without one; name it in the node config")
+            raise MessageRefused("policy: this site requires one, found none; name it in the node config")
         if digest != named[0] or named[1] not in ("", digest):
             raise MessageRefused(
                 f"app digest: expected the SuperLink to name {digest}, found {named[0]} and {named[1]}"
@@ -214,7 +214,7 @@ class MessageGuard:
         parts = reply_check.upload_slices(message.content)
         header, size = self._header.header_of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
-            raise MessageRefused("upload: expected one of an admitted message, found none")
+            raise MessageRefused("upload: expected an admitted message before it, found none")
         self._decisions.check_upload(self._assignment, self._down_bytes, size, header["num_examples"], header["report"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
         head = self._note(
@@ -233,7 +233,7 @@ class MessageGuard:
         try:
             self._note(event, reason=sanitize(f"{_kind(error)}: {error}"), **more)
         except Exception as unwritten:
-            _log_error("the audit log has no line of this", unwritten)
+            _log_error("this event could not be written to the audit log", unwritten)
 
     def _note(self, event: str, **more: Any) -> Any:
         head = self._audit_log.append_entry(self._log_file, event, {**self._about, **more})
@@ -247,8 +247,8 @@ def _own_records(message: Message) -> Any:
     if missing := [name for name in _RECORDS if name not in records]:
         found = ", ".join(sanitize(name, 80) for name in sorted(map(str, records))[:_SHOWN]) or "none"
         raise MessageRefused(
-            f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]} it is "
-            "another app's, which this site does not run"
+            f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]} it "
+            "belongs to another app, which this site does not run"
         )
     known = {**_RECORDS, _FLOWERS_RECORD: "ConfigRecord"}
     if strange := [name for name, record in records.items() if known.get(name) != type(record).__name__]:

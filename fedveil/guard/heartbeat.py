@@ -47,7 +47,7 @@ class PersistentHeartbeatSender(HeartbeatSender):
         try:
             answered = self.heartbeat_fn()
         except (Exception, RunNotRunningException) as error:  # the second is no Exception
-            words = f"a heartbeat failed, and is sent again: {type(error).__name__}: {sanitize(error, _LONGEST)}"
+            words = f"a heartbeat failed and will be retried: {type(error).__name__}: {sanitize(error, _LONGEST)}"
             _log.write(WARNING, words, key=type(error).__name__)
             raise HeartbeatFailure from None
         if not answered:
@@ -71,7 +71,7 @@ class NodeHeartbeatSender(PersistentHeartbeatSender):
         try:
             Path(self._file).touch(mode=0o600)
         except OSError as error:  # the site's people are told that it is not heard; the server hears it all the same
-            _log.write(ERROR, f"{self._file}: the time of a heartbeat cannot be noted: {error.strerror}")
+            _log.write(ERROR, f"{self._file}: cannot record the time of a heartbeat: {error.strerror}")
 
 
 def patch_node_heartbeat(module: str) -> None:

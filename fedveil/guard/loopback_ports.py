@@ -78,7 +78,7 @@ def close_to_other_users(app: App) -> App:
                 known.popitem(last=False)
             await app(scope, receive, send)
             return
-        log(WARNING, "a connection of user %s is refused: this port serves user %s alone", user, os.geteuid())
+        log(WARNING, "refused a connection of user %s: this port serves only user %s", user, os.geteuid())
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 403, "headers": []})
             await send({"type": "http.response.body", "body": b"this port serves one user of this machine alone\n"})

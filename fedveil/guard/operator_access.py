@@ -88,9 +88,9 @@ class OperatorAccessChecker:
             try:
                 await self._judged(app, scope, receive, send)
             except StateError as error:
-                log(ERROR, "the control port refuses everything: %s", error)
+                log(ERROR, "the control port refuses all requests: %s", error)
                 await _answer(
-                    scope, send, 503, "the server cannot read its operators or write its log; its own log says why"
+                    scope, send, 503, "the server cannot read its operators or write its log; see the server's log"
                 )
 
         return asked
@@ -99,11 +99,11 @@ class OperatorAccessChecker:
         """Name and role behind a request's tokens, and why it is refused ("" where not). Raises StateError."""
         known = self._file.get()
         if len(tokens) != 1 or not 0 < len(tokens[0]) <= _LONGEST_TOKEN:
-            return "", "", "an operator's token is needed: fedveil operators login"
+            return "", "", "this needs an operator's token; run fedveil operators login"
         digest = hashlib.sha256(tokens[0].encode()).digest()
         matches = [operator for operator in known if hmac.compare_digest(operator.token, digest)]
         if not matches:
-            return "", "", "this operator's token is not known"
+            return "", "", "this operator's token is unknown"
         if not matches[0].active:
             return matches[0].name, matches[0].role, "this operator's token is revoked"
         if matches[0].until <= self._control.clock.now():
@@ -118,7 +118,7 @@ class OperatorAccessChecker:
         about: dict[str, Any] = {"peer": (scope.get("client") or ("",))[0], "call": _call(scope)}
         about["operator"], about["role"], why = self.operator(_tokens(scope))
         if not why and about["role"] not in CALLS.get(about["call"], ()):
-            why = f"role {about['role']} of operator {about['operator']} may not: {sanitize(about['call'], 80)}"
+            why = f"operator {about['operator']} with role {about['role']} may not call {sanitize(about['call'], 80)}"
         body = b""
         if not why:
             most = _MOST_BYTES.get(about["call"], _MOST_BYTES_ELSE)
@@ -160,10 +160,10 @@ def _operators(content: Any) -> list[_Operator]:
     operators = []
     for name, entry in content["operators"].items():
         if entry["role"] not in ROLES or entry["state"] not in ("active", "revoked"):
-            raise ValueError(f"{name}: one of the roles {ROLES}, active or revoked, is needed")
+            raise ValueError(f"{name}: expected one of the roles {ROLES}, active or revoked")
         token = bytes.fromhex(entry["token"])
         if len(token) != 32:
-            raise ValueError(f"{name}: a SHA-256 of 64 hex digits is needed")
+            raise ValueError(f"{name}: expected a SHA-256 of 64 hex digits")
         operators.append(
             _Operator(str(name), entry["role"], token, format_time(entry["until"]), entry["state"] == "active")
         )
@@ -189,7 +189,7 @@ async def _body(receive: Any, most: int) -> tuple[bytes, str]:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            return b"", "the connection ended before the request did"
+            return b"", "the connection closed before the request was complete"
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > most:

@@ -91,7 +91,7 @@ class ProcessZygote:
             os.waitpid(self._pid, 0)
         except (ProcessLookupError, ChildProcessError):
             pass
-        log(WARNING, "the process that client processes are forked from has ended; each is started anew from now on")
+        log(WARNING, "the process that forks client processes has ended; each one now starts without a fork")
 
 
 def main(guarded: bool = True, require_policy: bool = True) -> None:
@@ -151,7 +151,7 @@ def _load(guarded: bool, require_policy: bool) -> None:
     for name in ("flwr.supernode.cli", *_LOADED):
         importlib.import_module(name)
     if threading.active_count() != 1:
-        sys.exit(f"{CLIENT_APP}: expected no thread before a fork, found {threading.active_count() - 1}")
+        sys.exit(f"{CLIENT_APP}: expected no other thread before a fork, found {threading.active_count() - 1}")
     gc.collect()
     gc.freeze()  # what a copy never touches stays shared
 

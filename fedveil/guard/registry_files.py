@@ -47,15 +47,15 @@ class WatchedJsonFile(Generic[T]):
                 if self._read is not None and self._read[0] == stamp:
                     return self._read[1]
                 if not stat.S_ISREG(about.st_mode) or about.st_mode & stat.S_IWOTH or about.st_size > _MOST_BYTES:
-                    raise ValueError(f"a file of at most {_MOST_BYTES} bytes that not everybody may write is needed")
+                    raise ValueError(f"expected a file of at most {_MOST_BYTES} bytes that is not world-writable")
                 content = self._check(json.loads(file.read(_MOST_BYTES + 1)))
         # The last is of a key of a kind that the library does not know: no entry may cost every site an INTERNAL.
         except (
             OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm,
         ) as error:  # fmt: skip
             raise StateError(
-                f"{self.file}: expected what fedveil provision made, found none ({type(error).__name__}: {error}); "
-                "bring it back from a backup"
+                f"{self.file}: expected the file made by fedveil provision, found none ({type(error).__name__}: "
+                f"{error}); restore it from a backup"
             ) from None
         self._read = (stamp, content)
         return content
@@ -92,5 +92,5 @@ def format_time(text: Any) -> datetime:
     """A time as the registry writes it. Raises ValueError for one without a zone."""
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
-        raise ValueError(f"a time with its zone is needed, not {text[:40]!r}")
+        raise ValueError(f"expected a time with a time zone, found {text[:40]!r}")
     return moment

@@ -40,7 +40,7 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     """The slices of the upload, if the reply holds nothing else. Raises PolicyError, which quotes nothing of it."""
     if set(content) != {_UPLOAD} or _UPLOAD not in content.array_records:
         raise PolicyError(
-            f"reply: expected the record {_UPLOAD} alone, found {len(content)} records, or another; "
+            f"reply: expected only the record {_UPLOAD}, found {len(content)} records, or another one; "
             "the site's audit log names them"
         )
     record = content.array_records[_UPLOAD]

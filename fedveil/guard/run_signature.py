@@ -54,8 +54,8 @@ def verify_signer(text: str, run: str, digest: str, today: date | None = None) -
     encoded, day, signature = match.groups()
     if day is None:
         raise PolicyError(
-            "run.signature: expected one of a run's name, a day and a bundle, found one of a bundle alone, as version "
-            f"0.1 made them; {_NEXT}"
+            "run.signature: expected a signature over run name, date and bundle, found one over the bundle only, as "
+            f"made by version 0.1; {_NEXT}"
         )
     try:
         public, until = serialization.load_ssh_public_key(f"ssh-ed25519 {encoded}".encode()), date.fromisoformat(day)
@@ -64,11 +64,11 @@ def verify_signer(text: str, run: str, digest: str, today: date | None = None) -
         public.verify(base64.b64decode(signature, validate=True), _signed(run, until, digest))
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
         raise PolicyError(
-            f"run.signature: expected a signature of the run {sanitize(run, 80)!r} until {day} with the bundle "
+            f"run.signature: expected a signature over run {sanitize(run, 80)!r}, date {day} and bundle "
             f"{digest}, found another ({type(error).__name__}); {_NEXT}"
         ) from None
     if (today or datetime.now(UTC).date()) > until:
-        raise PolicyError(f"run.signature: expected a day that is not over, found {day}; {_NEXT}")
+        raise PolicyError(f"run.signature: expected a date that has not passed, found {day}; {_NEXT}")
     return _text(public)
 
 

@@ -30,9 +30,9 @@ from fedveil.guard.registry_files import WatchedJsonFile, format_time
 from fedveil.sanitize import sanitize
 
 FILE = "members.json"
-_NEXT = "a new key comes with fedveil site init --renew at the site, and the operator registers it"
+_NEXT = "make a new key at the site with fedveil site init --renew; the operator then registers it"
 _BOTH = (  # a site's signing key is revoked with the other
-    "new keys come with fedveil site init --renew --renew-signing at the site, and the operator registers them"
+    "make new keys at the site with fedveil site init --renew --renew-signing; the operator then registers them"
 )
 _REPEAT_SECONDS = 60.0
 
@@ -66,11 +66,14 @@ class SiteKeyChecker:
             if why and entry is not None:
                 self._record(_canonical(key), entry, why)
         except StateError as error:
-            self._say(ERROR, f"every site is refused: {error}")
-            return RefusalBehavior.ASKS_AGAIN, "fedveil: the server cannot read who its members are; its log says why"
+            self._say(ERROR, f"refusing every site: {error}")
+            return (
+                RefusalBehavior.ASKS_AGAIN,
+                "fedveil: the server cannot read its list of members; see the server's log",
+            )
         if not why:
             return None
-        self._say(WARNING, f"a request of {sanitize(entry.site, 80) if entry else 'a stranger'} is refused: {why}")
+        self._say(WARNING, f"a request of {sanitize(entry.site, 80) if entry else 'an unknown key'} is refused: {why}")
         # The first a SuperNode logs with the reason, and ends; once it is active it would hang. At the second it ends
         # without a word, and whoever starts it again reads the reason.
         return RefusalBehavior.SAYS_WHY if activates else RefusalBehavior.ENDS, f"fedveil: {why}"
@@ -93,7 +96,7 @@ class SiteKeyChecker:
 
     def _why(self, found: _Entry | None) -> str:
         if found is None:
-            return "this key is not registered; the operator registers one with fedveil members register"
+            return "this key is not registered; the operator registers a key with fedveil members register"
         if found.state != "registered" or found.until is None:
             return f"this key is {found.state}; {_BOTH if found.state == 'revoked' else _NEXT}"
         if found.until <= self._control.clock.now():
@@ -121,7 +124,7 @@ def _entries(content: Any) -> dict[bytes, _Entry]:
         if "key" in entry:
             entries[_read(entry["key"])] = _Entry(site, str(entry["state"]), format_time(entry["until"]))
         elif entry["state"] != "invited":
-            raise ValueError(f"{site}: a key is needed, for its state is {entry['state']!r}")
+            raise ValueError(f"{site}: expected a key, because its state is {entry['state']!r}")
     return entries
 
 

@@ -195,23 +195,23 @@ def _arguments(given: Sequence[str], line: flower.FlowerRelease) -> tuple[_Guard
     if args.fedveil_registry is None or args.fedveil_log is None:
         raise ConfigError(
             "flower-superlink: expected --fedveil-registry FOLDER and --fedveil-log FILE, found "
-            f"{'neither' if args.fedveil_registry is args.fedveil_log else 'one of them'}; see docs/deploy/operate.md"
+            f"{'neither' if args.fedveil_registry is args.fedveil_log else 'only one'}; see docs/deploy/operate.md"
         )
     if args.fleet_api_type != "grpc-rere":
         raise ConfigError(
-            f"--fleet-api-type: expected grpc-rere, found {args.fleet_api_type}: it asks for no key; leave it out"
+            f"--fleet-api-type: expected grpc-rere, found {args.fleet_api_type}, which asks for no key; leave it out"
         )
     if "--enable-supernode-auth" not in rest:
         raise ConfigError(
-            "flower-superlink: expected --enable-supernode-auth, found none; without it each site speaks for all others"
+            "flower-superlink: expected --enable-supernode-auth, found none; without it, sites can impersonate others"
         )
     fleet = _address(args.fleet_api_address)
     if line.speaks == "gRPC":
         rest += ["--fleet-api-type", "grpc-rere", "--fleet-api-address", args.fleet_api_address]
     elif str(fleet[1]) == _control_port(rest):
         raise ConfigError(
-            f"--fleet-api-address: expected another port than the control port's, found {fleet[1]} for both; operators "
-            "and sites are told apart by it"
+            f"--fleet-api-address: expected a port other than the control port, found {fleet[1]} for both; the port "
+            "distinguishes operators from sites"
         )
     checked = not args.without_fleet_checks
     return _GuardArguments(args.fedveil_registry, args.fedveil_log, fleet, checked), rest

@@ -97,7 +97,7 @@ class LoopErrors:
             self._failures = min(self._failures + 1, 10)
             words = f"{type(error).__name__}: {sanitize(error, _LONGEST_TEXT)}"
             self._log.write(
-                ERROR, f"the SuperNode goes on after an error, in {pause:g} s: {words}", key=type(error).__name__
+                ERROR, f"the SuperNode continues after an error, in {pause:g} s: {words}", key=type(error).__name__
             )
             self._sleep(pause)
             return None
@@ -143,7 +143,7 @@ class _Parts:
             self._state.get_object(run, object_id)  # forgets what has expired
         content: bytes | None = self._store.get(object_id)
         if content is None:
-            raise StateError("the reply's parts stopped coming; its client process has ended")
+            raise StateError("the reply's parts stopped arriving; its client process has ended")
         return content
 
     def __getattr__(self, name: str) -> Any:

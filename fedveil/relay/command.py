@@ -1,7 +1,7 @@
-"""`fedveil relay`: takes part without a connection, by files that are carried.
+"""`fedveil relay`: exchanges messages as files, for sites without a network.
 
-The files are sealed and signed. `fedveil relay export` stands in the site's place at the server, and writes its orders
-as files; `fedveil relay import` answers them at the site, as if they had come over the wire. docs/relay.md says how.
+The files are sealed and signed. `fedveil relay export` acts for the site at the server and writes the server's orders
+to files. `fedveil relay import` answers them at the site, as if they had come over the network. See docs/relay.md.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ _LINK = ("superlink", "ca", "key", "name", "poll-seconds")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    init = actions.add_parser("init", help="make the keys of one end of a relay: once at either end")
-    init.add_argument("--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit: they go into its keys")
-    init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go, in place of that")
+    init = actions.add_parser("init", help="make the keys of one end of a relay; run it once at each end")
+    init.add_argument(
+        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; the keys go into its keys folder"
+    )
+    init.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the keys, instead of --kit")
     init.set_defaults(run=_init)
-    export = actions.add_parser("export", help="at the server: write orders as files, hand in replies; Ctrl-C stops it")
+    export = actions.add_parser("export", help="at the server: write orders to files, read replies; Ctrl-C stops it")
     _both(export)
     export.add_argument("--superlink", metavar="HOST:PORT", help="the server's fleet port")
     export.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
-    export.add_argument("--key", metavar="FILE", help="the site's node key, whose public half is registered")
+    export.add_argument("--key", metavar="FILE", help="the site's node key, whose public key is registered")
     export.add_argument("--name", help="the site's name, as registered")
-    export.add_argument("--state-dir", metavar="FOLDER", help="for logs; default: relay in the kit")
+    export.add_argument("--state-dir", metavar="FOLDER", help="folder for logs; default: relay in the kit")
     export.add_argument(
-        "--poll-seconds", type=float, metavar="S", help=f"first wait of a look; default {poll_backoff.DEFAULT}"
+        "--poll-seconds", type=float, metavar="S", help=f"initial delay between polls; default {poll_backoff.DEFAULT}"
     )
     export.set_defaults(run=_export)
-    answer = actions.add_parser("import", help="at the site: answer the orders that came, and write replies as files")
+    answer = actions.add_parser("import", help="at the site: answer the orders received and write replies to files")
     _both(answer)
     answer.add_argument("--name", help="the site's name, as registered")
-    answer.add_argument("--follow", action="store_true", help="stay, and answer what comes; Ctrl-C stops it")
+    answer.add_argument("--follow", action="store_true", help="keep running and answer new orders; Ctrl-C stops it")
     site_options.add_site_options(answer)
     answer.set_defaults(run=_import)
 
@@ -52,22 +54,28 @@ def _both(action: argparse.ArgumentParser) -> None:
     action.add_argument("orders", type=Path, metavar="ORDERS", help="the folder of the server's orders")
     action.add_argument("replies", type=Path, metavar="REPLIES", help="the folder of the site's replies")
     action.add_argument(
-        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; what follows overrides it"
+        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; the options below override it"
     )
-    action.add_argument("--relay-key", metavar="FILE", help="this end's; default: keys/relay.key in the kit")
+    action.add_argument("--relay-key", metavar="FILE", help="this end's key; default: keys/relay.key in the kit")
     action.add_argument("--peer", metavar="FILE", help="the other end's relay.pub; default: keys/peer.pub in the kit")
     action.add_argument(
-        "--most-mb", type=int, default=launch.MOST_MB, metavar="MB", help=f"of a file; default {launch.MOST_MB}"
+        "--most-mb",
+        type=int,
+        default=launch.MOST_MB,
+        metavar="MB",
+        help=f"maximum size of a file; default {launch.MOST_MB}",
     )
 
 
 def _init(args: argparse.Namespace) -> int:
     if (args.kit is None) == (args.out is None):
-        raise ConfigError("--kit: expected it, or --out, found both or neither; fedveil relay init --kit .")
+        raise ConfigError(
+            "--kit: expected either this option or --out, found both or neither; run: fedveil relay init --kit ."
+        )
     folder = args.out or args.kit / "keys"
     public = keys.make_keys(folder)
-    print(f"{folder / keys.SECRET}: made; it stays here")
-    print(f"bring {folder / keys.PUBLIC} to the other end, as keys/{launch.PEER} of its kit, and read them this:")
+    print(f"{folder / keys.SECRET}: made; keep it on this machine")
+    print(f"copy {folder / keys.PUBLIC} to the other end as keys/{launch.PEER} in its kit, and read this to them:")
     print(public.fingerprint)
     return 0
 

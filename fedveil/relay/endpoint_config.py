@@ -79,4 +79,4 @@ class PeerMessages:
                 return decrypt_message(file, name, self._kind, self.own, self.peer, self._most)
         except OSError as error:  # of a stick that was pulled out, for example
             words = sanitize(error.strerror, 80)
-            raise WireError(f"{name}: expected a file that can be read, found {words}; copy it again") from None
+            raise WireError(f"{name}: expected a readable file, found {words}; copy it again") from None

@@ -93,7 +93,7 @@ class EndpointSecret:
     def from_file(cls, file: Path) -> Self:
         """Raises ConfigError for a file that is no such key, or that others can read."""
         return cls(
-            encrypted_files.read_key_file(file, "--relay-key", "fedveil relay init makes one", "fedveil relay init")
+            encrypted_files.read_key_file(file, "--relay-key", "make one with fedveil relay init", "fedveil relay init")
         )
 
 
@@ -101,7 +101,9 @@ def make_keys(folder: Path) -> PeerKeys:
     """Writes relay.key and relay.pub. Raises ConfigError where there is one: what was sealed for it needs it."""
     secret = folder / SECRET
     if secret.exists():
-        raise ConfigError(f"{secret}: expected none yet, found one; move it away, and give the other end the new half")
+        raise ConfigError(
+            f"{secret}: expected no key yet, found one; move it away, and give the other end the new public key"
+        )
     write_atomic(secret, os.urandom(crypto.KEY_BYTES))
     public = EndpointSecret.from_file(secret).public
     (folder / PUBLIC).write_text(f"{public}\n")
@@ -116,13 +118,13 @@ def read_public(file: Path) -> PeerKeys:
     except OSError as error:
         raise ConfigError(
             f"--peer: expected the other end's {PUBLIC}, found none at {file} ({type(error).__name__}); "
-            "fedveil relay init makes it there"
+            "make it there with fedveil relay init"
         ) from None
     match = _FORM.fullmatch(text)
     public = PeerKeys(*map(bytes.fromhex, match.groups())) if match else None
     if public is None or not crypto.is_point(public.sealing):
         raise ConfigError(
             f'--peer: expected {file} to hold "fedveil-relay-1" and two keys of 64 hex digits, found '
-            f"{sanitize(text, 60)!r}; copy the other end's {PUBLIC} anew"
+            f"{sanitize(text, 60)!r}; copy the other end's {PUBLIC} again"
         )
     return public

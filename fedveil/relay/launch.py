@@ -48,7 +48,7 @@ def endpoint_settings(options: Mapping[str, Any], kit: Path | None, state: Path)
         raise ConfigError(f"--most-mb: expected 1 to {MOST_MB_AT_ALL}, found {most}")
     orders, replies = (Path(options[name]).expanduser().absolute() for name in ("orders", "replies"))
     if orders == replies:
-        raise ConfigError(f"REPLIES: expected another folder than that of the orders, found {replies} twice")
+        raise ConfigError(f"REPLIES: expected a folder other than ORDERS, found {replies} for both")
     return EndpointConfig(key_files["relay-key"], key_files["peer"], orders, replies, state, most * 1_000_000)
 
 
@@ -65,7 +65,7 @@ def peer_of(ends: EndpointConfig) -> str:
 
 def _require_folder(name: str, folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"{name}: expected the folder that letters come by, found none at {folder}; make it")
+        raise ConfigError(f"{name}: expected the folder for exchanged files, found none at {folder}; create it")
 
 
 @dataclass
@@ -137,7 +137,7 @@ def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
     try:
         watched.processes.start(name, supernode_command(watched.superlink, ca, key, port, config, secret), env)
         print(f"site {name}: relay for {watched.superlink}, log {watched.processes.log(name)}", flush=True)
-        print(f"site {name}: orders go to {ends.orders}, replies are taken from {ends.replies}", flush=True)
+        print(f"site {name}: orders go to {ends.orders}, replies come from {ends.replies}", flush=True)
         print(f"site {name}: the other end is {peer_of(ends)}", flush=True)
         return watched.until_ended(reporter.tell)
     finally:

@@ -73,13 +73,13 @@ class IncomingFolder:
                 for number, entry in enumerate(entries):
                     if number >= _MOST_NAMES:
                         raise StateError(
-                            f"{self.folder}: expected at most {_MOST_NAMES} files, found more; remove what was answered"
+                            f"{self.folder}: expected at most {_MOST_NAMES} files, found more; remove answered files"
                         )
                     if _NAME.fullmatch(entry.name) and (seen := _seen(entry)) is not None:
                         files[entry.name] = seen
         except OSError as error:
             raise StateError(
-                f"{self.folder}: expected a folder that letters come by, found none ({type(error).__name__}); make it"
+                f"{self.folder}: expected a folder for exchanged files, found none ({type(error).__name__}); create it"
             ) from None
         return files
 
@@ -90,12 +90,12 @@ class IncomingFolder:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise WireError(
-                f"{name}: expected a plain file that can be read, found another ({sanitize(error.strerror, 80)}); "
-                "copy the letter itself"
+                f"{name}: expected a readable regular file, found another ({sanitize(error.strerror, 80)}); "
+                "copy the file itself"
             ) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise WireError(f"{name}: expected a plain file, found something else; copy the letter itself")
+            raise WireError(f"{name}: expected a regular file, found something else; copy the file itself")
         with os.fdopen(descriptor, "rb") as file:
             yield file
 

@@ -64,8 +64,8 @@ class RelayRequest:
         order = cls(**about, bundle=parts["bundle"], message=parts["message"], run=parts["run"])
         if not 0 < order.made < order.expires <= order.made + _MOST_MS or not 0 < order.node < 1 << 64:
             raise WireError(
-                f"order: expected it to end within 31 days, and a node, found made {order.made}, expires "
-                f"{order.expires}, node {order.node}; both ends need one version"
+                f"order: expected an expiry within 31 days and a node, found made {order.made}, expires "
+                f"{order.expires}, node {order.node}; both ends need the same version"
             )
         return order
 
@@ -102,14 +102,16 @@ class RelayReply:
         about, parts = _unpacked(content, kinds, ("upload",))
         reply = cls(**about, upload=parts["upload"])
         if not re.fullmatch("[0-9a-f]{32}", reply.order):
-            raise WireError(f"reply: order: expected 32 hex digits, found {sanitize(reply.order, 80)}; ask for it anew")
+            raise WireError(
+                f"reply: order: expected 32 hex digits, found {sanitize(reply.order, 80)}; ask for it again"
+            )
         if bool(reply.code) == bool(reply.upload) or reply.code not in (0, *_CODES) or len(reply.reason) > _REASON:
             raise WireError(
                 f"reply: expected an upload, or a code of {_CODES} and a reason of at most {_REASON} characters, found "
-                f"{len(reply.upload)} bytes, code {reply.code} and {len(reply.reason)} characters; ask for it anew"
+                f"{len(reply.upload)} bytes, code {reply.code} and {len(reply.reason)} characters; ask for it again"
             )
         if not math.isfinite(reply.seconds) or reply.seconds < 0:
-            raise WireError(f"reply: seconds: expected 0 or more, found {reply.seconds}; ask for it anew")
+            raise WireError(f"reply: seconds: expected 0 or more, found {reply.seconds}; ask for it again")
         try:
             anchor = str(LogHead.parse(reply.log)) if reply.log else ""
         except StateError as error:
@@ -134,7 +136,9 @@ def _unpacked(
             raise ValueError("other names")
         version, sizes = about.pop("version"), about.pop("sizes")
         if type(version) is not int or version != _VERSION:
-            raise WireError(f"letter: expected version {_VERSION}, found {sanitize(version, 20)}; update the older end")
+            raise WireError(
+                f"relay file: expected version {_VERSION}, found {sanitize(version, 20)}; update the older end"
+            )
         if any(type(about[name]) is not kind for name, kind in kinds.items()) or set(sizes) != set(names):
             raise ValueError("other types")
         if any(type(size) is not int or size < 0 for size in sizes.values()):
@@ -144,8 +148,8 @@ def _unpacked(
             raise ValueError("another length")
     except (ValueError, TypeError, RecursionError) as error:
         raise WireError(
-            f"letter: expected {', '.join(kinds)} and {', '.join(names)}, found something else "
-            f"({sanitize(error, 80)}); both ends need one version"
+            f"relay file: expected {', '.join(kinds)} and {', '.join(names)}, found something else "
+            f"({sanitize(error, 80)}); both ends need the same version"
         ) from None
     parts = {}
     for name in sorted(names):

@@ -58,7 +58,7 @@ class MessageLog:
         except OSError:
             lock_file.close()
             raise StateError(
-                f"{state}: expected no other relay of this site, found one running; wait for it, or stop it"
+                f"{state}: expected no other relay of this site, found one running; wait for it or stop it"
             ) from None
         book = cls(state / NAME, _held=lock_file)
         for line in audit_log.read_log(book.file) if book.file.exists() else []:
@@ -76,11 +76,11 @@ class MessageLog:
     def require_new(self, id_: str, run: str, order: RelayRequest) -> None:
         """Raises Known, or PolicyError, for an order that is not to be taken."""
         if reply := self.replies.get(id_):
-            raise DuplicateMessageError(f"was answered before, and is not again: its reply is {reply}")
+            raise DuplicateMessageError(f"was answered before; its reply is {reply}")
         if order.made < self.newest.get(run, 0):
             raise PolicyError(
-                "older: expected the newest order of its run, found one from before another that was taken; the server "
-                "has gone on since, leave it out"
+                "older: expected the newest order of its run, found one older than an order already taken; the server "
+                "has moved on, so skip it"
             )
 
     def take(self, id_: str, run: str, order: RelayRequest) -> None:

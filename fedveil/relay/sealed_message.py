@@ -128,30 +128,30 @@ def decrypt_message(
         ("recipient", own.public.id, header.recipient),
     ):
         if value != expected:
-            raise WireError(f"{name}: {what}: expected {expected}, found {value}; it is for somebody else's relay")
+            raise WireError(f"{name}: {what}: expected {expected}, found {value}; it is for another relay")
     if not ciphers.is_signed(peer.verifying, signature, context_bytes("letter") + head):
-        raise WireError(f"{name}: signature: expected one by the other end, {peer.id}, found another; ask for it anew")
+        raise WireError(f"{name}: signature: expected one by the other end, {peer.id}, found another; ask for it again")
     if _digest(file, start, end) != header.body:
-        raise WireError(f"{name}: expected the bytes that were signed, found others; ask for it anew")
+        raise WireError(f"{name}: expected the signed bytes, found others; ask for it again")
     purpose = context_bytes("letter", kind, header.id, header.sender, header.recipient)
     key = ciphers.agree_secret(own.opening, bytes.fromhex(header.ephemeral), purpose)
     body = io.BufferedReader(_Part(file, start, end), _PIECE)
     try:
         return header, b"".join(FileSeal(key).opened(body, f"{kind}/{header.id}", Path(name)))
     except StateError:
-        raise WireError(f"{name}: expected what was sealed for this end, found another; ask for it anew") from None
+        raise WireError(f"{name}: expected a file sealed for this end, found another; ask for it again") from None
 
 
 def _tail(file: BinaryIO, size: int, name: str) -> tuple[bytes, bytes, int, int]:
     """Head, signature, and where the body begins and ends."""
     file.seek(0)
     if not _MAGIC.startswith(begin := file.read(len(_MAGIC))):
-        raise WireError(f"{name}: expected a letter of version 1, found something else; leave it out")
+        raise WireError(f"{name}: expected a relay file of version 1, found something else; skip it")
     file.seek(max(0, size - _LENGTH))
     length = int.from_bytes(file.read(_LENGTH), "big")
     end = size - _LENGTH - _SIGNATURE - length
     if len(begin) < len(_MAGIC) or not 0 < length <= _LONGEST_HEAD or end < len(_MAGIC):
-        raise IncompleteMessageError(f"{name}: expected a whole letter, found its beginning alone; copy it again")
+        raise IncompleteMessageError(f"{name}: expected a complete file, found only its beginning; copy it again")
     file.seek(end)
     return file.read(length), file.read(_SIGNATURE), len(_MAGIC), end
 
@@ -168,7 +168,7 @@ def _read(head: bytes, name: str) -> MessageHeader:
             raise ValueError
     except (ValueError, RecursionError):
         raise IncompleteMessageError(
-            f"{name}: expected a head at its end, found {sanitize(head[:40])}; copy it again"
+            f"{name}: expected a header at its end, found {sanitize(head[:40])}; copy it again"
         ) from None
     return header
 

@@ -94,7 +94,7 @@ class ServerEndpoint:
         for file in self._out.iterdir():
             if _OWN.fullmatch(file.name):  # of an earlier start, whose orders nobody waits for
                 _remove(file)
-                self._note("ended", {"file": file.name}, f"{file.name}: no reply: the relay ended meanwhile")
+                self._note("ended", {"file": file.name}, f"{file.name}: no reply: the relay has ended in the meantime")
 
     def install(self) -> None:
         """Puts both functions in place of Flower's, for the rest of the process."""
@@ -106,7 +106,7 @@ class ServerEndpoint:
 
         Returns None if no reply is to be sent.
         """
-        self._take_back(lambda order: order.expires <= self._clock(), "its time is over")
+        self._take_back(lambda order: order.expires <= self._clock(), "it has expired")
         try:
             if (received := given["receive"]()) is not None:
                 self._export(*self._pulled(received, given))
@@ -124,7 +124,7 @@ class ServerEndpoint:
                 self._send(message, seconds, given["send"], given["push_object"])
             except _LOST as error:
                 log(ERROR, "relay: a reply was lost", exc_info=error)
-                words = f"a reply to run {message.metadata.run_id} was lost, perhaps for the run has ended: {error}"
+                words = f"a reply to run {message.metadata.run_id} was lost, perhaps because the run has ended: {error}"
                 self._note("lost", {"reason": sanitize(f"{type(error).__name__}: {error}")}, words)
 
     def end(self) -> None:
@@ -142,7 +142,7 @@ class ServerEndpoint:
         whole = inflate_object_from_contents(tree.object_id, contents)
         given["confirm_message_received"](run.run_id, bare.metadata.message_id)
         if not isinstance(whole, Message):
-            raise StateError(f"message: expected one, found {type(whole).__name__}")
+            raise StateError(f"expected a message, found {type(whole).__name__}")
         whole.metadata.__dict__["_message_id"] = tree.object_id
         return whole, run, fab, size
 
@@ -159,12 +159,12 @@ class ServerEndpoint:
         try:
             write_atomic(file, encrypt_message(order.packed(), ORDER, id_, self._letters.own, self._letters.peer))
         except OSError as error:
-            self._note("failed", {"reason": str(error)}, f"{file}: expected to write it, found {error}; free space")
+            self._note("failed", {"reason": str(error)}, f"{file}: cannot be written: {error}; free space")
             self._refuse(bare, "StateError at the site's relay; its log has the text")
             return
         self._open[id_] = _Open(bare, order.expires / 1000, file)
         hours = max(0.0, order.expires / 1000 - self._clock()) / 3600
-        words = f"{file.name}: of run {run.run_id}; the server waits {hours:.1f} h for its reply"
+        words = f"{file.name}: order of run {run.run_id}; the server waits {hours:.1f} h for its reply"
         round_ = message.metadata.group_id.partition("/")[0]  # behind it stands the largest reply
         self._note("exported", {"order": id_, "run": str(run.run_id), "round": round_}, words)
 
@@ -180,7 +180,7 @@ class ServerEndpoint:
 
     def _refuse(self, message: Message, reason: str) -> None:
         self._ready.append((Message(Error(_RAISED, reason), reply_to=message), 0.0))
-        self._note("refused", {"reason": reason}, f"not carried: {reason}")
+        self._note("refused", {"reason": reason}, f"not exported: {reason}")
 
     def _collect(self) -> None:
         """Replies of the folder, judged; each becomes a message of this process's own."""
@@ -201,18 +201,18 @@ class ServerEndpoint:
             self._answered.add(reply.order)
             _remove(order.file)
             self._ready.append((_message(reply, order.message), reply.seconds))
-            self._note("imported", {"order": reply.order, "file": name}, f"{name}: taken, handed to the server")
+            self._note("imported", {"order": reply.order, "file": name}, f"{name}: accepted, passed to the server")
 
     def _judged(self, name: str) -> tuple[RelayReply, _Open]:
         """A reply and the order that it is to. Raises Known, WireError."""
         head, content = self._letters.opened(name)
         reply = RelayReply.from_bytes(content)
         if head.id == reply.order and reply.order in self._answered:
-            raise DuplicateMessageError("was taken before")
+            raise DuplicateMessageError("was accepted before")
         if head.id != reply.order or reply.order not in self._open:
             raise WireError(
-                f"{name}: expected a reply to an order that is open, found another: the server waits no more, or the "
-                "relay was started anew; leave it out"
+                f"{name}: expected a reply to an open order, found another: the server no longer waits for it, or the "
+                "relay was restarted; skip it"
             )
         return reply, self._open[reply.order]
 

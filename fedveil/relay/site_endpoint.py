@@ -135,7 +135,7 @@ class SiteEndpoint:
 
     def _of(self, run: int) -> _Taken:
         if run not in self._taken:
-            raise StateError(f"relay: expected a part of an order that was taken, found one of run {run}")
+            raise StateError(f"relay: expected a part of an accepted order, found one of run {run}")
         return self._taken[run]
 
     def _begun(self, taken: _Taken) -> tuple[Message, ObjectTree]:
@@ -177,11 +177,11 @@ class SiteEndpoint:
         if late >= 0:
             raise PolicyError(
                 f"ended: expected an order that the server still waits for, found one that ended {late / 3600:.1f} h "
-                "ago by this machine's clock; leave it out, or set the clock right"
+                "ago by this machine's clock; skip it, or correct the clock"
             )
         if self._node and order.node != self._node:
             raise PolicyError(
-                f"node: expected {self._node}, as in the first order since the start, found {order.node}: the site has "
+                f"node: expected {self._node}, as in the first order since the start, found {order.node}; the site has "
                 "a new node key; start fedveil relay import again"
             )
         try:
@@ -191,10 +191,10 @@ class SiteEndpoint:
         except (DecodeError, ValueError, TypeError, KeyError) as error:
             raise WireError(
                 f"order: expected a message, run and bundle of Flower, found none ({type(error).__name__}); "
-                "both ends need one version of Flower"
+                "both ends need the same version of Flower"
             ) from None
         if (message.metadata.run_id, message.metadata.dst_node_id) != (run.run_id, order.node):
-            raise WireError("order: expected message, run and node to fit each other, found others; ask for it anew")
+            raise WireError("order: expected matching message, run and node, found a mismatch; ask for it again")
         self._book.require_new(head.id, str(run.run_id), order)
         return _Taken(head.id, name, order, message, run, fab, objects)
 
@@ -211,7 +211,7 @@ class SiteEndpoint:
             write_atomic(self._out / name, content)
             self._book.answer(taken.id, name)
         except (OSError, FedVeilError) as error:
-            self._said.say("failed", f"{taken.file}: expected to write its reply, found {error}; free space, try again")
+            self._said.say("failed", f"{taken.file}: its reply cannot be written: {error}; free space and try again")
             raise StateError(f"relay: the reply cannot be written: {error}") from None
         why = f" (without an upload: {reply.reason})" if reply.code else ""
         self._said.say("answered", f"{taken.file}: answered: {name}{why}")

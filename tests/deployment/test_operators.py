@@ -47,22 +47,22 @@ def test_an_operator_may_what_its_role_says_and_each_attempt_is_logged(federatio
     bad = {"method.params": "rho = 1.5", "run.dir": str(tmp_path / "runs"), "run.name": "bad"}
     anna, ben = _login(federation, tmp_path, "anna", "read"), _login(federation, tmp_path, "ben", "submit")
     assert sorted(anna.nodes().values()) == ["online", "online"]
-    with pytest.raises(LaunchError, match="role read of operator anna may not: start-run"):
+    with pytest.raises(LaunchError, match="operator anna with role read may not call start-run"):
         anna.submit(None, bad)
     run = ben.submit(None, bad)
-    with pytest.raises(LaunchError, match="role read of operator anna may not: stop-run"):
+    with pytest.raises(LaunchError, match="operator anna with role read may not call stop-run"):
         anna.stop(run)
-    with pytest.raises(LaunchError, match="role submit of operator ben may not: unregister-node"):
+    with pytest.raises(LaunchError, match="operator ben with role submit may not call unregister-node"):
         ben.unregister(next(iter(anna.nodes())))
     public = (federation.folder / "keys" / "north.pub").read_text()
-    with pytest.raises(LaunchError, match="role submit of operator ben may not: register-node"):
+    with pytest.raises(LaunchError, match="operator ben with role submit may not call register-node"):
         ben.register(public, "north")
     assert main(["operators", "revoke", str(federation.folder), "ben"]) == 0
     with pytest.raises(LaunchError, match="revoked"):
         ben.submit(None, bad)
     (tmp_path / "nobody").mkdir()
     shutil.copy(tmp_path / "anna" / "server" / "flower" / "config.toml", tmp_path / "nobody")
-    with pytest.raises(LaunchError, match="an operator's token is needed"):
+    with pytest.raises(LaunchError, match="this needs an operator's token"):
         FlowerCli(tmp_path / "nobody").nodes()
     decisions = [
         (line["operator"], line["call"], line["decision"])
@@ -104,6 +104,6 @@ def test_a_key_past_its_last_day_is_shut_out_in_mid_connection_and_nothing_is_ru
     federation.start_site("north")  # the same key again
     until(lambda: processes.ended("north") is not None, 60, "north is not activated again", 0.1)
     assert not federation.processes.log("north").read_bytes()[federation._log_starts["north"] :].count(b"SuperNode ID:")
-    message = f"fedveil: the last day of this key was {ends:%Y-%m-%d}; a new key comes with fedveil site init --renew"
+    message = f"fedveil: the last day of this key was {ends:%Y-%m-%d}; make a new key at the site with fedveil"
     assert message in processes.log("north").read_text()
     assert processes.ended("south") is None

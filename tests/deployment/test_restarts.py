@@ -97,9 +97,9 @@ def test_a_superexec_and_a_superlink_that_are_killed_are_started_again(folder: P
     until(lambda: (new := server.child("flower-superexec")) and new.pid != superexec.pid, 60, server)
     assert server.child("flower-superlink") == superlink
     assert "its SuperExec ended with exit code -9" in server.said
-    assert "runs that were under way ended with it" in server.said
+    assert "runs in progress ended with it" in server.said
     superlink.kill()
-    until(lambda: "sites and runs are served again" in server.said, 120, server)
+    until(lambda: "serving sites and runs again" in server.said, 120, server)
     assert server.process.poll() is None
 
 
@@ -117,7 +117,7 @@ def test_a_port_that_another_took_meanwhile_ends_the_server_with_the_reason(fold
             except OSError:
                 assert time.monotonic() < end
         assert server.process.wait(60) == 2
-    assert f"fleet-port: expected a free port at 0.0.0.0:{fleet}, found it in use" in server.said
+    assert f"fleet-port: expected a free port at 0.0.0.0:{fleet}, found one in use" in server.said
 
 
 def test_a_registry_that_broke_meanwhile_ends_the_server_with_the_reason(folder: Path, server: Command) -> None:
@@ -147,7 +147,7 @@ def test_a_site_comes_back_after_its_processes_were_killed_and_its_server_was(fo
         superlink = server.child("flower-superlink")
         assert superlink is not None
         superlink.kill()
-        until(lambda: "sites and runs are served again" in server.said, 120, server)
+        until(lambda: "serving sites and runs again" in server.said, 120, server)
         heard = kit / "state" / "north.heartbeat"
         at = heard.stat().st_mtime
         until(lambda: heard.stat().st_mtime > at, 90, site)

@@ -160,7 +160,7 @@ def test_every_command_that_needs_no_server_works_from_an_empty_folder(installed
     assert "_fedveil" in installed("fedveil", "completion", "bash")
     (installed.empty / "federation.toml").write_text(LEAST)
     assert "2 kits under kits/" in installed("fedveil", "provision", "federation.toml")
-    assert "What would leave this site" in installed("fedveil", "explain", "--set", "method.name=fedrand")
+    assert "This site would send each time" in installed("fedveil", "explain", "--set", "method.name=fedrand")
     here = subprocess.run(
         [sys.executable, "-m", "fedveil.console.main", "app", "digest"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,

@@ -79,14 +79,18 @@ def test_a_head_that_was_cut_off_or_is_of_another_version_is_named(tmp_path):
     whole = path.read_bytes()
     for content in (whole[:15], whole[:40], whole[: _HEAD - 1], whole[:15] + b"\x02" + whole[16:]):
         path.write_bytes(content)
-        with pytest.raises(StateError, match="expected a sealed file of version 1, found another version, or one cut"):
+        with pytest.raises(
+            StateError, match="expected a sealed file of version 1, found another version or a truncated header"
+        ):
             KEY.read(path, ROLE)
 
 
 def test_one_sealed_file_does_not_pass_for_another(tmp_path):
     put(tmp_path / "mine"), put(tmp_path / "theirs", role="state/pilot/south")
     (tmp_path / "theirs").replace(tmp_path / "mine")
-    with pytest.raises(StateError, match="of 'state/pilot/north', found one of 'state/pilot/south'; it was put in"):
+    with pytest.raises(
+        StateError, match="of 'state/pilot/north', found one of 'state/pilot/south'; files were swapped"
+    ):
         KEY.read(tmp_path / "mine", ROLE)
     forged = (tmp_path / "mine").read_bytes().replace(b"pilot/south", b"pilot/north")
     (tmp_path / "mine").write_bytes(forged)
@@ -96,14 +100,14 @@ def test_one_sealed_file_does_not_pass_for_another(tmp_path):
 
 def test_another_key_no_key_and_a_file_in_the_clear_are_told_apart(tmp_path):
     path = put(tmp_path / "f")
-    with pytest.raises(StateError, match=f"that key {OTHER.id} sealed, found one of key {KEY.id}; name that key's"):
+    with pytest.raises(StateError, match=f"sealed under key {OTHER.id}, found one of key {KEY.id}; name that key's"):
         OTHER.read(path, ROLE)
-    with pytest.raises(StateError, match="expected a file in the clear, .* found a sealed one; name its key: key-file"):
+    with pytest.raises(StateError, match="expected an unsealed file, .* found a sealed one; set its key: key-file"):
         FileSeal().read(path, ROLE)
     put(path, seal=FileSeal())
     assert path.read_bytes() == FileSeal().read(path, ROLE) == SECRET
     assert not is_sealed(path)
-    with pytest.raises(StateError, match=f"sealed under key {KEY.id}, found one in the clear; .*fedveil site seal"):
+    with pytest.raises(StateError, match=f"sealed under key {KEY.id}, found an unsealed one; .*fedveil site seal"):
         KEY.read(path, ROLE)
 
 
@@ -112,18 +116,22 @@ def test_a_key_file_is_new_its_owners_alone_and_of_its_length(tmp_path):
     assert stat.S_IMODE(os.stat(tmp_path / "key").st_mode) == 0o600
     assert FileSeal.from_key_file(tmp_path / "key") == made != FileSeal()
     assert FileSeal.from_key_file("") == FileSeal()
-    with pytest.raises(ConfigError, match="expected a new name in a folder that is there, found .*key .FileExists"):
+    with pytest.raises(ConfigError, match="expected a new name in an existing folder, found .*key .FileExists"):
         make_key(tmp_path / "key")
     for mode in (0o640, 0o604, 0o620):
         (tmp_path / "key").chmod(mode)
-        with pytest.raises(ConfigError, match=f"only its owner can read, found mode {mode:o}; chmod 600"):
+        with pytest.raises(ConfigError, match=f"readable only by its owner, found mode {mode:o}; chmod 600"):
             FileSeal.from_key_file(tmp_path / "key")
     (tmp_path / "key").chmod(0o600)
     for content, size_text in ((b"short", "5"), (bytes(33), "more")):
         (tmp_path / "key").write_bytes(content)
-        with pytest.raises(ConfigError, match=f"expected 32 bytes in .*, found {size_text}; fedveil site key"):
+        with pytest.raises(
+            ConfigError, match=f"expected 32 bytes in .*, found {size_text}; make one with fedveil site key"
+        ):
             FileSeal.from_key_file(tmp_path / "key")
-    with pytest.raises(ConfigError, match="key-file: expected one at .*none, found none .FileNotFoundError.; put its"):
+    with pytest.raises(
+        ConfigError, match="key-file: expected a file at .*none, found none .FileNotFoundError.; restore it"
+    ):
         FileSeal.from_key_file(tmp_path / "none")
 
 

@@ -60,7 +60,7 @@ def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
 @pytest.mark.parametrize(
     ("config", "sites", "error", "words"),
     [({"method.nam": "fedavg"}, {"a": DATA}, ConfigError, "method.nam"),
-     ({}, {}, ConfigError, "sites: expected a folder of rows for each site"),
+     ({}, {}, ConfigError, "sites: expected a mapping from each site's name to its folder"),
      ({"evaluate.select-model": "best"}, {"a": DATA}, ConfigError,
       "evaluate.select-model: expected 'last' in one process"),
      ({"run.capture-messages": True}, {"a": DATA}, ConfigError, "run.capture-messages: expected False in one process"),

@@ -92,7 +92,9 @@ def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, t
         ours.start(grid, initial(task), num_rounds=1)
     (words,) = progress_texts  # told once, not at every look
     assert words.startswith("waiting for sites: 2 of ")
-    assert words.endswith(" s left); not waited for: south, refused by its policy; mend it and submit again, or resume")
+    assert words.endswith(
+        " s left); not waited for: south, refused by its policy; fix the policy and submit again, or resume"
+    )
 
 
 def test_a_round_that_draws_too_few_is_not_begun(grid, task):

@@ -153,7 +153,7 @@ def test_what_may_change_at_a_resume_is_recorded_beside_the_config_of_the_start(
     assert line["round"] == 2
     assert line["changes"] == {"cohort.wait-seconds": [1.0, 2.0], "evaluate.every": [1, 2], "run.rounds": [4, 5]}
     page = run_page.run_page_html([runs_folder.load_run(runs.at)])
-    assert "run was resumed with round 3 at" in page
+    assert "run was resumed at round 3 on" in page
     assert "run.rounds: [4, 5]" in page
     (logged,) = [x for x in audit_log.read_log(runs.at.parent / audit_log.NAME) if x["event"] == "resumed"]
     assert logged["changes"] == line["changes"]

@@ -29,7 +29,7 @@ def test_every_key_of_the_run_config_has_its_default_and_a_sentence():
 
 def test_bounds_and_choices_are_said():
     page = PAGES["reference/run-config.md"]
-    assert "| a number, above 0, at most 1 | share of the connected sites" in page
+    assert "| a number, above 0, at most 1 | fraction of the connected sites" in page
     assert "| `fp32`, `bf16` |" in page
 
 

@@ -58,12 +58,12 @@ def check_certificate(file: Path, now: datetime | None = None) -> CheckResult:
         return CheckResult(
             name,
             "fail",
-            f"valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, now is {moment:%Y-%m-%d %H:%M}",
+            f"valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, but it is {moment:%Y-%m-%d %H:%M}",
         )
     if moment >= ends:
         is_ca = certificate.issuer == certificate.subject  # a CA signed itself, and there is no renewing it
-        anew = "provision the federation anew" if is_ca else "renew it: fedveil members renew-server"
-        return CheckResult(name, "fail", f"expired on {ends:%Y-%m-%d}; the operator has to {anew}")
+        anew = "provision the federation again" if is_ca else "renew it: fedveil members renew-server"
+        return CheckResult(name, "fail", f"expired on {ends:%Y-%m-%d}; the operator must {anew}")
     return CheckResult(name, "warn" if ends - moment < _SOON else "ok", f"until {ends:%Y-%m-%d}")
 
 
@@ -96,10 +96,12 @@ def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
         return CheckResult(
             "fleet port",
             "fail",
-            f"{superlink}: {error.verify_message}; is ca.crt this federation's, and the clock right?",
+            f"{superlink}: {error.verify_message}; check that ca.crt is this federation's and that the clock is right",
         )
     except ssl.SSLError as error:
-        return CheckResult("fleet port", "fail", f"{superlink} speaks no TLS ({error.reason}); is it the fleet port?")
+        return CheckResult(
+            "fleet port", "fail", f"{superlink} does not speak TLS ({error.reason}); is it the fleet port?"
+        )
     except OSError as error:
         return CheckResult(
             "fleet port", "fail", f"{superlink}: {error}; the firewall must allow this one outgoing connection"
@@ -107,15 +109,15 @@ def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
     line = flower.installed_release()
     if spoken != line.speaks:
         known = " or ".join(one.release for one in flower.LINES if one.speaks == spoken)
-        other = f"A server with Flower {known} does." if known else ""
+        other = f"A server with Flower {known} speaks {spoken}." if known else ""
         return CheckResult(
             "fleet port",
             "fail",
-            f"{superlink} has TLS and speaks {spoken or 'something else'}, not {line.speaks} as Flower {line.release} "
-            f"here does; is it the fleet port? {other}".rstrip(),
+            f"{superlink} speaks TLS and {spoken or 'an unknown protocol'}, but Flower {line.release} here speaks "
+            f"{line.speaks}; is it the fleet port? {other}".rstrip(),
         )
     return CheckResult(
-        "fleet port", "ok", f"{superlink}, TLS, its certificate ends {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}"
+        "fleet port", "ok", f"{superlink}, TLS, certificate valid until {datetime.fromtimestamp(ends, UTC):%Y-%m-%d}"
     )
 
 
@@ -137,9 +139,9 @@ def check_closed_port(host: str, port: int, what: str) -> CheckResult:
     try:
         socket.create_connection((host, port), _TIMEOUT).close()
     except OSError:
-        return CheckResult(what, "ok", f"{host}:{port} does not answer, as it should be")
+        return CheckResult(what, "ok", f"{host}:{port} does not answer, as intended")
     return CheckResult(
-        what, "fail", f"{host}:{port} answers: whoever reaches it can submit code; bind it to the server's loopback"
+        what, "fail", f"{host}:{port} answers: anyone who reaches it can submit code; bind it to the server's loopback"
     )
 
 
@@ -164,15 +166,15 @@ def check_clock() -> CheckResult:
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))  # modes = 0: asks only
     if state < 0:
         return CheckResult(
-            "clock", "warn", "the system does not say whether it is synchronised (in a container: look at the host)"
+            "clock", "warn", "the system does not report whether it is synchronized (in a container: check the host)"
         )
     if state == _TIME_ERROR:
         return CheckResult(
             "clock",
             "warn",
-            f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, not synchronised; more than 300 s off, keys are refused",
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, not synchronized; if more than 300 s off, keys are refused",
         )
-    return CheckResult("clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, synchronised")
+    return CheckResult("clock", "ok", f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC, synchronized")
 
 
 def check_versions() -> CheckResult:
@@ -206,14 +208,14 @@ def check_gpu(device: str, processes: int = 1) -> CheckResult:
     if torch.cuda.is_available():
         if device != "cpu" and (count := torch.cuda.device_count()) < processes:
             return CheckResult(
-                "gpu", "fail", f"expected {processes}, one for each of the site's processes, found {count}"
+                "gpu", "fail", f"expected {processes} GPUs, one for each of the site's processes, found {count} GPUs"
             )
         free, total = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
         return CheckResult("gpu", "ok", f"{name}, {free / _GIGABYTE:.0f} of {total / _GIGABYTE:.0f} GB free")
     wanted = device.startswith("cuda")
     return CheckResult(
-        "gpu", "fail" if wanted else "ok", f"none that torch {torch.__version__} can use; device is {device!r}"
+        "gpu", "fail" if wanted else "ok", f"no GPU that torch {torch.__version__} can use; device is {device!r}"
     )
 
 
@@ -232,7 +234,7 @@ def key_file(file: str, state: Path) -> CheckResult:
 
     seal = FileSeal.from_key_file(file)
     re_encrypt.require_key(state, seal)
-    protection = f"sealed under key {seal.id}" if seal.id else "kept in the clear: the node config names no key-file"
+    protection = f"sealed under key {seal.id}" if seal.id else "unsealed: the node config names no key-file"
     return CheckResult("key file", "ok", f"private state and ledger are {protection}")
 
 
@@ -242,7 +244,9 @@ def entry_point() -> CheckResult:
     if program_path and b"fedveil.guard.clientapp" in Path(program_path).read_bytes()[:4096]:
         return CheckResult("entry point", "ok", f"{program_path} decides before the app's code runs")
     return CheckResult(
-        "entry point", "warn", f"flwr-clientapp is {program_path}, Flower's own: fedveil site start puts ours before it"
+        "entry point",
+        "warn",
+        f"flwr-clientapp is {program_path}, Flower's own; fedveil site start puts FedVeil's first",
     )
 
 
@@ -252,7 +256,7 @@ def audit_log(file: Path) -> CheckResult:
 
     if not file.exists():
         return CheckResult("audit log", "ok", "none yet")
-    return CheckResult("audit log", "ok", f"{log.verify_log(file).lines} lines as they were written, in {file}")
+    return CheckResult("audit log", "ok", f"{log.verify_log(file).lines} lines, all unchanged, in {file}")
 
 
 def parse_address(superlink: str) -> tuple[str, int]:

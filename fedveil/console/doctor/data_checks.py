@@ -29,7 +29,7 @@ def check_site_data(folder: str, task: TaskConfig, counted: list[int]) -> CheckR
     except FedVeilError as error:
         if task != TaskConfig():
             raise
-        text = f"{error}; it was looked at as the default task: name the run's own with --config or --set"
+        text = f"{error}; this checked the default task: give the run's task with --config or --set"
         raise ConfigError(text) from None
 
 
@@ -43,8 +43,8 @@ def check_row_count(check: CheckResult, policy: str, counted: Sequence[int]) -> 
     return replace(
         check,
         verdict="fail",
-        text=f"{check.text}: fewer than the {least:,} of min-examples in {policy}, so that every turn is refused; add "
-        "rows, or lower min-examples",
+        text=f"{check.text}: fewer than min-examples = {least:,} in {policy}, so the site refuses every round; add "
+        "examples, or lower min-examples",
     )
 
 
@@ -70,5 +70,5 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
     file = tables.split_file(data, split)
     probe = file_probe.probe_file(file, columns)
     counted += [probe.rows] if probe.is_whole else []
-    more = "" if probe.is_whole else "and more "
-    return CheckResult(name, "ok", f"{probe.rows:,} rows {more}in {file}, with {', '.join(columns)}")
+    more = "" if probe.is_whole else "or more "
+    return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {file}, with {', '.join(columns)}")

@@ -35,12 +35,12 @@ def check_superlink() -> CheckResult:
             return CheckResult(
                 "superlink",
                 "warn",
-                f"{file} is Flower's own: whoever knows a site's public key can keep that site off; "
-                "start the image's, or the one of fedveil site guard --own-ports",
+                f"{file} is Flower's own: anyone who knows a site's public key can keep that site offline; "
+                "start the one in the image, or the one written by fedveil site guard --own-ports",
             )
     if not programs:
-        return CheckResult("superlink", "ok", "no flower-superlink is here; ask where the server runs")
-    return CheckResult("superlink", "ok", f"{programs[0]} activates a site by its own key alone")
+        return CheckResult("superlink", "ok", "no flower-superlink here; run this check where the server runs")
+    return CheckResult("superlink", "ok", f"{programs[0]} activates a site only with that site's own key")
 
 
 def check_other_users() -> CheckResult:
@@ -49,10 +49,10 @@ def check_other_users() -> CheckResult:
 
     name = "other users"
     if any(Path(mark).exists() for mark in _CONTAINER_MARKS) or "KUBERNETES_SERVICE_HOST" in os.environ:
-        return CheckResult(name, "ok", "in a container: nobody else is in its network")
+        return CheckResult(name, "ok", "in a container: no other user shares its network")
     if _kernel_names_owners():
         return CheckResult(
-            name, "ok", "the kernel says whose a connection is: the site's ports serve its own user alone"
+            name, "ok", "the kernel reports the owner of each connection: the site's ports serve only its own user"
         )
     people = [
         entry.pw_name
@@ -63,10 +63,10 @@ def check_other_users() -> CheckResult:
         return CheckResult(
             name,
             "warn",
-            f"{len(people)} others may log in ({', '.join(people[:3])}), and the kernel does not say whose a "
-            "connection is: use a container, or a machine of the site's own",
+            f"{len(people)} other users can log in ({', '.join(people[:3])}), and the kernel does not report the "
+            "owner of a connection: use a container, or a dedicated machine",
         )
-    return CheckResult(name, "ok", "no other user may log in here, as far as this machine's list says")
+    return CheckResult(name, "ok", "no other user can log in here, according to this machine's user list")
 
 
 def check_cpu_limit() -> CheckResult:
@@ -76,9 +76,9 @@ def check_cpu_limit() -> CheckResult:
         return CheckResult(
             "cpus",
             "warn",
-            f"compose files ask for {asked}, this machine has {there}: put FEDVEIL_CPUS={there} into .env",
+            f"compose files request {asked}, this machine has {there}: put FEDVEIL_CPUS={there} into .env",
         )
-    return CheckResult("cpus", "ok", f"{there}; compose files ask for {asked}")
+    return CheckResult("cpus", "ok", f"{there}; compose files request {asked}")
 
 
 def _kernel_names_owners() -> bool:

@@ -70,21 +70,19 @@ def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: b
 
     for name, value, most in (("--gpu-gb", gpu_gb, 1e4), ("--gpus", ranks.count, 64), ("--tflops", tflops, 1e6)):
         if not 0 <= value <= most or (name == "--gpus" and value < 1):
-            raise ConfigError(f"{name}: expected above 0 and at most {most:g}, found {value:g}; correct it")
+            raise ConfigError(f"{name}: expected a number above 0 and at most {most:g}, found {value:g}")
     if ranks.is_split and ranks.count == 1:
-        raise ConfigError("--shard-base: expected --gpus above 1 beside it, found 1; say how many, or leave it out")
+        raise ConfigError("--shard-base: expected --gpus above 1 with it, found 1; set --gpus, or leave it out")
     if ranks.count > 1 and not gpu_gb and (there := torch.cuda.device_count()) < ranks.count:
         raise ConfigError(
-            f"--gpus: expected --gpu-gb beside it, or as many as this machine has, found {ranks.count} of {there}; say "
-            "how large one is"
+            f"--gpus: expected at most {there}, the GPUs of this machine, or --gpu-gb with it, found {ranks.count}; "
+            "set --gpu-gb to the memory of one GPU"
         )
     if gpu_gb:
         where = f"a GPU of {gpu_gb:g} GB" if ranks.count == 1 else f"{ranks.count} GPUs of {gpu_gb:g} GB each"
         return MachineResources(int(gpu_gb * _GB), True, where, ranks, tflops * 1e12, "as given")
     flops, speed = (
-        (tflops * 1e12, "as given")
-        if tflops
-        else (training_flops.measure_flops(bf16), "a product of matrices, measured")
+        (tflops * 1e12, "as given") if tflops else (training_flops.measure_flops(bf16), "measured on a matrix product")
     )
     if torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
@@ -112,9 +110,7 @@ class PlannedRun:
             TaskError: no folder, or a folder whose config.json cannot be planned.
         """
         if config.task.name != _TASK:
-            raise ConfigError(
-                f'task.name: expected "{_TASK}", which alone is planned, found {sanitize(config.task.name)}'
-            )
+            raise ConfigError(f'task.name: only "{_TASK}" can be planned, found {sanitize(config.task.name)}')
         info = tasks.task_info(_TASK)
         method = strategies.create_method(config.method.name, config.method.params)
         adapter_task.check_task_config(config, method.adapter, info)
@@ -122,7 +118,7 @@ class PlannedRun:
         where, is_folder = loading.find_model(config.task.model, info.tiny())
         if not is_folder or where == "tiny":
             raise ConfigError(
-                f"task.model: expected a folder, found {sanitize(where)}; nothing is asked of a hub, so download it "
+                f"task.model: expected a folder, found {sanitize(where)}; planning downloads nothing, so download it "
                 "first"
             )
         files = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
@@ -179,22 +175,22 @@ def plan_lines(planned: PlannedRun, on: MachineResources, rows: int, there: int 
     """The plan in words, a line each, for a site of `rows` rows; 0: as many as its data has, `there`, if known."""
     plan, shape, config = planned.memory(on), meta_model.build_meta_model(planned.settings), planned.config
     parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
-    yield f"Plan, on paper, from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
-    yield f"memory while the worker is {plan.peak}, its most, at rows of {config.task.max_tokens} tokens:"
+    yield f"Plan computed from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
+    yield f"peak memory, while the worker is {plan.peak}, with examples of {config.task.max_tokens} tokens:"
     for part in plan.phases[plan.peak]:
         yield f"  {part.name:<34}{part.nbytes / _GB:>10.3f} GB"
-    yield f"  {'together':<34}{plan.needed / _GB:>10.3f} GB"
+    yield f"  {'total':<34}{plan.needed / _GB:>10.3f} GB"
     others = ", ".join(f"{phase} {plan.needs(phase) / _GB:.3f} GB" for phase in plan.phases if phase != plan.peak)
-    yield f"  in other phases: {others or 'there are none'}"
+    yield f"  in other phases: {others or 'none'}"
     if plan.host:
         host = ", ".join(f"{part.name} {part.nbytes / _GB:.3f}" for part in plan.host)
         yield f"  in main memory, GB: {host}"
     if on.ranks.count > 1:
-        yield f"  of rank 0, of {on.ranks.count} processes; the others have no states, and score nothing"
+        yield f"  of rank 0 of {on.ranks.count} processes; the other ranks keep no states and do not score"
     yield from _seconds(planned, on, rows, there)
-    yield "bytes a message of a round, down and up (exact; another method's with its default adapter):"
+    yield "bytes per message of a round, down and up (exact; other methods with their default adapter):"
     if config.secure.enabled:
-        yield "  in the clear; under secure.enabled an upload is of integers: fedveil explain says how many bytes"
+        yield "  unmasked; with secure.enabled an upload holds integers: fedveil explain prints its size"
     for name in sorted(strategies.list_methods(), key=lambda name: name != config.method.name):
         own = name == config.method.name
         if exchange := planned.exchange(name, config.method.params if own else ""):
@@ -214,14 +210,14 @@ def _seconds(planned: PlannedRun, on: MachineResources, rows: int, there: int) -
     most = config.task.examples_per_site
     count, source = rows, ""
     if not rows and there:
-        count, source = min(there, most or there), " (those of the data; sites that share it have fewer)"
+        count, source = min(there, most or there), " (all of the data; sites that share it have fewer)"
     elif not rows:
-        count, source = most or _ROWS, "" if most else " (a guess: give --rows)"
+        count, source = most or _ROWS, "" if most else " (a guess: set --rows)"
     done = training_flops.training_flops(planned.settings, config, planned.adapter, count)
     total = (done.training + done.scoring) / 1e12
-    about = f"training, {done.rows:,} rows a round{source}: {total:,.1f} TFLOP"
+    about = f"training, {done.rows:,} examples per round{source}: {total:,.1f} TFLOP"
     if not on.flops:
-        yield f"{about}; seconds: give --tflops, what one GPU sustains"
+        yield f"{about}; for seconds, set --tflops to what one GPU sustains"
         return
     seconds = done.seconds(on.flops, on.ranks.count, on.ranks.is_split)
     each = " on each GPU" if on.ranks.count > 1 else ""
@@ -237,9 +233,11 @@ def plan_verdict(planned: PlannedRun, on: MachineResources) -> CheckResult:
         return CheckResult("memory", "ok", f"fits: {needs}, has {has}")
     changed, then = planned.remedy(on)
     words = ", ".join(f"{key} = {str(value).lower()}" for key, value in changed.items())
-    shortfall = f"will not fit: {needs}, has {has}"
+    shortfall = f"does not fit: {needs}, has {has}"
     if then > on.capacity:
         return CheckResult(
-            "memory", "fail", f"{shortfall}; even with {words or 'less'} {then / _GB:.1f} GB: take a smaller base"
+            "memory",
+            "fail",
+            f"{shortfall}; even with {words or 'less'} it needs {then / _GB:.1f} GB: use a smaller base",
         )
-    return CheckResult("memory", "fail", f"{shortfall}; with {words} {then / _GB:.1f} GB, which fits")
+    return CheckResult("memory", "fail", f"{shortfall}; with {words} it needs {then / _GB:.1f} GB, which fits")

@@ -14,28 +14,26 @@ _NAMES = ("methods", "tasks", "models", "app_digests", "signers")  # a list of t
 def check_policy_file(file: str) -> CheckResult:
     """A policy that can be read and names the app."""
     if not file:
-        return CheckResult("policy", "warn", "none: this site permits everything; name a site-policy.toml")
+        return CheckResult("policy", "warn", "no policy: this site permits everything; name a site-policy.toml")
     policy = policy_of_site(SiteConfig(policy=file))
     if policy.app_digests is None and policy.signers is None:
         return CheckResult(
             "policy",
             "warn",
-            f"{file} names neither app-digests nor signers: any code may come, and could undo the rest",
+            f"{file} names neither app-digests nor signers: any code may run, and it could bypass the other rules",
         )
     if what := check_empty_policy(policy):
-        return CheckResult(
-            "policy", "warn", f"{file} permits nothing as it stands: {what} empty; fill in what is agreed on"
-        )
+        return CheckResult("policy", "warn", f"{file} permits nothing yet: {what} empty; fill in what was agreed")
     if "permits" not in policy.model_fields_set:
         return CheckResult(
             "policy",
             "warn",
-            f"{file} has no [permits]: every key of a run that nothing else in it names must have its default; "
+            f"{file} has no [permits]: every run config key that the policy does not name must have its default; "
             "fedveil explain --permits --set ... prints what a run needs",
         )
     if strange := unknown_names(policy):
         return CheckResult("policy", "warn", f"{file}: {strange}")
-    return CheckResult("policy", "ok", f"{file} can be read")
+    return CheckResult("policy", "ok", f"{file} is readable")
 
 
 def check_empty_policy(policy: SitePolicy) -> str:

@@ -15,7 +15,7 @@ from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.adversary_model import DEVIATING
 from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
 
-_WEAKER = "the server alone then says whose keys are whose, so it could put its own in the place of the sites' keys"
+_WEAKER = "only the server then vouches for the sites' keys, so it could substitute its own"
 
 
 def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
@@ -23,13 +23,13 @@ def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
     name = "signing key"
     if not site.signing_key:
         return CheckResult(
-            name, "warn", "the node config names none: this site makes one by itself, which no roster has"
+            name, "warn", "the node config names no signing key: this site makes its own, which is in no roster"
         )
     named, made = Path(site.signing_key).expanduser(), folder / SIGNING_KEY
     file = made if made.is_file() and not named.exists() else named
     public = crypto.verifying_key(read_key(file)).hex()
     return CheckResult(
-        name, "ok", f"{file}, for this user alone; fedveil members roster shows it as {short_key(public)}"
+        name, "ok", f"{file}, readable only by this user; fedveil members roster shows it as {short_key(public)}"
     )
 
 
@@ -41,28 +41,28 @@ def check_roster(site: SiteConfig) -> CheckResult:
     policy = policy_of_site(site)
     if not policy.require_secure and (policy.roster or policy.min_cohort or policy.min_threshold):
         return CheckResult(
-            name, "warn", f"{site.policy} bounds masked runs and lets runs in the clear pass: require-secure"
+            name, "warn", f"{site.policy} limits masked runs but permits unmasked runs: set require-secure"
         )
     if not policy.roster:
-        return CheckResult(name, "warn" if policy.require_secure else "ok", f"the policy names none: {_WEAKER}")
-    return CheckResult(name, "ok", f"{policy.roster}, of which the other sites must say the same. {DEVIATING}")
+        return CheckResult(name, "warn" if policy.require_secure else "ok", f"the policy names no roster: {_WEAKER}")
+    return CheckResult(name, "ok", f"{policy.roster}, which must be the same at the other sites. {DEVIATING}")
 
 
 def check_registered_key(folder: Path) -> CheckResult:
     """At the server: whether the roster file is what the registry says."""
     name, members, file = "roster", SiteRegistry(folder).signing_keys, roster_file(folder)
     if not file.exists():
-        verdict = "no site has a signing key" if not members else "fedveil members roster writes it"
+        verdict = "no site has a signing key" if not members else "run fedveil members roster"
         return CheckResult(name, "ok" if not members else "warn", f"none at {file}: {verdict}")
     try:
         roster_keys = SigningKeyRoster.from_bytes(file.read_bytes()).signing_keys
     except FedVeilError as error:
-        return CheckResult(name, "fail", f"{file}: {error}; fedveil members roster writes it anew")
+        return CheckResult(name, "fail", f"{file}: {error}; run fedveil members roster to write it again")
     different = sorted(site for site in {*members, *roster_keys} if members.get(site) != roster_keys.get(site))
     if different:
         return CheckResult(
             name, "fail",
-            f"{file} is not what the registry says of {', '.join(different)}: fedveil members roster, and the sites' "
-            "policies need the new digest",
+            f"{file} differs from the registry for {', '.join(different)}: run fedveil members roster, then put the "
+            "new digest into the sites' policies",
         )  # fmt: skip
-    return CheckResult(name, "ok", f"{len(roster_keys)} sites as in the registry, {roster_digest(roster_keys)}")
+    return CheckResult(name, "ok", f"{len(roster_keys)} sites, same as in the registry, {roster_digest(roster_keys)}")

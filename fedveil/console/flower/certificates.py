@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedveil.errors import ConfigError
 
 VALID = timedelta(days=30)
-_OTHER_FORMS = {b"BEGIN EC PRIVATE KEY": "a SEC1 one (PEM)", b"BEGIN PRIVATE KEY": "a PKCS#8 one (PEM)"}
+_OTHER_FORMS = {b"BEGIN EC PRIVATE KEY": "a SEC1 key (PEM)", b"BEGIN PRIVATE KEY": "a PKCS#8 key (PEM)"}
 
 
 def write_tls(folder: Path) -> None:
@@ -76,17 +76,17 @@ def require_node_key(file: Path) -> None:
     data = file.read_bytes()
     try:
         key = serialization.load_ssh_private_key(data, None)
-        kind = "" if _is_p384(key) else "another kind"
+        kind = "" if _is_p384(key) else "another kind of key"
     except TypeError:
-        kind = "one with a passphrase"
+        kind = "a key with a passphrase"
     except (ValueError, UnsupportedAlgorithm):
         kind = next((words for mark, words in _OTHER_FORMS.items() if mark in data), "something else")
-        kind = kind if kind == "something else" or _is_node_key(data) else "another kind"
+        kind = kind if kind == "something else" or _is_node_key(data) else "another kind of key"
     if kind:
-        mend = f"ssh-keygen -p -N '' -f {file} brings it there" if kind in _OTHER_FORMS.values() else "choose another"
+        mend = f"convert it with ssh-keygen -p -N '' -f {file}" if kind in _OTHER_FORMS.values() else "choose another"
         raise ConfigError(
-            f"{file}: expected a P-384 key in OpenSSH's format without a passphrase, found {kind}; {mend}, and fedveil "
-            "site init makes a new one"
+            f"{file}: expected a P-384 key in OpenSSH's format without a passphrase, found {kind}; {mend}, or make a "
+            "new one with fedveil site init"
         )
 
 

@@ -35,8 +35,8 @@ def _homeless(home: Path) -> LaunchError:
     if here.parts[-2:] != _IN_FEDERATION:
         return LaunchError(f"FLWR_HOME: expected config.toml in {home}, found none; name the folder that has it")
     return LaunchError(
-        f"{here.parents[1]}: expected a folder that fedveil provision made, found no {'/'.join(_IN_FEDERATION)}/"
-        "config.toml in it; name the folder that it made"
+        f"{here.parents[1]}: expected a folder made by fedveil provision, found no {'/'.join(_IN_FEDERATION)}/"
+        "config.toml in it; name that folder"
     )
 
 
@@ -93,7 +93,7 @@ class FlowerCli:
         """Such as "running" or "finished:failed". Raises LaunchError where there is no such run."""
         runs = self._call("ls", self._connection, "--run-id", run)["runs"]
         if not runs:
-            raise LaunchError(f"run: expected one that the SuperLink knows, found {run}; flwr ls lists them")
+            raise LaunchError(f"run: expected a run that the SuperLink knows, found {run}; flwr ls lists them")
         return str(runs[0]["status"])
 
     def stop(self, run: str) -> None:
@@ -138,6 +138,6 @@ class FlowerCli:
         home = self.home.absolute()
         folder = shlex.quote(str(home.parents[1])) if home.parts[-2:] == _IN_FEDERATION else "FOLDER"
         return ServerUnreachableError(
-            f"flwr {command}: expected the server at its control port (its address is in {self.home}/config.toml), "
-            f"found none; start it with fedveil server start {folder}, or open your tunnel to it"
+            f"flwr {command}: no answer from the server's control port (its address is in {self.home}/config.toml); "
+            f"start the server with fedveil server start {folder}, or open your tunnel to it"
         )

@@ -92,7 +92,7 @@ class LocalDeployment:
     ) -> None:
         self.sites = {site.name: site for site in sites}
         if not sites or len(self.sites) != len(sites):
-            raise LaunchError(f"sites: expected at least one, no name twice, found {[site.name for site in sites]}")
+            raise LaunchError(f"sites: expected at least one, with unique names, found {[site.name for site in sites]}")
         self.device = device
         self.client_threads = client_threads or max(1, count_cores() // len(sites))
         self._database, self._start_timeout, self._own_waits = database, start_timeout, own_waits
@@ -148,7 +148,9 @@ class LocalDeployment:
                 with suppress(LaunchError):
                     self.flower.stop(str(run))
                 status.pop("process", None)
-                raise LaunchError(f"run {run}: not finished within {timeout:.0f} s, stopped; last: {status or 'none'}")
+                raise LaunchError(
+                    f"run {run}: not finished within {timeout:.0f} s, stopped; last status: {status or 'none'}"
+                )
             time.sleep(0.5)
 
     def status(self, run: int) -> dict[str, Any]:

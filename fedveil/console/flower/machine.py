@@ -38,7 +38,7 @@ def free_ports(count: int) -> list[int]:
                 ports.append(port)
             if len(ports) == count:
                 return ports
-    raise LaunchError(f"ports: expected {count} free ones in {PORTS.start}-{PORTS.stop - 1}, found {len(ports)}")
+    raise LaunchError(f"ports: expected {count} free ports in {PORTS.start}-{PORTS.stop - 1}, found {len(ports)}")
 
 
 def is_port_open(port: int) -> bool:

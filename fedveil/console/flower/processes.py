@@ -258,7 +258,7 @@ def _undisturbed() -> Iterator[None]:
 def _program(name: str, env: Mapping[str, str]) -> str:
     path = shutil.which(name, path=env.get("PATH"))
     if path is None:
-        raise LaunchError(f"{name}: command not found beside {Path(sys.executable).name}; next step: make install")
+        raise LaunchError(f"{name}: command not found next to {Path(sys.executable).name}; run: make install")
     return path
 
 

@@ -30,7 +30,7 @@ class LocalSimulation:
     def __init__(self) -> None:
         if importlib.util.find_spec("ray") is None:
             raise LaunchError(
-                'simulation: expected the extra "simulation" (ray), found none; next step: '
+                'simulation: expected the extra "simulation" (ray), found none; run: '
                 "pip install --require-hashes --no-deps -r lock/simulation.txt"
             )
         self._folder = Path(tempfile.mkdtemp(prefix="fedveil-"))

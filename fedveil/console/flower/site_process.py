@@ -170,6 +170,6 @@ def start_spare(site: SiteConfig, owner: int, env: Mapping[str, str]) -> WorkerR
     try:
         whose = OwnerProcess.from_pid(owner)
     except psutil.NoSuchProcess:
-        raise LaunchError(f"owner: expected a running process, found none with number {owner}") from None
+        raise LaunchError(f"owner: expected a running process, found none with PID {owner}") from None
     with folder.locked():
         return folder.start(site, whose, "", env=env)

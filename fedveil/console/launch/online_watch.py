@@ -35,9 +35,9 @@ _SAID = re.compile(
 _EXIT_CODE = re.compile(r"ref-exit-codes/(\d+)\.html")
 _REFUSED = "305"
 _MEANINGS = {
-    "302": "the key is of another kind than elliptic curve; fedveil site init makes one",
-    _REFUSED: "the server does not know the key, or has it online already; the operator registers a key with fedveil "
-    "members register, and a site runs in one place",
+    "302": "the key is not an elliptic-curve key; make one with fedveil site init",
+    _REFUSED: "the server does not know the key, or a site with this key is already online; the operator registers a "
+    "key with fedveil members register, and a site must run only once",
 }
 _TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withheld"}
 
@@ -65,7 +65,7 @@ def missing_sites(superlink: str, ca: Path) -> str:
         return ""
     if _answers(superlink):
         raise ConfigError(f"--superlink: expected this federation's server, found something else: {port_check.text}")
-    return f"nothing answers yet: {port_check.text}, or --superlink (superlink in the kit) is wrong; still asking"
+    return f"no answer yet: {port_check.text}; check that --superlink (superlink in the kit) is right; retrying"
 
 
 def _answers(superlink: str) -> bool:
@@ -155,7 +155,7 @@ class SiteStartWatcher:
         except ConfigError as error:
             if not self.was_online:
                 raise
-            self.missing = f"{error}; still asking"
+            self.missing = f"{error}; retrying"
         if self.missing and self.missing != previous_reason:
             print(f"site {self.name}: {self.missing}", flush=True)
 
@@ -180,8 +180,8 @@ class SiteStartWatcher:
                 self.since = time.time()  # a heartbeat comes some seconds later
             self.away, self.away_said = None, False
         if self.online and self.away and not self.away_said and time.monotonic() - self.away[0] >= _AWAY_SECONDS:
-            text = f"the server at {self.superlink} does not answer since {self.away[1]}; this site keeps asking, and "
-            print(f"site {self.name}: {text}goes on by itself once it answers", flush=True)
+            text = f"no answer from the server at {self.superlink} since {self.away[1]}; this site keeps retrying, and "
+            print(f"site {self.name}: {text}resumes by itself once it answers", flush=True)
             self.away_said = True
 
     def tell_silence(self) -> None:
@@ -194,9 +194,9 @@ class SiteStartWatcher:
             return  # not taken by the server yet, or said already
         why = "" if time.time() - self.since <= last_heartbeat.SILENT_SECONDS else last_heartbeat.describe_silence(file)
         if why and not self.silence_said:
-            print(f"site {self.name}: {why}; this site keeps asking", flush=True)
+            print(f"site {self.name}: {why}; this site keeps retrying", flush=True)
         elif self.silence_said and not why:
-            print(f"site {self.name}: heard by the server again", flush=True)
+            print(f"site {self.name}: the server hears this site again", flush=True)
         self.silence_said = bool(why)
 
     def tell(self) -> None:
@@ -204,7 +204,7 @@ class SiteStartWatcher:
         try:
             lines, self.read = new_lines(self.audit, self.read)
         except StateError as error:  # a log that is broken is said once, and verified by another command
-            print(f"site {self.name}: {sanitize(error)}; fedveil log verify {self.audit}", flush=True)
+            print(f"site {self.name}: {sanitize(error)}; check the log: fedveil log verify {self.audit}", flush=True)
             self.read = self.audit.stat().st_size
             return
         for line in lines:
@@ -223,14 +223,12 @@ class SiteStartWatcher:
         """The reason, and the class that says whether a new start may mend it."""
         log = self.processes.log(self.name).read_bytes()[self.began :].decode(errors="replace")
         if refusals := _SAID.findall(log):
-            serves = "serves it no more" if self.online else "does not serve it"
+            serves = "no longer serves it" if self.online else "does not serve it"
             return ConfigError, f"the server {serves}: {sanitize(max(refusals[-1]), 500)}"
         if exit_codes := _EXIT_CODE.findall(log):
             refused = exit_codes[-1] == _REFUSED
             if refused and not _answers(self.superlink):
-                nobody = (
-                    f"nothing answers at {self.superlink}; is the server up, and does the firewall let this through?"
-                )
+                nobody = f"no answer from {self.superlink}; check that the server is up and the firewall allows this"
                 return SiteProcessEndedError, nobody
             meaning = _MEANINGS.get(exit_codes[-1], f"its log ends: {self.processes.tail(self.name)}")
             other = ConfigError if exit_codes[-1] in _MEANINGS and not refused else SiteProcessEndedError
@@ -238,8 +236,8 @@ class SiteStartWatcher:
             return kind, f"its SuperNode ended with Flower's exit code {exit_codes[-1]}: {meaning}"
         if code == 0 and self.online:
             return SiteProcessEndedError, (
-                "the server has ended the connection: its key is past its last day, or was shut out; "
-                "at the next start the server says which"
+                "the server closed the connection: its key has expired or was revoked; "
+                "at the next start the server reports which"
             )
         if code < 0:  # Flower says nothing then: its log ends with whatever came last
             name = signal.strsignal(-code) or "unknown"

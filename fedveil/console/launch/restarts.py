@@ -46,8 +46,8 @@ class Restarts:
         same = sum(kind == other and now - at <= WITHIN_SECONDS for at, other in self._ends)
         if same >= SAME_REASON:
             raise ConfigError(
-                f"{reason[:_SHOWN]}: the same {same} times within {WITHIN_SECONDS / 60:g} minutes; it is not started "
-                "again, mend that first"
+                f"{reason[:_SHOWN]}: {same} times within {WITHIN_SECONDS / 60:g} minutes; it is not restarted, fix "
+                "that first"
             )
         return float(min(2.0 ** min(self._failures - 1, 10), LONGEST_SECONDS))
 

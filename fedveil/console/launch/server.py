@@ -70,16 +70,16 @@ def resolve_server(folder: Path, listen: str | None = None, state: Path | None =
     for name in _FILES:
         if not (folder / "server" / name).is_file():
             raise ConfigError(
-                f"{folder / 'server'}: expected {name}, found none; bring it back, or fedveil members renew-server"
+                f"{folder / 'server'}: expected {name}, found none; restore it, or run fedveil members renew-server"
             )
     key = folder / "server" / "server.key"
     if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
-        raise ConfigError(f"{key}: expected to be readable by its owner only, found mode {mode:o}; chmod 600 {key}")
+        raise ConfigError(f"{key}: expected a file readable only by its owner, found mode {mode:o}; chmod 600 {key}")
     for name in ("ca.crt", "server.pem"):
         file = folder / "server" / name
         cert_check = checks.run_check(name, lambda file=file: checks.check_certificate(file))  # type: ignore[misc]
         if cert_check.verdict == "fail":
-            raise ConfigError(f"{file}: expected a certificate that is valid now, found another: {cert_check.text}")
+            raise ConfigError(f"{file}: expected a certificate that is valid now, found a problem: {cert_check.text}")
     fleet = listen or f"0.0.0.0:{federation.fleet_port}"
     try:
         host, port = checks.parse_address(fleet)
@@ -100,10 +100,10 @@ def require_free_ports(what: str, host: str, port: int) -> None:
             listener.bind((host, port))
         except (OSError, OverflowError) as error:
             used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            reason = f"it in use: {_listening(port)}" if used else f"it cannot be used ({error})"
+            reason = f"one in use: {_listening(port)}" if used else f"one that cannot be used ({error})"
             raise ConfigError(
-                f"{what}: expected a free port at {host}:{port}, found {reason}; if it is an earlier start of this "
-                "federation's server, end it, else provision one with another port"
+                f"{what}: expected a free port at {host}:{port}, found {reason}; if this federation's server still "
+                "runs there, stop it; otherwise provision the federation with another port"
             ) from None
 
 
@@ -112,15 +112,15 @@ def _listening(port: int) -> str:
     with suppress(psutil.Error, OSError):
         for conn in psutil.net_connections("tcp"):
             if conn.status == psutil.CONN_LISTEN and conn.laddr.port == port and conn.pid:
-                return f"process {conn.pid} ({sanitize(psutil.Process(conn.pid).name(), 40)}) listens (kill {conn.pid})"
-    return "another server runs here, or another program"
+                return f"by process {conn.pid} ({sanitize(psutil.Process(conn.pid).name(), 40)}) (kill {conn.pid})"
+    return "by another server or program on this machine"
 
 
 def run(server: ServerLauncher) -> int:
     """Starts both programs, and again where one ends. Raises ConfigError with the reason where that does not help."""
     paths.private_folder(server.state / "logs")
     programs = _Programs(server, ProcessGroup(server.state / "logs"))
-    print("Starting Flower's server; some seconds", file=sys.stderr, flush=True)
+    print("Starting Flower's server; this takes a few seconds", file=sys.stderr, flush=True)
     try:
         programs.start()
         if not programs.become_ready():
@@ -173,11 +173,11 @@ class _Programs:
             raise ConfigError(f"server: {sanitize(said, 1000)}")
         delay = self.restarts.delay(f"{part} {code}", f"server: {reason}", time.monotonic() - self.since)
         with_it = (
-            "; runs that were under way ended with it; fedveil status names the command that resumes one"
+            "; runs in progress ended with it; fedveil status names the command that resumes one"
             if part != NAME
             else ""
         )
-        print(f"server: {reason}; it is started again in {delay:g} s{with_it}", file=sys.stderr, flush=True)
+        print(f"server: {reason}; restarting in {delay:g} s{with_it}", file=sys.stderr, flush=True)
         if part == NAME:
             self.processes.kill(NAME)  # what it left behind
         time.sleep(delay)
@@ -193,7 +193,7 @@ class _Programs:
         resolve_server(self.server.folder, self.server.fleet, self.server.state)  # what may have changed meanwhile
         self.start()
         if self.become_ready():
-            print("server: sites and runs are served again", file=sys.stderr, flush=True)
+            print("server: serving sites and runs again", file=sys.stderr, flush=True)
         elif not self.reason():
             print(f"server: {self.slowness()}", file=sys.stderr, flush=True)
             self.processes.kill(NAME)  # an end like others

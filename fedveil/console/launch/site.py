@@ -45,8 +45,11 @@ NODE_OPTIONS = (
 )  # fmt: skip
 WIRED = ("superlink", "ca", "key", "name")
 _PATHS = ("data", "policy", "key-file", "signing-key", "state-dir")
-_OF_KIT = "take that file alone out of the kit again (tar xzf KIT.tar.gz PATH), for the others are filled in"
-_MADE = {"key": "fedveil site init makes it", "signing-key": "fedveil site init makes it, or --renew-signing both keys"}
+_OF_KIT = "extract only that file from the kit again (tar xzf KIT.tar.gz PATH), to keep the files that you filled in"
+_MADE = {
+    "key": "fedveil site init makes it",
+    "signing-key": "fedveil site init makes it; --renew-signing makes both keys",
+}
 _ASK_TORCH = "import torch; print(torch.cuda.device_count())"
 _ASK_SECONDS = 300.0
 
@@ -109,7 +112,7 @@ def resolve_site(
     require_one_task(os.environ)
     if bool(node.policy) == permit_everything:
         raise ConfigError(
-            "--policy: expected a policy file, or --permit-everything in place of one, found "
+            "--policy: expected a policy file or --permit-everything, found "
             f"{'both' if node.policy else 'neither'}; `fedveil explain --permits` prints what a run needs"
         )
     return launcher
@@ -149,16 +152,18 @@ def _require_files(start: SiteLauncher, given: Mapping[str, Any], kit: Path | No
             hint = "see docs/deploy/provision.md" if kit is None or name in given else _MADE.get(name, _OF_KIT)
             raise ConfigError(f"{_option(name, given, kit)}: expected a file, found none at {file}; {hint}")
     if node.data and not Path(node.data).exists():
-        hint = "correct the path" if kit is None else "put the rows there, or name another folder with --data"
+        hint = "correct the path" if kit is None else "put the examples there, or name another folder with --data"
         raise ConfigError(
-            f"{_option('data', given, kit)}: expected a folder of rows, or a file, found none at {node.data}; {hint}"
+            f"{_option('data', given, kit)}: expected a file or folder of examples, found none at {node.data}; {hint}"
         )
     if node.data and Path(node.data).is_file() and not Path(node.data).stat().st_size:
-        raise ConfigError(f"{_option('data', given, kit)}: expected rows, found an empty file at {node.data}; fill it")
+        raise ConfigError(
+            f"{_option('data', given, kit)}: expected examples, found an empty file at {node.data}; add examples"
+        )
     if node.data and Path(node.data).is_dir() and not _has_files(Path(node.data)):
         raise ConfigError(
-            f"{_option('data', given, kit)}: expected rows, found the folder {node.data} without a file; put "
-            "train.jsonl there, and fedveil doctor says whether it can be read"
+            f"{_option('data', given, kit)}: expected examples, found no file in the folder {node.data}; put "
+            "train.jsonl there, then check it with fedveil doctor"
         )
 
 
@@ -191,8 +196,8 @@ def require_link(ca: Path, key: Path) -> None:
     cert_check = checks.run_check("certificate", lambda: checks.check_certificate(ca))
     if cert_check.verdict == "fail":
         raise ConfigError(
-            f"{ca}: expected a certificate that is valid now, found another: {cert_check.text}; {_OF_KIT}, or ask the "
-            "operator for it"
+            f"{ca}: expected a certificate that is valid now, found a problem: {cert_check.text}; {_OF_KIT}, or ask "
+            "the operator for it"
         )
 
 
@@ -206,11 +211,13 @@ def require_policy(node: SiteConfig) -> None:
         policy = policies.policy_of_site(node)
     except (PolicyError, ValueError, RecursionError) as error:
         problem = _unknown_key(error.__cause__) or f"something else: {error}"
-        raise ConfigError(f"{file}: expected a site policy, found {problem}; as it is, it refuses every run") from None
+        raise ConfigError(
+            f"{file}: expected a site policy, found {problem}; until that is fixed, it refuses every run"
+        ) from None
     if empty := policy_checks.check_empty_policy(policy):
         print(
-            f"site {node.site}: {file} permits nothing as it stands ({empty} empty): every run is refused; fill in "
-            "what is agreed on (fedveil explain --permits prints what a run needs)",
+            f"site {node.site}: {file} permits nothing yet ({empty} empty): every run is refused; fill in "
+            "what was agreed (fedveil explain --permits prints what a run needs)",
             flush=True,
         )
     if strange := policy_checks.unknown_names(policy):
@@ -234,13 +241,13 @@ def require_device(device: str) -> None:
         count = int(asked.stdout.split()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         raise ConfigError(
-            f"device: expected that torch counts the GPUs for {device!r}, found it does not ({sanitize(error, 300)}); "
-            "fedveil doctor looks closer"
+            f"device: torch cannot count the GPUs, which {device!r} needs ({sanitize(error, 300)}); run fedveil doctor "
+            "for details"
         ) from None
     if int(index or 0) >= count:
         raise ConfigError(
             f'device: expected "auto", "cpu" or one of the {count} GPUs that torch finds here, found "{device}"; '
-            "--device auto takes what is there, and fedveil doctor looks closer"
+            "--device auto uses what is available, and fedveil doctor shows details"
         )
 
 
@@ -249,7 +256,7 @@ def require_one_task(environ: Mapping[str, str]) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # srun's; a batch script has SLURM_NTASKS too, and runs once
     if tasks != "1":
         raise ConfigError(
-            f"srun: expected one task, which starts a process for each GPU, found {tasks}; leave srun out of the batch "
+            f"srun: expected one task, which starts a process for each GPU, found {tasks}; remove srun from the batch "
             "script, and start the site with --processes N: docs/slurm.md"
         )
 
@@ -261,7 +268,7 @@ def _unknown_key(error: BaseException | None) -> str:
         return ""
     key = sanitize(".".join(map(str, first["loc"])), 80)
     known = [about.alias or name for name, about in policies.SitePolicy.model_fields.items()]
-    return f"the key {key}, which no policy has; {suggest_name(key, known)}It may have: {', '.join(known)}"
+    return f"the unknown key {key}; {suggest_name(key, known)}Known keys: {', '.join(known)}"
 
 
 def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
@@ -310,7 +317,7 @@ def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
         except online_watch.SiteProcessEndedError as error:
             was_online |= watched.online
             delay, until = restarts.delay(error.kind, str(error), time.monotonic() - began), None
-            print(f"{error}. It is started again in {delay:g} s", flush=True)
+            print(f"{error}. Restarting in {delay:g} s", flush=True)
             time.sleep(delay)
             require_usable(start)  # what may have changed meanwhile
             continue
@@ -318,7 +325,7 @@ def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
             if until is None:
                 until = time.monotonic() + online_watch.HELD_SECONDS
                 print(
-                    f"{error}. A killed site stays online there for about a minute: asking again for up to "
+                    f"{error}. The server shows a killed site as online for about a minute: retrying for up to "
                     f"{online_watch.HELD_SECONDS:g} s",
                     flush=True,
                 )
@@ -341,7 +348,7 @@ def _started(start: SiteLauncher, watched: online_watch.SiteStartWatcher) -> int
             nonlocal began
             reason = f"site {name}: its SuperExec ended with exit code {code}"
             delay = restarts.delay(f"exit code {code}", reason, time.monotonic() - began)
-            print(f"{reason}; it is started again in {delay:g} s, a turn under way ended with it", flush=True)
+            print(f"{reason}; restarting in {delay:g} s; a local round in progress ended with it", flush=True)
             time.sleep(delay)
             if processes.ended_part(name) == f"{name} {SUPEREXEC}":
                 began = time.monotonic()

@@ -45,14 +45,13 @@ def hold_site_lock(state: Path, name: str, processes: ProcessGroup) -> Iterator[
             pid = _noted(file.name).get("pid")
             pid = pid if type(pid) is int else "?"  # somebody will type what is said here
             raise ConfigError(
-                f"site {name}: expected it to run once from {state}, found it running already: fedveil site start is "
-                f"process {pid}; nothing was started. End that one first (kill {pid}), or leave it"
+                f"site {name}: already running from {state}: fedveil site start is process {pid}, and only one may "
+                f"run; nothing was started. Stop that one first (kill {pid}), or keep it"
             ) from None
         if left := [str(process.pid) for process in find_marked_processes(str(_noted(file.name).get("token", "")))]:
             raise ConfigError(
-                f"site {name}: expected nothing of an earlier start to run, found processes {', '.join(left)}, which "
-                f"a killed fedveil site start of {state} has left and which still serve; end them first: "
-                f"kill {' '.join(left)}"
+                f"site {name}: expected no processes of an earlier start, found {', '.join(left)}, left running by "
+                f"a killed fedveil site start of {state}; stop them first: kill {' '.join(left)}"
             )
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "token": processes.token}).encode())
@@ -72,5 +71,5 @@ def _noted(file: str) -> dict[str, object]:
 def _unusable(state: Path, error: OSError) -> ConfigError:
     why = (error.strerror or "it cannot be used").lower()
     return ConfigError(
-        f"--state-dir: expected a folder that this user can make and write to, found {state}: {why}; name another"
+        f"--state-dir: expected a folder that this user can create and write to, found {state}: {why}; name another"
     )

@@ -27,7 +27,7 @@ x-common: &common
   cap_drop: [ALL]
   security_opt: ["no-new-privileges:true"]
   tmpfs: ["/tmp:mode=1777"]
-  mem_limit: ${{FEDVEIL_MEMORY:-16g}}     # of each service; a site's clientapp holds the base model
+  mem_limit: ${{FEDVEIL_MEMORY:-16g}}     # per service; a site's clientapp holds the base model
   cpus: ${{FEDVEIL_CPUS:-2}}
   pids_limit: 1024
   environment:
@@ -36,7 +36,7 @@ x-common: &common
     FLWR_DISABLE_UPDATE_CHECK: "1"
     FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION: "1"
     HF_HUB_OFFLINE: "1"
-    FEDVEIL_POLL_SECONDS: ${{FEDVEIL_POLL_SECONDS:-{poll:g}}}   # the first wait of a SuperNode between two questions
+    FEDVEIL_POLL_SECONDS: ${{FEDVEIL_POLL_SECONDS:-{poll:g}}}   # a SuperNode's initial delay between polls
 x-service: &service
   <<: *common
   healthcheck: &health
@@ -47,17 +47,17 @@ x-service: &service
     start_period: 20s
 x-tool: &tool
   <<: *common
-  cpus: 1                     # so that doctor, which looks at the others' bound, runs on a host of one core
+  cpus: 1                     # so that doctor, which checks the others' limit, runs on a single-core host
   restart: "no"
 """
 
 _SERVER = """\
-# The server of {federation}. Publishes the fleet port; its control port is reached from `operator` alone.
-# Beside this file lie the server's own secrets. User 10001 must be able to read them, and to write the registry:
-# chown -R 10001:10001 . in the folder above.
+# The server of {federation}. Publishes the fleet port; only `operator` reaches its control port.
+# This folder holds the server's secrets. User 10001 must be able to read them, and to write the registry:
+# chown -R 10001:10001 . in the parent folder.
 name: fedveil-{project}-server
 {head}services:
-  pod:                        # keeps the loopback that the next three share, also while one of them starts anew
+  pod:                        # keeps the loopback that the next three share, even while one of them restarts
     <<: *common
     command: [sleep, infinity]
     ports: ["{port}:9092"]
@@ -129,7 +129,7 @@ name: fedveil-{project}
     network_mode: none
     entrypoint: [fedveil, site, init, --kit, /kit, --out, /keys, --secret, /secret/superexec-secret, --print]
     volumes: ["./:/kit:ro", "keys:/keys", "secret:/secret"]
-  doctor:                     # docker compose run --rm doctor: this image's own code alone, so it may see everything
+  doctor:                     # docker compose run --rm doctor: runs only this image's code, so it may see everything
     <<: *tool
     profiles: [doctor]
     entrypoint: [fedveil, doctor, --kit, /kit, --keys, /keys, --node-config, /kit/containers.toml]
@@ -156,15 +156,15 @@ name: fedveil-{project}
     volumes: ["./:/kit:ro", "keys:/keys:ro", "secret:/secret:ro", "node-state:/state"]
     networks: [inside, outside]
     stop_grace_period: 5s
-  clientapp:                  # runs the permitted app; sees the data; has no way out
+  clientapp:                  # runs the permitted app; sees the data; has no outside network
     <<: *service
     command:
       - flower-superexec
       - --runtime-api-address=supernode:9094
-      - --insecure             # inside the network between these two; the secret says who they are
+      - --insecure             # only on the network between these two; the secret authenticates them
       - --superexec-auth-secret-file=/secret/superexec-secret
       - --health-server-address=127.0.0.1:9097
-    volumes:                  # not the volume in which the node key lies; the signing key is in `secret`
+    volumes:                  # not the volume with the node key; the signing key is in `secret`
       - ./site-policy.toml:/kit/site-policy.toml:ro
       - secret:/secret:ro
       - state:/state
@@ -185,7 +185,7 @@ volumes:
 """
 
 _GPU = """\
-# docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait, with an image that was built for it
+# docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait, with an image built for GPUs
 services:
   {service}:
     deploy:
@@ -196,7 +196,7 @@ services:
 
 _OPERATORS = """\
 # FEDVEIL_CONTROL_HOST=0.0.0.0 docker compose -f compose.yaml -f compose.operators.yaml up -d --wait
-# For operators of other machines: the control port on this host's own loopback, which they reach through SSH.
+# For operators on other machines: the control port on this host's loopback, which they reach through SSH.
 services:
   pod:
     ports: ["127.0.0.1:{control}:{control}"]

@@ -102,8 +102,8 @@ def make_site_keys(
     """
     if places.node_key.exists() and not (renew or renew_signing):
         raise ConfigError(
-            f"{places.node_key}: expected none yet, found one{_known(places, about['site'])}; --renew makes another, "
-            "which must be registered anew"
+            f"{places.node_key}: expected no key yet, found one{_known(places, about['site'])}; --renew makes a new "
+            "one, which must be registered again"
         )
     if places.signing_key.exists() and not renew_signing:
         read_key(places.signing_key)  # one that nobody can use is said before anything is made
@@ -142,7 +142,7 @@ def _known(places: KeyPaths, site: str) -> str:
         signing = crypto.verifying_key(read_key(places.signing_key)).hex()
     except (OSError, ValueError, ConfigError):
         return ""
-    return f", of the keys {RegistrationRequest(site, public.decode(), signing).fingerprint}"
+    return f", with fingerprint {RegistrationRequest(site, public.decode(), signing).fingerprint}"
 
 
 def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest:
@@ -152,26 +152,26 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
     for key, expected in (("federation", federation), ("ca", hashlib.sha256(ca).hexdigest())):
         if content[key] != expected:
             raise ConfigError(
-                f"{file}: {key}: expected {expected!r}, found {content[key]!r}; it is for another federation"
+                f"{file}: {key}: expected {expected!r}, found {content[key]!r}; this request is for another federation"
             )
     if not re.fullmatch(r"[0-9a-f]{64}", content["signing"]):
         raise ConfigError(
-            f"{file}: signing: expected 64 hex digits, found {sanitize(content['signing'], 80)}; ask for it anew"
+            f"{file}: signing: expected 64 hex digits, found {sanitize(content['signing'], 80)}; ask for a new request"
         )
     if crypto.is_small_order(bytes.fromhex(content["signing"])):
         raise ConfigError(
-            f"{file}: signing: expected a key whose signatures are of one text each, found one of small order, which "
-            "signs every text; do not register this site before you have spoken with it"
+            f"{file}: signing: expected a key whose signatures each cover one text, found one of small order, whose "
+            "signature fits any text; do not register this site before you have spoken with it"
         )
     text = _canonical(content)
     try:
         public = serialization.load_ssh_public_key(content["key"].encode())
         if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP384R1):
-            raise ConfigError(f"{file}: key: expected one on P-384, found another kind; fedveil site init makes one")
+            raise ConfigError(f"{file}: key: expected a P-384 key, found another kind; fedveil site init makes one")
         public.verify(base64.b64decode(proof, validate=True), text, ec.ECDSA(hashes.SHA384()))
     except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
         raise ConfigError(
-            f"{file}: proof: expected one by the key itself, found another ({type(error).__name__})"
+            f"{file}: proof: expected a signature by the key itself, found another ({type(error).__name__})"
         ) from None
     try:
         signed = crypto.is_signed(
@@ -181,7 +181,8 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
         signed = False
     if not signed:
         raise ConfigError(
-            f"{file}: signing-proof: expected one by the signing key itself, found another; fedveil site init --renew"
+            f"{file}: signing-proof: expected a signature by the signing key itself, found another; make a new "
+            "request with fedveil site init --renew"
         )
     return RegistrationRequest(content["site"], " ".join(content["key"].split()[:2]), content["signing"])
 
@@ -205,7 +206,7 @@ def _read(file: Path) -> dict[str, Any]:
             raise ValueError(f"expected text under {sorted(names)}, of at most {_MOST_BYTES} bytes")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{file}: expected a request of fedveil site init, found none ({error}); ask for it anew"
+            f"{file}: expected a request made by fedveil site init, found none ({error}); ask the site for a new one"
         ) from None
     return content
 

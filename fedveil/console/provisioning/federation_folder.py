@@ -68,13 +68,13 @@ class FederationFile(BaseModel):
     @classmethod
     def _each_once(cls, sites: list[str]) -> list[str]:
         if len({site.lower() for site in sites}) != len(sites) or "superlink" in sites:
-            raise ValueError('expected each site once, and none called "superlink"')
+            raise ValueError('expected unique site names, none of them "superlink"')
         return sites
 
     @model_validator(mode="after")
     def _two_ports(self) -> FederationFile:
         if self.fleet_port == self.control_port:
-            raise ValueError("expected fleet-port and control-port to be two ports")
+            raise ValueError("expected different ports for fleet-port and control-port")
         return self
 
     @property
@@ -103,8 +103,8 @@ def parse_federation(file: Path) -> FederationFile:
         known = [f.alias or name for name, f in FederationFile.model_fields.items()]
         raise ConfigError(f"{file}: {key}: {first['msg']}, found {first['input']!r}; known keys: {known}") from None
     except (OSError, ValueError, RecursionError) as error:
-        least = 'name = "pilot", server = ["fl.example.org"], sites = ["north", "south"], a line each'
-        raise ConfigError(f"{file}: expected a federation.toml, found none ({error}); the least: {least}") from None
+        least = 'name = "pilot", server = ["fl.example.org"], sites = ["north", "south"], one per line'
+        raise ConfigError(f"{file}: expected a federation.toml, found none ({error}); minimum: {least}") from None
 
 
 def registry_folder(folder: Path) -> Path:
@@ -131,14 +131,14 @@ class SiteRegistry:
             self.retired_signing: dict[str, str] = content.get("retired-signing", {})  # not in a registry of before
         except (OSError, ValueError, KeyError, RecursionError) as error:
             old = (folder / "members.json").is_file()
-            hint = "move its members.json into registry/" if old else "name the folder that it made"
+            hint = "move its members.json into registry/" if old else "name that folder"
             if self._file.is_file():
                 raise ConfigError(
-                    f"{self._file}: expected the registry that fedveil provision made, found one that is damaged "
-                    f"({type(error).__name__}: {error}); bring it back from a backup, for it says who is a member"
+                    f"{self._file}: expected the registry made by fedveil provision, found a damaged one "
+                    f"({type(error).__name__}: {error}); restore it from a backup, since it lists the members"
                 ) from None
             raise ConfigError(
-                f"{folder}: expected a folder that fedveil provision made, found none "
+                f"{folder}: expected a folder made by fedveil provision, found none "
                 f"({type(error).__name__}: {error}); {hint}"
             ) from None
 
@@ -155,7 +155,7 @@ class SiteRegistry:
         """Return a site's registry entry. Raises ConfigError if it is not a site of this federation."""
         if site not in self.sites:
             raise ConfigError(
-                f"site: expected one of {sorted(self.sites)}, found {site!r}; to let another in: fedveil members add "
+                f"site: expected one of {sorted(self.sites)}, found {site!r}; add a site with fedveil members add "
                 f"{self.folder} NAME"
             )
         return self.sites[site]
@@ -184,33 +184,32 @@ class SiteRegistry:
         """Raises ConfigError for a key that was revoked or replaced, or is another site's."""
         if public in self.retired:
             raise ConfigError(
-                f"{site}: expected a new key, found one that was {self.retired[public]}; fedveil site init --renew "
-                "makes one"
+                f"{site}: expected a new key, found one that was {self.retired[public]}; make one with fedveil site "
+                "init --renew"
             )
         for other, entry in self.sites.items():
             if entry.get("key") == public and other == site:
                 raise ConfigError(
-                    f"{site}: expected a key that is not registered yet, found the one that it is registered with; "
-                    f"there is nothing to do (fedveil members list {self.folder} shows it), or the site makes another "
-                    "with fedveil site init --renew"
+                    f"{site}: expected a key that is not registered yet, found the site's registered key; there is "
+                    f"nothing to do (see fedveil members list {self.folder}), unless the site makes a new key with "
+                    "fedveil site init --renew"
                 )
             if entry.get("key") == public:
                 raise ConfigError(
-                    f"{site}: expected a key of its own that is not registered yet, found that of {other}; "
-                    "fedveil site init makes one"
+                    f"{site}: expected its own, unregistered key, found the key of {other}; fedveil site init makes one"
                 )
 
     def require_new_signing(self, site: str, signing: str) -> None:
         """Raises ConfigError for a signing key that was revoked or replaced, or is another site's."""
         if signing in self.retired_signing:
             raise ConfigError(
-                f"{site}: signing: expected a new key, found one that was {self.retired_signing[signing]}; fedveil "
-                "site init --renew-signing makes one"
+                f"{site}: signing: expected a new key, found one that was {self.retired_signing[signing]}; make one "
+                "with fedveil site init --renew-signing"
             )
         for other, entry in self.sites.items():
             if other != site and entry.get("signing") == signing:
                 raise ConfigError(
-                    f"{site}: signing: expected a key of its own, found that of {other}; fedveil site init "
+                    f"{site}: signing: expected its own key, found the key of {other}; fedveil site init "
                     "--renew-signing makes one"
                 )
 
@@ -244,7 +243,7 @@ class SiteRegistry:
         except ValidationError as error:
             key = ".".join(map(str, error.errors()[0]["loc"][1:]))
             raise ConfigError(
-                f"{self._file}: {key}: signing: expected 64 hex digits, found something else; register the site anew"
+                f"{self._file}: {key}: signing: expected 64 hex digits, found something else; register the site again"
             ) from None
 
     def end(self, site: str, state: str) -> None:

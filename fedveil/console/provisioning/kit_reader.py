@@ -48,7 +48,7 @@ def read_kit(folder: Path) -> StartupKit:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{file}: {key}: {first['msg']}, found {sanitize(first['input'], 80)}; unpack the kit anew"
+            f"{file}: {key}: {first['msg']}, found {sanitize(first['input'], 80)}; unpack the kit again"
         ) from None
 
 
@@ -70,6 +70,6 @@ def _toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--kit: expected {file.name} in {file.parent}, found none that can be read ({error}); unpack the "
-            "kit, and run this in its folder or name that with --kit"
+            f"--kit: expected a readable {file.name} in {file.parent}, found none ({error}); unpack the "
+            "kit, and run this in its folder or name the folder with --kit"
         ) from None

@@ -33,7 +33,7 @@ _COLLECT_SECONDS = 3600.0
 _INSTALL = """\
 # FedVeil {version} without a network
 
-Read the SHA-256 of MANIFEST.json to whoever made this folder. Nothing below asks the network for anything.
+Compare the SHA-256 of MANIFEST.json with the person who made this folder. The commands below need no network.
 
     docker load -i images/NAME.tar                    # each image
 
@@ -70,7 +70,7 @@ class OfflineBundle:
         """
         for name in ("pyproject.toml", "constraints.txt", "lock/run.txt"):
             if source and not (source / name).is_file():
-                raise ConfigError(f"--source: expected a checkout, found no {name} in {source}; name one")
+                raise ConfigError(f"--source: expected a checkout, found no {name} in {source}; name a checkout")
         if folder.exists():
             raise StateError(f"offline bundle: expected a folder that does not exist yet, found {folder}; name another")
         partial = folder.with_name(f".{folder.name}.part")
@@ -110,16 +110,16 @@ class OfflineBundle:
             expected = json.loads(self.manifest.read_text())["files"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateError(
-                f"{self.manifest}: expected a manifest, found none ({type(error).__name__}); copy the folder anew"
+                f"{self.manifest}: expected a manifest, found none ({type(error).__name__}); copy the folder again"
             ) from None
         files = list_wheels(self.folder)
         for name in sorted(set(expected) | set(files)):
             if expected.get(name) != files.get(name):
                 what = "missing" if name not in files else "not in the manifest" if name not in expected else "changed"
                 raise StateError(
-                    f"{self.folder / name}: expected as the manifest has it, found it {what}; copy the folder anew"
+                    f"{self.folder / name}: expected as listed in the manifest, found it {what}; copy the folder again"
                 )
-        return f"{self.folder}: {len(files)} files, as they left; SHA-256 of the manifest {_sha256(self.manifest)}"
+        return f"{self.folder}: {len(files)} files, all unchanged; SHA-256 of the manifest {_sha256(self.manifest)}"
 
 
 def list_wheels(folder: Path) -> dict[str, dict[str, Any]]:

@@ -20,13 +20,13 @@ def why_absent(entry: dict[str, Any], states: dict[str, str]) -> str:
     """Why a member is not online, "" where it is. `entry`: of members.json; `states`: Flower's, by node id."""
     state = entry["state"]
     if state == "invited":
-        return "has not been registered: no request of its key has come"
+        return "not registered yet: the operator has registered no request of this site"
     if state != "registered":
         last = entry["until"][:10]
-        return f"its key is {state} (its last day was {last}); it needs a new one: fedveil site init --renew"
+        return f"its key is {state} (its last day was {last}); it needs a new key: fedveil site init --renew"
     return {
         "online": "",
-        "offline": "offline: has been online with its key, and is stopped or cut off",
-        "registered": "has never been online with its registered key: it has another key, does not trust the server's "
-        "certificate (an expired ca.crt), or has no way here; fedveil doctor at the site says which",
-    }.get(states.get(entry.get("node", ""), ""), "not known to Flower; fedveil members sync")
+        "offline": "offline: was online with its key before, and is now stopped or disconnected",
+        "registered": "never online with its registered key: it uses another key, does not trust the server's "
+        "certificate (an expired ca.crt), or cannot reach the server; run fedveil doctor at the site to find out",
+    }.get(states.get(entry.get("node", ""), ""), "not known to Flower; run fedveil members sync")

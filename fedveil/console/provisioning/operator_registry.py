@@ -12,9 +12,9 @@ from fedveil.errors import ConfigError
 from fedveil.records.atomic_files import write_atomic
 
 ROLES = {
-    "read": "list runs and sites, read what a run printed",
-    "submit": "the same, start and stop runs",
-    "members": "what read may, register and unregister sites' keys",
+    "read": "list runs and sites, read a run's output",
+    "submit": "the same, plus starting and stopping runs",
+    "members": "the same as read, plus registering and unregistering sites' keys",
     "admin": "all of these",
 }
 OWNER = "owner"  # who ran fedveil provision; its token lies in the federation's folder
@@ -32,8 +32,8 @@ class OperatorRegistry:
                 datetime.fromisoformat(entry["until"]), entry["role"], entry["state"], name.lower()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
-                f"{self._file}: expected the operators that fedveil provision wrote, found none "
-                f"({type(error).__name__}: {error}); bring it back from a backup"
+                f"{self._file}: expected the operators written by fedveil provision, found none "
+                f"({type(error).__name__}: {error}); restore it from a backup"
             ) from None
 
     @classmethod
@@ -53,7 +53,7 @@ class OperatorRegistry:
         if not 1 <= days <= 3650:
             raise ConfigError(f"--days: expected 1 to 3650, found {days}; choose another")
         if name in self.entries and not renew:
-            raise ConfigError(f"NAME: expected one that is not used yet, found {name}; --renew gives another token")
+            raise ConfigError(f"NAME: expected an unused name, found {name}; --renew makes a new token")
         token, start = new_token(), now or datetime.now(UTC)
         self.entries[name] = operator_entry(role, token, start, start + timedelta(days=days))
         self._save()
@@ -62,7 +62,9 @@ class OperatorRegistry:
     def revoke(self, name: str) -> None:
         """Shuts an operator out, from the next request on. Raises ConfigError where there is none of this name."""
         if name not in self.entries:
-            raise ConfigError(f"NAME: expected one of {sorted(self.entries)}, found {name!r}; fedveil operators list")
+            raise ConfigError(
+                f"NAME: expected one of {sorted(self.entries)}, found {name!r}; see fedveil operators list"
+            )
         self.entries[name] = {**self.entries[name], "state": "revoked"}
         self._save()
 

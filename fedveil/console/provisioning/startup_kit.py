@@ -24,26 +24,26 @@ from fedveil.console.provisioning.federation_folder import FederationFile
 from fedveil.guard import poll_backoff
 
 _POLICY = """\
-# What this site permits. Read at the site, before any of the server's code runs; what is not permitted is refused.
-# As it stands it permits nothing. `fedveil explain` says what a run would send.
+# This site's policy. The site reads it before any of the server's code runs, and refuses what it does not permit.
+# As delivered it permits nothing. `fedveil explain` shows what a run would send.
 methods = []                     # ["fedrand"]
 tasks = []                       # ["text-generation"]
 models = []                      # ["/models/llama"]
-app-digests = []                 # the SHA-256 of the app that you have looked at: fedveil app digest
+app-digests = []                 # SHA-256 of the app that you reviewed: fedveil app digest
 max-rounds = 50
 max-bytes-a-round = 200_000_000
 min-examples = 100
 min-batch = 4
-# max-broadcast-change = 1.0              # 10 unless said; each turn's change stands in the site's log
+# max-broadcast-change = 1.0              # default 10; the site's log has each round's change
 # max-broadcast-norm = 50.0
-# signers = ["ssh-ed25519 AAAA..."]     # leave out, or list who may vouch for an app
+# signers = ["ssh-ed25519 AAAA..."]     # leave out, or list the keys that may sign an app
 # max-epsilon = 8.0                     # refuses every method without a differential-privacy guarantee
-# delta = 1e-5                          # what the site's privacy ledger judges by, beside what a run claims
+# delta = 1e-5                          # delta of the site's privacy ledger, next to what a run claims
 # adjacency = "replace-one"
 # hours = ["20:00-06:00"]
 # require-secure = true                 # uploads leave this site masked: for a server that keeps to the protocol
-# min-cohort = 5                        # sites of a sum, at least
-# min-threshold = 4                     # of the sites, so many must help before anything of this one is opened
+# min-cohort = 5                        # minimum number of sites in a sum
+# min-threshold = 4                     # number of sites that must help before any secret of this one is opened
 # roster = "sha256:5f0c..."             # fedveil members roster; compare it with the other sites, not with the server
 # [permits]                             # all other keys of the run config; this table comes last in the file
 # "train.batch-size" = {min = 8, max = 64}
@@ -52,39 +52,39 @@ min-batch = 4
 _README = """\
 # {federation}: start-up kit of site {site}
 
-Nothing in this kit is secret. Your keys are made here, by you, and do not leave this machine.
+Nothing in this kit is secret. You make your keys here, and they do not leave this machine.
 
-Before: a container engine with compose, and the image `{image}` (`docker load -i`, where you got it as a file).
-Or no containers, and FedVeil installed: then the commands are those after "or", in this folder.
+You need a container engine with compose and the image `{image}` (`docker load -i` if you got it as a file).
+Without containers you need FedVeil installed: use the commands after "or", in this folder.
 
 1. Check the kit, then make your keys and your request:
 
        sha256sum -c SHA256SUMS
        docker compose run --rm -T init >request.json       # or: fedveil site init, which writes keys/request.json
 
-   Send `request.json` to the operator, and read the fingerprint that was printed to them over the telephone.
-   It is of two keys: the node key opens your connection, the signing key is what the other sites know you by.
+   Send `request.json` to the operator, and read the printed fingerprint to them by telephone. It covers two keys:
+   the node key opens your connection, and the other sites know you by the signing key.
 
-2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your rows
+2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your examples
    (`train.jsonl` or `train.parquet`), `FEDVEIL_MODELS` that of the base models. Both are mounted read-only, into the
-   container without a way out, and must be readable by user 10001. Without containers `node-config.toml` names the
-   folder of the rows: `data`, in this folder.
+   container without outside network, and must be readable by user 10001. Without containers `node-config.toml` names
+   the folder of the examples: `data`, in this folder.
 
-   For runs with secure aggregation: when all sites are registered, the operator tells the digest of the roster. Compare
-   it with the other sites, by telephone, before it goes into `site-policy.toml`: it keeps the server from
-   putting keys of its own in the place of theirs. Secure aggregation still does not hold against a server that
-   deviates from the protocol or lies.
+   For runs with secure aggregation: when all sites are registered, the operator sends you the digest of the roster.
+   Compare it with the other sites, by telephone, before you put it into `site-policy.toml`: it keeps the server from
+   replacing their keys with its own. Secure aggregation still does not hold against a server that deviates from the
+   protocol or lies.
 
 3. When the operator has registered your keys:
 
        docker compose up -d --wait                         # or: fedveil site start --kit .
 
-Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing comes in: publish no port.
+Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing connects to you: publish no port.
 
 | to ... | run |
 |---|---|
-| see whether all is well | `docker compose run --rm doctor`, or `fedveil doctor --kit .` |
-| see what was sent, and what was refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
+| check the site | `docker compose run --rm doctor`, or `fedveil doctor --kit .` |
+| see what was sent and refused | `docker compose exec clientapp fedveil log show /state/audit-log.jsonl` |
 | the same without containers | `fedveil log show state/audit-log.jsonl` |
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
@@ -92,11 +92,11 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
 
-The server's certificate comes from the operator's own authority: SHA-256 of ca.crt is
+The server's certificate is signed by the operator's own CA. The SHA-256 of ca.crt is
 
     {ca}
 
-Ask for it on a second way before you trust it.
+Confirm it with the operator over a second channel before you trust it.
 """
 
 

@@ -26,7 +26,7 @@ __all__ = [
 
 # Of the names that methods have in common; a site's own number, where a method gives it one, is i or k.
 SYMBOLS = (
-    "A and B are the two factors of LoRA, an index r or t is the round, i or k the site; n_i, or n_k, is the number of "
+    "A and B are the two factors of LoRA; an index r or t is the round, i or k the site; n_i or n_k is the number of "
     "examples that the site reports."
 )
 

@@ -81,8 +81,8 @@ def load_final_model(folder: Path, base: str = "", **evaluate: Any) -> FinalMode
     file = folder / "final" / "server.safetensors"
     if not file.is_file():
         raise StateError(
-            f"run folder {folder}: expected final/server.safetensors, which a run writes at its end, found none; wait "
-            "for its end, or resume it"
+            f"run folder {folder}: expected final/server.safetensors, which a run writes when it ends, found none; "
+            "wait until it ends, or resume it"
         )
     adapter = method.server_adapter if isinstance(method, ServerTrained) else method.adapter
     return FinalModel(config, adapter, load_state(file).tensors)

@@ -86,12 +86,12 @@ def _of(state_dir: Path, name: str, policy: str, key_file: str) -> str:
     try:
         standing = ledger_standing(state_dir, name, policy, key_file)
     except (FedVeilError, OSError, ValueError) as error:
-        return f"it cannot be read: {sanitize(error)}"
+        return f"cannot be read: {sanitize(error)}"
     if not standing.histories:
-        return "nothing was charged yet"
+        return "nothing charged yet"
     about = standing.budget.delta, standing.budget.neighbours
     most = stated_guarantee(standing.epsilon, *about)
-    summary = f"{standing.rows:,} rows charged, over all runs; the most charged has spent {most}"
+    summary = f"{standing.rows:,} examples charged over all runs; the highest charge is {most}"
     if standing.own is not None:
         summary += f", against the server and all other sites together {stated_guarantee(standing.own, *about)}"
     return f"{summary}. {UNTIMED}" if standing.poisson else summary

@@ -84,8 +84,8 @@ class LastRoundAttempt:
     def words(self) -> str:
         """Counted from 1, as people count."""
         accepted = sum(state == ACCEPTED for _, state, _ in self.sites)
-        progress = f"{accepted} of {len(self.sites)} sites accepted" if self.sites else "no site was asked"
-        now = " (over; the run goes on)" if self.goes_on else "" if self.over else " (under way)"
+        progress = f"{accepted} of {len(self.sites)} sites accepted" if self.sites else "no site was contacted"
+        now = " (done; the run continues)" if self.goes_on else "" if self.over else " (in progress)"
         return f"Round {self.round + 1}, attempt {self.attempt + 1}{now}: {progress}{'' if self.over else ' so far'}"
 
 
@@ -114,7 +114,7 @@ def _under_way(run: RunView) -> LastRoundAttempt | None:
     messages = [message for message in run.messages if (message["round"], message["attempt"]) == at]
     sent = {str(message["site"]) for message in messages if message["direction"] == "up"}
     sent -= set(map(str, waiting)) if isinstance(waiting, list) else set()
-    silent = WAITING if _goes_on(run) else "no answer before the server ended"
+    silent = WAITING if _goes_on(run) else "no answer before the server stopped"
     rows = [
         (site, _state(reasons[site]), str(reasons[site])) if site in reasons
         else (site, ACCEPTED if site in sent else silent, "")
@@ -207,5 +207,5 @@ def failure_note(reports: Mapping[str, Mapping[str, float]]) -> str:
     return (
         ""
         if held_out_mean is None
-        else f"  held out: loss {held_out_mean[0]:.4f}, {held_out_mean[1]} rows of {held_out_mean[2]} sites"
+        else f"  held out: loss {held_out_mean[0]:.4f}, {held_out_mean[1]} examples of {held_out_mean[2]} sites"
     )

@@ -67,11 +67,11 @@ def countdown_words(folder: Path, now: float | None = None) -> RoundCountdown:
             return RoundCountdown()
         if done >= asked:
             then = (
-                "the sites open shares of the masks, then the server"
+                "the sites reveal shares of the masks, then the server"
                 if progress.get("unseen") is True
                 else "the server"
             )
-            return RoundCountdown(f"all {asked} have answered; {then} adds up and scores")
+            return RoundCountdown(f"all {asked} have answered; {then} aggregates and scores")
         more = f" and {asked - done - len(waiting)} more" if asked - done > len(waiting) else ""
         words = f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ("
         return RoundCountdown(words, _whole(now - since), f" s of {deadline:.0f})")
@@ -91,7 +91,7 @@ def round_stage(status: Row, folder: Path | None = None) -> str:
         folder: the run's, which knows where the round is; None = not known.
     """
     if not status:
-        return "it has written no status yet"
+        return "no status written yet"
     number, rounds = status.get("round"), sanitize(status.get("rounds", "?"), 20)
     words = f"before round 1 of {rounds}"
     if isinstance(number, int) and number >= 0:
@@ -109,7 +109,7 @@ def _awaited(said: Row, now: float) -> RoundCountdown:
     if not refused:
         return RoundCountdown(before, left, " s left)", -1)
     more = f" and {len(said['refused']) - _NAMED} more" if len(said["refused"]) > _NAMED else ""
-    step = "mend it and submit again, or resume" if "its policy" in refused.values() else "see its log"
+    step = "fix the policy and submit again, or resume" if "its policy" in refused.values() else "see its log"
     named = "; ".join(f"{site}, refused by {by}" for site, by in refused.items())
     return RoundCountdown(before, left, f" s left); not waited for: {named}{more}; {step}", -1)
 
@@ -171,7 +171,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         for sink, why in sinks.items() if isinstance(sinks, dict) else ():
             if sink not in self._told_of:
                 self._told_of.add(sink)
-                words = f"{self._name}: the sink {sanitize(sink, 40)} is ended: {sanitize(why)}; the rounds go on"
+                words = f"{self._name}: the sink {sanitize(sink, 40)} stopped: {sanitize(why)}; the run continues"
                 self._console.print(words, markup=False, soft_wrap=True)
         self._within(status)
 
@@ -193,7 +193,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             return
         note = "" if loss is None else f"loss {loss:.4f}"
         if row["round"] < 0:
-            note = f"before any round: {note}"
+            note = f"before round 1: {note}"
         else:
             cohort = row["cohort"]
             accepted = f"{len(row['accepted'])} of {len(cohort)} sites" if cohort else "no site asked to train"
@@ -202,7 +202,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
             failures = "".join(f"; {words}" for words in group_by_reason(failed))
             masked = f"; {secagg_summary.secagg_note(row['unseen'])}" if row.get("unseen") else ""
             if loss is None and (site_loss := per_site.describe_loss(row)) is not None:
-                note = f"loss at the sites, before their training: {site_loss:.4f}"
+                note = f"loss at the sites before training: {site_loss:.4f}"
             note += per_site.failure_note(row.get("reports") or {})
             loss_too = f"  {note}" if note else ""
             note = f"{row['seconds']:5.1f} s  {accepted}  up {row['upload_bytes']:,} B{loss_too}{masked}{failures}"

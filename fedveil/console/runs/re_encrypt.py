@@ -43,7 +43,7 @@ def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path
     """
     if running := [worker for worker in list_workers(state_dir) if worker.card.owner.runs()]:
         raise ConfigError(
-            f"--state-dir: expected no site to run there, found worker {running[0].card.pid}; stop the site first"
+            f"--state-dir: expected no site running there, found worker {running[0].card.pid}; stop the site first"
         )
     written = []
     for folder in _folders(state_dir):
@@ -79,7 +79,9 @@ def _of_run(folder: Path) -> Iterator[Mapping[Path, str]]:
     store = ClientStateStore(folder)
     with store.alone() as alone:
         if not alone:
-            raise ConfigError(f"--state-dir: expected no turn under way, found one in {folder}; stop the site first")
+            raise ConfigError(
+                f"--state-dir: expected no local round in progress, found one in {folder}; stop the site first"
+            )
         yield {file: role for file, role in store.roles.items() if file.exists()}
 
 
@@ -90,8 +92,8 @@ def _resealed(file: Path, role: str, old: FileSeal, new: FileSeal) -> bool:
         return False
     if key_id not in ("", old.id):
         raise StateError(
-            f"{file}: expected a file in the clear, or sealed under key {new.id or 'none'} or {old.id or 'none'}, "
-            f"found key {key_id}; name that key's file with --old-key-file"
+            f"{file}: expected an unsealed file, or one sealed under key {new.id or 'none'} or {old.id or 'none'}, "
+            f"found key {key_id}; give that key's file as --old-key-file"
         )
     about = file.stat()
     content = (old if key_id else FileSeal()).read(file, role)

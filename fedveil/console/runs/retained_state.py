@@ -67,7 +67,7 @@ def list_retained(state_dir: Path) -> list[RetainedRunState]:
     """Every run of every site below a state folder, by run and site."""
     workers = list_workers(state_dir)
     runs = [_seen(folder, workers) for folder in run_folders(state_dir)]
-    return [run if _free(run.folder) else replace(run, why="a turn of it is under way") for run in runs]
+    return [run if _free(run.folder) else replace(run, why="a local round is in progress") for run in runs]
 
 
 def run_folders(state_dir: Path) -> Iterator[Path]:
@@ -112,9 +112,9 @@ def purge_state(state_dir: Path, runs: Iterable[RetainedRunState], parts: Iterab
 def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None, agreed: Callable[[], bool]) -> int:
     """Lists what a purge would remove, and removes it if it is `agreed`. Returns the exit code. Raises ConfigError."""
     if not names and older_than is None:
-        raise ConfigError("--older-than: expected a number of days, or --run NAME, found neither; name what shall go")
+        raise ConfigError("--older-than: expected a number of days, or --run NAME, found neither; set one of them")
     if older_than is not None and not older_than >= 0:
-        raise ConfigError(f"--older-than: expected a number of days, at least 0, found {older_than}; correct it")
+        raise ConfigError(f"--older-than: expected a number of days, at least 0, found {older_than}")
     there, days = list_retained(state_dir), older_than or 0.0
     if unknown := set(names) - {run.run for run in there}:
         raise ConfigError(
@@ -131,7 +131,7 @@ def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None,
     for part in parts:
         print(f"goes  {sanitize(part)}, {part.stat().st_size:,} bytes, left by an interrupted write")
     for of in sets:
-        print(f"goes  prepared rows of {sanitize(of.data_set)}, {of.bytes:,} bytes, made anew where they are needed")
+        print(f"goes  prepared examples of {sanitize(of.data_set)}, {of.bytes:,} bytes, prepared again when needed")
     if not goes and not parts and not sets:
         print("nothing to remove")
         return 0
@@ -141,16 +141,18 @@ def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None,
     remove_cached(state_dir, sets)
     stayed = purge_state(state_dir, goes, parts)
     for run in stayed:
-        print(f"stays {purge_line(run)}: it has gone on meanwhile")
+        print(f"stays {purge_line(run)}: it resumed in the meantime")
     size = sum(run.bytes for run in goes if run not in stayed)
-    print(f"removed {len(goes) - len(stayed)} runs, {size:,} bytes, and {len(parts)} leftovers; ledger and logs stay")
+    print(
+        f"removed {len(goes) - len(stayed)} runs, {size:,} bytes, and {len(parts)} leftover files; ledger and logs stay"
+    )
     return 0
 
 
 def purge_line(run: RetainedRunState) -> str:
     """A run that is kept, on one line."""
     name = f"{sanitize(run.run, 80)}, site {sanitize(run.site, 80)}"
-    return f"{name}: {run.bytes:,} bytes, last turn {run.days:.1f} days ago"
+    return f"{name}: {run.bytes:,} bytes, last round {run.days:.1f} days ago"
 
 
 def _seen(folder: Path, held: list[WorkerStatus]) -> RetainedRunState:
@@ -178,7 +180,7 @@ def _why_not(folder: Path, last: float, held: list[WorkerStatus]) -> str:
             return f"worker {worker.card.pid} holds it"
     try:
         if not ReplayGuard(folder).ended and time.time() - last < DAY:
-            return "it may go on: its last round was not served, and its last turn is less than a day ago"
+            return "it may resume: its final round was not served, and its latest round is less than a day ago"
     except StateError as error:
         return str(error)
     return ""

@@ -65,7 +65,7 @@ class RunFollower:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._left()) from None
         except LaunchError as error:
-            raise LaunchError(f"{error}; the run may go on; {self.by_hand()}") from None
+            raise LaunchError(f"{error}; the run may continue; {self.by_hand()}") from None
         print(self._filled(word))
         for line in closing_lines(self.folder) if self.folder else self._told():
             print(line)
@@ -76,11 +76,13 @@ class RunFollower:
         state = "" if self.folder is None else sanitize(status_of(self.folder).get("state", ""), 20)
         if state in (*_BY_FOLDER, "died") or self._said.startswith("finished"):
             return f"the run has ended: {state or sanitize(self._said, 40)}"
-        return f"the run goes on; {self.by_hand()}"
+        return f"the run continues; {self.by_hand()}"
 
     def _where(self, status: dict[str, Any]) -> str:
         if self.folder is None:
-            return f"Flower says {sanitize(self._said or 'nothing', 40)}, and no run folder here is the run's"
+            return (
+                f"Flower reports {sanitize(self._said or 'nothing', 40)}, and no run folder of this run was found here"
+            )
         return round_stage(status, self.folder)
 
     def _filled(self, word: str) -> str:
@@ -145,9 +147,7 @@ class RunFollower:
             self._silent_since = now
         if self._silent_since is not None and not self._silence_said and now - self._silent_since >= _GRACE_SECONDS:
             self._silence_said = True
-            self.console.print(
-                f"the server does not answer; it is asked again for {_SILENT_SECONDS:g} s, in case it is started anew"
-            )
+            self.console.print(f"the server does not answer; retrying for {_SILENT_SECONDS:g} s, in case it restarts")
         return self._silent_since is not None and now - self._silent_since < _SILENT_SECONDS
 
     def _number(self) -> str:
@@ -184,7 +184,7 @@ def closing_lines(folder: Path) -> list[str]:
     scores = ", ".join(f"{sanitize(name, 40)} {value:.4f}" for name, value in sorted(run.final.items()))
     rounds = sanitize(run.status.get("rounds", "?"), 20)
     if not scores and (losses := per_site.site_losses(run)):
-        scores = f"none by the server; loss at the sites, on rows that they train on: {losses[-1][1]:.4f}"
+        scores = f"none by the server; loss at the sites, on their training examples: {losses[-1][1]:.4f}"
     lines = [f"rounds: {run.rounds_done} of {rounds}" + (f"; last scores: {scores}" if scores else "")]
     lines += [sanitize(words, 200) for words in (run.of_round, summary.is_unchanged(run)) if words]
     if (folder / "final").is_dir():
@@ -224,14 +224,17 @@ def until_ended(
                 if status.get("state") in _BY_FOLDER:
                     continue
                 if status and not died and flower_status == "finished:completed":
-                    return 1, "failed: Flower has finished it, and its own status.json does not say that it completed"
+                    return (
+                        1,
+                        "failed: Flower reports it as finished, but its status.json does not report it as completed",
+                    )
                 words = _by_flower(flower_status, log)
                 if not died or flower_status == "finished:stopped":
                     return _BY_FLOWER.get(flower_status, 1), words
         if died:
             return 1, f"died: {_why(status)}"
         if timeout and clock() - started >= timeout:
-            return 4, f"still going after {timeout:g} s: {where(status)}"
+            return 4, f"still running after {timeout:g} s: {where(status)}"
         sleep(_POLL_SECONDS)
 
 
@@ -242,7 +245,7 @@ def _by_flower(said: str, log: Callable[[], str]) -> str:
     cause = (
         error_line.partition(": ")[2] if error_line.startswith(_OURS) else error_line
     )  # its words are for people, its class is not
-    return f"{state}: {sanitize(cause, _REASON_CHARACTERS)}" if cause else f"{state}: so says Flower"
+    return f"{state}: {sanitize(cause, _REASON_CHARACTERS)}" if cause else f"{state}, as reported by Flower"
 
 
 def _why(status: dict[str, Any]) -> str:

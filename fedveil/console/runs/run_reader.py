@@ -107,7 +107,7 @@ class RunView:
         number, value = int(best["round"]) + 1, f"{best['metric']} {float(best['value']):.6g}"
         if best.get("kept"):
             was = "is" if self._said("final") else "is so far"
-            return f"the model {was} that of round {number}, whose {value} was the best"
+            return f"the model {was} that of round {number}, with the best {value}"
         return f"the best {value} was after round {number}; the model is that of the last round"
 
     def _said(self, key: str) -> Row:
@@ -194,7 +194,9 @@ def config_of(folder: Path) -> Row:
     file = folder / "config.json"
     _require_run(folder)
     if not file.is_file():
-        raise StateError(f"run folder {folder}: expected config.json of a run that began, found none; name another run")
+        raise StateError(
+            f"run folder {folder}: expected config.json of a run that has started, found none; name another run"
+        )
     if (size := file.stat().st_size) > _CONFIG_BYTES:
         raise StateError(f"{file}: expected at most {_CONFIG_BYTES} bytes, found {size}; name another run")
     config = _json(file).get("config")

@@ -67,4 +67,6 @@ def read_samples(run: Path) -> list[SampleText]:
         names = ("prompt", "before", "after", "wanted")
         return [SampleText(*(str(row[name])[:_MOST_CHARACTERS] for name in names)) for row in rows[: 4 * _COUNT]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StateError(f"{file}: expected what fedveil demo writes, found {error!r}; remove the file") from None
+        raise StateError(
+            f"{file}: expected sample texts written by fedveil demo, found {error!r}; remove the file"
+        ) from None

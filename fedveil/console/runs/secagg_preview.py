@@ -44,7 +44,7 @@ class MaskedUploadPreview:
         count = sites or max(fewest, cohort.sites)
         if count < fewest:
             raise ConfigError(
-                f"--sites: expected at least {fewest}, with which the run begins, found {sites}; name more"
+                f"--sites: expected at least {fewest}, the minimum for the run to start, found {sites}; raise it"
             )
         settings = secagg_config_of(secure)
         holders = settings.holders(count)
@@ -52,12 +52,12 @@ class MaskedUploadPreview:
         if threshold > holders:
             raise ConfigError(
                 f"secure.threshold: expected at most {holders}, the holders among {count} sites, found {threshold}; "
-                "lower it, or name the sites with --sites"
+                "lower it, or set the number of sites with --sites"
             )
         try:
             ring = FixedPointRing(secure.ring_bits, count, secure.max_weight, secure.clip_bound)
         except ValueError as error:
-            raise ConfigError(f"secure.ring-bits: {error}; take 64, or a smaller secure.max-weight") from None
+            raise ConfigError(f"secure.ring-bits: {error}; use 64, or a smaller secure.max-weight") from None
         length = MaskedUploadCodec.from_exchange(exchange, 0, secure.ring_bits).slots.length
         return cls(
             secure,
@@ -80,21 +80,20 @@ class MaskedUploadPreview:
         """Sentences on what leaves the site, and on whom that holds against."""
         secure, ring = self.secure, self.ring
         claim = AdversaryModel(self.holders, self.threshold, secure.min_sites, self.partial)
-        clear = f"; and the words {', '.join(self.in_clear)}" if self.in_clear else ""
+        clear = f"; and the scalars {', '.join(self.in_clear)}" if self.in_clear else ""
         counts = (
-            "every site counts alike, whatever number of rows it has (secure.max-weight = 1)"
+            "every site counts equally, regardless of its number of examples (secure.max-weight = 1)"
             if secure.max_weight == 1
-            else f"a site counts for its examples, at most {secure.max_weight:,}, which are in the sum too"
+            else f"a site is weighted by its number of examples, at most {secure.max_weight:,}; the sum has their total"
         )
         return [
-            "What would leave this site each time, masked, for a sum with those of other sites:",
-            f"  {self.length:,} integers modulo 2^{ring.bits}: with the keys that it needs at most "
-            f"{self.bytes:,} bytes",
-            f"  in the clear: that it takes part, public keys, and shares that one site each can open{clear}",
-            "  not sent: its number of examples, and losses, steps and seconds of its training",
-            f"  values are clipped to +-{secure.clip_bound:g} here; rounding moves a mean by at most {ring.step:.2g}",
+            "This site would send each time, masked, for a sum with other sites:",
+            f"  {self.length:,} integers modulo 2^{ring.bits}: at most {self.bytes:,} bytes, including the keys",
+            f"  unmasked: that it takes part, public keys, and shares that only one site each can decrypt{clear}",
+            "  not sent: its number of examples, and the losses, steps and seconds of its training",
+            f"  values are clipped to +-{secure.clip_bound:g} here; rounding changes a mean by at most {ring.step:.2g}",
             f"  {counts}",
-            f"With {self.sites} sites, of whom {self.holders} hold shares of a site's secrets and {self.threshold} "
-            f"open one, and sums of {secure.min_sites} sites or more:",
+            f"With {self.sites} sites, of which {self.holders} hold shares of a site's secrets and {self.threshold} "
+            f"can open one, and sums of at least {secure.min_sites} sites:",
             *(f"  {line}" for line in (*claim.words, NOT_BOUND)),
         ]

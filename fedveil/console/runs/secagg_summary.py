@@ -19,20 +19,24 @@ from fedveil.federation.secagg.adversary_model import NOT_BOUND, AdversaryModel,
 from fedveil.sanitize import sanitize
 
 NOT_SEEN = (
-    "A server that kept to the protocol could not see of any single site: its values, its number of examples, its "
-    "losses, the norm of its upload. So none of them is shown, and no upload could be judged by itself: the sum was."
+    "A server that kept to the protocol could not see a single site's values, number of examples, losses or upload "
+    "norm. So none of them is shown, and the server could check only the sum, not each upload."
 )
 
 
 def secagg_note(unseen: Mapping[str, Any]) -> str:
-    """One attempt in a few words: "sum of 3 sites, 3 of 4 holders open it; deaf: west"."""
+    """One attempt in a few words: "sum of 3 sites, 3 of 4 holders can open it; unresponsive: west"."""
     parts = []
     if "sites" in unseen:
-        parts.append(f"sum of {unseen['sites']} sites, {unseen['threshold']} of {unseen['holders']} holders open it")
+        parts.append(
+            f"sum of {unseen['sites']} sites, {unseen['threshold']} of {unseen['holders']} holders can open it"
+        )
     if deaf := unseen.get("deaf"):
-        parts.append("deaf: " + ", ".join(f"{sanitize(site, 80)} ({sanitize(why, 200)})" for site, why in deaf.items()))
+        parts.append(
+            "unresponsive: " + ", ".join(f"{sanitize(site, 80)} ({sanitize(why, 200)})" for site, why in deaf.items())
+        )
     if reason := unseen.get("reason"):
-        parts.append(f"NO SUM, thrown away: {sanitize(reason)}")
+        parts.append(f"NO SUM, discarded: {sanitize(reason)}")
     return "; ".join(parts)
 
 
@@ -84,12 +88,12 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
             FileSecAggStore(run.folder, FileSeal.from_key_file(site.key_file)).load(),
         )
     except (FedVeilError, OSError, ValueError) as error:
-        return [f"secure aggregation: its keys cannot be read: {sanitize(error)}"]
+        return [f"secure aggregation: cannot read its keys: {sanitize(error)}"]
     if secagg_state is None or secagg_state.membership is None:
-        return ["secure aggregation: a key is made, no membership joined yet"]
+        return ["secure aggregation: key made, but no membership joined yet"]
     holders, threshold = secagg_state.membership.count, secagg_state.membership.threshold
     claim = AdversaryModel(
         holders, threshold, site_policy.min_cohort or 2, partial=None
     )  # a site keeps no note of the method
-    about = f"secure aggregation: {holders} holders, {threshold} open a secret; sums of {claim.least} sites or more"
+    about = f"secure aggregation: {threshold} of {holders} holders open a secret; sums of at least {claim.least} sites"
     return [f"{about}, by this site's policy", *claim.words, NOT_BOUND]

@@ -27,7 +27,7 @@ def read_site_note(state_dir: Path, name: str, policy: str = "", key_file: str =
     try:
         site = parse_site(tomllib.loads(note.read_text())) if note.is_file() else SiteConfig()
     except RecursionError:
-        raise ValueError(f"{note}: brackets in brackets, too deep to read") from None
+        raise ValueError(f"{note}: brackets nested too deeply") from None
     return site.model_copy(update={"policy": policy or site.policy, "key_file": key_file or site.key_file})
 
 

@@ -25,7 +25,7 @@ def write_summary(file: Path, preset: str, runs: Sequence[RunView]) -> None:
         "environment": environment_info(),
         "rows": [_row(run) for run in runs],
         "paper": {},
-        "differences": ["one seed: low and high are the value itself, not an interval"],
+        "differences": ["one seed: low and high equal the value, so they are no interval"],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -68,8 +68,8 @@ def is_unchanged(run: RunView) -> str:
     if len(digests) != 1 or run.rounds_done < 2:
         return ""
     return (
-        "the model is the same after each round, so what the sites sent moved nothing; look at train.learning-rate and "
-        "at the losses that they tell"
+        "the model is the same after each round, so the uploads changed nothing; check train.learning-rate and the "
+        "losses that the sites report"
     )
 
 

@@ -46,7 +46,7 @@ class WorkerStatus:
         model = self.says.get("model", f"no model {self._since_when}")
         memory = f"{self.says.get('memory_mb', 0):,} MB"
         if "device_memory_mb" in self.says:
-            memory += f" and {self.says['device_memory_mb']:,} MB there"
+            memory += f" and {self.says['device_memory_mb']:,} MB on the device"
         return f"{model} on {self.says.get('device', 'no device yet')}, {memory}"
 
     @property
@@ -61,7 +61,7 @@ class WorkerStatus:
             left = f", about {self.says['seconds_left']:.0f} s left" if "seconds_left" in self.says else ""
             return f"loss {self.says['loss']:.4f}, {self.says['tokens_per_second']:,} tokens/s{left}"
         last = self.says.get("last")
-        return f"last turn {last['seconds']:.1f} s, {last['load_seconds']:.2f} s of it loading" if last else ""
+        return f"last round {last['seconds']:.1f} s, including {last['load_seconds']:.2f} s of loading" if last else ""
 
 
 def list_workers(state_dir: Path) -> list[WorkerStatus]:
@@ -108,7 +108,9 @@ def last_failures(state_dir: Path) -> list[str]:
         if (turn := _last(WorkerRegistry(state_dir, path.name).turns)) and "failed" in turn:
             when = datetime.fromtimestamp(turn["time"]).strftime("%Y-%m-%d %H:%M:%S")
             which = f", round {turn['round'] + 1} of {sanitize(turn['run'], 80)}," if "run" in turn else ""
-            failures.append(f"{path.name}: the last turn{which} failed at {when}: {sanitize(turn['failed'], 1200)}")
+            failures.append(
+                f"{path.name}: the last local round{which} failed at {when}: {sanitize(turn['failed'], 1200)}"
+            )
     return failures
 
 
@@ -130,7 +132,7 @@ def _ask(connection: Connection) -> dict[str, Any]:
             # Run, method and model are the server's words.
             return {key: sanitize(value, 100) if isinstance(value, str) else value for key, value in status.items()}
     except RecursionError:
-        raise ValueError("brackets in brackets, too deep to read") from None
+        raise ValueError("brackets nested too deeply") from None
     except grpc.RpcError as error:
         return {"state": f"does not answer ({error.code().name})"}
 

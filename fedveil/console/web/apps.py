@@ -40,7 +40,7 @@ def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str,
 def open_site_dashboard(state_dir: Path, policy: str, key_file: str, host: str, port: int) -> int:
     """Serves a site's state folder. Raises ConfigError where it is none, or the address or port cannot be."""
     if not state_dir.expanduser().is_dir():
-        raise ConfigError(f"--state-dir: expected a site's own folder, found none at {state_dir}; name it")
+        raise ConfigError(f"--state-dir: expected a site's state folder, found none at {state_dir}; name it")
     return serve_dashboard(host, port, lambda entry, ending: site_app(state_dir, policy, key_file, entry, ending))
 
 

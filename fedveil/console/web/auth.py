@@ -93,15 +93,15 @@ class AccessMiddleware:
         """The answer to who is not to look, or is to be given the cookie; None for who may."""
         headers = Headers(scope=scope)
         if not _is_ours(headers.getlist("host")):
-            return _said(421, f"Host: expected {' or '.join(HOSTS)}, found another; open the link that was printed")
+            return _said(421, f"Host: expected {' or '.join(HOSTS)}, found another; open the printed link")
         if scope["method"] not in ("GET", "HEAD"):
-            return _said(405, "expected GET or HEAD: nothing is changed here", Allow="GET, HEAD")
+            return _said(405, "expected GET or HEAD: this dashboard is read-only", Allow="GET, HEAD")
         # First, also for who has the cookie: the token does not stay in the address.
         if scope["path"] == f"{self._entry.base}/" and _same(_token(scope["query_string"]), self._entry.token):
             return self._let_in()
         if _same(_cookies(headers.getlist("cookie")).get(self._entry.cookie, ""), self._entry.session):
             return None
-        return _said(401, "expected the link that fedveil printed where it was started; open that one")
+        return _said(401, "expected the link that fedveil printed when it started; open that link")
 
     def _let_in(self) -> Response:
         answer = RedirectResponse(f"{self._entry.base}/", 303)

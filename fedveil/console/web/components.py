@@ -69,10 +69,10 @@ def log_verdict(later: BackgroundQueries, file: Path) -> LogVerdict:
     """Check that the log was not changed, as `fedveil log verify` does without an anchor."""
     answer = later.ask(("verdict", file), safe_files.file_stamps([file]), lambda: _verified(file))
     if answer.value is None:
-        return LogVerdict(answer.why or "is being checked", "alert" if answer.why else "wait")
+        return LogVerdict(answer.why or "checking", "alert" if answer.why else "wait")
     if not answer.is_new and answer.value.kind == "good":
         return LogVerdict(
-            f"{answer.since}: {answer.value.words} Lines that came since are being checked.",
+            f"{answer.since}: {answer.value.words} Newer lines are being checked.",
             "wait",
             answer.value.anchor,
         )
@@ -86,8 +86,8 @@ def _verified(file: Path) -> LogVerdict:
     except StateError as error:
         return LogVerdict(sanitize(error, 1000), "alert")
     return LogVerdict(
-        f"{head.lines:,} lines, each as it was written. Lines cut off the end, or a log written anew as a whole, show "
-        "only against an anchor that somebody else keeps: fedveil log verify --anchor.",
+        f"{head.lines:,} lines, all unchanged. Lines cut off at the end, or a fully rewritten log, are detected only "
+        "with an anchor that another party keeps: fedveil log verify --anchor.",
         "good",
         str(head),
     )

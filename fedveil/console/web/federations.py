@@ -95,7 +95,7 @@ class DashboardFederations:
             rows.append([site, shown_state, entry["state"], until or None, "; ".join(filter(None, notes))])
         message = f"Flower does not answer: {online.why}" if online.why else ""
         if not message and not online.is_new:
-            message = "Flower is being asked." if online.value is None else f"{online.since}; Flower is being asked."
+            message = "Asking Flower." if online.value is None else f"{online.since}; asking Flower."
         return {"asked": online.value is not None, "rows": rows, "said": message, "online": well, "of": len(rows)}
 
     def _online(self, folder: Path) -> CachedAnswer[dict[str, str]]:

@@ -29,7 +29,7 @@ _LONGEST_PATH = 512
 
 
 class PageNotFound(Exception):
-    """There is no such page; the text is shown."""
+    """Page not found; the text is shown."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,18 @@ def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable
         try:
             return rendered(site.view(path.split("/") if path else []), 200, path, state)
         except PageNotFound as error:
-            return rendered(_sorry("There is no such page", str(error)), 404, "", state)
+            return rendered(_sorry("Page not found", str(error)), 404, "", state)
         except (FedVeilError, OSError) as error:
-            return rendered(_sorry("This cannot be shown", sanitize(error)), 500, "", state)
+            return rendered(_sorry("This page cannot be shown", sanitize(error)), 500, "", state)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-            words = f"expected files as FedVeil writes them, found {sanitize(repr(error))}"
-            return rendered(_sorry("This cannot be shown", words), 500, "", state)
+            words = f"expected files written by FedVeil, found {sanitize(repr(error))}"
+            return rendered(_sorry("This page cannot be shown", words), 500, "", state)
 
     def events(request: Request) -> Response:
         return streams.of(site.state, request.query_params.get("seen", "")[:64])
 
     async def lost(request: Request, error: Exception) -> Response:
-        return rendered(_sorry("There is no such page", "expected a page that is linked, found none"), 404, "", "")
+        return rendered(_sorry("Page not found", "no such page; use the links above"), 404, "", "")
 
     def file(request: Request) -> Response:
         name = request.path_params["name"]

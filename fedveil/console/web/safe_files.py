@@ -100,7 +100,7 @@ def find_run(place: RunLocation) -> RunView:
         )
         return run
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
-        raise StateError(f"{place.folder}: expected what a run writes, found {error!r}; fedveil report it") from None
+        raise StateError(f"{place.folder}: expected the files of a run, found {error!r}; try fedveil report") from None
 
 
 def with_status(place: RunLocation, found: RunView) -> RunView:
@@ -111,7 +111,7 @@ def with_status(place: RunLocation, found: RunView) -> RunView:
 def require_bounded(file: Path, size: int) -> None:
     """Raises StateError for a file that is too large to be read here."""
     if size > MOST_BYTES:
-        raise StateError(f"{file.name}: expected at most {MOST_BYTES:,} bytes to be shown here, found {size:,}")
+        raise StateError(f"{file.name}: expected at most {MOST_BYTES:,} bytes for display here, found {size:,}")
 
 
 def file_stamps(files: Iterable[Path]) -> Stamp:
@@ -144,7 +144,7 @@ def _line(line: bytes) -> dict[str, Any]:
         about = None
     if isinstance(about, dict):
         return about
-    return {"event": "no line of a log", "reason": line[:200].decode("ascii", "replace")}
+    return {"event": "not a log line", "reason": line[:200].decode("ascii", "replace")}
 
 
 def _folders(folder: Path) -> Iterator[Path]:

@@ -32,7 +32,7 @@ class EventStreams:
     def of(self, state: Callable[[], str], seen: str) -> Response:
         """A stream that says when `state` is not `seen` any more, and at each further change."""
         if self.open >= self._most:
-            return PlainTextResponse("too many pages follow at a time; close one\n", 503, {"Retry-After": "60"})
+            return PlainTextResponse("too many pages are open at once; close one\n", 503, {"Retry-After": "60"})
         self.open += 1
         return _Stream(self._told(state, seen), self._close)
 

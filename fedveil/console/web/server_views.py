@@ -82,7 +82,7 @@ class ServerViews:
                 run = self._loaded(self._place(key))
                 with DRAWING:
                     return PageView("whole.html", f"Report of {run.name}", {"whole": run_page.run_page_body([run])})
-        raise PageNotFound("expected a page that is linked, found none")
+        raise PageNotFound("no such page; use the links above")
 
     def state(self) -> str:
         """Return a digest of all page content, updated at most once a second regardless of the number of requests."""
@@ -98,7 +98,7 @@ class ServerViews:
     def _place(self, key: str) -> RunLocation:
         places = safe_files.find_runs(self.runs)
         if key not in places:
-            raise PageNotFound(f'no run is called "{sanitize(key, 80)}"; the page Runs lists all {len(places)}')
+            raise PageNotFound(f'no run is named "{sanitize(key, 80)}"; the page Runs lists all {len(places)}')
         return places[key]
 
     def _loaded(self, place: RunLocation) -> RunView:
@@ -138,7 +138,7 @@ class ServerViews:
                 format_time(run.status.get("ended", "")),
                 _now(run, word) or sanitize(run.status.get("reason") or "", 300)])  # fmt: skip
         head = [*self._column(), "run", "method", "state", "rounds", "test loss", "sites", "upload bytes",
-                "started (UTC)", "ended (UTC)", "now, or why"]  # fmt: skip
+                "started (UTC)", "ended (UTC)", "status or reason"]  # fmt: skip
         about = {
             "head": head, "rows": rows, "broken": broken, "folder": ", ".join(map(str, self.runs.values())),
             "is_full": len(places) >= safe_files.MOST_RUNS,
@@ -212,8 +212,8 @@ class ServerViews:
             ("privacy", place.key), safe_files.run_stamp(place), lambda: privacy_section.privacy_statements(run)
         )
         if answer.value is None:
-            return [answer.why or "Is being worked out."]
-        return [*answer.value, *([] if answer.is_new else [f"{answer.since}; the rounds since are being worked out."])]
+            return [answer.why or "Computing."]
+        return [*answer.value, *([] if answer.is_new else [f"{answer.since}; newer rounds are being computed."])]
 
     def _logs(self) -> PageView:
         files = self._log_files()
@@ -225,7 +225,7 @@ class ServerViews:
     def _log(self, name: str) -> PageView:
         files = self._log_files()
         if name not in files:
-            raise PageNotFound(f'no log is called "{sanitize(name, 80)}"; the page Audit logs lists all {len(files)}')
+            raise PageNotFound(f'no log is named "{sanitize(name, 80)}"; the page Audit logs lists all {len(files)}')
         about = {
             "verdict": log_verdict(self.later, files[name]),
             "name": name,
@@ -257,7 +257,7 @@ class ServerViews:
             "reason": sanitize(status.get("reason") or "", 1000), "total": total,
             "task": config.get("task.name", "unknown task"), "model": config.get("task.model", "?"),
             "attacked": audit_section.findings_in_words(place.folder),
-            "report": page_link(self.base, ("runs", place.key, "report"), "The whole report of this run"),
+            "report": page_link(self.base, ("runs", place.key, "report"), "Full report of this run"),
             "facts": {"rounds done": f"{run.rounds_done} of {plain_number(status.get('rounds', '?'))}",
                       "test loss": run.final.get("loss"), "upload bytes": run.upload_bytes,
                       "download bytes": run.download_bytes, "seconds in rounds": round(run.seconds, 1)},

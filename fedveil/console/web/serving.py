@@ -31,8 +31,8 @@ def require_loopback(host: str) -> None:
     """Raises ConfigError for another address than this machine's loopback, and says why."""
     if host not in (HOST, "localhost"):
         raise ConfigError(
-            f"--host: expected {HOST}, found {sanitize(host, 80)}: pages and the link's token go in the clear, so "
-            "whoever is on the way could read what sites sent and refused; from elsewhere: "
+            f"--host: expected {HOST}, found {sanitize(host, 80)}: pages and the link's token are sent unencrypted, so "
+            "others on the network could read what sites sent and refused; from another machine: "
             f"ssh -N -L PORT:{HOST}:PORT THIS-MACHINE"
         )
 
@@ -112,6 +112,6 @@ def serve_dashboard(host: str, port: int, app_of: Callable[[DashboardCredentials
 
 def _say(entry: DashboardCredentials) -> None:
     print(f"dashboard: {entry.link}")
-    print("whoever has this link sees all of it and can change nothing; from elsewhere, first:")
+    print("anyone with this link can see everything but change nothing; from another machine, first run:")
     print(f"  ssh -N -L {entry.port}:{HOST}:{entry.port} THIS-MACHINE")
-    print("Ctrl-C ends it", flush=True)
+    print("Ctrl-C stops it", flush=True)

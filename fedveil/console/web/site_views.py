@@ -59,7 +59,7 @@ class SiteViews:
                 return self._home()
             case ["log"]:
                 return self._whole_log()
-        raise PageNotFound("expected a page that is linked, found none")
+        raise PageNotFound("no such page; use the links above")
 
     def state(self) -> str:
         """Return a digest of all page content, updated at most once a second regardless of the number of requests."""
@@ -95,8 +95,8 @@ class SiteViews:
             "sites": ", ".join(sites), "federation": self._federation(sites), "folder": str(self.state_dir),
             "verdict": log_verdict(self.later, self._log) if stamp else None,
             "left": [], "refusals": [], "facts": {}, "known": log_summary is not None,
-            "old": f"{left.since}; the lines since are being read." if left and log_summary and not left.is_new else "",
-            "why": (left.why or "The log is being read.") if left and log_summary is None else "",
+            "old": f"{left.since}; newer lines are being read." if left and log_summary and not left.is_new else "",
+            "why": (left.why or "Reading the log.") if left and log_summary is None else "",
             "ledgers": ledgers, "untimed": UNTIMED if any(of.poisson for of in known if of) else "",
             "unbounded": [name for name, *_, left_ in ledgers if left_ == _UNBOUNDED],
             "heard": self._heartbeats(),
@@ -113,8 +113,8 @@ class SiteViews:
                 for line in log_summary.refusals
             ]  # fmt: skip
             about["facts"] = {
-                "uploads that left": log_summary.events["sent"],
-                "bytes that left": sum(up for _, up, _, _ in log_summary.runs.values()),
+                "uploads sent": log_summary.events["sent"],
+                "bytes sent": sum(up for _, up, _, _ in log_summary.runs.values()),
                 **{event: failure_count(log_summary.events[event]) for event in _REFUSALS},
             }  # fmt: skip
         return PageView("site.html", f"Site {about['sites']}" if sites else "This site", about)
@@ -142,7 +142,7 @@ class SiteViews:
     def _ledger(self, name: str, file: Path) -> list[object]:
         asked = self._standing(name, file)
         if asked.value is None:
-            return [name, None, None, asked.why or "is being worked out", "", ""]
+            return [name, None, None, asked.why or "computing", "", ""]
         rows, spent, *more = _of(asked.value)
         return [name, self._data(name), rows, spent if asked.is_new else f"{spent} ({asked.since})", *more]
 
@@ -159,11 +159,13 @@ class SiteViews:
         try:
             return list_workers(self.state_dir), ""
         except (ValueError, TypeError, KeyError) as error:
-            return [], f"a worker gave an answer that is none: {sanitize(repr(error))}"
+            return [], f"a worker gave an invalid answer: {sanitize(repr(error))}"
 
     def _whole_log(self) -> PageView:
         if not safe_files.file_stamps([self._log]):
-            raise PageNotFound(f"expected an audit log at {self._log}, found none; the first message of a run makes it")
+            raise PageNotFound(
+                f"expected an audit log at {self._log}, found none; the first message of a run creates it"
+            )
         about = {"verdict": log_verdict(self.later, self._log), "name": "of this site", "file": str(self._log)}
         return PageView(
             "log.html",
@@ -221,4 +223,4 @@ def _row(worker: WorkerStatus) -> list[object]:
     try:
         return [*about, worker.where, step, worker.pace, worker.holds]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return [*about, f"says something else than a worker does: {sanitize(repr(error), 200)}", step, "", ""]
+        return [*about, f"unexpected status: {sanitize(repr(error), 200)}", step, "", ""]

@@ -132,7 +132,13 @@ class HandOver:
 
     def _after_failure(self, reply: WholeReply, error: Exception) -> bool | None:
         reply.tries += 1
-        log(ERROR, "a reply of node %s, try %s", reply.announcement.node_id, reply.tries, exc_info=error)
+        log(
+            ERROR,
+            "handing over a reply of node %s failed, try %s",
+            reply.announcement.node_id,
+            reply.tries,
+            exc_info=error,
+        )
         if reply.tries >= limits.MAX_HAND_OVER_TRIES:
             log(ERROR, "a reply of node %s is dropped", reply.announcement.node_id)
             return False
@@ -144,7 +150,7 @@ class HandOver:
         try:
             reply.finish(has_it)
         except Exception as error:  # its files stay until the next start; the other sites' replies go on
-            log(ERROR, "a reply of node %s", reply.announcement.node_id, exc_info=error)
+            log(ERROR, "finishing a reply of node %s failed", reply.announcement.node_id, exc_info=error)
         with self._changed:
             queue = self._queues[reply.announcement.node_id]
             queue.popleft()

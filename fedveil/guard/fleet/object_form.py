@@ -152,5 +152,5 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return dict(pairs)

@@ -96,7 +96,7 @@ def _flower_function(module: Any, call: str) -> Flower:
     if not callable(function) or parameters - {"enable_supernode_auth"} != expected:
         raise ConfigError(
             f"{module.__name__}.{call}: expected a function of {', '.join(sorted(expected))}, found "
-            f"{', '.join(sorted(parameters)) or 'none'}; this Flower would serve sites without the checks of FedVeil"
+            f"{', '.join(sorted(parameters)) or 'none'}; this Flower would serve sites without FedVeil's checks"
         )
     return cast(Flower, function)
 
@@ -295,7 +295,7 @@ class FleetPort:
                 node_id = state.get_node_id_by_public_key(request.public_key) or 0
             name = self._name_of(state, node_id)
         except (SQLAlchemyError, StateError) as error:  # the refusal stands, with the node's number
-            log(ERROR, "fleet port: the name of node %s is not known: %s", node_id, error)
+            log(ERROR, "fleet port: cannot look up the name of node %s: %s", node_id, error)
         self._refusals.record_refusal(name, node_id, call, refused.reason, refused.value)
 
     def _name_of(self, state: Any, node_id: int) -> str:
@@ -309,7 +309,7 @@ class FleetPort:
 
     def _after_failure(self, state: Any, call: str, request: Any, error: Exception) -> FlowerError:
         """Return what a site is answered after an exception that has no line in the table: never INTERNAL."""
-        log(ERROR, "fleet port, %s of node %s", call, _node_of(request), exc_info=error)
+        log(ERROR, "fleet port: %s of node %s failed", call, _node_of(request), exc_info=error)
         if isinstance(error, SQLAlchemyError | OSError):
             return _flower_error(_UNAVAILABLE, call, request, DeferralReason.STORAGE.value)
         if call not in _PUSHES:

@@ -92,4 +92,4 @@ class FleetRefusalLog:
         try:
             self._control.write(event, about)
         except StateError as error:  # the call is refused all the same, and the operator sees that the log is broken
-            log(ERROR, "%s of %s is not in the control log: %s", event, about["site"], error)
+            log(ERROR, "%s of %s could not be written to the control log: %s", event, about["site"], error)

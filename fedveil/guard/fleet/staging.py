@@ -167,7 +167,7 @@ class ReplyStaging:
                     self._spool.remove_reply(spooled.node_id, spooled.session)
                     continue
                 staged = self._add(spooled.session, announcement, write=False)
-                log(INFO, "a reply of node %s is taken up: %s", spooled.node_id, spooled.session)
+                log(INFO, "resuming a reply of node %s: %s", spooled.node_id, spooled.session)
                 for object_id in spooled.object_ids:
                     self._take_up(staged, object_id)
                 self._queue_if_whole(staged)
@@ -219,7 +219,7 @@ class ReplyStaging:
                 self._drop(staged, "the site has announced another reply")
         halves = sorted((staged for staged in own.values() if not staged.is_whole), key=lambda staged: staged.last_call)
         for staged in halves[: max(0, len(halves) + 1 - limits.MAX_OPEN_REPLIES)]:
-            self._drop(staged, "the site has announced more than two")
+            self._drop(staged, "the site has announced more than two replies")
 
     def _require_room(self, announcement: Announcement) -> None:
         """Raise FleetCallDeferred unless the whole reply has room beside what was promised to others.
@@ -306,7 +306,7 @@ class ReplyStaging:
 
     def _drop(self, staged: StagedReply, why: str) -> None:
         node_id = staged.announcement.node_id
-        log(WARNING, "a half reply of node %s is dropped: %s", node_id, why)
+        log(WARNING, "an incomplete reply of node %s is dropped: %s", node_id, why)
         del self._open[node_id][staged.session]
         self._spool.remove_reply(node_id, staged.session)
 
@@ -318,11 +318,11 @@ class ReplyStaging:
             return f"no object for {limits.IDLE_SECONDS:.0f} s"
         row = link_states.find_instruction(state, announcement.instruction_id)
         if row is None or row.expires <= self._clock():
-            return "its instruction is over"
+            return "its instruction has ended"
         status = state.get_run_status({announcement.run_id}).get(announcement.run_id)
         if status is None or status.status == Status.FINISHED:
             return "its run has ended"
-        return "" if is_registered(announcement.node_id) else "the site's key is not registered any more"
+        return "" if is_registered(announcement.node_id) else "the site's key is no longer registered"
 
     def _judge_again(self, spooled: SpooledReply, state: Any) -> Announcement | None:
         """Return the announcement of a reply that was found on the disk; None where nobody waits for it."""

@@ -46,7 +46,7 @@ class PeriodicSweep:
             try:
                 self._sweep()
             except Exception as error:
-                log(ERROR, "the sweep of the fleet port", exc_info=error)
+                log(ERROR, "the fleet port's cleanup failed", exc_info=error)
 
 
 def clean_up_runs(state: Any) -> None:
@@ -69,6 +69,6 @@ def shrink_database(state: Any) -> None:
         free = connection.exec_driver_sql("PRAGMA freelist_count").scalar()
         size = connection.exec_driver_sql("PRAGMA page_size").scalar()
         if free * size > limits.MAX_FREE_DATABASE_BYTES:
-            log(INFO, "the database has %s bytes that are free; it is written anew", free * size)
+            log(INFO, "the database has %s free bytes; compacting it", free * size)
             connection.exec_driver_sql("VACUUM")
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -139,6 +139,6 @@ def require_attributes(process: Process) -> None:
     for attribute in REPLACED:
         if attribute.process == process and attribute.speaks in ("", line.speaks) and (fault := attribute.fault()):
             raise ConfigError(
-                f"flwr: expected what FedVeil replaces in a {process} (fedveil/{attribute.file}), found no {fault}; "
-                "take the version of Flower that constraints.txt names"
+                f"flwr: FedVeil replaces parts of Flower in a {process} (fedveil/{attribute.file}), found no {fault}; "
+                "install the version of Flower in constraints.txt"
             )

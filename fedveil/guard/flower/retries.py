@@ -75,7 +75,9 @@ class RetryPolicy:
             began = getattr(self._call, "push_began", None)
             late = began is not None and self._clock() - began >= PUSH_SECONDS
             if late:
-                _log.write(WARNING, f"the server has not taken a push for {PUSH_SECONDS:g} s ({status}); it is dropped")
+                _log.write(
+                    WARNING, f"the server has not accepted a push for {PUSH_SECONDS:g} s ({status}); dropping it"
+                )
             return late
         if status == _BAD_GATEWAY or (self._has_succeeded and _is_handshake(error, status)):
             return False

@@ -83,7 +83,7 @@ def test_a_turn_goes_on_from_what_was_sealed_and_refuses_another_key_and_none(tm
     last = turn_of(take(with_key(assignment(tmp_path), tmp_path / "key")))
     before, second = everything(tmp_path / "state"), after(last, assignment(tmp_path, 1))
     make_key(tmp_path / "other")
-    with pytest.raises(StateError, match="found a sealed one; name its key"):
+    with pytest.raises(StateError, match="found a sealed one; set its key"):
         take(second)
     with pytest.raises(StateError, match=r"found one of key [0-9a-f]{16}; name that key's file"):
         take(with_key(second, tmp_path / "other"))
@@ -94,7 +94,7 @@ def test_a_turn_goes_on_from_what_was_sealed_and_refuses_another_key_and_none(tm
 def test_files_in_the_clear_are_no_way_into_a_sealed_site(tmp_path, take, seal):  # noqa: F811
     """Who can write the disk, and has no key, puts a state, a secret or an empty ledger of his own there."""
     last = turn_of(take(assignment(tmp_path)))
-    with pytest.raises(StateError, match="found one in the clear; .* stop the site and run fedveil site seal"):
+    with pytest.raises(StateError, match="found an unsealed one; .* stop the site and run fedveil site seal"):
         take(with_key(after(last, assignment(tmp_path, 1)), tmp_path / "key"))
 
 
@@ -114,7 +114,7 @@ def test_two_sealed_files_of_a_site_do_not_change_places(tmp_path, take, seal): 
     for mine, other in others:
         sealed_content = mine.read_bytes()
         mine.write_bytes(other.read_bytes())
-        with pytest.raises(StateError, match="it was put in another's place"):
+        with pytest.raises(StateError, match="files were swapped"):
             take(again)
         mine.write_bytes(sealed_content)
     take(again)

@@ -30,7 +30,7 @@ def test_signals_that_come_together_are_one(monkeypatch, capsys):
     assert main.main(["methods"]) == 130
     assert stopped == [True]
     os.kill(os.getpid(), signal.SIGTERM)  # as the interpreter ends
-    assert capsys.readouterr().err == "interrupted: everything that was started is stopped\n"
+    assert capsys.readouterr().err == "interrupted: all started processes were stopped\n"
 
 
 def test_a_later_signal_breaks_off_a_stopping_that_takes_too_long(monkeypatch):

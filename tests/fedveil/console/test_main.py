@@ -86,14 +86,14 @@ def test_every_argument_says_what_it_is():
 def test_a_wrong_command_is_one_line_that_names_the_nearest(given, meant, capsys):
     assert main.main([given, "--rounds", "1"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: command: expected one that fedveil has, found {given!r}; ")
+    assert error.startswith(f"error: command: unknown command {given!r}; ")
     assert meant in error
     assert error.count("\n") == 1
 
 
 def test_no_command_shows_the_help(capsys):
     assert main.main([]) == 2
-    assert "for whoever operates a federation:" in capsys.readouterr().err
+    assert "for the operator of a federation:" in capsys.readouterr().err
 
 
 def test_methods_lists_every_method(capsys):
@@ -114,7 +114,7 @@ def test_methods_shows_fields_and_wire(name, capsys):
 def test_the_help_says_where_the_documents_are_that_messages_name(capsys):
     with pytest.raises(SystemExit):
         main.main(["--help"])
-    assert "look in the source that this was installed from" in capsys.readouterr().out
+    assert "are in the source that this was installed from" in capsys.readouterr().out
 
 
 # What a command prints by itself may still be in a buffer when it has ended.
@@ -132,15 +132,15 @@ def test_a_full_disk_is_one_line_and_no_traceback(given):
     with open("/dev/full", "w") as full:
         command, buffered = [sys.executable, *given], os.environ | {"PYTHONUNBUFFERED": ""}
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
-    words = "error: no space left on device; free space where this writes, then give the command again\n"
+    words = "error: no space left on device; free space there, then run the command again\n"
     assert (done.returncode, done.stderr) == (2, words)
 
 
 @pytest.mark.parametrize(
     "error,words",
     [
-        (OSError(errno.ENOSPC, "x"), "error: no space left on device; free space where this writes"),
-        (OSError(errno.EDQUOT, "x", "/a/\x1bb"), r"error: /a/\x1bb: disk quota exceeded; free space where this writes"),
+        (OSError(errno.ENOSPC, "x"), "error: no space left on device; free space there"),
+        (OSError(errno.EDQUOT, "x", "/a/\x1bb"), r"error: /a/\x1bb: disk quota exceeded; free space there"),
     ],
 )
 def test_a_file_without_room_is_one_line(error, words, monkeypatch, capsys):
@@ -149,7 +149,7 @@ def test_a_file_without_room_is_one_line(error, words, monkeypatch, capsys):
 
     monkeypatch.setattr(methods, "run", full)
     assert main.main(["methods"]) == 2
-    assert capsys.readouterr().err == f"{words}, then give the command again\n"
+    assert capsys.readouterr().err == f"{words}, then run the command again\n"
 
 
 def test_an_error_of_the_system_that_no_file_has_is_not_hidden(monkeypatch):
@@ -164,4 +164,4 @@ def test_an_error_of_the_system_that_no_file_has_is_not_hidden(monkeypatch):
 def test_a_command_of_another_distribution_is_named_with_it(monkeypatch, capsys):
     monkeypatch.setattr(main, "find_command", lambda name: None)
     assert main.main(["bench", "--list"]) == 2
-    assert "bench comes with the package fedveil-bench (in a checkout: make bench)" in capsys.readouterr().err
+    assert "bench is part of the package fedveil-bench (in a checkout: make bench)" in capsys.readouterr().err

@@ -181,7 +181,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
 @pytest.mark.parametrize(
     "policy,reason",
     [
-        (None, "permits nothing without one"),
+        (None, "requires one, found none"),
         ('methods = ["fedrand"]', "method.name: this site permits"),
         (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         (f'signers = ["{PUBLIC}"]', "app signer: .* found none that"),
@@ -202,7 +202,7 @@ def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, 
     [
         (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         ('methods = ["fedavg"]', "message: expected FedVeil's records order and fedveil, found numbers, settings"),
-        (None, "permits nothing without one"),
+        (None, "requires one, found none"),
         ("methods = fedavg", "expected a readable policy file"),
     ],
 )
@@ -371,7 +371,7 @@ def test_something_else_than_an_upload_is_withheld_and_the_server_learns_no_text
     site.runtime.push_message(
         None, Message(RecordDict({"rows": ConfigRecord({"name": "Ada"})}), reply_to=site.message), None
     )
-    assert site.sent[-1].error.reason.startswith("PolicyError: reply: expected the record fedveil alone, found 1")
+    assert site.sent[-1].error.reason.startswith("PolicyError: reply: expected only the record fedveil, found 1")
     assert "Ada" not in site.sent[-1].error.reason
 
 

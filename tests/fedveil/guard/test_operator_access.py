@@ -148,7 +148,7 @@ def test_who_is_revoked_or_past_the_last_day_is_refused_by_name(port):
     assert "revoked" in port.said
     other = kept.OperatorRegistry(port.registry).add("submit", "submit", 30, renew=True)
     assert port.ask("/v1/control/start-run", port.tokens["submit"]) == 403
-    assert "not known" in port.said
+    assert "token is unknown" in port.said
     assert port.ask("/v1/control/start-run", other) == 200
     port.control.clock = MonotonicClock(NOW + timedelta(days=31))
     assert port.ask("/v1/control/start-run", other) == 403

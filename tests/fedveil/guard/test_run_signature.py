@@ -40,17 +40,17 @@ def test_it_is_of_one_key_run_day_and_bundle():
         (f"{kind} {key} 2026-02-31 {signed}", "first", DIGEST),
         (f"{kind} {key} {day} {signed[:-6]}", "first", DIGEST),
     ):
-        with pytest.raises(PolicyError, match="expected a signature of the run"):
+        with pytest.raises(PolicyError, match="expected a signature over run"):
             run_signature.verify_signer(text, run, digest, DAY)
 
 
 def test_its_day_ends():
-    with pytest.raises(PolicyError, match="expected a day that is not over, found 2026-03-31; sign it with"):
+    with pytest.raises(PolicyError, match="expected a date that has not passed, found 2026-03-31; sign it with"):
         run_signature.verify_signer(TEXT, "first", DIGEST, DAY + timedelta(days=1))
 
 
 def test_the_form_of_version_0_1_is_refused_in_words():
-    with pytest.raises(PolicyError, match="found one of a bundle alone, as version 0.1 made them; sign it with"):
+    with pytest.raises(PolicyError, match="found one over the bundle only, as made by version 0.1; sign it with"):
         run_signature.verify_signer(of_version_0_1(DIGEST), "first", DIGEST, DAY)
 
 
@@ -67,10 +67,10 @@ def test_something_else_is_refused_in_few_words(text):
     "text,reason",
     [
         ("ssh-lattice AAAAC3NzaC1sYXR0aWNl c2lnbmF0dXJl", "KEY DATE SIGNATURE"),
-        ("ssh-ed25519 AAAAC3NzaC1sYXR0aWNl 2999-12-31 c2lnbmF0dXJl", "expected a signature of the run"),
-        ("old", "of a bundle alone"),
-        ("yesterday", "expected a day that is not over"),
-        ("another name", "expected a signature of the run 'r'"),
+        ("ssh-ed25519 AAAAC3NzaC1sYXR0aWNl 2999-12-31 c2lnbmF0dXJl", "expected a signature over run"),
+        ("old", "over the bundle only"),
+        ("yesterday", "expected a date that has not passed"),
+        ("another name", "expected a signature over run 'r'"),
     ],
 )
 @pytest.mark.parametrize("policy", ["", f'signers = ["{PUBLIC}"]'])

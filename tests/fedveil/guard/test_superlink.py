@@ -67,7 +67,7 @@ def test_operators_and_sites_have_a_port_each(control, folder, monkeypatch, caps
     monkeypatch.setattr(sys, "argv", own(folder, *control))
     with pytest.raises(SystemExit):
         superlink.prepare_arguments()
-    assert "expected another port than the control port's, found 9092" in capsys.readouterr().err
+    assert "expected a port other than the control port, found 9092" in capsys.readouterr().err
 
 
 def test_with_a_flower_that_is_not_known_it_does_not_start(folder, monkeypatch, capsys):

@@ -63,10 +63,10 @@ def program(said: str) -> str:
 def test_init_makes_an_ends_keys_and_says_what_to_do_with_them(tmp_path, capsys):
     assert main(["relay", "init", "--out", str(tmp_path / "keys")]) == 0
     stdout = capsys.readouterr().out
-    assert "keys/peer.pub of its kit" in stdout
+    assert "keys/peer.pub in its kit" in stdout
     assert "SHA256:" in stdout.splitlines()[-1]
     assert main(["relay", "init", "--out", str(tmp_path / "keys")]) == 2
-    assert "expected none yet, found one" in capsys.readouterr().err
+    assert "expected no key yet, found one" in capsys.readouterr().err
     assert main(["relay", "init"]) == 2
     assert "fedveil relay init --kit ." in capsys.readouterr().err
 
@@ -107,14 +107,14 @@ def _settings(kit: Path) -> EndpointConfig:
 @pytest.mark.parametrize(
     "break_,said",
     [
-        (lambda kit: (kit / "keys" / "relay.key").unlink(), "fedveil relay init makes one"),
+        (lambda kit: (kit / "keys" / "relay.key").unlink(), "make one with fedveil relay init"),
         (lambda kit: (kit / "keys" / "peer.pub").unlink(), "expected the other end's relay.pub"),
-        (lambda kit: (kit / "keys" / "peer.pub").write_text("nobody"), "copy the other end's relay.pub anew"),
+        (lambda kit: (kit / "keys" / "peer.pub").write_text("nobody"), "copy the other end's relay.pub again"),
         (
             lambda kit: (kit / "keys" / "peer.pub").write_bytes((kit / "keys" / "relay.pub").read_bytes()),
             "found this end's own",
         ),
-        (lambda kit: (kit / "keys" / "relay.key").chmod(0o644), "only its owner can read"),
+        (lambda kit: (kit / "keys" / "relay.key").chmod(0o644), "readable only by its owner"),
     ],
     ids=["no key", "no peer", "another peer", "its own peer", "a key for all"],
 )
@@ -130,10 +130,10 @@ def test_keys_that_do_not_serve_are_said_before_anything_starts(kits, end, actio
 def test_the_folder_that_letters_come_by_must_be_there(kits, end, action, folder, capsys):
     (kits[end] / folder).rmdir()
     assert relay(action, kits[end]) == 2
-    assert f"{folder.upper()}: expected the folder that letters come by, found none" in capsys.readouterr().err
+    assert f"{folder.upper()}: expected the folder for exchanged files, found none" in capsys.readouterr().err
     one = str(kits[end])
     assert main(["relay", action, "--kit", one, one, one]) == 2
-    assert "REPLIES: expected another folder than that of the orders" in capsys.readouterr().err
+    assert "REPLIES: expected a folder other than ORDERS" in capsys.readouterr().err
     assert relay(action, kits[end], "--most-mb", "5000") == 2
     assert "--most-mb: expected 1 to 1900, found 5000" in capsys.readouterr().err
 

@@ -251,7 +251,7 @@ def test_an_answered_order_is_not_taken_again_and_a_second_reply_is_not_sent(bot
     server.look()
     assert len(server.sent) == 1
     assert "again-" in server.said()[-1]
-    assert "was taken before" in server.said()[-1]
+    assert "was accepted before" in server.said()[-1]
     assert len(Server(both).end._answered) == 1  # also after a start
 
 
@@ -292,8 +292,8 @@ def test_an_order_that_ended_is_refused_by_the_sites_clock_and_taken_back_by_the
     server.look()
     assert server.orders() == []
     assert server.sent == []
-    assert "its time is over" in " ".join(server.said())
-    assert "expected a reply to an order that is open" in server.said()[-1]
+    assert "it has expired" in " ".join(server.said())
+    assert "expected a reply to an open order" in server.said()[-1]
 
 
 def test_secure_aggregation_is_refused_at_once_for_nobody_waits_so_long(both):
@@ -318,7 +318,7 @@ def test_an_end_that_starts_anew_takes_back_what_nobody_waits_for_and_no_other_f
     (both.server.orders / "notes.txt").touch()
     server = Server(both)
     assert [file.name for file in server.orders()] == ["notes.txt"]
-    assert "the relay ended meanwhile" in server.said()[-1]
+    assert "the relay has ended in the meantime" in server.said()[-1]
 
 
 def test_a_folder_in_the_place_of_an_order_stops_neither_the_end_nor_the_next_start(both):
@@ -347,7 +347,7 @@ def test_a_reply_to_a_run_that_has_ended_is_said_and_the_next_one_goes_on(both):
     site.answer(upload(taken))
     both.carry()
     server.look()
-    assert "was lost, perhaps for the run has ended" in server.said()[-1]
+    assert "was lost, perhaps because the run has ended" in server.said()[-1]
     ended = message()
     server.messages, server._run = [ended], _not_running  # type: ignore[method-assign]
     server.look()
@@ -384,7 +384,7 @@ def test_another_sites_reply_is_refused(both):
     assert "sender: expected" in server.said()[-1]
     letter(both, both.server.replies, f"{'ab' * 16}.relay", reply, REPLY, SITE, SERVER)
     server.look()
-    assert "expected a reply to an order that is open" in server.said()[-1]  # of another letter's number
+    assert "expected a reply to an open order" in server.said()[-1]  # of another letter's number
     assert server.sent == []
     letter(both, both.server.replies, f"{id_}.relay", reply, REPLY, SITE, SERVER)
     server.look()
@@ -397,8 +397,8 @@ def test_another_sites_reply_is_refused(both):
         ({"message": b"\xff\xff"}, "expected a message, run and bundle of Flower"),
         ({"run": b"\xff\xff"}, "expected a message, run and bundle of Flower"),
         ({"bundle": b"\xff\xff"}, "expected a message, run and bundle of Flower"),
-        ({"run": b""}, "expected message, run and node to fit each other"),
-        ({"node": 5}, "expected message, run and node to fit each other"),
+        ({"run": b""}, "expected matching message, run and node"),
+        ({"node": 5}, "expected matching message, run and node"),
     ],
     ids=["message", "run", "bundle", "another run", "another node"],
 )
@@ -461,7 +461,7 @@ def test_a_folder_that_is_gone_is_said_once_and_waited_for(both):
     both.server.replies.rmdir()
     server.look()
     server.look()
-    assert sum("expected a folder that letters come by" in words for words in server.said()) == 1
+    assert sum("expected a folder for exchanged files" in words for words in server.said()) == 1
 
 
 def test_of_a_bundles_message_nothing_else_is_written(both):
@@ -473,7 +473,7 @@ def test_of_a_bundles_message_nothing_else_is_written(both):
     assert taken is not None
     extra = upload(taken)
     extra.content["more"] = ConfigRecord({"row": "a name"})
-    with pytest.raises(PolicyError, match="expected the record fedveil alone"):
+    with pytest.raises(PolicyError, match="expected only the record fedveil"):
         reply_of(extra, "ab" * 16, 1.0)
 
 

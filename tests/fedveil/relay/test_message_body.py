@@ -68,5 +68,5 @@ def test_a_reason_is_shown_as_text():
 )  # fmt: skip
 def test_bytes_that_are_neither_are_refused(content):
     for kind in (RelayRequest, RelayReply):
-        with pytest.raises(WireError, match="letter: expected"):
+        with pytest.raises(WireError, match="relay file: expected"):
             kind.from_bytes(content)

@@ -1,7 +1,7 @@
-"""`fedveil app`: prints the digest of the app's bundle, or signs it for a run.
+"""`fedveil app`: prints the digest of an app's bundle, or signs it for a run.
 
-A site's policy names either: app-digests, or the signers that it trusts. A signature is of one bundle in runs of one
-name until the end of one day, in UTC.
+A site's policy names app digests, or the signers that it trusts. A signature covers one bundle, in runs of one name,
+until the end of one day in UTC.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     digest_parser = actions.add_parser("digest", help="print the SHA-256 of the bundle that `flwr run` would send")
     digest_parser.set_defaults(run=_digest)
-    sign = actions.add_parser("sign", help="print the run.signature that goes with it")
+    sign = actions.add_parser("sign", help="print the run.signature for that bundle")
     sign.add_argument("--key", type=Path, required=True, help='Ed25519 private key: ssh-keygen -t ed25519 -N "" -f key')
-    sign.add_argument("--run", required=True, dest="name", metavar="NAME", help="the run.name that it is for")
-    sign.add_argument("--until", required=True, type=_day, metavar="DATE", help="its last day, as 2026-03-31, in UTC")
+    sign.add_argument("--run", required=True, dest="name", metavar="NAME", help="the run.name to sign for")
+    sign.add_argument(
+        "--until", required=True, type=_day, metavar="DATE", help="last valid day in UTC, such as 2026-03-31"
+    )
     sign.set_defaults(run=_sign)
     for action in (digest_parser, sign):
         action.add_argument(
@@ -49,11 +51,11 @@ def _sign(args: argparse.Namespace) -> int:
         key = serialization.load_ssh_private_key(args.key.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"--key: expected an OpenSSH private key without a passphrase, found none ({error}); ssh-keygen makes one"
+            f"--key: expected an OpenSSH private key without a passphrase, found none ({error}); make one: ssh-keygen"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
-            f"--key: expected an Ed25519 key, found {type(key).__name__}; ssh-keygen -t ed25519 makes one"
+            f"--key: expected an Ed25519 key, found {type(key).__name__}; make one: ssh-keygen -t ed25519"
         )
     parse({"run.name": args.name})  # a name that a run may have
     print(f'run.name="{args.name}"')
@@ -65,7 +67,7 @@ def _day(text: str) -> date:
     try:
         day = date.fromisoformat(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a day such as 2026-03-31, found {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected a date such as 2026-03-31, found {text!r}") from None
     if day < datetime.now(UTC).date():
-        raise argparse.ArgumentTypeError(f"expected a day that is not over, found {text}")
+        raise argparse.ArgumentTypeError(f"expected today or a later date (UTC), found {text}")
     return day

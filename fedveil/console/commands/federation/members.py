@@ -1,8 +1,8 @@
-"""`fedveil members`: adds sites, lets keys in and out, renews the server's.
+"""`fedveil members`: adds sites; registers, renews and revokes keys.
 
-The registry is changed after Flower has been: what it says of a key is what Flower does. Flower is asked through its
-command line, at the control port of this machine. `--offline` changes the registry alone, for a server whose database
-is lost or not there yet; `fedveil members sync` then brings Flower to what the registry says.
+A change goes to Flower first and to the registry after that, so both agree. Flower is reached with its command line,
+at the control port of this machine. `--offline` changes only the registry, for a server whose database is lost or does
+not exist yet; `fedveil members sync` then brings Flower in line with the registry.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ _SEEN = "/roster/roster.json"  # by what runs apps, in the containers of the com
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    listed = actions.add_parser("list", help="each site with its state and its last day; 1 where one is soon or over")
+    listed = actions.add_parser("list", help="list sites with state and last day; exit code 1 if a day is near or past")
     listed.set_defaults(run=_list)
-    add = actions.add_parser("add", help="one more site: its start-up kit")
+    add = actions.add_parser("add", help="add a site and write its start-up kit")
     add.set_defaults(run=_add)
-    register = actions.add_parser("register", help="let a site's key in, from the request that fedveil site init made")
+    register = actions.add_parser("register", help="register a site's keys from the request made by fedveil site init")
     register.set_defaults(run=_register)
-    revoke = actions.add_parser("revoke", help="shut a site's key out for good")
+    revoke = actions.add_parser("revoke", help="revoke a site's key permanently")
     revoke.set_defaults(run=_revoke)
-    expire = actions.add_parser("expire", help="shut out every key past its last day; for a daily timer")
+    expire = actions.add_parser("expire", help="expire every key past its last day; meant for a daily timer")
     expire.set_defaults(run=_expire)
-    sync = actions.add_parser("sync", help="register with Flower every key of the registry that it does not know")
+    sync = actions.add_parser("sync", help="bring Flower's registered keys in line with the registry")
     sync.set_defaults(run=_sync)
-    roster = actions.add_parser("roster", help="the digest of the sites' signing keys, and the file of them")
+    roster = actions.add_parser("roster", help="write the sites' signing keys to a file and print their digest")
     roster.set_defaults(run=_roster)
-    renew = actions.add_parser("renew-server", help="a new key and certificate for the server, from the same CA")
+    renew = actions.add_parser("renew-server", help="issue a new key and certificate for the server from the same CA")
     renew.set_defaults(run=_renew)
     for action in (listed, add, register, revoke, expire, sync, roster, renew):
-        action.add_argument("folder", type=Path, help="what fedveil provision made")
+        action.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     roster.add_argument(
-        "--out", type=Path, metavar="FILE", help="where the keys go; default: server/roster/roster.json in FOLDER"
+        "--out", type=Path, metavar="FILE", help="file to write; default: server/roster/roster.json in FOLDER"
     )
-    add.add_argument("site", metavar="SITE", help="its name")
+    add.add_argument("site", metavar="SITE", help="the site's name")
     register.add_argument("request", type=Path, help="request.json")
     register.add_argument(
-        "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - to register without"
+        "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - skips the comparison"
     )
-    revoke.add_argument("site", help="its name")
-    renew.add_argument("--ca-key", type=Path, help="ca.key, where it is not in the folder any more")
+    revoke.add_argument("site", help="the site's name")
+    renew.add_argument("--ca-key", type=Path, help="path of ca.key if it is no longer in the folder")
     for action in (register, revoke, expire):
         action.add_argument(
-            "--offline", action="store_true", help="change the registry alone: the server is not running"
+            "--offline", action="store_true", help="change only the registry, while the server is not running"
         )
         action.set_defaults(run=partial(_asking, action.get_default("run")))
 
@@ -74,9 +74,9 @@ def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
         return act(args)
     except ServerUnreachableError:
         raise ServerUnreachableError(
-            f"members: expected the running server of {args.folder}, which does not answer; start it with fedveil "
-            f"server start {args.folder}, or change the registry alone with --offline, and once the server runs "
-            f"fedveil members sync {args.folder}"
+            f"members: expected the server of {args.folder} to be running, but it does not answer; start it with "
+            f"fedveil server start {args.folder}, or change only the registry with --offline and run fedveil members "
+            f"sync {args.folder} once the server runs"
         ) from None
 
 
@@ -105,8 +105,8 @@ def _add(args: argparse.Namespace) -> int:
     file.parent.mkdir(mode=0o700, exist_ok=True)
     startup_kit.write_kit(file, federation, args.site, ca.read_bytes())
     members.add(args.site)
-    print(f"{args.site}: added; its kit is {file}")
-    print(f"next: send it there; what comes back goes to fedveil members register {args.folder} request.json")
+    print(f"{args.site}: added; the start-up kit is {file}")
+    print(f"next: send the kit to the site, then run fedveil members register {args.folder} request.json")
     return 0
 
 
@@ -115,7 +115,7 @@ def _certificate(file: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{file}: expected a certificate that fedveil provision made, found none ({error}); bring it back"
+            f"{file}: expected a certificate that fedveil provision made, found none ({error}); restore it"
         ) from None
 
 
@@ -135,9 +135,9 @@ def _register(args: argparse.Namespace) -> int:
     if args.fingerprint not in ("-", asked.fingerprint):
         raise ConfigError(
             # Not the request's own: it would be copied from here, and nobody asked over the telephone.
-            f"--fingerprint: expected that of the keys in {args.request}, found {sanitize(args.fingerprint, 100)}, "
-            "which is another; have the site read out what its fedveil site init printed, and do not register this "
-            "request where it still differs"
+            f"--fingerprint: expected the fingerprint of the keys in {args.request}, found another: "
+            f"{sanitize(args.fingerprint, 100)}; have the site read out the one that its fedveil site init printed, "
+            "and do not register this request if it still differs"
         )
     node = ""
     if (flower := _flower(args)) is not None:
@@ -146,7 +146,9 @@ def _register(args: argparse.Namespace) -> int:
     members.register(site, asked.key, node, signing=asked.signing)
     print(f"{site}: registered, keys {asked.fingerprint}, until {members.sites[site]['until'][:10]}")
     if before != asked.signing:
-        print(f"its signing key is new: fedveil members roster {args.folder}, and the sites compare the digest")
+        print(
+            f"its signing key is new: run fedveil members roster {args.folder}, and have the sites compare the digest"
+        )
     return 0
 
 
@@ -157,19 +159,21 @@ def _roster(args: argparse.Namespace) -> int:
         if site in keys_:
             print(f"{site:<20} {enrollment.short_key(keys_[site])}")
         elif entry["state"] == "registered":
-            print(f"{site:<20} has NO signing key: fedveil site init --renew there makes one, then register it")
+            print(f"{site:<20} has NO signing key: run fedveil site init --renew there, then register the request")
         else:
-            print(f"{site:<20} is not in it: {entry['state']}")
+            print(f"{site:<20} is not in the roster: {entry['state']}")
     if not keys_:
-        raise ConfigError(f"{args.folder}: expected a registered site with a signing key, found none; register one")
+        raise ConfigError(
+            f"{args.folder}: expected a registered site with a signing key, found none; register a site first"
+        )
     out = args.out or roster_file(args.folder)
     write_atomic(out, SigningKeyRoster(signing_keys=keys_).to_bytes())
     seen = "" if args.out else f", in containers {_SEEN}"
     print(f"{out}: {len(keys_)} sites; for secure.roster of the run config{seen}")
     print(
-        "each site finds its own key above (fedveil doctor shows it there); then the sites read the next line to each"
+        "each site checks its own key above (fedveil doctor shows it there); then the sites read the next line to each"
     )
-    print("other, without the server, and put it into their site-policy.toml:")
+    print("other, not through the server, and put it into their site-policy.toml:")
     print(f'roster = "{roster_digest(keys_)}"')
     return 0
 
@@ -180,7 +184,7 @@ def _revoke(args: argparse.Namespace) -> int:
     if (flower := _flower(args)) is not None:
         _unregister(flower, members, args.site)
     members.end(args.site, "revoked")
-    print(f"{args.site}: revoked; its key is not accepted again")
+    print(f"{args.site}: revoked; this key is never accepted again")
     return 0
 
 
@@ -192,7 +196,7 @@ def _expire(args: argparse.Namespace) -> int:
         if flower is not None:
             _unregister(flower, members, site)
         members.end(site, "expired")
-        print(f"{site}: expired; a new key comes with fedveil site init --renew at the site")
+        print(f"{site}: expired; make a new key at the site with fedveil site init --renew")
     if not over:
         print("no key is past its last day")
     return 0
@@ -209,7 +213,7 @@ def _sync(args: argparse.Namespace) -> int:
     for site, entry in sorted(members.sites.items()):
         if (entry["state"] in ("revoked", "expired") or site in over) and entry.get("node") in known:
             flower.unregister(entry["node"])
-            print(f"{site}: {entry['state']}, and now shut out by Flower too")
+            print(f"{site}: {entry['state']}, and now unregistered from Flower too")
     return 0
 
 
@@ -221,18 +225,18 @@ def _renew(args: argparse.Namespace) -> int:
         key = serialization.load_pem_private_key(file.read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"--ca-key: expected the CA's private key at {file}, found none ({error}); fetch it"
+            f"--ca-key: expected the CA's private key at {file}, found none ({error}); fetch it from its safe place"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise ConfigError(f"--ca-key: expected the key of {args.folder / 'ca' / 'ca.crt'}, found another at {file}")
     if ca.not_valid_after_utc <= datetime.now(UTC):
         raise ConfigError(
             f"ca.crt: expected a CA that is still valid, found one until {ca.not_valid_after_utc:%Y-%m-%d}; "
-            "provision anew, every site needs the new ca.crt"
+            "provision again; every site then needs the new ca.crt"
         )
     certificates.write_server(args.folder / "server", ca, key, federation.server_names, timedelta(days=federation.days))
     print(
-        f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites come back by themselves"
+        f"{args.folder / 'server'}: new server.pem and server.key; restart the SuperLink, sites reconnect by themselves"
     )
     return 0
 

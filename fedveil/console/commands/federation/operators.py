@@ -29,25 +29,29 @@ from fedveil.records.atomic_files import write_atomic
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    add = actions.add_parser("add", help="let an operator in; the token goes to a file, and is kept nowhere else")
-    add.add_argument("--role", required=True, choices=sorted(ROLES), help="what they may do")
-    add.add_argument("--days", type=int, default=180, metavar="N", help="for how long; default: 180")
-    add.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the token goes: give it to them")
+    add = actions.add_parser("add", help="add an operator and write the token to a file, its only copy")
+    add.add_argument("--role", required=True, choices=sorted(ROLES), help="permissions of the operator")
+    add.add_argument("--days", type=int, default=180, metavar="N", help="days until the token expires; default: 180")
     add.add_argument(
-        "--renew", action="store_true", help="another token, role and time for one who is known; the old one ends"
+        "--out", type=Path, required=True, metavar="FILE", help="file for the token; hand it to the operator"
     )
+    add.add_argument("--renew", action="store_true", help="replace the token, role and expiry of an existing operator")
     add.set_defaults(run=_add)
-    revoke = actions.add_parser("revoke", help="shut an operator out, at once")
+    revoke = actions.add_parser("revoke", help="revoke an operator's token immediately")
     revoke.set_defaults(run=_revoke)
-    listed = actions.add_parser("list", help="each operator with role, state and last day; 1 where one is over")
+    listed = actions.add_parser(
+        "list", help="list operators with role, state and last day; exit code 1 if a token expired"
+    )
     listed.set_defaults(run=_list)
     for action in (add, revoke, listed):
-        action.add_argument("folder", type=Path, help="what fedveil provision made")
+        action.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     for action in (add, revoke):
         action.add_argument("name", metavar="NAME", help="the operator's name")
-    login = actions.add_parser("login", help="at the operator's machine: make the folder that --federation names")
-    login.add_argument("folder", type=Path, help="the folder to make, or to give another token")
-    login.add_argument("--token", type=Path, required=True, metavar="FILE", help="what fedveil operators add wrote")
+    login = actions.add_parser("login", help="on the operator's machine: make the folder to pass as --federation")
+    login.add_argument("folder", type=Path, help="the folder to create, or to update with another token")
+    login.add_argument(
+        "--token", type=Path, required=True, metavar="FILE", help="the file written by fedveil operators add"
+    )
     login.add_argument("--ca", type=Path, required=True, metavar="FILE", help="the federation's ca.crt")
     login.add_argument(
         "--address", default="127.0.0.1:8000", metavar="HOST:PORT", help="the control port; default: 127.0.0.1:8000"
@@ -72,7 +76,7 @@ def _add(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     OperatorRegistry(registry_folder(args.folder)).revoke(args.name)
-    print(f"{args.name}: revoked, from the next request on")
+    print(f"{args.name}: revoked as of the next request")
     return 0
 
 
@@ -92,15 +96,16 @@ def _login(args: argparse.Namespace) -> int:
         token, ca = args.token.read_text().strip(), args.ca.read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--token, --ca: expected two files, found none ({error}); ask who operates the server"
+            f"--token, --ca: expected two readable files, found a problem ({error}); ask the server's operator for them"
         ) from None
     if not token.isascii() or not 1 <= len(token) <= 200 or any(c.isspace() for c in token):
         raise ConfigError(
-            f"--token: expected what fedveil operators add wrote, found something else in {args.token}; ask for it"
+            f"--token: expected a token written by fedveil operators add, found something else in {args.token}; ask "
+            "the server's operator for it"
         )
     home = paths.private_folder(args.folder.absolute() / "server" / "flower")
     write_atomic(home.parent / "ca.crt", ca)
     write_connection(home, args.address, home.parent / "ca.crt")
     write_login(home, args.address, token)
-    print(f"{args.folder}: fedveil submit --federation {args.folder} ... goes to {args.address}")
+    print(f"{args.folder}: fedveil submit --federation {args.folder} ... now submits to {args.address}")
     return 0

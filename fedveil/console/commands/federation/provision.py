@@ -39,7 +39,7 @@ _CA_LASTS = 3  # times the server's certificate
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("file", type=Path, help="federation.toml")
-    parser.add_argument("--out", type=Path, help="folder to make; default: the federation's name, beside the file")
+    parser.add_argument("--out", type=Path, help="folder to create; default: the federation's name, next to the file")
     parser.set_defaults(run=run)
 
 
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     out = (args.out or args.file.parent / federation.name).absolute()
     if out.exists():
         raise ConfigError(
-            f"--out: expected a folder that does not exist yet, found {out}; one that is there gets another "
-            f"site by fedveil members add {out} SITE"
+            f"--out: expected a folder that does not exist yet, found {out}; to add a site to an existing federation, "
+            f"run fedveil members add {out} SITE"
         )
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         f"next: move {out / 'ca' / 'ca.key'} to a safe place, start the server (fedveil server start {out}, or "
         "docs/deploy/provision.md),"
     )
-    print(f"      send each site its kit, and register what comes back: fedveil members register {out} request.json")
+    print(f"      send each site its kit, and register its request: fedveil members register {out} request.json")
     return 0
 
 

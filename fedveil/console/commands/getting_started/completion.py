@@ -1,4 +1,4 @@
-"""`fedveil completion`: prints what makes a shell complete commands and options.
+"""`fedveil completion`: prints a shell script that completes commands and options.
 
 For bash: `eval "$(fedveil completion bash)"` in ~/.bashrc; for zsh: the same with zsh, after compinit, in ~/.zshrc.
 """
@@ -27,7 +27,7 @@ _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("shell", choices=("bash", "zsh"), help="of which shell")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell to complete in")
     parser.set_defaults(run=run)
 
 

@@ -1,8 +1,8 @@
 """`fedveil demo`: runs methods side by side on this machine, and attacks each one.
 
-One SuperLink and a SuperNode for each site, with TLS and node authentication. It ends with one picture of quality, what
-an attacker could tell and bytes, with a report, and leaves no process behind. With the defaults it takes some minutes
-on two cores. "+secure" after a method stands for secure aggregation.
+It starts one SuperLink and a SuperNode per site, with TLS and node authentication. It writes a report and a picture of
+quality, bytes sent, and what an attacker could learn, and leaves no process behind. With the defaults it takes some
+minutes on two cores. "+secure" after a method adds secure aggregation.
 
     fedveil demo
     fedveil demo --methods fedavg,fedrand,fedpara+secure --rounds 6
@@ -61,7 +61,7 @@ _OWN = {
     "run.dir": "name a folder with --out",
     "run.name": "a run has its method's name; name a folder with --out",
     "run.rounds": "give --rounds",
-    "run.resume": "the demo starts its runs anew; leave it out",
+    "run.resume": "the demo always starts new runs; leave it out",
     "cohort.sites": "give --sites",
     "cohort.min-sites": "the demo's quorum is 2; leave it out",
 }
@@ -89,18 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     default = "fedavg,fedrand,fedrand+secure"
     parser.add_argument("--methods", default=default, metavar="NAMES", help=f"default: {default}")
-    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="of each method; default: 2")
+    parser.add_argument("--rounds", type=_positive, default=2, metavar="N", help="rounds per method; default: 2")
     parser.add_argument("--sites", type=_positive, default=3, metavar="N", help="default: 3")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/demo"), metavar="FOLDER",
-        help="for the runs, the summary and the report; default: runs/demo",
+        help="folder for runs, summary and report; default: runs/demo",
     )  # fmt: skip
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of the run config, as train.epochs=2; repeatable",
+        help="run config override such as train.epochs=2; repeatable",
     )
     parser.add_argument("--keep-logs", action="store_true", help="keep every process's log in FOLDER/logs")
     parser.set_defaults(run=run)
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else waiting threads spin on cores that others need
     console, out, started = make_console(), _writable(args.out.absolute()), time.monotonic()
     if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
-        console.print(f"{out} has runs of an earlier demo, which these replace: {', '.join(old)}", soft_wrap=True)
+        console.print(f"{out} has runs of an earlier demo, which this one replaces: {', '.join(old)}", soft_wrap=True)
     speaks = flower.installed_release().speaks
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
     data = Path(settings.get("task.data", DATA))
@@ -151,7 +151,7 @@ def _aside(console: Console, begun: Sequence[Future[DemoMeasurements]]) -> Itera
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         if any(attack.running() for attack in begun):
-            console.print("The federation is stopped; an attack under way ends first, within a minute or so")
+            console.print("The federation has stopped; waiting for a running attack to end, about a minute")
         raise
     finally:
         pool.shutdown()
@@ -186,8 +186,8 @@ def _drawn(sites: int, fraction: float) -> str:
     if drawn == sites:
         return ""
     return (
-        f"Each round draws {drawn} of the {sites} sites (cohort.fraction = {fraction:g}), for real federations seldom "
-        "have all of theirs at once; --set cohort.fraction=1 asks all"
+        f"Each round samples {drawn} of the {sites} sites (cohort.fraction = {fraction:g}), because real federations "
+        "rarely have all sites online at once; --set cohort.fraction=1 uses all"
     )
 
 
@@ -196,7 +196,7 @@ def _explain(federation: LocalDeployment, run: int, method: str, ended: RunOutco
     for site in federation.sites:
         if reason := federation.last_error(site):
             print(f"{site}: {sanitize(reason)}", file=sys.stderr)
-    print(f"Every log is in {out / 'logs'}", file=sys.stderr)
+    print(f"All logs are in {out / 'logs'}", file=sys.stderr)
     if not federation.status(run).get("reason"):  # else its own words, and Flower's trace of them adds none
         print("The ServerApp's last lines:", file=sys.stderr)
         print("\n".join(map(sanitize, federation.server_log(run).splitlines())), file=sys.stderr)
@@ -232,7 +232,7 @@ def _results(console: Console, out: Path, arms: list[DemoRun], measured: list[Fu
     for line in demo_report.summary_sentences(demo_runs):
         console.print(line, style="bold", soft_wrap=True)
     picture = out / left_by.PICTURE
-    drawn = picture if picture.is_file() else "none: it sets runs beside each other of which an attack can be judged"
+    drawn = picture if picture.is_file() else "none: it compares runs whose attack results can be judged"
     console.print(f"Picture: {drawn}\nReport:  {out / 'report.html'}", soft_wrap=True)
     console.print(f"Summary: {out / 'summary.json'}", soft_wrap=True)
 
@@ -246,7 +246,7 @@ def _writable(out: Path) -> Path:
         problem = (error.strerror or type(error).__name__).lower()
     if problem or not os.access(out, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"--out: expected a folder that can be written, found {out}: {problem or 'permission denied'}; name another"
+            f"--out: expected a writable folder, found {out}: {problem or 'permission denied'}; name another"
         )
     return out
 
@@ -266,10 +266,10 @@ def _arms(text: str, sites: int) -> list[DemoRun]:
     if not arms or wrong or len(set(arms)) != len(arms):
         defences = " or ".join(f'"+{name}"' for name in DEFENCES if name)
         raise ConfigError(
-            f"--methods: expected names out of {known}, perhaps with {defences}, each once, found {text!r}"
+            f"--methods: expected names from {known}, optionally with {defences}, each once, found {text!r}"
         )
     if sites < _LEAST_SUMMED and any(arm.defence == "secure" for arm in arms):
-        raise ConfigError(f"--sites: expected at least {_LEAST_SUMMED} for a method +secure, found {sites}")
+        raise ConfigError(f"--sites: expected at least {_LEAST_SUMMED} for a method with +secure, found {sites}")
     return arms
 
 

@@ -34,8 +34,8 @@ _NO_FIGURES = (
     "has the figures"
 )
 _COMPARED = (
-    "down, up: the most bytes of a message's fields in any round, in % of the trained tensors in fp32, for a small "
-    "model. In full: fedveil methods NAME"
+    "down, up: the largest size of a message's fields in any round, in % of the trained tensors in fp32, for a small "
+    "model. Details of one method: fedveil methods NAME"
 )
 
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("name", nargs="?", help="a method's name")
     parser.add_argument(
-        "--table", action="store_true", help="which one? what is shared and stays, guarantee, bytes, figures"
+        "--table", action="store_true", help="compare all methods: what is shared and stays, guarantee, bytes, figures"
     )
     parser.set_defaults(run=run)
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.name is None:
         console.print(_list())
-        console.print("One of them in full: fedveil methods NAME")
+        console.print("Details of one method: fedveil methods NAME")
         return 0
     _show(console, args.name)
     return 0
@@ -110,7 +110,7 @@ def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
         dense = sum(math.prod(tensor.shape) * _FP32 for tensor in spec.values())
         costs = [_part(layout, direction, dense) for direction in ("down", "up")]
         guarantee = (
-            "epsilon, in the modes that its page names" if isinstance(method, PrivacyGuarantee) else "none by itself"
+            "epsilon, in the modes named on its page" if isinstance(method, PrivacyGuarantee) else "none on its own"
         )
         parts = " / ".join(shared_and_kept(words))
         learns, title = _sentence(words, "The server learns: "), _first_line(doc).rstrip(".")
@@ -154,7 +154,7 @@ def _show(console: Console, name: str) -> None:
     method = strategies.create_method(name)
     if not isinstance(method, PrivacyGuarantee) and not method.requests_raw_gradient:
         console.print(
-            "Clients may train by noisy steps: dp.clip-norm, dp.noise-multiplier, dp.learning-rate, dp.epsilon",
+            "Clients can train with noisy steps: dp.clip-norm, dp.noise-multiplier, dp.learning-rate, dp.epsilon",
             markup=False,
         )
     spec = method.adapter.example_spec()

@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from fedveil.attacks.audit.findings import AttackFinding
 
 _SHOWN = 5  # findings on a terminal; the file has all
-_NOT_TRIED = "next: the lines above say why no attack was tried; --data or --site name the rows, --minutes its time"
+_NOT_TRIED = (
+    "next: the lines above say why no attack was tried; set the examples with --data or --site, the time with --minutes"
+)
 _CONTROLS_FAILED = (
-    "next: the lines above say which control failed. One that is not won asks for more rows (--max-rows); rows that "
-    "differ by themselves ask for other --non-members, of the kind that the sites have"
+    "next: the lines above say which control failed. If a control was not won, use more examples (--max-rows); if "
+    "members and non-members already differ, use other --non-members, of the kind that the sites have"
 )
 
 
@@ -50,43 +52,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="FOLDER",
-        help="the sites' rows; cut as the run config says, sites in the order of their names (default: task.data)",
+        help="the sites' examples, split as in the run config, sites sorted by name (default: task.data)",
     )
     parser.add_argument(
-        "--site", action="append", default=[], metavar="NAME=FOLDER", help="the rows of one site, instead of --data"
+        "--site", action="append", default=[], metavar="NAME=FOLDER", help="the examples of one site, instead of --data"
     )
     parser.add_argument(
         "--non-members",
         type=Path,
         metavar="FOLDER",
-        help="rows of no site, alike to theirs (default: what task.examples-per-site left out, else the split test)",
+        help="similar examples of no site (default: those left out by task.examples-per-site, else the split test)",
     )
     parser.add_argument(
-        "--max-rows", type=int, default=300, metavar="N", help="members and non-members used, each (default: 300)"
+        "--max-rows",
+        type=int,
+        default=300,
+        metavar="N",
+        help="maximum number of members, and of non-members (default: 300)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which rows, and the bootstrap (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed for sampling and the bootstrap (default: 0)"
+    )
     parser.add_argument(
         "--minutes",
         type=float,
         metavar="N",
-        help="begin no attack after so many; the controls are trained all the same (default: as long as it takes)",
+        help="start no attack after N minutes; controls are trained regardless (default: no limit)",
     )
     parser.add_argument(
         "--fail-above",
         type=float,
         metavar="X",
-        help="end with exit code 1 where the lower bound of a figure is above X, with 3 where that cannot be told",
+        help="exit with code 1 if the lower bound of a figure is above X, with 3 if the audit cannot tell",
     )
     parser.add_argument(
         "--figure",
         default="auroc",
         metavar="NAME",
-        help="of --fail-above: auroc, tpr-at-1, tpr-at-01, epsilon (default: auroc)",
+        help="figure for --fail-above: auroc, tpr-at-1, tpr-at-01, epsilon (default: auroc)",
     )
     parser.add_argument(
         "--canaries",
         metavar="NAME=FOLDER",
-        help="a site that trained on FOLDER/data of fedveil canaries: adds a lower bound of its epsilon",
+        help="a site that trained on FOLDER/data of fedveil canaries: adds a lower bound on epsilon",
     )
     parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
     parser.set_defaults(run=run)
@@ -110,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
     budget = TimeBudget.of_minutes(args.minutes)
     limit = None if args.fail_above is None else LeakageThreshold(args.fail_above, args.figure)
     if "config" not in run_view.config:
-        raise StateError(f"{args.folder}: expected config.json of a run that began, found none; audit another run")
+        raise StateError(
+            f"{args.folder}: expected config.json of a run that has started, found none; audit another run"
+        )
     source = AuditDataSource(
         args.data, dict(_named("--site", text) for text in args.site), args.non_members, args.max_rows, args.seed
     )
@@ -121,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         write_atomic(args.folder / findings.PICTURES, sheet)
     file = args.folder / findings.FILE
     if not result.findings and result.epsilon_shown is None and file.is_file():
-        console.print(f"{file} stays as an earlier audit wrote it: this one tried no attack", soft_wrap=True)
+        console.print(f"{file} is kept from an earlier audit: this audit tried no attack", soft_wrap=True)
     else:
         write_atomic(file, json.dumps(result.to_json(), indent=1).encode())
     console.print(sanitize(audit_verdict(result.findings), 2000), style="bold", soft_wrap=True)
@@ -130,7 +140,9 @@ def run(args: argparse.Namespace) -> int:
     if ordered := strongest_findings(result.findings)[:_SHOWN]:
         console.print(findings_table(ordered, run_view.name))
     if left := len(result.findings) - len(ordered):
-        console.print(f"The other {left} findings: {file}; fedveil report {args.folder} draws all", soft_wrap=True)
+        console.print(
+            f"The other {left} findings are in {file}; fedveil report {args.folder} plots them all", soft_wrap=True
+        )
     if not ordered:
         console.print(_CONTROLS_FAILED if result.findings else _NOT_TRIED, soft_wrap=True)
     if limit is None:
@@ -158,6 +170,6 @@ def _named(option: str, text: str) -> tuple[str, Path]:
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise ConfigError(
-            f'{option}: expected NAME=FOLDER, found "{text}"; name a site of the run and the folder of its rows'
+            f'{option}: expected NAME=FOLDER, found "{text}"; name a site of the run and the folder of its examples'
         )
     return name, Path(folder)

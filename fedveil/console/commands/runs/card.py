@@ -23,28 +23,28 @@ from fedveil.sanitize import sanitize
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    make = actions.add_parser("make", help="write the card again, with what an audit found and with what you state")
+    make = actions.add_parser("make", help="rewrite the card with audit results and the facts you declare")
     make.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
-    make.add_argument("--curator", help="who answers for the run")
+    make.add_argument("--curator", help="person or organization responsible for the run")
     make.add_argument("--use", help="what the model is for")
     make.add_argument("--why-epsilon", help="why this epsilon, delta and unit")
-    make.add_argument("--license", help="of the model, as the Hugging Face Hub names it: apache-2.0")
+    make.add_argument("--license", help="license of the model, as named on the Hugging Face Hub: apache-2.0")
     make.add_argument(
         "--data-set", action="append", default=[], metavar="SITE=ID",
-        help="a site's data set, by the site's own id of it",
+        help="a site's data set, by the id that the site uses",
     )  # fmt: skip
     make.set_defaults(run=_make)
-    sign = actions.add_parser("sign", help="add a signature on every file beside the model, and on the card")
+    sign = actions.add_parser("sign", help="sign the card and every file next to the model")
     sign.add_argument("--key", type=Path, required=True, help='Ed25519 private key: ssh-keygen -t ed25519 -N "" -f key')
-    sign.add_argument("--site", default="", help="a site that signs: the card must fit its own audit log, see --log")
+    sign.add_argument("--site", default="", help="the signing site; the card must match its audit log, see --log")
     sign.add_argument(
         "--log", type=Path, metavar="FILE", help="with --site: audit-log.jsonl of the site's state folder"
     )
     sign.set_defaults(run=_sign)
-    verify = actions.add_parser("verify", help="find any byte that is not as it was signed")
+    verify = actions.add_parser("verify", help="find any byte that differs from the signed files")
     verify.add_argument(
         "--key", action="append", required=True, metavar="[NAME=]FILE",
-        help="public key that must have signed, and how to call its owner; repeatable",
+        help="public key that must have signed, with a name for its owner; repeatable",
     )  # fmt: skip
     verify.set_defaults(run=_verify)
     for action in (sign, verify):
@@ -57,11 +57,11 @@ def _make(args: argparse.Namespace) -> int:
     run = load_run(args.folder)
     final = args.folder / "final"
     if "method" not in run.config or not final.is_dir():
-        raise StateError(f"run folder {args.folder}: expected config.json and final/ of a run that ended, found none")
+        raise StateError(f"run folder {args.folder}: expected config.json and final/ of a finished run, found none")
     if (final / in_toto.NAME).exists():
         raise StateError(
-            f"{final / in_toto.NAME}: expected none, for its signatures are of the card as it is, found one; remove "
-            "it, and ask the signers again"
+            f"{final / in_toto.NAME}: expected no signatures, found some, which cover the card as it is now; remove "
+            "the file, and ask the signers to sign again"
         )
     privacy_card = card_update.rewrite_card(run, _stated(args, final))
     print(final / card.PAGE)
@@ -86,8 +86,8 @@ def _sign(args: argparse.Namespace) -> int:
     about = card.read_card(folder)
     if (folder / card.PAGE).read_bytes() != markdown.card_page(about).encode():
         raise StateError(
-            f"{folder / card.PAGE}: expected the page that this version makes of {card.NAME}, found another, so "
-            "who signs would sign what no data says; fedveil card make RUN writes both, each version its own pages"
+            f"{folder / card.PAGE}: expected the page that this version generates from {card.NAME}, found another, so "
+            "a signature would cover text that the data does not back; run fedveil card make RUN to write both again"
         )
     if args.site:
         _require_own(about, args.site, args.log)
@@ -96,22 +96,23 @@ def _sign(args: argparse.Namespace) -> int:
     if others is not None and others.content != payload:
         differ = "; ".join(in_toto.find_differences(in_toto.parse_statement(others.content, str(file)), folder))
         raise StateError(
-            f"{file}: expected signatures of what lies here, found others ({differ}); remove it, or get it anew"
+            f"{file}: expected signatures of the files here, found signatures of others ({differ}); remove it, or "
+            "get it again"
         )
     done = dsse.sign_payload(in_toto.PAYLOAD_TYPE, payload, key, others)
     write_atomic(file, done.to_bytes())
-    print(f"{file}: signed by {keys.key_fingerprint(key.public_key())}; it has {len(done.signatures)} in all")
+    print(f"{file}: signed by {keys.key_fingerprint(key.public_key())}; {len(done.signatures)} signatures in total")
     return 0
 
 
 def _require_own(about: PrivacyCard, site: str, log: Path | None) -> None:
     """Raises StateError unless the anchor that the card has of a site is one of that site's own log."""
     if log is None:
-        raise ConfigError("--site: expected with --log FILE, the site's own audit log, found none; name it")
+        raise ConfigError("--site: expected --log FILE with it, the site's own audit log, found none; add it")
     anchor = about.audit_log.sites.get(site, "")
     if not anchor:
         raise StateError(
-            f"card: expected an end of {sanitize(site, 80)}'s audit log in it, found none: the server has no upload of "
+            f"card: expected an anchor of {sanitize(site, 80)}'s audit log, found none: the server has no upload of "
             "this site; do not sign for it"
         )
     audit_log.verify_log(log, [audit_log.LogHead.parse(anchor)])
@@ -127,13 +128,13 @@ def _verify(args: argparse.Namespace) -> int:
     result = verification.verify_model(folder, {print_: key for print_, (_, key) in known.items()})
     if result.wrong:
         raise StateError(
-            f"{folder}: expected everything as it was signed, found {'; '.join(result.wrong)}; do not trust it"
+            f"{folder}: expected the signed files unchanged, found {'; '.join(result.wrong)}; do not trust it"
         )
-    print(f"{folder}: {result.files} files, each as it was signed, and no other one")
+    print(f"{folder}: {result.files} files, all unchanged since they were signed, and no others")
     for each in result.signed:
         print(f"signed by {sanitize(known[each][0], 80)} ({each})")
     for each in result.unknown:
-        print(f"a signature by {each}, a key that was not given: NOT checked, and it counts for nothing")
+        print(f"a signature by {each}, a key that was not given: NOT checked, so it proves nothing")
     print(f"the card says: {sanitize(card.read_card(folder).guarantee.says, 2000)}")
     return 0
 

@@ -1,8 +1,8 @@
-"""`fedveil evaluate`: scores a run's model on rows of yours.
+"""`fedveil evaluate`: scores a run's model on your own examples.
 
-The model is the server's last one, from RUN/final. Rows are read as the run reads them: the same columns, a split of a
-folder or a file. Scores are those of the run's own evaluation, but of all rows: the run itself scores
-evaluate.eval-examples of its test data at most.
+The model is the server's final one, from RUN/final. Examples are read as in the run: the same columns, a split of a
+folder, or a file. The metrics are those of the run's own evaluation, but over all examples: the run itself scores at
+most evaluate.eval-examples of its test data.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from fedveil.sanitize import sanitize
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the rows: a folder or a file")
-    parser.add_argument("--split", default="test", help="of the folder (default: test)")
-    parser.add_argument("--eval-examples", type=int, metavar="N", help="of texts, distinct sources; default: all")
-    parser.add_argument("--loss-only", action="store_true", help="write no texts: the loss, and what comes with it")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--base", default="", metavar="MODEL", help="the base on this machine (default: task.model)")
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the examples: a folder or a file")
+    parser.add_argument("--split", default="test", help="split of the folder (default: test)")
+    parser.add_argument(
+        "--eval-examples", type=int, metavar="N", help="examples to score; of texts, distinct sources; default: all"
+    )
+    parser.add_argument("--loss-only", action="store_true", help="skip text generation; report only loss-based metrics")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--base", default="", metavar="MODEL", help="path of the base model on this machine (default: task.model)"
+    )
     parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
     parser.set_defaults(run=run)
 
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(scores))
         return 0
-    scored = f"{len(rows):,} rows" if args.eval_examples is None else f"{most:,} examples at most of {len(rows):,} rows"
+    scored = f"{len(rows):,} examples" if args.eval_examples is None else f"at most {most:,} of {len(rows):,} examples"
     where = f"{sanitize(args.data, 200)}, {sanitize(args.split, 80)}"
     make_console().print(f"{sanitize(args.folder.name, 80)} on {where}: {scored}", soft_wrap=True)
     listed = Table("metric")

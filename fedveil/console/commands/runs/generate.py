@@ -1,7 +1,7 @@
-"""`fedveil generate`: lets a run's model answer prompts, or say what is in pictures.
+"""`fedveil generate`: answers prompts or describes images with a run's model.
 
-The model is the server's last one, from RUN/final. A prompt is a source as the run's rows have it, and loses its end
-above task.max-tokens. Texts are greedy, or by evaluate.num-beams, as in the run's own evaluation.
+The model is the server's final one, from RUN/final. A prompt is an input as in the run's examples; its end is cut off
+above task.max-tokens. Decoding is greedy, or with evaluate.num-beams, as in the run's own evaluation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ _CHARACTERS = 20_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="what to answer; repeatable")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt to answer; repeatable")
     parser.add_argument(
-        "--image", action="append", default=[], type=Path, metavar="FILE", help="what to look at; repeatable"
+        "--image", action="append", default=[], type=Path, metavar="FILE", help="input image; repeatable"
     )
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: as in the run")
-    parser.add_argument("--base", default="", metavar="MODEL", help="the base on this machine (default: task.model)")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the run's setting")
+    parser.add_argument(
+        "--base", default="", metavar="MODEL", help="path of the base model on this machine (default: task.model)"
+    )
     parser.add_argument("--device", default="auto", help='"auto", "cpu" or "cuda" (default: auto)')
     parser.set_defaults(run=run)
 
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     task, weights = model.task(args.device)
     if not isinstance(task, CanGenerate):
         raise ConfigError(
-            f'RUN: expected a run of a task that writes texts, found "{sanitize(model.config.task.name, 80)}"; use '
+            f'RUN: expected a run of a task that generates text, found "{sanitize(model.config.task.name, 80)}"; use '
             "fedveil evaluate"
         )
     texts = task.write(weights, args.prompt, images)
@@ -56,5 +58,7 @@ def _read(file: Path) -> bytes:
     with file.open("rb") as data:
         content = data.read(_IMAGE_BYTES + 1)
     if len(content) > _IMAGE_BYTES:
-        raise ConfigError(f"--image: expected a file of at most {_IMAGE_BYTES} bytes, found more in {file}; shrink it")
+        raise ConfigError(
+            f"--image: expected a file of at most {_IMAGE_BYTES} bytes, found a larger one: {file}; shrink it"
+        )
     return content

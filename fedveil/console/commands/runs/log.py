@@ -1,4 +1,4 @@
-"""`fedveil log`: checks an audit log, shows it, prints an anchor of it.
+"""`fedveil log`: checks or shows an audit log, or prints its anchor.
 
 An anchor is the number of lines and the hash of the last one. Another party keeps it. A log that was later
 truncated or completely rewritten no longer matches the anchor.
@@ -29,21 +29,21 @@ _HASH = 12  # characters of a hash that people see
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    verify = actions.add_parser("verify", help="find any line that was changed, dropped, moved or cut off the front")
+    verify = actions.add_parser("verify", help="find lines that were changed, dropped, moved or cut off at the front")
     verify.add_argument(
         "--anchor", action="append", default=[], metavar="LINES:HASH",
-        help="an anchor taken earlier and kept elsewhere; only with one is a cut at the end found, or a new log",
+        help="an anchor taken earlier and kept elsewhere; finds lines cut off at the end, or a replaced log",
     )  # fmt: skip
     verify.add_argument(
         "--other", type=Path, metavar="FILE",
-        help="the other end's log, which holds anchors of this one: --site says of which site",
+        help="the other end's log, which holds anchors of this one; name the site with --site",
     )  # fmt: skip
-    verify.add_argument("--site", default="", help="with --other FILE of a server: the site that this log is of")
+    verify.add_argument("--site", default="", help="with --other FILE of a server: the site that wrote this log")
     verify.set_defaults(run=_verify)
-    anchor = actions.add_parser("anchor", help="print the log's anchor: keep it where the log's owner cannot write")
+    anchor = actions.add_parser("anchor", help="print the log's anchor; keep it where the log's owner cannot write")
     anchor.set_defaults(run=_anchor)
-    show = actions.add_parser("show", help="the lines in words, times in this machine's zone")
-    show.add_argument("--json", action="store_true", help="for programs: the lines as they are, rounds from 0")
+    show = actions.add_parser("show", help="print the lines as text, with times in this machine's zone")
+    show.add_argument("--json", action="store_true", help="for programs: print the raw lines, rounds from 0")
     show.set_defaults(run=_show)
     for action in (verify, anchor, show):
         action.add_argument(
@@ -56,9 +56,9 @@ def _verify(args: argparse.Namespace) -> int:
     if args.other:
         anchors += _held_by(args.other, args.site)
     head = audit_log.verify_log(args.file, anchors)
-    print(f"{args.file}: {head.lines} lines, each as it was written; anchors that it fits: {len(anchors)}")
+    print(f"{args.file}: {head.lines} lines, all unchanged; matching anchors: {len(anchors)}")
     if not anchors:
-        print("no anchor was given: lines cut off the end, or a log written anew as a whole, would not show")
+        print("no anchor was given: lines cut off at the end, or a fully rewritten log, would not be detected")
     print(f"anchor now: {head}")
     return 0
 
@@ -71,7 +71,7 @@ def _held_by(other: Path, site: str) -> list[LogHead]:
     if not anchors:
         whose = f"site {site}" if site else "a server"
         raise ConfigError(
-            f"--other: expected anchors of {whose} in {other}, found none; name the other file, or --site"
+            f"--other: expected anchors of {whose} in {other}, found none; name another file, or set --site"
         )
     return [LogHead.parse(text) for text in anchors]
 

@@ -20,8 +20,10 @@ from fedveil.records import atomic_files
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is new, or empty")
-    parser.add_argument("--base", default="", metavar="MODEL", help="the base on this machine (default: task.model)")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
+    parser.add_argument(
+        "--base", default="", metavar="MODEL", help="path of the base model on this machine (default: task.model)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from fedveil.models import library_logging
 
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ConfigError(f"OUT: expected a new or empty folder, found {args.out} with something in it; name another")
+        raise ConfigError(f"OUT: expected a new or empty folder, found {args.out}, which is not empty; name another")
     final = args.folder / "final"
     card = read_card(final) if (final / NAME).exists() else None
     merged = final_model.load_final_model(args.folder, args.base).merged()
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     print(args.out)
     if card is None:
         print(
-            f"without a privacy card, for the run has none; fedveil card make {shlex.quote(str(args.folder))} writes it"
+            "without a privacy card, because the run has none; "
+            f"fedveil card make {shlex.quote(str(args.folder))} writes it"
         )
     return 0

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder: <run.dir>/<run.name>")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="default: report.html")
     parser.add_argument(
-        "--federation", type=Path, metavar="FOLDER", help="on the server: say of members that took no part why not"
+        "--federation", type=Path, metavar="FOLDER", help="on the server: explain why members did not take part"
     )
     parser.set_defaults(run=run)
 

@@ -27,10 +27,13 @@ _SILENT_SECONDS = 1800.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument(
-        "folder", type=Path, nargs="?", help="run.dir of the runs; default: runs, in --federation if it is there"
+        "folder",
+        type=Path,
+        nargs="?",
+        help="run.dir of the runs; default: runs, within --federation if it exists there",
     )
     parser.add_argument(
-        "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: shows its sites too"
+        "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision: shows its sites too"
     )
     parser.set_defaults(run=run)
 
@@ -77,7 +80,7 @@ def runs_table(folder: Path, now: float | None = None) -> tuple[list[str], bool]
 
 
 def _silent(seconds: float) -> str:
-    return f"nothing written for {seconds / 60:.0f} minutes; fedveil watch --federation asks Flower what became of it"
+    return f"nothing written for {seconds / 60:.0f} minutes; ask Flower for its state with fedveil watch --federation"
 
 
 def _last_failures(attempts: list[dict[str, Any]]) -> str:

@@ -1,11 +1,11 @@
-"""`fedveil submit`: runs an app on a federation, and stays until its end.
+"""`fedveil submit`: submits a run to a federation and follows it to its end.
 
-Where no app is named, this installation's own is sent. A relative run.dir is below the folder in which the server runs
-apps: FOLDER, where fedveil server start was used. What sinks.use names must be installed here, for as a rule the server
-runs apps with this same installation. Where it has one of its own, --extras-at-server leaves the question to the
-ServerApp, which refuses before any site is asked. So it is with the method, its fields and what the run config asks of
-it: what can be known here is refused before anything is sent. The exit code says what became of the run, as that of
-`fedveil watch` does: 0 completed, 1 failed, 3 stopped, 4 still going after --timeout.
+Without an app, this installation's own is sent. A relative run.dir is relative to the folder in which the server runs
+apps: FOLDER with fedveil server start. All that can be checked here is checked before anything is sent: the method, its
+parameters, and the rest of the run config. Sinks in sinks.use must be installed here, because the server normally uses
+this same installation. If it has its own, --extras-at-server leaves that check to the ServerApp, which refuses before
+any site is contacted. The exit code is that of `fedveil watch`: 0 completed, 1 failed, 3 stopped, 4 still running after
+--timeout.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "app", type=Path, nargs="?", default=None, help="folder of the app; default: this installation's own"
     )
-    parser.add_argument("--federation", type=Path, required=True, metavar="FOLDER", help="what fedveil provision made")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the run config; repeatable")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set goes before it")
     parser.add_argument(
-        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until it has ended"
+        "--federation", type=Path, required=True, metavar="FOLDER", help="the folder made by fedveil provision"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="run config override; repeatable"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set takes precedence")
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until the run ends"
     )
     parser.add_argument(
         "--extras-at-server",
         action="store_true",
-        help="the server has packages of its own: ask there alone for extras and methods",
+        help="the server has its own packages: check extras and methods only there",
     )
     parser.set_defaults(run=run)
 
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         number = flower.submit(args.app, settings)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"the run may have been submitted; see it with: {flower.by_hand('ls')}") from None
+        raise KeyboardInterrupt(f"the run may have been submitted; list runs with: {flower.by_hand('ls')}") from None
     print(f"run {number}: submitted", flush=True)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
     # fedveil server start runs apps in the federation's folder, a container in / as this command's.
@@ -93,8 +97,8 @@ def _require_sinks(config: RunConfig) -> None:
     from fedveil.server_app.metrics import optional_deps  # Flower's import is for who names a sink
 
     try:
-        optional_deps.require_installed(config, "here, where the server's apps run as a rule")
+        optional_deps.require_installed(config, "here, where the server normally runs its apps")
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; nothing was sent. If the server has an installation of its own that has it: --extras-at-server"
+            f"{error}; nothing was sent. If the server's own installation has it, use --extras-at-server"
         ) from None

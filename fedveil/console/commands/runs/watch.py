@@ -8,8 +8,8 @@
 | 1 | failed, or its ServerApp ended without a word |
 | 2 | cannot be watched: wrong arguments, the SuperLink does not answer |
 | 3 | was stopped |
-| 4 | was still going after --timeout |
-| 130 | is still going: Ctrl-C |
+| 4 | was still running after --timeout |
+| 130 | is still running: Ctrl-C |
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("run_", metavar="RUN", help="a run folder, or the number that flwr run printed")
     parser.add_argument(
-        "--federation", type=Path, metavar="FOLDER", help="what fedveil provision made: to ask Flower too"
-    )
-    parser.add_argument("--flower-home", type=Path, metavar="FOLDER", help="or the FLWR_HOME with config.toml")
-    parser.add_argument(
-        "--connection", default="", metavar="NAME", help="its connection; default: that of fedveil provision"
+        "--federation", type=Path, metavar="FOLDER", help="the folder made by fedveil provision, to ask Flower too"
     )
     parser.add_argument(
-        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long; default: until it has ended"
+        "--flower-home", type=Path, metavar="FOLDER", help="alternatively, the FLWR_HOME with config.toml"
+    )
+    parser.add_argument(
+        "--connection", default="", metavar="NAME", help="connection in config.toml; default: that of fedveil provision"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=0.0, metavar="SECONDS", help="how long to wait; default: until the run ends"
     )
     parser.set_defaults(run=run)
 

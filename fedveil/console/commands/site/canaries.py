@@ -30,8 +30,8 @@ from fedveil.sanitize import sanitize
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("data", type=Path, metavar="DATA", help="the site's folder or file of rows")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is new, or empty")
+    parser.add_argument("data", type=Path, metavar="DATA", help="the site's examples: a folder or a file")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--target-column", default="ref", metavar="NAME", help="as task.target-column (default: ref)")
     parser.add_argument("--pairs", type=int, default=200, metavar="N", help="how many canaries (default: 200)")
     parser.set_defaults(run=run)
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the folder whole, or not at all."""
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ConfigError(f"OUT: expected a new or empty folder, found {args.out} with something in it; name another")
+        raise ConfigError(f"OUT: expected a new or empty folder, found {args.out}, which is not empty; name another")
     if not 0 < args.pairs <= pairs.MOST:
         raise ConfigError(f"--pairs: expected {pairs.LEAST} to {pairs.MOST}, found {args.pairs}")
     file = tables.split_file(args.data, "train")
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         (secret / pairs.COINS).write_text(json.dumps({"coins": coin_bits}))
     out = sanitize(str(args.out), 300)
     say = make_console()
-    say.print(f"{len(made.train)} rows with {args.pairs} canaries: {out}/{pairs.DATA}", soft_wrap=True)
-    say.print(f"Which they are: {out}/{pairs.SECRET}; keep it from whoever trains.", soft_wrap=True)
+    say.print(f"{len(made.train)} examples with {args.pairs} canaries: {out}/{pairs.DATA}", soft_wrap=True)
+    say.print(f"The list of canaries: {out}/{pairs.SECRET}; hide it from everyone who trains.", soft_wrap=True)
     say.print(f"After the run: fedveil audit RUN --canaries SITE={out}", soft_wrap=True)
     return 0
 

@@ -1,11 +1,11 @@
 """`fedveil doctor`: checks whether a machine is ready to be site or server.
 
-It looks at certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
-program and health, and changes nothing. Each line says what to do next. The exit code is 1 where a check fails.
+It checks certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
+program and its health, and changes nothing. Lines with a problem say what to do next. The exit code is 1 if a check
+fails.
 
-With `--set task.data=FOLDER`, task.evaluation or task.server-data it looks whether the rows are there that a run would
-read. With `--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds,
-bytes.
+With `--set task.data=FOLDER`, task.evaluation or task.server-data it checks that the examples of a run are there. With
+`--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
 """
 
 from __future__ import annotations
@@ -28,36 +28,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument("--kit", type=Path, metavar="FOLDER", help="at a site: the unpacked start-up kit")
     parser.add_argument(
-        "--keys", type=Path, metavar="FOLDER", help="with --kit: where the keys are; default: keys, in it"
+        "--keys", type=Path, metavar="FOLDER", help="with --kit: folder of the keys; default: keys in the kit"
     )
-    parser.add_argument("--node-config", type=Path, metavar="FILE", help="with --kit: default: node-config.toml, in it")
-    parser.add_argument("--federation", type=Path, metavar="FOLDER", help="at the server: what fedveil provision made")
-    parser.add_argument("--health", default="", metavar="HOST:PORT", help="ask a --health-server-address")
+    parser.add_argument(
+        "--node-config", type=Path, metavar="FILE", help="with --kit: default: node-config.toml in the kit"
+    )
+    parser.add_argument(
+        "--federation", type=Path, metavar="FOLDER", help="at the server: the folder made by fedveil provision"
+    )
+    parser.add_argument("--health", default="", metavar="HOST:PORT", help="query a --health-server-address")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="of the run config: task.data=FOLDER looks at the rows; task.model=FOLDER plans a run on that base",
+        help="run config: task.data=FOLDER checks the examples; task.model=FOLDER plans a run on that base",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file, as submit takes it")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file, as for fedveil submit")
     planning = parser.add_argument_group("planning, with --set task.model=FOLDER")
     planning.add_argument(
-        "--gpu-gb", type=float, default=0, metavar="GB", help="for a GPU of so many GB, not this machine"
+        "--gpu-gb", type=float, default=0, metavar="GB", help="plan for a GPU with this much memory, not this machine"
     )
     planning.add_argument(
-        "--gpus", type=int, default=1, metavar="N", help="and for so many of them: processes of the node config"
+        "--gpus", type=int, default=1, metavar="N", help="number of such GPUs: processes of the node config"
     )
-    planning.add_argument("--shard-base", action="store_true", help="with --gpus: the base divided among them")
+    planning.add_argument("--shard-base", action="store_true", help="with --gpus: shard the base across them")
     planning.add_argument(
-        "--tflops", type=float, default=0, metavar="X", help="that one sustains; default: measured here"
+        "--tflops", type=float, default=0, metavar="X", help="throughput of one GPU; default: measured here"
     )
     planning.add_argument(
         "--rows",
         type=int,
         default=0,
         metavar="N",
-        help="of a site; default: of its data, task.examples-per-site, or 1000",
+        help="examples of a site; default: from its data, task.examples-per-site, or 1000",
     )
     parser.set_defaults(run=run)
 
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     config = parse_overrides(args.config, args.set)
     if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.shard_base or args.tflops or args.rows):
         raise ConfigError(
-            "--gpu-gb, --gpus, --shard-base, --tflops, --rows: expected --set task.model=FOLDER beside them, found none"
+            "--gpu-gb, --gpus, --shard-base, --tflops, --rows: expected --set task.model=FOLDER with them, found none"
         )
     results: list[CheckResult] = []
     counted: list[int] = []

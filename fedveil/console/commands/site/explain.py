@@ -1,7 +1,7 @@
-"""`fedveil explain`: says what a run would send from here, before it runs.
+"""`fedveil explain`: shows what a run would send from here, before it runs.
 
-Which fields, how many bytes, how often, at which epsilon, and whether this site's policy permits it. The exit code is 1
-where the policy forbids it.
+It shows which fields, how many bytes, how often, at which epsilon, and whether this site's policy permits the run. The
+exit code is 1 if the policy forbids it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,24 @@ from fedveil.training.held_out import RECEIVED_LOSS
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help='of the run config: --set method.name="fedrand"'
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help='run config override: --set method.name="fedrand"',
     )
     parser.add_argument("--config", type=Path, help="TOML file with the run config, as for flwr run -c")
-    parser.add_argument("--policy", type=Path, help="this site's policy: says whether it permits the run")
-    parser.add_argument("--app", type=Path, default=None, help="the app that would run, where the policy names digests")
-    parser.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated; default 1e-5")
+    parser.add_argument("--policy", type=Path, help="check whether this site policy permits the run")
+    parser.add_argument("--app", type=Path, default=None, help="the app that would run, if the policy names digests")
+    parser.add_argument("--delta", type=float, default=1e-5, help="delta of the stated epsilon; default 1e-5")
     parser.add_argument(
-        "--sites", type=int, default=0, metavar="N", help="that take part, for secure.enabled; default: the fewest"
+        "--sites",
+        type=int,
+        default=0,
+        metavar="N",
+        help="participating sites, for secure.enabled; default: the minimum",
     )
-    parser.add_argument(
-        "--permits", action="store_true", help="print only what a site's policy must have under [permits]"
-    )
+    parser.add_argument("--permits", action="store_true", help="print only the [permits] that a site's policy needs")
     parser.set_defaults(run=run)
 
 
@@ -66,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     optimizers.check_optimizer(method, config)
     policy = None if args.policy is None else _read(args.policy)
-    print(f"Reading {sanitize(config.task.model)}, for what is trained of it", file=sys.stderr, flush=True)
+    print(f"Reading {sanitize(config.task.model)} to find its trained tensors", file=sys.stderr, flush=True)
     task = tasks.load_task(config, method.adapter, "cpu")
     exchange = MessageExchange(method, config.method.name, task.spec)
     masked = MaskedUploadPreview.from_exchange(exchange, config, args.sites) if config.secure.enabled else None
@@ -93,17 +99,17 @@ def explain_run(
 ) -> list[str]:
     """Return the run in plain words, one line each; as a site without a policy would take part where it is None."""
     rounds, share = config.run.rounds, config.cohort.fraction
-    often = "in every round" if share == 1 else f"in about {100 * share:g} of 100 rounds"
+    often = "in every round" if share == 1 else f"in about {100 * share:g} % of rounds"
     lines = [
         f"{exchange.name} on {config.task.name}, base model {config.task.model}: {rounds} rounds, this site {often}.",
         "",
         *(masked.words if masked else _in_the_clear(exchange, policy)),
-        "What would come in:",
+        "This site would receive:",
         *_variants(exchange, "down"),
         "",
-        f"Over the whole run at most {rounds * (masked.bytes if masked else exchange.largest('up')):,} bytes of "
+        f"Over the whole run, at most {rounds * (masked.bytes if masked else exchange.largest('up')):,} bytes of "
         "fields leave this site.",
-        "Rows, prepared rows and the method's private state stay in this site's own folders.",
+        "Examples, prepared examples and the method's private state stay in this site's own folders.",
     ]
     epsilon, claim = promised_epsilon(exchange.method, config, delta), guarantee_of(exchange.method, config)
     if config.run.deterministic:
@@ -112,12 +118,12 @@ def explain_run(
         lines.append("Epsilon: infinite. This run gives no differential-privacy guarantee: its method adds no noise.")
     elif math.isinf(epsilon):
         lines.append(
-            f"Epsilon: infinite at delta = {delta:g} for what leaves this site; the method's own words say why."
+            f"Epsilon: infinite at delta = {delta:g} for what leaves this site; the method's description says why."
         )
     else:
         lines.append(
-            f"Epsilon: at most {epsilon:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any row, over "
-            "this and all earlier runs; this site's ledger stops the run before."
+            f"Epsilon: at most {epsilon:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any example, "
+            "over this and all earlier runs; this site's ledger stops the run before it exceeds that."
         )
     if claim is not None and not math.isinf(epsilon) and (timing := untimed(claim)):
         lines.append(timing)
@@ -125,7 +131,9 @@ def explain_run(
         lines.append(f"Its {claim.words}.")
         if not math.isinf(epsilon):
             alone = stated_guarantee(claim.against_all(epsilon), claim.budget.delta, claim.budget.neighbours)
-            lines.append(f"Against the server and all other sites together, rows so charged have about {alone}.")
+            lines.append(
+                f"Against the server and all other sites together, examples charged that much have about {alone}."
+            )
     words = disclosure_summary.what_is_learned(exchange.name)
     return [
         *lines,
@@ -139,9 +147,9 @@ def _in_the_clear(exchange: MessageExchange, policy: policies.SitePolicy | None)
     if policy is not None and not (policy.report_received_loss and policy.max_scores):
         figures -= {RECEIVED_LOSS}
     return [
-        "What would leave this site each time:",
+        "This site would send each time:",
         *_variants(exchange, "up"),
-        f"  beside it the number of examples, and of the training: {', '.join(sorted(figures))}",
+        f"  plus the number of examples and these training figures: {', '.join(sorted(figures))}",
     ]
 
 
@@ -151,16 +159,16 @@ def _scores(config: RunConfig, policy: policies.SitePolicy | None) -> list[str]:
     if not part:
         return []
     asked = (
-        f"It asks this site to hold out {100 * part:g} of 100 of its rows, and to say how the weights that it "
-        f"received do on them: {held_out_report.LOSS} and {held_out_report.ROWS}, in the report of each upload."
+        f"It asks this site to hold out {100 * part:g} % of its examples and to score the received weights on "
+        f"them: {held_out_report.LOSS} and {held_out_report.ROWS}, in the report of each upload."
     )
     if not most:
         refusal = held_out_report.REFUSALS[held_out_report.NOT_PERMITTED]
-        return [asked, f"This site would not: {refusal}. It trains on all its rows."]
+        return [asked, f"This site would not: {refusal}. It trains on all its examples."]
     return [
         asked,
-        f"This site would, {most} times at most (max-scores). Whoever chooses the weights can learn by their scores "
-        "whether a row that they know is among those held out. The rows are those of earlier runs on this data set.",
+        f"This site would, at most {most} times (max-scores). A party that chooses the weights can learn from the "
+        "scores whether an example that it knows is among those held out. They are the same in every run.",
     ]
 
 

@@ -34,20 +34,26 @@ _ID, _ID_BYTES = re.compile(r"[0-9a-f]{4,32}"), 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
-    parser.add_argument("folder", type=Path, metavar="RUN", help="the run folder, or a copy of its three parts")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder that is new, or empty")
+    parser.add_argument(
+        "folder", type=Path, metavar="RUN", help="the run folder, or a copy of the three parts that this needs"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--site", required=True, metavar="NAME", help="this site's name, as registered")
     parser.add_argument("--state-dir", type=Path, default=_STATE, help=f"the site's own folder; default {_STATE}")
-    parser.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
-    parser.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
-    parser.add_argument("--base", default="", metavar="MODEL", help="the base on this machine (default: task.model)")
+    parser.add_argument(
+        "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
+    )
+    parser.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+    parser.add_argument(
+        "--base", default="", metavar="MODEL", help="path of the base model on this machine (default: task.model)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder whole, or not at all."""
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ConfigError(f"OUT: expected a new or empty folder, found {args.out} with something in it; name another")
+        raise ConfigError(f"OUT: expected a new or empty folder, found {args.out}, which is not empty; name another")
     model, state_dir = final_model.load_final_model(args.folder, args.base), args.state_dir.expanduser()
     site = read_site_note(state_dir, args.site, args.policy, args.key_file)
     _permitted(site, final_model.load_final_model(args.folder).config)
@@ -59,16 +65,19 @@ def run(args: argparse.Namespace) -> int:
     own = method.models(server, private).get("client")
     if own is None:
         raise StateError(
-            f"method.name: expected one that keeps a part of a model at a site, found {model.config.method.name}, "
-            f"which keeps none; the model for all sites is {args.folder / 'final'}"
+            "method.name: expected a method that keeps a part of the model at each site, found "
+            f"{model.config.method.name}, which keeps none; the model for all sites is {args.folder / 'final'}"
         )
     with atomic_files.fill_folder(args.out) as folder:
         task.save({name: own[name] for name in task.spec}, folder)
     audit_log.append_entry(
         state_dir / audit_log.NAME, "exported", {"run": store.folder.parent.name, "file": str(args.out.absolute())}
     )
-    print(f"{args.out}: the model of site {args.site}; it holds what the site kept back, so treat it as its rows")
-    print("it has no privacy card: the run's, in its final/, is of the model for all sites, and says nothing of this")
+    print(
+        f"{args.out}: the model of site {args.site}; it contains the site's private part, so protect it like the "
+        "site's examples"
+    )
+    print("it has no privacy card: the card in the run's final/ covers only the model for all sites")
     return 0
 
 
@@ -92,11 +101,11 @@ def _id(folder: Path) -> str:
     """Return the run's unique id, under which sites store their state; it does not depend on the run's name."""
     file = folder / "id"
     if not file.is_file():
-        raise StateError(f"run folder {folder}: expected the file id beside config.json, found none; fetch it too")
+        raise StateError(f"run folder {folder}: expected the file id next to config.json, found none; copy it too")
     with file.open("rb") as data:
         run_id = data.read(_ID_BYTES).partition(b" ")[0].decode("ascii", errors="replace")
     if not _ID.fullmatch(run_id):
-        raise StateError(f"{file}: expected the run's id, found {sanitize(run_id, 80)}; fetch it anew")
+        raise StateError(f"{file}: expected the run's id, found {sanitize(run_id, 80)}; copy the file again")
     return run_id
 
 
@@ -106,8 +115,8 @@ def _kept_at(state_dir: Path, site: str, run_id: str) -> Path:
         if folder.name == site and folder.parent.name.endswith(f"-{run_id}"):
             return folder
     raise StateError(
-        f"--state-dir: expected what site {sanitize(site, 80)} keeps of run {run_id} in {state_dir}, found none; "
-        "fedveil site status lists what it keeps, and of which runs"
+        f"--state-dir: expected the state of site {sanitize(site, 80)} for run {run_id} in {state_dir}, found none; "
+        "fedveil site status lists the runs whose state it keeps"
     )
 
 
@@ -118,12 +127,12 @@ def _newest(store: ClientStateStore, folder: Path) -> FederatedState:
     """
     with store.alone() as is_alone:
         if not is_alone:
-            raise StateError(f"{store.folder}: expected no turn under way, found one; wait for its end")
+            raise StateError(f"{store.folder}: expected no local round in progress, found one; wait until it ends")
         private = store.newest()
     if private is None:
         raise StateError(
-            f"{store.folder}: expected the private state of a turn, found none: this run's method keeps nothing of its "
-            f"own at a site, or it was purged; the model for all sites is {folder / 'final'}"
+            f"{store.folder}: expected the private state of a local round, found none: this run's method keeps no "
+            f"state at a site, or it was purged; the model for all sites is {folder / 'final'}"
         )
     return private
 
@@ -134,6 +143,6 @@ def _fitting(weights: Weights, spec: Spec) -> Weights:
         if name not in weights or tuple(weights[name].shape) != tuple(tensor.shape):
             raise StateError(
                 f"RUN/final: expected {name} of shape {tuple(tensor.shape)}, found "
-                f"{tuple(weights[name].shape) if name in weights else 'none'}; take the base that the run had"
+                f"{tuple(weights[name].shape) if name in weights else 'none'}; use the run's base model"
             )
     return {name: weights[name] for name in spec}

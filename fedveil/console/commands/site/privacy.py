@@ -23,38 +23,43 @@ from fedveil.privacy import accounting
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     plan = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
-        "plan", help="from a wished epsilon to noise multipliers, and back"
+        "plan", help="convert a target epsilon to noise multipliers, or the reverse"
     )
     plan.add_argument(
         "--epsilon",
         type=float,
         metavar="E",
-        help="wished; without it, what --noise-multiplier, or --noise-local and --noise-global are worth",
+        help="target; if omitted, computed from --noise-multiplier, or --noise-local and --noise-global",
     )
     plan.add_argument(
         "--noise-multiplier",
         type=float,
         metavar="Z",
-        help="dp.noise-multiplier of noisy steps, which have one release a step",
+        help="dp.noise-multiplier of noisy steps, with one release per step",
     )
     plan.add_argument(
-        "--noise-local", type=float, metavar="Z", help="z of the private part: noise over its clipping bound"
+        "--noise-local", type=float, metavar="Z", help="z of the private part: noise divided by its clipping bound"
     )
     plan.add_argument("--noise-global", type=float, metavar="Z", help="z of the shared part")
-    plan.add_argument("--delta", type=float, default=1e-5, help="at which epsilon is stated (default: 1e-5)")
+    plan.add_argument("--delta", type=float, default=1e-5, help="delta of the stated epsilon (default: 1e-5)")
     plan.add_argument("--rounds", type=int, required=True, metavar="N", help="run.rounds")
-    plan.add_argument("--steps", type=int, default=1, metavar="N", help="noisy steps a participation (default: 1)")
+    plan.add_argument("--steps", type=int, default=1, metavar="N", help="noisy steps per participation (default: 1)")
     plan.add_argument("--batch", type=int, required=True, metavar="N", help="train.batch-size")
-    plan.add_argument("--sites", type=int, nargs="+", required=True, metavar="ROWS", help="training rows of each site")
     plan.add_argument(
-        "--sampling", choices=("poisson", "disjoint", "fixed"), default="poisson", help="of batches (default: poisson)"
+        "--sites", type=int, nargs="+", required=True, metavar="ROWS", help="training examples of each site"
     )
-    plan.add_argument("--exchange", choices=("batch", "epoch"), default="batch", help="what a participation is")
+    plan.add_argument(
+        "--sampling",
+        choices=("poisson", "disjoint", "fixed"),
+        default="poisson",
+        help="how batches are drawn (default: poisson)",
+    )
+    plan.add_argument("--exchange", choices=("batch", "epoch"), default="batch", help="length of a participation")
     plan.add_argument(
         "--honest",
         type=int,
         metavar="H",
-        help='with secure.noise = "sum": secure.min-sites less secure.max-colluders; epsilon then has a second figure, '
+        help='with secure.noise = "sum": secure.min-sites minus secure.max-colluders; adds a second epsilon, '
         "against the server and all other sites together",
     )
     plan.add_argument(
@@ -62,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Adjacency,
         choices=list(Adjacency),
         default=Adjacency.REPLACE_ONE,
-        help="how two data sets differ that epsilon compares (default: replace-one)",
+        help="how neighboring data sets differ (default: replace-one)",
     )
     plan.set_defaults(run=run)
 
@@ -83,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     given = [noise is not None for noise in (args.epsilon, args.noise_multiplier, local, shared)]
     if given not in ([True, False, False, False], [False, True, False, False], [False, False, True, True]):
         raise ConfigError(
-            "--epsilon: expected it, or --noise-multiplier, or both --noise-local and --noise-global, found another"
+            "--epsilon: expected this option, --noise-multiplier, or --noise-local with --noise-global, found another "
+            "combination"
         )
     if args.noise_multiplier is not None:
         local = shared = args.noise_multiplier * math.sqrt(2)
@@ -106,9 +112,8 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(str(plan.examples), str(plan.batch), needs, *guarantees)
     console = Console(highlight=False)
     console.print(table)
-    alone = (
-        f"; noisy steps, with one release a step: dp.noise-multiplier = {_rounded_up(joint_budget(local, shared)):.6g}"
-    )
+    multiplier = _rounded_up(joint_budget(local, shared))
+    alone = f"; noisy steps, with one release per step: dp.noise-multiplier = {multiplier:.6g}"
     console.print(
         f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} "
         f"steps, {args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
@@ -124,7 +129,9 @@ def _needed(
     """The multiplier of one release a step that each site needs; a terminal shows which one is looked for."""
     with Console(stderr=True).status("") as status:
         for number, (plan, cost) in enumerate(zip(plans, costs, strict=True), 1):
-            status.update(f"site {number} of {len(plans)}, {plan.examples:,} rows: noise for epsilon {args.epsilon:g}")
+            status.update(
+                f"site {number} of {len(plans)}, {plan.examples:,} examples: noise for epsilon {args.epsilon:g}"
+            )
             yield accounting.noise_multiplier_for(cost, args.epsilon, args.delta, args.adjacency)
 
 

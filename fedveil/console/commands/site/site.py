@@ -33,53 +33,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _starting(actions)
-    init = actions.add_parser("init", help="make this site's keys, and the request that the operator registers")
+    init = actions.add_parser("init", help="make this site's keys and the registration request for the operator")
     init.add_argument("--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default .")
-    init.add_argument("--out", type=Path, metavar="FOLDER", help="where the keys go; default: keys, in the kit")
+    init.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the keys; default: keys in the kit")
     init.add_argument(
-        "--secret", type=Path, metavar="FILE", help="where the SuperExec's secret goes, and signing.key beside it; "
-        "default: there too",
+        "--secret", type=Path, metavar="FILE", help="file for the SuperExec's secret, with signing.key next to it; "
+        "default: in the key folder",
     )  # fmt: skip
-    init.add_argument("--print", action="store_true", help="the request goes to stdout, the words to stderr")
+    init.add_argument("--print", action="store_true", help="print the request to stdout and messages to stderr")
     init.add_argument(
-        "--renew", action="store_true", help="another node key; the old one stays as node.key.old; signing.key stays"
+        "--renew", action="store_true", help="make a new node key; keeps the old one as node.key.old, and signing.key"
     )
     init.add_argument(
-        "--renew-signing", action="store_true", help="another signing key too: all sites' policies need the new roster"
+        "--renew-signing",
+        action="store_true",
+        help="make a new signing key too; all sites' policies need the new roster",
     )
     init.set_defaults(run=_init)
-    guard = actions.add_parser("guard", help="write the entry point that decides before bundled code: for an image")
-    guard.add_argument("--bin", required=True, type=Path, metavar="FOLDER", help="goes first on the SuperExec's PATH")
+    guard = actions.add_parser(
+        "guard", help="write the entry point that decides before bundled code runs, for an image"
+    )
+    guard.add_argument(
+        "--bin", required=True, type=Path, metavar="FOLDER", help="folder to put first on the SuperExec's PATH"
+    )
     guard.add_argument(
         "--own-ports", action="store_true",
-        help="also flower-superlink and flower-supernode that serve this user alone, for a host of several users",
+        help="also write flower-superlink and flower-supernode that serve only this user, for shared hosts",
     )  # fmt: skip
     guard.set_defaults(run=_guard)
-    status = actions.add_parser("status", help="what the workers of this machine's sites hold, and since when")
-    status.add_argument("--follow", action="store_true", help="stay, and show the training as it goes")
-    status.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
-    status.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
-    status.set_defaults(run=_in_own_folder(_status))
-    warm = actions.add_parser("warm", help="start a worker before the first message: for a container's entry point")
-    warm.add_argument("--name", required=True, help="the site's name")
-    warm.add_argument(
-        "--owner", required=True, type=int, help="process that it shall end with: the SuperNode or SuperExec"
+    status = actions.add_parser("status", help="show the workers, private state and ledgers of this machine's sites")
+    status.add_argument("--follow", action="store_true", help="keep running and show training progress")
+    status.add_argument(
+        "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
     )
+    status.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+    status.set_defaults(run=_in_own_folder(_status))
+    warm = actions.add_parser("warm", help="start a worker before the first message, for a container's entry point")
+    warm.add_argument("--name", required=True, help="the site's name")
+    warm.add_argument("--owner", required=True, type=int, help="process to end with: the SuperNode or SuperExec")
     warm.set_defaults(run=_in_own_folder(_warm))
-    key = actions.add_parser("key", help="make a key file, under which a site's private state and ledger are sealed")
-    key.add_argument("file", type=Path, metavar="NEWFILE", help="of 32 bytes that only this user can read")
+    key = actions.add_parser("key", help="make a key file to seal a site's private state and ledger")
+    key.add_argument("file", type=Path, metavar="NEWFILE", help="file of 32 bytes that only this user can read")
     key.set_defaults(run=_key)
     seal, purge = _keeping(actions)
     dashboard = actions.add_parser(
-        "dashboard", help="in a browser on this machine: what left, what was refused, ledger and worker"
+        "dashboard", help="show uploads, refusals, ledger and worker in a browser on this machine"
     )
-    dashboard.add_argument("--policy", default="", metavar="FILE", help="where fedveil site start has not noted it")
-    dashboard.add_argument("--key-file", default="", metavar="FILE", help="the same, where what it keeps is sealed")
-    dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any that is free")
-    dashboard.add_argument("--host", default="127.0.0.1", help="127.0.0.1, and nothing else")
+    dashboard.add_argument(
+        "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
+    )
+    dashboard.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+    dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
+    dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
     for action in (status, seal, purge, dashboard):
-        action.add_argument("--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names it")
+        action.add_argument(
+            "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names the state folder"
+        )
     for action in (status, warm, seal, purge, dashboard):
         action.add_argument("--state-dir", type=Path, help=f"the site's own folder; default {SiteConfig().state_dir}")
 
@@ -87,30 +97,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _starting(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     start = actions.add_parser("start", help="start the site's SuperNode and a warm worker; Ctrl-C stops both")
     start.add_argument(
-        "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit: it has all that follows, which overrides"
+        "--kit",
+        type=Path,
+        metavar="FOLDER",
+        help="the unpacked start-up kit, with all settings; options below override it",
     )
     start.add_argument("--superlink", metavar="HOST:PORT", help="the server's fleet port")
     start.add_argument("--ca", metavar="FILE", help="the server's ca.crt")
-    start.add_argument("--key", metavar="FILE", help="this site's private key, whose public half is registered")
+    start.add_argument("--key", metavar="FILE", help="this site's private key, whose public key is registered")
     start.add_argument("--name", help="the site's name, as registered")
     site_options.add_site_options(start)
     start.add_argument(
         "--poll-seconds", type=float, metavar="S",
-        help="first wait between two questions to the server; "
+        help="initial delay between polls of the server; "
         f"default {poll_backoff.DEFAULT}; for N > 40 sites N / 200",
     )  # fmt: skip
     start.set_defaults(run=_start)
 
 
 def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Sequence[argparse.ArgumentParser]:
-    seal = actions.add_parser("seal", help="bring what a stopped site keeps under a key, or from one key to another")
-    seal.add_argument("--key-file", default="", metavar="FILE", help="the new key; without it, back into the clear")
-    seal.add_argument("--old-key-file", default="", metavar="FILE", help="the key under which it is sealed now")
+    seal = actions.add_parser("seal", help="seal a stopped site's state with a key, change the key, or unseal it")
+    seal.add_argument("--key-file", default="", metavar="FILE", help="the new key; without it, the state is unsealed")
+    seal.add_argument("--old-key-file", default="", metavar="FILE", help="the key that the state is sealed with now")
     seal.set_defaults(run=_in_own_folder(_seal))
-    purge = actions.add_parser("purge", help="remove the private state of old runs; the ledger and the logs stay")
-    purge.add_argument("--older-than", type=float, metavar="DAYS", help="runs without a turn for so long")
+    purge = actions.add_parser("purge", help="remove the private state of old runs; keeps the ledger and the logs")
+    purge.add_argument("--older-than", type=float, metavar="DAYS", help="runs without a local round for this many days")
     purge.add_argument("--run", dest="runs", action="append", default=[], metavar="NAME", help="this run")
-    purge.add_argument("--yes", action="store_true", help="do not ask")
+    purge.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     purge.set_defaults(run=_in_own_folder(_purge))
     return seal, purge
 
@@ -156,7 +169,7 @@ def _init(args: argparse.Namespace) -> int:
         file=words,
     )
     what = request.name if args.print else request  # in a container, printed, it lies where nobody looks
-    print(f"send {what} to the operator, and read them this over the telephone: {fingerprint}", file=words)
+    print(f"send {what} to the operator, and read this fingerprint to them by telephone: {fingerprint}", file=words)
     return 0
 
 
@@ -167,16 +180,18 @@ def _guard(args: argparse.Namespace) -> int:
 
 
 def _key(args: argparse.Namespace) -> int:
-    print(f"{args.file}: key {make_key(args.file).id}. Keep a copy elsewhere: without it nothing sealed can be read")
+    print(f"{args.file}: key {make_key(args.file).id}. Keep a copy elsewhere: without it, sealed files cannot be read")
     return 0
 
 
 def _seal(args: argparse.Namespace) -> int:
     if not args.key_file and not args.old_key_file:
-        raise ConfigError("--key-file: expected it, or --old-key-file, found neither; fedveil site key makes one")
+        raise ConfigError(
+            "--key-file: expected this option or --old-key-file, found neither; make a key: fedveil site key"
+        )
     new = FileSeal.from_key_file(args.key_file)
     written = re_encrypt.re_encrypt_files(args.state_dir, FileSeal.from_key_file(args.old_key_file), new)
-    print(f"{len(written)} files {f'sealed under key {new.id}' if new.id else 'brought into the clear'}")
+    print(f"{len(written)} files {f'sealed under key {new.id}' if new.id else 'unsealed'}")
     return 0
 
 
@@ -192,7 +207,7 @@ def _purge(args: argparse.Namespace) -> int:
 
 def _agreed() -> bool:
     try:
-        return input("remove what goes? [y/N] ").strip().lower() in ("y", "yes")
+        return input("remove them? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False
 
@@ -217,10 +232,10 @@ def _status(args: argparse.Namespace) -> int:
     for failure in last_failures(args.state_dir):
         print(failure)
     if sets := list_cached_datasets(args.state_dir):
-        print(f"prepared rows: {sum(of.bytes for of in sets):,} bytes in {len(sets)} sets")
+        print(f"prepared examples: {sum(of.bytes for of in sets):,} bytes in {len(sets)} data sets")
     if not workers:
         print(
-            f"no worker under {args.state_dir.expanduser()}: the site is not started, or its worker's idle time is over"
+            f"no worker under {args.state_dir.expanduser()}: the site is not running, or its worker stopped when idle"
         )
         return 1
     for worker in workers:

@@ -16,12 +16,12 @@ from fedveil.errors import StateError
 from fedveil.sanitize import sanitize
 
 NOTE = (
-    "AUROC 0.5 is guessing, 1 is certainty; intervals of 95 % each, by bootstrap over the rows. Every attack stands "
-    "beside a control that it must win (overfitted: a model that knows rows by heart) and those that it must lose: "
-    "round 0, a model taught other rows, and the upload of a site that never had the rows (wrong site). "
-    "Verdicts are corrected for how many there are, so an interval may leave 0.5 out where its verdict does not."
+    "AUROC 0.5 is guessing, 1 is certainty; 95 % intervals by bootstrap over the examples. Every attack has a control "
+    "that it must win (overfitted: a model that memorized examples) and controls that it must lose: round 0, a model "
+    "trained on other examples, and the upload of a site that never had the examples (wrong site). Verdicts are "
+    "corrected for multiple testing, so an interval may exclude 0.5 although its verdict does not."
 )
-_SAID = {"above": "above 0.5", "below": "below 0.5", "contains": "not told from 0.5"}
+_SAID = {"above": "above 0.5", "below": "below 0.5", "contains": "not distinguishable from 0.5"}
 _HELD = "tag completed"
 _MUST: dict[str, tuple[str, ...]] = {
     base.ROUND_0: ("contains",),
@@ -43,11 +43,11 @@ def findings_html(run: Path) -> Html | None:
     every = html_table(["model", "attack", *head], [_row(f) for f in audit.findings])
     parts += [
         html_list([*(note.replace("`", "") for note in audit.notes), *_below(audit.findings)]),
-        html_details(f"All {len(audit.findings)} findings, controls too", every),
+        html_details(f"All {len(audit.findings)} findings, including controls", every),
     ]
     if audit.rebuilt:
         parts += [
-            html_tag("p", "What the server could rebuild of each site, from what the site sent:", "note"),
+            html_tag("p", "How much of each site's tensors the server could rebuild from what the site sent:", "note"),
             html_table(
                 ["site", "tensors seen", "participations between them"],
                 [[r.site, f"{100 * r.coverage:.0f} %", r.staleness] for r in audit.rebuilt],
@@ -74,8 +74,8 @@ def _below(found: Sequence[AttackFinding]) -> list[str]:
     if not descriptions:
         return []
     return [
-        f"Below 0.5, corrected too: {', '.join(descriptions)}. Trained rows score lower there, so the attack as it is "
-        "tells no membership. Whether one that is turned round would was not tried."
+        f"Below 0.5, also after correction: {', '.join(descriptions)}. Trained examples score lower there, so the "
+        "attack in this form does not reveal membership. An inverted attack was not tried."
     ]
 
 
@@ -85,7 +85,7 @@ def reconstruction_images(run: Path) -> Html | None:
     if not file.is_file():
         return None
     source = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
-    caption = "What the server can read off single gradients; on the right the nearest image of the site."
+    caption = "Left: images rebuilt by the server from single gradients. Right: the site's nearest image."
     return Html(f'<figure><img alt="" src="{source}"><figcaption>{escape(caption)}</figcaption></figure>')
 
 

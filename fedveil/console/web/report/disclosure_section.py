@@ -18,20 +18,21 @@ from fedveil.console.web.report.html import (
 )
 
 LEDGER_NOTE = (
-    "Every message of every attempt that the server has; refused and repeated ones count. What a site sent and the "
-    "server never had whole is in the site's own log alone, so that one may count more. Payload is the bytes of the "
-    "tensors; overhead is everything else in the message: names, shapes, and the figures a site reports about "
-    "its training. Refused uploads, and the keys and shares of secure aggregation, stand in one line, without fields. "
-    "The lines of a direction add up to the bytes in the summary."
+    "Every message of every attempt that the server received, including refused and repeated ones. Messages that the "
+    "server never received in full are only in the site's own log, which may therefore count more. Payload is the "
+    "bytes of the tensors; overhead is everything else in the message: names, shapes, and the figures a site reports "
+    "about its training. Refused uploads, and the keys and shares of secure aggregation, share one line without "
+    "fields. The lines of a direction add up to the bytes in the summary."
 )
 LOSSES_NOTE = (
-    "Loss received: of the model as it came, before its training at the site, on the first "
-    "train.received-loss-examples rows. Loss trained: the mean over all training steps, on all rows, with dropout, "
-    "while the model changes. They are no before and after: a higher loss trained does not say that training did harm."
+    "Loss received: loss of the received model, before training at the site, on the first "
+    "train.received-loss-examples examples. Loss trained: the mean over all training steps, on all examples, with "
+    "dropout, while the model changes. They are not before and after: a higher loss trained does not mean that "
+    "training did harm."
 )
 HELD_OUT_NOTE = (
-    "Each site says this of itself, of the weights that it received: the model after the round before, with what the "
-    "site keeps for itself. The last round's model is not scored so, and nothing is decided by these figures."
+    "Each site reports this itself, for the weights that it received: the model after the previous round, combined "
+    "with the site's private part. The last round's model is not scored this way, and these figures decide nothing."
 )
 
 
@@ -42,10 +43,10 @@ def learned_section(run: RunView) -> Html:
     for site in run.sites:
         upload_texts = [f"{_held(run, kind)} {format_times(kind.sites[site])}" for kind in uploads if kind.sites[site]]
         if upload_texts:
-            never = ", never all of it in one upload" if disclosure.never_together(run, site) else ""
+            never = ", never all in one upload" if disclosure.never_together(run, site) else ""
             items.append(f"{site} sent the server {' and '.join(upload_texts)}{never}.")
     if reported := disclosure.reported_metrics(run):
-        items.append(f"Beside the tensors every accepted upload told the server: {', '.join(reported)}.")
+        items.append(f"In addition to the tensors, every accepted upload told the server: {', '.join(reported)}.")
     if words := disclosure.scalar_names(run)["up"]:
         items.append(f"Uploads also carried: {', '.join(words)}.")
     empty = html_tag("p", "No message was exchanged.", "note")
@@ -83,7 +84,7 @@ def ledger_section(run: RunView) -> Html:
             else None
         )
         rows.append([
-            way, kind.variant or "the only one", ", ".join(about["codecs"]), about["tensors"], about["entries"],
+            way, kind.variant or "single variant", ", ".join(about["codecs"]), about["tensors"], about["entries"],
             kind.messages, kind.payload_bytes, kind.overhead_bytes, share, kind.total_bytes,
         ])  # fmt: skip
         fields = [[html_tag("code", name), codec, str(shape), nbytes] for name, codec, shape, nbytes in kind.fields]
@@ -162,14 +163,14 @@ def last_attempt(run: RunView) -> Html:
     rows = [
         [site, html_tag("span", state, f"tag {kinds.get(state, 'failed')}"), why] for site, state, why in last.sites
     ]
-    return html_table(["site", "what became of it", "why"], rows, caption=last.words)
+    return html_table(["site", "result", "why"], rows, caption=last.words)
 
 
 def _not_by_site(run: RunView, records: Sequence[per_site.SiteRecord]) -> Html:
     """Return a note on data that older runs recorded only for all sites together."""
     rest = run.upload_bytes - sum(s.up for s in records), run.download_bytes - sum(s.down for s in records)
     what = disclosure.unlisted_messages(run, "up")
-    words = f"Not in this table, for the run's record does not have them by site: {what}, {rest[0]:,} upload bytes"
+    words = f"Not in this table, because the run's record does not list them by site: {what}, {rest[0]:,} upload bytes"
     return html_tag("p", f"{words} and {rest[1]:,} download bytes.", "note") if any(rest) else Html("")
 
 
@@ -181,11 +182,11 @@ def held_out(run: RunView, records: Sequence[per_site.SiteRecord]) -> Html:
     rows = [[name, score.round + 1, score.loss, score.rows or None, score.why or None] for name, score in site_scores]
     means = [(int(a["round"]), per_site.mean_scored(a.get("reports") or {})) for a in run.attempts if not a.get("void")]
     last = [
-        f"Over sites, weighted with rows, in round {round_ + 1}: {mean[0]:.4f} ({mean[1]} rows of {mean[2]} sites). "
+        f"Mean weighted by examples, in round {round_ + 1}: {mean[0]:.4f} ({mean[1]} examples of {mean[2]} sites). "
         for round_, mean in means
         if mean
     ][-1:]
-    head = ["site", "received in round", "loss on held-out rows", "rows", "no score, because"]
+    head = ["site", "received in round", "loss on held-out examples", "examples", "reason for no score"]
     return join_markup([html_table(head, rows), html_tag("p", f"{''.join(last)}{HELD_OUT_NOTE}", "note")])
 
 

@@ -57,7 +57,7 @@ def forest_svg(found: Sequence[AttackFinding], name: str, most: int = MOST_ROWS)
                 ticks.append((y, _short(f.model)))
             y += 1
         axes.axvline(0.5, color=INK, alpha=0.5, linewidth=0.8, linestyle="--")
-        axes.set(xlim=(0, 1), ylim=(y - 0.3, -0.7), xlabel="AUROC: 0.5 guessing, 1 certainty")
+        axes.set(xlim=(0, 1), ylim=(y - 0.3, -0.7), xlabel="AUROC: 0.5 = guessing, 1 = certainty")
         axes.set_yticks([at for at, _ in ticks], [label for _, label in ticks])
         axes.tick_params(axis="y", length=0)
         axes.spines["left"].set_visible(False)
@@ -68,11 +68,11 @@ def forest_svg(found: Sequence[AttackFinding], name: str, most: int = MOST_ROWS)
 def forest_caption(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> str:
     """Describe the plot, and the number of findings that appear only in the table."""
     about = sum(f.kind == "about the run" for f in found)
-    left = f" Drawn are the {most} strongest of {about} findings; the table has all." if about > most else ""
+    left = f" The plot shows the {most} strongest of {about} findings; the table has all." if about > most else ""
     return (
-        "A row is an attack on a model, with its interval of 95 %. Blue band: where the attack lies on models that "
-        "never saw the rows; there it must lose. Orange band: where rows are known by heart; there it must win. An "
-        f"orange row shows membership, a blue one does not. A grey cross proves nothing: a control failed.{left}"
+        "Each row is an attack on a model, with its 95 % interval. Blue band: the attack on models that never saw the "
+        "examples, where it must lose. Orange band: on models that memorized them, where it must win. An orange row "
+        f"shows membership, a blue one does not. A gray cross proves nothing: a control failed.{left}"
     )
 
 

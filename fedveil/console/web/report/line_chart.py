@@ -44,7 +44,7 @@ def curves_svg(title: str, x_label: str, y_label: str, curves: Sequence[ChartCur
     left = f" (first {len(curves)} of {len(every)})" if len(every) > len(curves) else ""
     thin = integer_x and any(b[0] - a[0] > 1 for curve in curves for a, b in pairwise(curve.points))
     if thin:
-        x_label, ends = f"{x_label} (dotted: no figure between)", f"{ends}; no figure for some of the {x_label}"
+        x_label, ends = f"{x_label} (dotted: no value between)", f"{ends}; no value for some {x_label}"
 
     def draw(axes: Any) -> None:
         for curve in curves:

@@ -22,20 +22,22 @@ def privacy_statements(run: RunView) -> list[str]:
     try:
         method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
     except ConfigError as error:  # a run of another version; the rest of its report is worth having
-        return [f"Not known: this version cannot make the run's method ({error}). Take epsilon for infinite."]
+        return [f"Unknown: this version cannot create the run's method ({error}). Treat epsilon as infinite."]
     claim = guarantee_of(method, parse(config))
     if claim is None:
         return ["The run makes no claim of differential privacy: epsilon infinite."]
     budget = claim.budget
     if config["run.deterministic"]:
         return ["Not private: seeded noise (run.deterministic = true). Epsilon infinite."]
-    nominal = "" if budget.nominal is None else f" The nominal epsilon was {budget.nominal:g}; the honest one follows."
+    nominal = "" if budget.nominal is None else f" The nominal epsilon was {budget.nominal:g}; the actual one follows."
     trusted = (
-        " It holds against everyone but the server, which saw the sums without noise." if budget.server_trusted else ""
+        " It holds against everyone except the server, which saw the sums without noise."
+        if budget.server_trusted
+        else ""
     )
     where = f" Its {claim.words}." if isinstance(claim, DistributedDiscreteGaussian) else ""
     timing = f" {timing}" if (timing := untimed(claim)) else ""
-    sentences = [f"{run.method}: a Gaussian mechanism for every single row.{nominal}{trusted}{where}{timing}"]
+    sentences = [f"{run.method}: a Gaussian mechanism for each example.{nominal}{trusted}{where}{timing}"]
     return sentences + [f"{site}: {_of_site(run, site, claim)}" for site in run.sites]
 
 
@@ -49,6 +51,5 @@ def _of_site(run: RunView, site: str, claim: PrivacyGuarantee) -> str:
     if bound.against_all is not None:
         alone = stated_guarantee(bound.against_all, budget.delta, budget.neighbours)
         guarantee += f"; {alone} against the server and all other sites together"
-    return (
-        f"{bound.rows} rows, {bound.participations} participations of {bound.steps} steps: {guarantee}, this run alone."
-    )
+    took_part = f"{bound.rows} examples, {bound.participations} participations of {bound.steps} steps"
+    return f"{took_part}: {guarantee}, this run only."

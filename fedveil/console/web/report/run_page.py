@@ -16,20 +16,20 @@ from fedveil.console.web.report.html import Html, html_details, html_list, html_
 from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
 
 SUMMARY_NOTE = (
-    "Quality: the server's model on the server's own test data, last value. Test loss is cross-entropy a token, lower "
-    "is better; of the text metrics higher is better. Bytes: whole messages, refused ones too. Seconds: all rounds, "
-    "scoring on the server not counted. Upload / FedAvg: beside the FedAvg run of equal rounds, where one is here."
+    "Quality: the server's model on the server's own test data, last value. Test loss is cross-entropy per token, "
+    "lower is better; for the text metrics, higher is better. Bytes: whole messages, including refused ones. Seconds: "
+    "all rounds, without scoring on the server. Upload / FedAvg: relative to a FedAvg run of equal rounds, if present."
 )
-_HEADLINE = "FedVeil: what withholding gained, and cost"
-_PURPOSE = "One model, trained by sites that keep their rows: how good it is, what it cost, and what was given away."
+_HEADLINE = "FedVeil: benefit and cost of withholding"
+_PURPOSE = "A model trained across sites that keep their examples: its quality, its cost, and what was disclosed."
 SITES_NOTE = (
-    "The server scored no model on rows of its own. The curves are what the sites told: the loss of the model that "
-    "they received, on rows that they train on, weighted with their examples. That is no held-out loss."
+    "The server scored no model on its own examples. The curves show what the sites reported: the loss of the model "
+    "that they received, on training examples, weighted by number of examples. That is not a held-out loss."
 )
 PRIVACY_NOTE = (
-    "Upper bounds, by dp-accounting, of what everyone but a site can tell about one of its rows, from everything "
-    "that the site sent and keeps. The relation of neighbouring data sets stands beside each; a site's own ledger "
-    "adds its other runs."
+    "Upper bounds, by dp-accounting, on what anyone but the site can learn about one of its examples from everything "
+    "that the site sent and keeps. Each names its relation of neighboring data sets; a site's own ledger adds its "
+    "other runs."
 )
 
 
@@ -105,7 +105,7 @@ def _gained(runs: Sequence[RunView]) -> Html:
 
 def _texts(runs: Sequence[RunView]) -> list[Html]:
     """Return the models' sample texts before and after training, if any; only the first run's are expanded."""
-    head = ["prompt (a test row)", "before any round", "after the last", "the row's own text"]
+    head = ["prompt (a test example)", "before round 1", "after the last round", "reference text"]
     samples = [(run, sample_texts.read_samples(run.folder)) for run in runs]
     tables = [
         (run, html_tag("div", html_table(head, [[s.prompt, s.before, s.after, s.wanted] for s in texts]), "texts"))
@@ -129,7 +129,7 @@ def _alert(run: RunView) -> Html:
     became = words.get(state, f"has state {state}")
     return html_tag(
         "p",
-        f"{run.name} {became}, {done}{': ' if reason else ''}{reason}. The figures below are what it has so far.",
+        f"{run.name} {became}, {done}{': ' if reason else ''}{reason}. The figures below are its results so far.",
         "alert",
     )
 
@@ -145,7 +145,7 @@ def _resumed(run: RunView, row: Row) -> str:
     notes = [f"before that: {row['before']}"] if row.get("before") else []
     notes += [str(row["checkpoint"])] if row.get("checkpoint") else []
     notes += [f"{key}: {values}" for key, values in dict(row.get("changes") or {}).items()]
-    return f"{run.name} was resumed with round {int(row.get('round', -1)) + 1} at {row.get('time')}. {'; '.join(notes)}"
+    return f"{run.name} was resumed at round {int(row.get('round', -1)) + 1} on {row.get('time')}. {'; '.join(notes)}"
 
 
 def _summary(runs: Sequence[RunView]) -> Html:
@@ -183,7 +183,7 @@ def _figures(runs: Sequence[RunView]) -> Html:
     at_sites = [ChartCurve(run.name, losses_at_sites.get(run.name, []), i) for i, run in enumerate(runs)]
     figures = [
         curves_svg("Test loss by round", "rounds done", "loss", by_round, integer_x=True),
-        curves_svg("Training loss at the sites", "rounds done", "loss, sites' own rows", at_sites, integer_x=True),
+        curves_svg("Training loss at the sites", "rounds done", "loss, training examples", at_sites, integer_x=True),
         curves_svg("Uploaded so far", "rounds done", "MB, all sites", megabytes, integer_x=True),
         curves_svg("Test loss by upload", "MB uploaded, all sites", "loss", against),
     ]
@@ -203,7 +203,15 @@ def _privacy(run: RunView) -> Html:
 
 def _unseen(runs: Sequence[RunView]) -> list[object]:
     secure_runs = [run for run in runs if run.unseen]
-    head = ["round", "attempt", "sites in the sum", "holders", "of whom open it", "opened no shares", "no sum, because"]
+    head = [
+        "round",
+        "attempt",
+        "sites in the sum",
+        "holders",
+        "needed to open it",
+        "sent no shares",
+        "reason for no sum",
+    ]
     parts = [
         join_markup(
             [
@@ -237,13 +245,9 @@ def _not_attacked(run: RunView) -> Html:
     """Return a note on how to audit the run, so that readers do not mistake a missing audit for a good result."""
     taps = run.config.get("config", {}).get("run.capture-messages")
     how = (
-        html_tag("code", f"fedveil audit {run.folder}")
-        if taps
-        else "only a run with run.capture-messages = true can be"
+        html_tag("code", f"fedveil audit {run.folder}") if taps else "this needs a run with run.capture-messages = true"
     )
-    return html_tag(
-        "p", join_markup(["Not attacked, so nothing is known of what an attacker could tell: ", how, "."]), "wait"
-    )
+    return html_tag("p", join_markup(["Not attacked, so what an attacker could learn is unknown: ", how, "."]), "wait")
 
 
 def _missing(missing: Mapping[str, str]) -> Html:
@@ -271,12 +275,12 @@ def _config(runs: Sequence[RunView]) -> Html:
         for run in runs
         if "method" in run.config
     )
-    parts: list[object] = [html_tag("h3", "Fields of the methods"), html_list(fields)] if fields else []
+    parts: list[object] = [html_tag("h3", "Method parameters"), html_list(fields)] if fields else []
     parts += (
         [html_tag("h3", "Where the runs differ"), html_table(head, different)] if different and len(runs) > 1 else []
     )
     return join_markup(
-        [*parts, html_details(f"The same for every run: {len(same)} keys", html_table(["key", "value"], same))]
+        [*parts, html_details(f"Same for every run: {len(same)} keys", html_table(["key", "value"], same))]
     )
 
 

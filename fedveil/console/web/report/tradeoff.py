@@ -71,7 +71,7 @@ class TradeoffRun:
     def words(self) -> str:
         """Return how well an attacker could tell members, in words."""
         if self.told is None:
-            return "not decided here" if self.attacked else "not attacked"
+            return "undecided" if self.attacked else "not attacked"
         return f"{100 * self.auroc[0]:.0f} %"
 
 
@@ -106,11 +106,11 @@ def tradeoff_verdict(arms: Sequence[TradeoffRun]) -> list[str]:
     if base is None or not others or not any(a.attacked for a in arms):
         return []
     if base.told is None or base.told.verdict != "above":
-        return [f"Not decided here what withholding gains: no attack that counts wins on {base.name}."]
+        return [f"The benefit of withholding is undecided here: no valid attack wins on {base.name}."]
     sides = {a.name: side for a, side in zip(others, _sides(others, base), strict=True)}
     less = [a for a in others if sides[a.name] == "less"]
     more = [a.name for a in others if sides[a.name] == "more"]
-    answer = f"Not decided here: nothing is told apart from {base.name}, on which an attacker is right {_of(base)}."
+    answer = f"Undecided here: no run differs measurably from {base.name}, on which an attacker is right {_of(base)}."
     if less:
         best = min(less, key=lambda a: a.auroc[0])
         answer = (
@@ -119,11 +119,11 @@ def tradeoff_verdict(arms: Sequence[TradeoffRun]) -> list[str]:
         )
         answer += "".join(f" With {a.name}: {_of(a)}{_worst(a, base)}." for a in others if a is not best and a.told)
     elif more:
-        answer = f"Nothing is gained here: {' and '.join(more)} told an attacker more than {base.name} ({_of(base)})."
+        answer = f"No benefit here: {' and '.join(more)} revealed more to an attacker than {base.name} ({_of(base)})."
     baseline_lines = [
-        f"{base.name}: from what the server has, an attacker picks the trained row of a pair {_chance(base)}."
+        f"{base.name}: from the server's view, an attacker picks the trained example of a pair {_chance(base)}."
     ]
-    limit = "One run of each: the intervals are over rows, and another run's draws may fall otherwise."
+    limit = "One run of each: the intervals are over examples, and the draws of another run may differ."
     return [answer, *baseline_lines, *(f"{a.name}: {_beside(a, base, sides[a.name])}." for a in others), limit]
 
 
@@ -176,9 +176,9 @@ def _cost(a: TradeoffRun, base: TradeoffRun) -> str:
         cost = [f"at a test loss of {a.after:.2f} against {base.after:.2f}"]
     if base.sent:
         more = 100 * a.sent / base.sent - 100
-        size = f"{abs(more):.0f} % {'more' if more > 0 else 'fewer'}" if abs(more) >= 0.5 else "as many"
+        size = f"{abs(more):.0f} % {'more' if more > 0 else 'fewer'}" if abs(more) >= 0.5 else "equally many"
         cost.append(f"with {size} bytes sent")
-    return ", ".join(cost) or "at no cost that was measured"
+    return ", ".join(cost) or "at no measured cost"
 
 
 def is_larger(arms: Sequence[TradeoffRun]) -> str:
@@ -200,9 +200,9 @@ def _beside(a: TradeoffRun, base: TradeoffRun, side: str) -> str:
     assert base.told is not None
     if a.told is None:
         return f"{a.words}; {_cost(a, base)}"
-    outcome = {"less": "less", "more": "more", "": f"not told apart from {base.name}"}[side]
+    outcome = {"less": "less", "more": "more", "": f"no measurable difference from {base.name}"}[side]
     if a.told.verdict != "above":
-        guess = "not told from guessing"
+        guess = "not distinguishable from guessing"
         if a.auroc[1] > 0.5 and a.findings > 1:  # by itself the interval says otherwise
             guess += f" at any site, corrected for {a.findings} findings"
         outcome = f"{outcome}, and {guess}" if side else guess
@@ -210,7 +210,7 @@ def _beside(a: TradeoffRun, base: TradeoffRun, side: str) -> str:
         outcome = "less, but not nothing"
     over = a.over_sites(base.told.attack)
     if over and over.base and over.base == base.digest:
-        outcome += ", {:+.1f} [{:+.1f}, {:+.1f}] on the same rows".format(*(-100 * over.less[i] for i in (0, 2, 1)))
+        outcome += ", {:+.1f} [{:+.1f}, {:+.1f}] on the same examples".format(*(-100 * over.less[i] for i in (0, 2, 1)))
     return f"{_chance(a)}: {outcome}; {_cost(a, base)}"
 
 
@@ -220,4 +220,4 @@ def _chance(a: TradeoffRun) -> str:
     if a.told is None or a.over_sites() is None:
         return shown_
     worst = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in a.told.auroc))
-    return f"{shown_} over the sites, at the worst ({sanitize(a.told.model, 60)}) {worst}"
+    return f"{shown_} over the sites, at the worst site ({sanitize(a.told.model, 60)}) {worst}"

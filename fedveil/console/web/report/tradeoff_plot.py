@@ -39,7 +39,7 @@ def tradeoff_svg(arms: Sequence[TradeoffRun], name: str = "trade") -> str:
 
         _legend(figure, bool(_in_band(arms)))
 
-    return draw_curves(name, (5.6, 1.75 + 0.72 * len(arms)), f"What was gained. {_told(arms)}", draw)
+    return draw_curves(name, (5.6, 1.75 + 0.72 * len(arms)), f"Benefit and cost of withholding. {_told(arms)}", draw)
 
 
 def _legend(figure: Any, inside: bool) -> None:
@@ -51,15 +51,15 @@ def _legend(figure: Any, inside: bool) -> None:
         Line2D([], [], marker="o", color="none", markerfacecolor="none", markeredgecolor=INK, label="untrained"),
         Line2D([], [], marker="o", markersize=8, color="none", markerfacecolor=COLOURS[2], markeredgewidth=0,
                label="trained"),
-        Line2D([], [], marker="o", color=_ORANGE, label="told, mean; bar: 95 %"),
-        Line2D([], [], marker="o", color=_BLUE, label="not told from guessing"),
+        Line2D([], [], marker="o", color=_ORANGE, label="above guessing; bar: 95 %"),
+        Line2D([], [], marker="o", color=_BLUE, label="not above guessing"),
         Line2D([], [], marker="D", markersize=5, color="none", markerfacecolor=_ORANGE, markeredgewidth=0,
-               label="the worst site alone"),
-        Patch(color=_BLUE, alpha=_BAND, lw=0, label="rows never seen"),
-        Patch(color=_ORANGE, alpha=_HEART, lw=0, label="rows known by heart"),
+               label="worst site"),
+        Patch(color=_BLUE, alpha=_BAND, lw=0, label="examples never seen"),
+        Patch(color=_ORANGE, alpha=_HEART, lw=0, label="memorized examples"),
     ]  # fmt: skip
     if inside:
-        of = Line2D([], [], marker="o", color=_ORANGE, linestyle=":", fillstyle="none", label="told, within the band")
+        of = Line2D([], [], marker="o", color=_ORANGE, linestyle=":", fillstyle="none", label="above, within the band")
         marks.append(of)
     figure.legend(handles=marks, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
 
@@ -68,7 +68,7 @@ def _told(arms: Sequence[TradeoffRun]) -> str:
     """Return the picture's text alternative for readers who cannot see it."""
     return "; ".join(
         f"{a.name}: test loss {'not scored' if a.after is None else f'{a.after:.3f}'}, an attacker picks the trained "
-        f"row of a pair: {a.words} (a coin: 50 %), {a.sent / 1e6:.2f} MB sent"
+        f"example of a pair: {a.words} (a coin: 50 %), {a.sent / 1e6:.2f} MB sent"
         for a in arms
     )
 
@@ -112,7 +112,7 @@ def _attacker(axes: Any, arms: Sequence[TradeoffRun]) -> None:
         axes.annotate(a.words, (value, y), (0, -13), textcoords="offset points", ha="center", va="center")
         if a.over_sites():
             axes.plot((100 * a.told.auroc[0],), (y,), "D", markersize=5, color=colour)
-    axes.set(title="Told to an attacker", xlim=(32, 101), xlabel="% right, \u2190 better (50: coin)")
+    axes.set(title="Revealed to an attacker", xlim=(32, 101), xlabel="% right, \u2190 better (50: coin)")
 
 
 def _never_seen(told: Sequence[TradeoffRun]) -> tuple[float, float]:
@@ -142,13 +142,13 @@ def tradeoff_caption(arms: Sequence[TradeoffRun]) -> str:
     if first is None or first.told is None:
         return "Quality: open circle untrained, full circle after the last round. No attack is shown."
     inside = ", ".join(a.name for a in _in_band(arms[:MOST_ARMS]))
-    weak = f" The mean of an open one ({inside}) lies within the blue band: as much is found where there is nothing."
+    weak = f" An open point's mean ({inside}) is within the blue band: the attack finds as much where there is nothing."
     which = "the mean over the sites" if first.over_sites() else "its strongest finding"
     return (
-        "Quality: open circle untrained, full circle after the last round, on rows that no site has. An attacker who "
-        "reads what the server gets is shown a row that a site trained on and one that it did not "
-        f"({first.told.attack}, {which}, 95 %). A diamond is the worst site alone, which a mean hides. Blue band: the "
-        "same attack on models that never saw the rows, the widest of all runs. Orange band: on rows known by heart. "
-        "An orange point shows membership; a blue one was not told from guessing, which proves no safety."
-        f"{weak if inside else ''} One run each: no result to cite."
+        "Quality: open circle untrained, full circle after the last round, on examples that no site has. An attacker "
+        "who reads what the server receives is shown an example that a site trained on and one that it did not "
+        f"({first.told.attack}, {which}, 95 %). A diamond is the worst site, which a mean hides. Blue band: the same "
+        "attack on models that never saw the examples, the widest of all runs. Orange band: on memorized examples. An "
+        "orange point shows membership; a blue one is not distinguishable from guessing, which does not prove safety."
+        f"{weak if inside else ''} One run each: do not cite these results."
     )

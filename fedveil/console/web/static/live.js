@@ -61,7 +61,7 @@
   source.addEventListener("changed", refresh);
   source.addEventListener("error", () => {
     broken = true;
-    say(source.readyState === EventSource.CLOSED ? "not live: reload the page" : "not live: asking again");
+    say(source.readyState === EventSource.CLOSED ? "not live: reload the page" : "not live: reconnecting");
   });
 
   count();
@@ -69,7 +69,7 @@
   hold.hidden = false;
   hold.addEventListener("click", () => {
     held = !held;
-    hold.textContent = held ? "Go on" : "Pause";
+    hold.textContent = held ? "Resume" : "Pause";
     say(held ? "paused, as of" : "live, page as of");
     if (!held && missed) refresh();
   });

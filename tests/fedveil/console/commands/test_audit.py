@@ -107,7 +107,7 @@ def test_the_terminal_has_the_verdicts_and_the_five_strongest(make_run, monkeypa
     rows = [line for line in lines if line.startswith("\u2502")]
     assert [row.split()[1] for row in rows] == [f"site-{i}," for i in (8, 7, 6, 5, 4)]
     assert "0.760 [0.710, 0.810]" in rows[0]
-    assert f"The other 7 findings: {folder / 'audit.json'}" in lines[-1]
+    assert f"The other 7 findings are in {folder / 'audit.json'}" in lines[-1]
     assert AuditReport.read(folder) == AuditReport(findings, [], ["what a control says"])
 
 
@@ -139,7 +139,7 @@ def test_an_audit_that_tried_nothing_leaves_what_an_earlier_one_found(make_run, 
         monkeypatch.setattr(attacks, "audit_run", lambda *_, audit=audit, **__: (audit, None))
         assert main(["audit", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "audit.json stays as an earlier audit wrote it: this one tried no attack" in out.replace("\n", "")
+    assert "audit.json is kept from an earlier audit: this audit tried no attack" in out.replace("\n", "")
     assert "The other 0 findings" not in out
     assert AuditReport.read(folder) == first
     bound = AuditReport([], [], [], epsilon_shown=2.0)  # by canaries alone
@@ -232,7 +232,7 @@ def test_the_report_has_a_section_of_it(run_folder, audited):
     page = report.run_page_html([runs.load_run(run_folder)])
     assert "What attacks found" in page
     assert "overfitted FedAvg" in page
-    assert "What the server could rebuild of each site" in page
+    assert "tensors the server could rebuild" in page
 
 
 @pytest.mark.parametrize("model", ["round 0", "other rows"])
@@ -240,7 +240,7 @@ def test_the_report_has_a_section_of_it(run_folder, audited):
     ("verdict", "kind", "words"),
     [
         ("above", "failed", "above 0.5, and must not"), ("below", "failed", "below 0.5, and must not"),
-        ("contains", "completed", "not told from 0.5, as it must"),
+        ("contains", "completed", "not distinguishable from 0.5, as it must"),
     ],
 )  # fmt: skip
 def test_the_report_marks_a_control_to_lose_by_whether_it_was_lost(tmp_path, model, verdict, kind, words):
@@ -280,7 +280,7 @@ def test_a_secure_run_is_read_as_its_server_could(tmp_path, monkeypatch):
 
 def test_a_report_without_an_audit_says_so(make_run):
     page_html = report.run_page_html([runs.load_run(make_run())])
-    assert page_html.count("Not attacked, so nothing is known") == 1
+    assert page_html.count("Not attacked, so what an attacker could learn is unknown") == 1
 
 
 @pytest.mark.long

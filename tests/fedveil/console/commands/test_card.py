@@ -71,7 +71,7 @@ def signed(run: Path, capsys) -> list[str]:
 def test_server_and_site_sign_the_same_and_both_are_named(run, capsys):
     verify = signed(run, capsys)
     stdout = did(capsys, *verify)
-    assert "6 files, each as it was signed, and no other one" in stdout
+    assert "6 files, all unchanged since they were signed, and no others" in stdout
     for name in NAMES:
         assert f"signed by {name} ({keys.key_fingerprint(keys.read_public_key(run.parent / f'{name}.pub'))})" in stdout
     assert "There is NO formal guarantee" in stdout
@@ -95,7 +95,7 @@ def test_a_key_that_was_not_given_counts_for_nothing(run, capsys):
     signed(run, capsys)
     did(capsys, "sign", run, "--key", run.parent / "stranger")
     stdout = did(capsys, "verify", run, "--key", run.parent / "server.pub")
-    assert stdout.count("NOT checked, and it counts for nothing") == 2
+    assert stdout.count("NOT checked, so it proves nothing") == 2
     assert stdout.count("signed by") == 1
 
 
@@ -171,7 +171,7 @@ def test_no_envelope_and_no_card_are_errors_in_words(run, capsys):
 
 
 def test_a_card_is_not_written_over_what_others_signed(signed_run, capsys):
-    assert "ask the signers again" in refused(capsys, "make", signed_run)
+    assert "ask the signers to sign again" in refused(capsys, "make", signed_run)
     assert problems(signed_run) == []
 
 
@@ -186,7 +186,7 @@ def test_a_page_that_says_something_else_than_the_data_is_not_signed(run, capsys
     did(capsys, "make", run)
     page = run / "final" / "PRIVACY.md"
     page.write_text(page.read_text().replace("NO formal", "a formal"))
-    assert "would sign what no data says" in refused(capsys, "sign", run, "--key", run.parent / "server")
+    assert "text that the data does not back" in refused(capsys, "sign", run, "--key", run.parent / "server")
     assert not (run / "final" / in_toto.NAME).exists()
 
 
@@ -202,7 +202,7 @@ def test_a_site_signs_only_a_card_that_fits_its_own_log(run, capsys):
     sign = ["sign", run, "--key", run.parent / "north", "--log", own]
     assert "the log was rewritten" in refused(capsys, *sign, "--site", "site-1")
     assert "do not sign for it" in refused(capsys, *sign, "--site", "site-2")
-    assert "expected with --log" in refused(capsys, *sign[:4], "--site", "site-0")
+    assert "expected --log FILE with it" in refused(capsys, *sign[:4], "--site", "site-0")
     assert not (run / "final" / in_toto.NAME).exists()
     audit_log.append_entry(own, "later", {})
     did(capsys, *sign, "--site", "site-0")

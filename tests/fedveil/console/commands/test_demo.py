@@ -57,9 +57,9 @@ def test_a_bad_setting_is_refused_before_anything_is_started(setting, line, caps
 @pytest.mark.parametrize(
     "arguments,line",
     [
-        (["--methods", "fedrand+magic"], "error: --methods: expected names out of"),
+        (["--methods", "fedrand+magic"], "error: --methods: expected names from"),
         (["--methods", "fedrand,fedrand"], "each once, found 'fedrand,fedrand'"),
-        (["--sites", "2"], "error: --sites: expected at least 3 for a method +secure, found 2"),
+        (["--sites", "2"], "error: --sites: expected at least 3 for a method with +secure, found 2"),
     ],
 )
 def test_bad_arms_are_refused_before_anything_is_started(arguments, line, capsys, monkeypatch):
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_started(o
     (tmp_path / "file").touch()
     assert main(["demo", "--out", str(tmp_path / out)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --out: expected a folder that can be written, found {tmp_path / out}: ")
+    assert error.startswith(f"error: --out: expected a writable folder, found {tmp_path / out}: ")
     assert error.endswith("; name another\n")
 
 
@@ -85,7 +85,7 @@ def test_runs_of_an_earlier_demo_are_not_replaced_without_a_word(make_run, capsy
     monkeypatch.setattr(demo, "LocalDeployment", start)
     make_run(method="fedavg")
     assert main(["demo", "--out", str(tmp_path)]) == 2
-    assert "has runs of an earlier demo, which these replace: fedavg\n" in capsys.readouterr().out
+    assert "has runs of an earlier demo, which this one replaces: fedavg\n" in capsys.readouterr().out
     assert (tmp_path / "fedavg" / "status.json").is_file()
 
 
@@ -121,7 +121,7 @@ def test_a_failed_run_is_explained_once(said, traced, capsys, tmp_path):
     demo._explain(Federation(), 1, "fedavg", demo.RunOutcome(False, "task.data: expected rows", 1.0), tmp_path)
     error = capsys.readouterr().err
     assert error.startswith("error: fedavg failed: task.data: expected rows\n")
-    assert f"Every log is in {tmp_path}/logs" in error
+    assert f"All logs are in {tmp_path}/logs" in error
     assert ("Traceback" in error) is traced
 
 
@@ -158,8 +158,8 @@ def test_the_card_of_a_run_is_made_again_after_its_attack(make_run, tmp_path):
 
 
 def test_it_says_why_not_every_site_is_in_a_round():
-    assert "draws 3 of the 4 sites (cohort.fraction = 0.75)" in demo._drawn(4, 0.75)
-    assert "--set cohort.fraction=1 asks all" in demo._drawn(4, 0.75)
+    assert "samples 3 of the 4 sites (cohort.fraction = 0.75)" in demo._drawn(4, 0.75)
+    assert "--set cohort.fraction=1 uses all" in demo._drawn(4, 0.75)
     assert "draws 3 of the 10 sites" in demo._drawn(10, 0.3)  # and 0.3 * 10 is a little more than 3
     assert demo._drawn(4, 1) == ""
     assert demo._drawn(2, 0.75) == ""  # both
@@ -191,7 +191,7 @@ def test_an_interrupted_demo_says_what_it_waits_for_and_begins_no_other_attack()
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert done == ["first"]
-    assert "an attack under way ends first" in console.file.getvalue()
+    assert "waiting for a running attack to end" in console.file.getvalue()
     with demo._aside(console, []) as aside:
         assert aside.submit(int, 7).result() == 7
 

@@ -31,13 +31,13 @@ def test_the_fleet_port_must_show_a_certificate_of_this_ca(tmp_path):
     for says in (forbidden, not_it, b"x" * 10**6, b""):
         with tls_server(tmp_path, ("http/1.1",), says) as address:  # as the control port is
             result = checks.check_fleet_port(address, tmp_path / "ca.crt")
-        assert (result.verdict, "speaks something else, not" in result.text) == ("fail", True), result
+        assert (result.verdict, "speaks TLS and an unknown protocol, but" in result.text) == ("fail", True), result
     other, _ = new_ca("FedVeil CA", timedelta(days=1))  # of the same name
     write_certificate(tmp_path / "other.crt", other)
     with tls_server(tmp_path) as address:
         result = checks.check_fleet_port(address, tmp_path / "other.crt")
     assert result.verdict == "fail"
-    assert "is ca.crt this federation's" in result.text
+    assert "check that ca.crt is this federation's" in result.text
 
 
 @pytest.mark.parametrize("here", flower.LINES)
@@ -49,9 +49,9 @@ def test_a_server_with_the_other_flower_is_named_as_such(here, there, tmp_path, 
         result = checks.check_fleet_port(address, tmp_path / "ca.crt")
     assert result.verdict == ("ok" if here.speaks == there.speaks else "fail")
     if here.speaks != there.speaks:
-        assert f"speaks {there.speaks}, not {here.speaks} as Flower {here.release} here does" in result.text
+        assert f"speaks TLS and {there.speaks}, but Flower {here.release} here speaks {here.speaks}" in result.text
         known = " or ".join(line.release for line in flower.LINES if line.speaks == there.speaks)
-        assert f"A server with Flower {known} does." in result.text
+        assert f"A server with Flower {known} speaks {there.speaks}." in result.text
 
 
 def test_the_fleet_port_must_have_the_name_that_the_site_uses_and_a_valid_certificate(tmp_path):
@@ -96,7 +96,7 @@ def test_a_certificate_is_judged_by_its_days(tmp_path):
     for days, verdict in ((-1, "fail"), (0, "ok"), (59, "ok"), (61, "warn"), (91, "fail")):
         assert checks.check_certificate(tmp_path / "ca.crt", now + timedelta(days=days)).verdict == verdict, days
     assert (
-        "provision the federation anew" in checks.check_certificate(tmp_path / "ca.crt", now + timedelta(days=91)).text
+        "provision the federation again" in checks.check_certificate(tmp_path / "ca.crt", now + timedelta(days=91)).text
     )
     write_tls(tmp_path)  # with a certificate of the server, which the CA signed
     ends = checks.check_certificate(tmp_path / "server.pem", now + timedelta(days=99999))
@@ -131,8 +131,8 @@ def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
     for text, verdict, words in (
         ('methods = ["fedrand"]', "warn", "neither app-digests nor signers"),
         (f'app-digests = ["{"ab" * 32}"]', "warn", "has no [permits]"),
-        (f'app-digests = ["{"ab" * 32}"]\n[permits]\n', "ok", "can be read"),
-        ("app-digests = []\n[permits]\n", "warn", "permits nothing as it stands: app-digests empty"),
+        (f'app-digests = ["{"ab" * 32}"]\n[permits]\n', "ok", "is readable"),
+        ("app-digests = []\n[permits]\n", "warn", "permits nothing yet: app-digests empty"),
         (
             f'methods = ["fedrnd", "fedavg"]\ntasks = ["sorting"]\napp-digests = ["{"ab" * 32}"]\n[permits]\n',
             "warn",
@@ -169,13 +169,16 @@ def test_other_users_are_a_finding_where_the_kernel_names_no_owners_and_there_is
     monkeypatch.setattr(host_checks, "_CONTAINER_MARKS", ())
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setattr("pwd.getpwall", lambda: [person, daemon])
-    assert (host_checks.check_other_users().verdict, "kernel says" in host_checks.check_other_users().text) == (
+    assert (
+        host_checks.check_other_users().verdict,
+        "the kernel reports the owner" in host_checks.check_other_users().text,
+    ) == (
         "ok",
         True,
     )
     monkeypatch.setattr(host_checks, "_kernel_names_owners", lambda: False)
     result = host_checks.check_other_users()
-    assert (result.verdict, "1 others may log in (ann)" in result.text) == ("warn", True), result
+    assert (result.verdict, "1 other users can log in (ann)" in result.text) == ("warn", True), result
     monkeypatch.setattr("pwd.getpwall", lambda: [daemon])
     assert host_checks.check_other_users().verdict == "ok"
     monkeypatch.setattr("pwd.getpwall", lambda: [person])
@@ -226,18 +229,18 @@ def test_at_the_server_flowers_own_superlink_is_a_finding(tmp_path, monkeypatch,
     assert host_checks.check_superlink().verdict == "warn"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
-    assert "ask where the server runs" in host_checks.check_superlink().text
+    assert "run this check where the server runs" in host_checks.check_superlink().text
 
 
 @pytest.mark.parametrize(
     ("settings", "verdict", "line"),
     [
-        (["task.data=DATA"], "ok", "3 rows in DATA/train.jsonl, with mr, ref"),
+        (["task.data=DATA"], "ok", "3 examples in DATA/train.jsonl, with mr, ref"),
         (["task.data=DATA", "task.source-column=note"], "fail", 'expected column "note" in "DATA/train.jsonl"'),
         (["task.data=/nope"], "fail", 'expected a folder or file of rows, found none at "/nope"'),
         (["task.evaluation=DATA"], "fail", '  expected test.jsonl or test.parquet in "DATA", found large, train'),
-        (["task.server-data=DATA/train.jsonl"], "ok", "3 rows in DATA/train.jsonl"),
-        (["task.data=DATA/large"], "ok", "2 rows and more in DATA/large/train.jsonl"),
+        (["task.server-data=DATA/train.jsonl"], "ok", "3 examples in DATA/train.jsonl"),
+        (["task.data=DATA/large"], "ok", "2 examples or more in DATA/large/train.jsonl"),
         (["task.data=DATA/large", "task.target-column=late"], "fail", 'expected column "late" in'),
         (["task.data=DATA", "task.name=clip-prompt", "task.target-column=ref"], "fail", 'expected column "image" in'),
     ],
@@ -264,7 +267,7 @@ def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
     assert f"2 images in the folders of {tmp_path}/train" in capsys.readouterr().out
     Dataset.from_dict({"mr": ["a", "b"], "ref": ["c", "d"]}).to_parquet(tmp_path / "rows.parquet")
     assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 0
-    assert "2 rows in" in capsys.readouterr().out
+    assert "2 examples in" in capsys.readouterr().out
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 1
     assert "expected Parquet in" in capsys.readouterr().out
@@ -307,11 +310,11 @@ def test_a_site_from_its_kit(tmp_path, capsys):
     assert 'expected column "nothing"' in capsys.readouterr().out
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     assert main(["doctor", "--kit", str(kit)]) == 1
-    assert "name the run's own with --config or --set" in capsys.readouterr().out
+    assert "give the run's task with --config or --set" in capsys.readouterr().out
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
-    for text, words in (("min-examples = 3", ""), ("min-examples = 4", "fewer than the 4 of min-examples"), ("x", "")):
+    for text, words in (("min-examples = 3", ""), ("min-examples = 4", "fewer than min-examples = 4 in"), ("x", "")):
         (kit / "site-policy.toml").write_text(text)
         assert main(["doctor", "--kit", str(kit)]) == 1
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line[6:28].strip() == "data")
-        assert (line.startswith("fail"), words in line, "3 rows in" in line) == (bool(words), True, True)
+        assert (line.startswith("fail"), words in line, "3 examples in" in line) == (bool(words), True, True)
     assert main(["doctor", "--kit", str(ROOT)]) == 2

@@ -49,7 +49,7 @@ def test_a_run_in_plain_words(tmp_path, capsys):
     chosen = ["--set", "method.name=fedrand", "--set", "run.rounds=7", "--set", "cohort.fraction=0.5"]
     assert main(["explain", *chosen, "--policy", str(policy)]) == 0
     stdout = capsys.readouterr().out
-    assert "fedrand on text-generation, base model tiny: 7 rounds, this site in about 50 of 100 rounds." in stdout
+    assert "fedrand on text-generation, base model tiny: 7 rounds, this site in about 50 % of rounds." in stdout
     assert "either 'A': " in stdout
     assert "either 'B': " in stdout
     assert "Epsilon: infinite." in stdout
@@ -111,7 +111,7 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
     once = accounting.noise_multiplier_for(lambda z: {("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
     alone = accounting.compute_epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
-    assert f"together, rows so charged have about epsilon {alone:.4g}" in explanation
+    assert f"together, examples charged that much have about epsilon {alone:.4g}" in explanation
     assert UNTIMED in explanation
     assert "and on a server that follows the protocol" in explanation
     plain = "\n".join(explain.explain_run(exchange, parse({}), 1e-5))
@@ -164,9 +164,9 @@ def test_scores_of_held_out_rows_are_named_before_anyone_takes_part(tmp_path, ca
     policy.write_text('methods = ["fedavg"]\nmax-scores = 7\n')
     assert main(["explain", *asked, "--policy", str(policy)]) == 0
     stdout = capsys.readouterr().out
-    assert "hold out 25 of 100 of its rows" in stdout
+    assert "hold out 25 % of its examples" in stdout
     assert "loss_held_out and rows_held_out, in the report of each upload" in stdout
-    assert "This site would, 7 times at most (max-scores)." in stdout
+    assert "This site would, at most 7 times (max-scores)." in stdout
     policy.write_text('methods = ["fedavg"]\n')
     assert main(["explain", *asked, "--policy", str(policy)]) == 0
     assert "This site would not: its policy permits no scores" in capsys.readouterr().out

@@ -73,7 +73,8 @@ def test_a_private_prompt_is_joined_with_the_shared_one(tmp_path, capsys):
     store(tmp_path).save("0001", "", private)
     assert export(tmp_path) == 0
     assert (
-        "\nit has no privacy card: the run's, in its final/, is of the model for all sites" in capsys.readouterr().out
+        "\nit has no privacy card: the card in the run's final/ covers only the model for all sites"
+        in capsys.readouterr().out
     )
     prompt = load_file(tmp_path / "out" / "adapter.safetensors")["prompt"]
     method = strategies.create_method(config.method.name, config.method.params)
@@ -89,7 +90,7 @@ def test_a_method_that_keeps_nothing_says_where_the_model_is(tmp_path, capsys):
     store(tmp_path)
     assert export(tmp_path) == 2
     stderr = capsys.readouterr().err
-    assert "keeps nothing of its own" in stderr
+    assert "keeps no state at a site" in stderr
     assert f"{tmp_path}/run/final" in stderr
 
 
@@ -115,7 +116,7 @@ def test_a_turn_under_way_is_not_read(tmp_path, capsys):
     state_store.save("0001", "", FederatedState(weights))
     with state_store.in_turn():
         assert export(tmp_path) == 2
-    assert "expected no turn under way" in capsys.readouterr().err
+    assert "expected no local round in progress" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
@@ -129,5 +130,8 @@ def test_what_is_kept_but_is_no_model_of_the_sites_own_is_said_to_be_none(name, 
     store(tmp_path).save("0001", "", FederatedState(dict(weights)))
     assert export(tmp_path) == 2
     stderr = capsys.readouterr().err
-    assert f"method.name: expected one that keeps a part of a model at a site, found {name}, which keeps none" in stderr
+    assert (
+        f"method.name: expected a method that keeps a part of the model at each site, found {name}, which keeps none"
+        in stderr
+    )
     assert not (tmp_path / "out").exists()

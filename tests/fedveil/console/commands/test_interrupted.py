@@ -35,7 +35,7 @@ def test_the_run_goes_on_and_the_commands_are_said(pilot, monkeypatch, capsys, c
     assert main([*command, "--federation", "a pilot"]) == 130
     home = f"'{pilot}/server/flower'"
     assert capsys.readouterr().err == (
-        f"interrupted: the run goes on; follow it with: fedveil watch 77 --flower-home {home}; "
+        f"interrupted: the run continues; follow it with: fedveil watch 77 --flower-home {home}; "
         f"stop it with: FLWR_HOME={home} flwr stop 77\n"
     )
 
@@ -46,7 +46,7 @@ def test_a_flower_that_fails_ends_the_following_alone(pilot, monkeypatch, capsys
 
     monkeypatch.setattr(FlowerCli, "run_status", fails)
     assert main(["submit", "--federation", "a pilot"]) == 2
-    assert "error: flwr ls failed; the run may go on; follow it with: fedveil watch 77 " in capsys.readouterr().err
+    assert "error: flwr ls failed; the run may continue; follow it with: fedveil watch 77 " in capsys.readouterr().err
 
 
 def test_a_silence_of_seconds_is_not_worth_a_word(pilot, monkeypatch, capsys):
@@ -90,9 +90,9 @@ def test_a_server_that_answered_is_waited_for(pilot, monkeypatch, capsys, second
     monkeypatch.setattr(FlowerCli, "log", lambda *_: "")
     assert main(["watch", "77", "--federation", "a pilot"]) == code
     output = capsys.readouterr()
-    assert output.out.count("the server does not answer; it is asked again for 300 s") == 1
+    assert output.out.count("the server does not answer; retrying for 300 s") == 1
     assert ("the server answers again" in output.out) == (code == 0)
-    assert ("nobody there; the run may go on" in output.err) == (code == 2)
+    assert ("nobody there; the run may continue" in output.err) == (code == 2)
 
 
 def test_a_server_that_never_answered_is_an_error_at_once(pilot, monkeypatch, capsys):
@@ -102,7 +102,7 @@ def test_a_server_that_never_answered_is_an_error_at_once(pilot, monkeypatch, ca
     monkeypatch.setattr(FlowerCli, "run_status", status)
     monkeypatch.setattr("fedveil.console.runs.run_follower._SILENT_SECONDS", 1.0)
     assert main(["watch", "77", "--federation", "a pilot"]) == 2
-    assert "asked again" not in capsys.readouterr().out
+    assert "retrying" not in capsys.readouterr().out
 
 
 def test_an_interrupted_submission_says_where_to_look(pilot, monkeypatch, capsys):

@@ -36,4 +36,4 @@ def test_registering_with_a_server_that_is_not_there_says_how_to_start_it(tmp_pa
     assert main([*register, "--offline"]) == 0
     capsys.readouterr()
     assert main([*register, "--offline"]) == 2
-    assert "found the one that it is registered with; there is nothing to do" in capsys.readouterr().err
+    assert "found the site's registered key; there is nothing to do" in capsys.readouterr().err

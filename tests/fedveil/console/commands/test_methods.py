@@ -100,12 +100,12 @@ def test_two_packages_with_one_column_and_one_that_does_not_fit_are_refused(colu
     column("ward")
     column("other-ward", "json")
     assert main(["methods", "--table"]) == 2
-    assert 'column: expected one package that brings "ward", found ' in capsys.readouterr().err
+    assert 'column: expected one package that provides "ward", found ' in capsys.readouterr().err
 
 
 def test_a_column_without_its_function_is_refused(column):
     column("ward", "json")
-    with pytest.raises(ConfigError, match=r"of the package ward is a module with read_column, found <module 'json'"):
+    with pytest.raises(ConfigError, match=r"of the package ward to be a module with read_column, found <module 'json'"):
         methods._installed_columns()
 
 

@@ -86,7 +86,7 @@ def test_a_merged_folder_writes_in_transformers_what_generate_writes(fields, tmp
 def test_the_card_goes_with_a_merged_model_without_the_signatures_of_other_files(tmp_path, capsys):
     run = made(tmp_path / "run", **{"method.name": "fedavg", "method.params": "adapter = {rank = 2}"})
     assert said(capsys, "merge", run, tmp_path / "bare").splitlines() == [
-        str(tmp_path / "bare"), f"without a privacy card, for the run has none; fedveil card make {run} writes it",
+        str(tmp_path / "bare"), f"without a privacy card, because the run has none; fedveil card make {run} writes it",
     ]  # fmt: skip
     (run / "final" / "adapter_config.json").write_text("{}")
     cards.write_card(run / "final", card(tmp_path))
@@ -135,7 +135,7 @@ def test_evaluate_gives_the_scores_of_the_runs_own_evaluation(tmp_path, capsys):
     short = said(capsys, "evaluate", run, "--data", DATA, "--eval-examples", 3, "--loss-only", "--split", "test")
     assert f"{scores['loss']:.4f}" in short
     assert "bleu" not in short
-    assert f"run on {DATA}, test: 3 examples at most of " in short
+    assert f"run on {DATA}, test: at most 3 of " in short
 
 
 def test_evaluate_scores_all_rows_whatever_the_run_itself_scored(tmp_path, capsys):
@@ -143,7 +143,7 @@ def test_evaluate_scores_all_rows_whatever_the_run_itself_scored(tmp_path, capsy
     rows = (DATA / "test.jsonl").read_text().splitlines()[:12]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     stdout = said(capsys, "evaluate", run, "--data", tmp_path / "rows.jsonl", "--loss-only")
-    assert f"run on {tmp_path}/rows.jsonl, test: 12 rows\n" in stdout
+    assert f"run on {tmp_path}/rows.jsonl, test: 12 examples\n" in stdout
     config = parse(json.loads((run / "config.json").read_text())["config"] | {"evaluate.eval-examples": 12})
     task = tasks.load_task(config, strategies.create_method("fedrand", config.method.params).adapter, "cpu")
     weights = load_state(run / "final" / "server.safetensors").tensors
@@ -190,7 +190,7 @@ def test_a_folder_that_is_no_run_or_a_hostile_one_gets_an_error_in_words(tmp_pat
     save_state(FederatedState({"h.0.attn.c_attn.lora_A": torch.zeros(3)}), weights)
     assert "weights: expected" in refused(capsys, *asked)
     weights.unlink()
-    assert "a run writes at its end" in refused(capsys, *asked)
+    assert "a run writes when it ends" in refused(capsys, *asked)
     for text, word in (
         ('{"config": [1]}', "expected a run config"),
         ('{"config": {"method.name": "\\u001b[2J"}}', "method.name"),
@@ -205,7 +205,7 @@ def test_a_folder_that_is_no_run_or_a_hostile_one_gets_an_error_in_words(tmp_pat
     (run / "config.json").unlink()
     assert "expected status.json or config.json of a run, found neither" in refused(capsys, *asked)
     (run / "status.json").write_text("{}")
-    assert "expected config.json of a run that began" in refused(capsys, *asked)
+    assert "expected config.json of a run that has started" in refused(capsys, *asked)
 
 
 def test_no_run_is_said_alike_by_every_command_and_before_torch_is_loaded(tmp_path):

@@ -104,15 +104,15 @@ def test_the_report_states_the_honest_epsilon_of_every_site():
     assert first.endswith(UNTIMED)
     assert "trusted" not in first
     assert "nominal" not in first
-    assert "a: 40 rows, 4 participations of 1 steps: at most epsilon" in a
+    assert "a: 40 examples, 4 participations of 1 steps: at most epsilon" in a
     assert "(replace-one)" in a
     assert "not known" in b
     mean = privacy_section.privacy_statements(run_of(mode="code", epsilon=0.1, sampling="disjoint", rounds=3))
     assert UNTIMED not in mean[0]
     assert "nominal epsilon was 0.1" in mean[0]
-    assert "but the server" in mean[0]
+    assert "except the server" in mean[0]
     assert epsilons(mean[1])[0] > 1  # a batch of 8, clipped as a whole
-    assert "(replace-one), this run alone" in report._privacy(run_of())
+    assert "(replace-one), this run only" in report._privacy(run_of())
 
 
 def test_a_repeated_round_is_charged_twice():

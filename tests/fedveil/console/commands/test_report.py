@@ -38,7 +38,7 @@ def test_page_has_exact_numbers_and_loads_nothing(run_folders):
 
 def test_page_says_in_words_what_was_learned(run_folders):
     page = report.run_page_html([runs.load_run(run_folders[1])])
-    assert "site-0 sent the server A (2 tensors) twice and B (2 tensors) once, never all of it in one upload." in page
+    assert "site-0 sent the server A (2 tensors) twice and B (2 tensors) once, never all in one upload." in page
     assert "The server learns: one trained factor" in page
 
 
@@ -121,7 +121,7 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
             site_report |= held_out_reports.get(site, {"loss_held_out": 3.0, "rows_held_out": 100.0})
         return line
 
-    assert "held-out rows" not in report.run_page_html([runs.load_run(folder)])
+    assert "held-out examples" not in report.run_page_html([runs.load_run(folder)])
     _with(folder, "metrics.jsonl", scored)
     run = runs.load_run(folder)
     names = set(run.attempts[-1]["reports"])
@@ -129,15 +129,17 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
     mean, rows = (1.5 * 300 + 3.0 * 100 * others) / (300 + 100 * others), 300 + 100 * others
     assert per_site.mean_scored(run.attempts[-1]["reports"]) == (pytest.approx(mean), rows, 1 + others)
     page = report.run_page_html([run])
-    assert f"in round 3: {mean:.4f} ({rows} rows of {1 + others} sites)" in page
+    assert f"in round 3: {mean:.4f} ({rows} examples of {1 + others} sites)" in page
     assert "its policy permits no scores of held-out rows (max-scores)" in page
-    assert per_site.failure_note(run.attempts[-1]["reports"]).startswith(f"  held out: loss {mean:.4f}, {rows} rows")
+    assert per_site.failure_note(run.attempts[-1]["reports"]).startswith(
+        f"  held out: loss {mean:.4f}, {rows} examples"
+    )
     assert per_site.failure_note({"a": {"held_out_refused": 2.0}}) == ""
     assert per_site.held_out_scores(0, {"held_out_refused": 77.0}).why == "of another version"
 
 
 def test_page_and_last_lines_say_that_no_round_changed_the_model(make_run):
-    folder, words = make_run(), "so what the sites sent moved nothing"
+    folder, words = make_run(), "so the uploads changed nothing"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for digests, has_warning in (
         (("a", "b", "c"), False),
@@ -163,10 +165,7 @@ def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_ru
     assert run.final["loss"] == dict(loss)[1]
     assert run.final["bleu"] == 7.0
     page = report.run_page_html([run])
-    assert (
-        "the model is that of round 1, whose &lt;loss&gt; 0.5 was the best; stopped early, after round &lt;3&gt;"
-        in page
-    )
+    assert "the model is that of round 1, with the best &lt;loss&gt; 0.5; stopped early, after round &lt;3&gt;" in page
     status["best"]["kept"] = False
     (folder / "status.json").write_text(json.dumps(status))
     assert (

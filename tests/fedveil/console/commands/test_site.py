@@ -48,8 +48,8 @@ def test_a_worker_is_described_with_what_it_holds_where_and_since_when():
     text = describe_worker(status(IDLE | {"device": "H200", "device_memory_mb": 20480}))
     assert "north: process 41 since 2023-11-14" in text
     assert "pilot (fedrand), round 3 of 5" in text
-    assert "tiny on H200, 1,234 MB and 20,480 MB there" in text
-    assert "last turn 4.2 s, 0.00 s of it loading" in text
+    assert "tiny on H200, 1,234 MB and 20,480 MB on the device" in text
+    assert "last round 4.2 s, including 0.00 s of loading" in text
 
 
 def test_a_spare_says_that_it_has_no_run():
@@ -77,7 +77,8 @@ def test_following_prints_a_line_whenever_something_changes(monkeypatch):
         "about 12 s left  tiny on cpu, 1,234 MB",
         "north: training: pilot (fedrand), round 3 of 5  step 4/16  loss 2.2500, 5,210 tokens/s, "
         "about 12 s left  tiny on cpu, 1,234 MB",
-        "north: idle: pilot (fedrand), round 3 of 5  last turn 4.2 s, 0.00 s of it loading  tiny on cpu, 1,234 MB",
+        "north: idle: pilot (fedrand), round 3 of 5  last round 4.2 s, including 0.00 s of loading  "
+        "tiny on cpu, 1,234 MB",
     ]
 
 
@@ -127,7 +128,7 @@ def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):
     folder.turns.write_text(folder.turns.read_text().splitlines()[0] + "\n")
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
     stdout = capsys.readouterr().out
-    assert "north: the last turn, round 3 of pilot\\x1b[2J, failed at 20" in stdout
+    assert "north: the last local round, round 3 of pilot\\x1b[2J, failed at 20" in stdout
     assert ": worker 41: killed by the kernel because memory ran out: 900 of 1000 MB" in stdout
     with folder.turns.open("a") as file:
         file.write('{"time": 1.0, "run": "pilot", "round": 2, "seconds": 1.5}\n')
@@ -159,7 +160,7 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
         ),
         (
             ["start", "--ca", __file__, "--key", __file__, "--data", "/nowhere/d"],
-            "--data: expected a folder .* /nowhere/d",
+            "--data: expected a file or folder .* /nowhere/d",
         ),
         (
             ["start", "--ca", __file__, "--key", __file__, "--signing-key", "/nowhere/signing.key"],
@@ -167,16 +168,16 @@ def test_a_worker_started_for_a_container_is_shown_and_ends_with_its_owner(tmp_p
         ),
         (
             ["start", "--ca", __file__, "--key", __file__, "--signing-key", __file__],
-            "signing-key: expected .* to be a file that only its owner can read, found mode",
+            "signing-key: expected .* to be readable only by its owner, found mode",
         ),
         (["start", "--ca", __file__, "--key", __file__, "--device", "tpu"], "node config: device: .* found 'tpu'"),
         (["start", "--ca", __file__, "--key", __file__, "--worker-memory-mb", "-1"], "worker-memory-mb: .* found -1"),
-        (["start", "--ca", __file__, "--key", __file__], "--policy: expected a policy file, .* found neither; "),
+        (["start", "--ca", __file__, "--key", __file__], "--policy: expected a policy file or .*, found neither; "),
         (
             ["start", "--ca", __file__, "--key", __file__, "--policy", __file__, "--permit-everything"],
-            "--policy: expected a policy file, .* found both; ",
+            "--policy: expected a policy file or .*, found both; ",
         ),
-        (["warm", "--owner", "999999999"], "owner: expected a running process, found none with number 999999999"),
+        (["warm", "--owner", "999999999"], "owner: expected a running process, found none with PID 999999999"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments, reason, tmp_path, capsys):

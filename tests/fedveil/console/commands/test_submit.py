@@ -73,10 +73,8 @@ def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path, flower, capsys, 
 
 def test_a_folder_that_is_no_federation_is_named_as_it_was_given(tmp_path, capsys):
     assert main(["submit", "--federation", str(tmp_path / "pilt"), "--extras-at-server"]) == 2
-    message = (
-        f"{tmp_path}/pilt: expected a folder that fedveil provision made, found no server/flower/config.toml in it"
-    )
-    assert f"error: {message}; name the folder that it made" in capsys.readouterr().err
+    message = f"{tmp_path}/pilt: expected a folder made by fedveil provision, found no server/flower/config.toml in it"
+    assert f"error: {message}; name that folder" in capsys.readouterr().err
     with pytest.raises(LaunchError, match="FLWR_HOME: expected config.toml in .*; name the folder that has it"):
         FlowerCli(tmp_path)
 
@@ -156,7 +154,7 @@ def test_where_flower_gives_no_log_the_end_is_said_all_the_same(flower, tmp_path
 
     monkeypatch.setattr("fedveil.console.commands.runs.submit.FlowerCli.log", log)
     assert submitted(tmp_path, "--set", "run.name=first") == 1
-    assert "failed: so says Flower" in capsys.readouterr().out
+    assert "failed, as reported by Flower" in capsys.readouterr().out
 
 
 def test_the_folder_of_a_server_that_was_started_from_its_federation_is_found(flower, tmp_path, capsys, monkeypatch):

@@ -56,20 +56,20 @@ DIED = {"state": "died", "reason": "killed by the kernel"}
         ([RUNNING, DONE], [], 0, "completed"),
         ([RUNNING, FAILED], [], 1, "failed: round 1: too few"),
         ([LONG], [], 1, "resume it: fedveil submit"),
-        ([RUNNING], ["running", "finished:failed"], 1, "failed: so says Flower"),
-        ([RUNNING], ["running", "finished:stopped"], 3, "stopped: so says Flower"),
+        ([RUNNING], ["running", "finished:failed"], 1, "failed, as reported by Flower"),
+        ([RUNNING], ["running", "finished:stopped"], 3, "stopped, as reported by Flower"),
         ([RUNNING, STOPPED], ["running"], 3, "stopped: its ServerApp was told to end; resume it: fedveil submit"),
         ([FAILED], ["finished:stopped"], 1, "failed: round 1: too few"),
-        ([RUNNING], ["finished:completed"], 1, "does not say that it completed"),
-        ([{}], ["running", "finished:completed"], 0, "completed: so says Flower"),
-        ([{}], ["finished:failed"], 1, "failed: so says Flower"),
+        ([RUNNING], ["finished:completed"], 1, "does not report it as completed"),
+        ([{}], ["running", "finished:completed"], 0, "completed, as reported by Flower"),
+        ([{}], ["finished:failed"], 1, "failed, as reported by Flower"),
         ([RUNNING], ["finished:what-is-this"], 1, "what-is-this"),
         ([RUNNING, DONE], ["finished:completed"], 0, "completed"),
         ([RUNNING, DIED], ["running"], 1, "died: killed by the kernel"),
         ([DIED], [], 1, "died: killed by the kernel"),
         ([DIED], ["finished:failed"], 1, "died: killed by the kernel"),
         ([DIED], ["finished:completed"], 1, "died: killed by the kernel"),
-        ([DIED], ["finished:stopped"], 3, "stopped: so says Flower"),
+        ([DIED], ["finished:stopped"], 3, "stopped, as reported by Flower"),
     ],
 )
 def test_the_exit_code_is_what_became_of_the_run(states, said, code, words):
@@ -80,14 +80,14 @@ def test_the_exit_code_is_what_became_of_the_run(states, said, code, words):
 def test_the_cause_that_a_run_printed_is_said_where_it_failed_and_nowhere_else():
     printed = "x\nfedveil.errors.ConfigError: run.dir: cannot\nthe end\n"
     assert ended([{}], ["finished:failed"], printed=printed)[:2] == (1, "failed: run.dir: cannot")
-    assert ended([{}], ["finished:completed"], printed=printed)[:2] == (0, "completed: so says Flower")
-    assert ended([{}], ["finished:stopped"], printed=printed)[:2] == (3, "stopped: so says Flower")
+    assert ended([{}], ["finished:completed"], printed=printed)[:2] == (0, "completed, as reported by Flower")
+    assert ended([{}], ["finished:stopped"], printed=printed)[:2] == (3, "stopped, as reported by Flower")
 
 
 def test_flower_is_asked_seldom_and_time_may_run_out():
     code, why, asked = ended([RUNNING], ["running"], timeout=35.0)
     assert code == 4
-    assert why == "still going after 35 s: before round 1 of ?"
+    assert why == "still running after 35 s: before round 1 of ?"
     assert asked == [0.0, 10.0, 20.0, 30.0]
 
 
@@ -186,14 +186,14 @@ def test_where_time_runs_out_the_round_is_counted_from_1_and_what_is_under_way_i
     (folder / "progress.json").write_text(json.dumps(now))
     assert main(["watch", str(folder), "--timeout", "0.1"]) == 4
     stdout = capsys.readouterr().out
-    assert "still going after 0.1 s: round 3 of 5; 1 of 4 have answered, waiting for south and 2 more (" in stdout
+    assert "still running after 0.1 s: round 3 of 5; 1 of 4 have answered, waiting for south and 2 more (" in stdout
     assert "{" not in stdout
 
 
 @pytest.mark.parametrize(
     "said,words",
     [
-        ({}, "it has written no status yet"),
+        ({}, "no status written yet"),
         ({"round": -1, "rounds": 5}, "before round 1 of 5"),
         ({"round": 0, "rounds": 5}, "round 1 of 5"),
         ({"round": "\x1b[2J", "rounds": "\x1b[2J"}, r"before round 1 of \x1b[2J"),
@@ -259,12 +259,12 @@ def test_a_run_that_says_it_runs_and_writes_nothing_is_called_silent(make_run, t
 @pytest.mark.parametrize(
     "state,flower,words",
     [
-        ("invited", None, "has not been registered"),
+        ("invited", None, "not registered yet"),
         ("revoked", None, r"its key is revoked \(its last day was 2026-05-01\)"),
         ("expired", None, "its key is expired"),
         ("registered", "online", "^$"),
-        ("registered", "offline", "stopped or cut off"),
-        ("registered", "registered", "never been online with its registered key"),
+        ("registered", "offline", "stopped or disconnected"),
+        ("registered", "registered", "never online with its registered key"),
         ("registered", None, "not known to Flower"),
     ],
 )

@@ -45,15 +45,15 @@ def test_an_8_b_base_of_four_bits_fits_a_gpu_of_24_gb_and_a_70_b_base_does_not(t
     assert "ok    memory                 fits: needs" in stdout
     assert "8,030,261,248 parameters" in stdout
     assert "base, NF4, the rest bf16               5.703 GB" in stdout
-    assert "training, 2,000 rows a round" in stdout
+    assert "training, 2,000 examples per round" in stdout
     assert "at 100 TFLOP/s (as given): an estimate" in stdout
     assert "  fedrand (this run)    down 83,886,080; up 39,845,888 (A) or 44,040,192 (B)\n" in stdout
     assert "  fedavg                down 83,886,080; up 83,886,080\n" in stdout
     assert doctor(f"task.model={seventy}", *FOUR_BITS, options=options[:2]) == 1
     stdout = capsys.readouterr().out
-    assert "fail  memory                 will not fit: needs" in stdout
-    assert "take a smaller base" in stdout
-    assert "seconds: give --tflops" in stdout
+    assert "fail  memory                 does not fit: needs" in stdout
+    assert "use a smaller base" in stdout
+    assert "for seconds, set --tflops" in stdout
 
 
 @pytest.mark.long
@@ -68,7 +68,7 @@ def test_a_70_b_base_in_bf16_fits_four_gpus_of_80_gb_if_it_is_divided(tmp_path, 
     assert "on each, has 4 GPUs of 80 GB each" in capsys.readouterr().out
     assert doctor(*settings, options=[*options, "--shard-base"]) == 0
     stdout = capsys.readouterr().out
-    assert "of rank 0, of 4 processes" in stdout
+    assert "of rank 0 of 4 processes" in stdout
     assert "base, bf16, one of 4 shards" in stdout
     assert "unsharded base of each process, while loading 141." in stdout
     assert "at 100 TFLOP/s on each GPU (as given)" in stdout
@@ -85,7 +85,7 @@ def test_processes_of_a_machine_without_gpus_would_share_its_memory(monkeypatch,
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert doctor("task.model=tiny", options=["--gpus", "2"]) == 1
     stdout = capsys.readouterr().out
-    assert "--gpus: expected --gpu-gb beside it, or as many as this machine has, found 2 of 0" in stdout
+    assert "--gpus: expected at most 0, the GPUs of this machine, or --gpu-gb with it, found 2" in stdout
 
 
 @pytest.mark.long
@@ -93,8 +93,8 @@ def test_what_would_fit_is_named_and_fits(tmp_path, capsys):
     eight = folder(tmp_path / "8b", B8)
     assert doctor(f"task.model={eight}", options=["--gpu-gb", "12"]) == 1
     verdict = next(line for line in capsys.readouterr().out.splitlines() if " memory " in line)
-    words = verdict.partition("; with ")[2].rpartition(" GB, which fits")[0]
-    changed = [text.replace(" = ", "=") for text in words.rpartition(" ")[0].split(", ")]
+    words = verdict.partition("; with ")[2].rpartition(" it needs ")[0]
+    changed = [text.replace(" = ", "=") for text in words.split(", ")]
     assert "train.quantized-base=4bit" in changed
     assert doctor(f"task.model={eight}", *changed, options=["--gpu-gb", "12"]) == 0
     assert doctor(f"task.model={eight}", *changed[1:], options=["--gpu-gb", "12"]) == 1  # none of them is too much
@@ -106,10 +106,10 @@ def test_this_machine_is_planned_for_by_its_own_memory(monkeypatch, capsys):
     stdout = capsys.readouterr().out
     assert "free in this machine's main memory" in stdout
     assert "Python and libraries" in stdout
-    assert "a product of matrices, measured" in stdout
+    assert "measured on a matrix product" in stdout
     assert "secure.enabled" not in stdout
     assert doctor("task.model=tiny", "secure.enabled=true") == 0
-    assert "in the clear; under secure.enabled an upload is of integers" in capsys.readouterr().out
+    assert "unmasked; with secure.enabled an upload holds integers" in capsys.readouterr().out
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 500_000_000}))
     assert doctor("task.model=tiny") == 1
     assert "has 0.5 GB free in this machine's main memory" in capsys.readouterr().out
@@ -118,8 +118,8 @@ def test_this_machine_is_planned_for_by_its_own_memory(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["task.model=meta/llama"], "nothing is asked of a hub"),
-        (["task.model=tiny", "task.name=image-classification"], 'expected "text-generation", which alone is planned'),
+        (["task.model=meta/llama"], "planning downloads nothing"),
+        (["task.model=tiny", "task.name=image-classification"], 'only "text-generation" can be planned'),
         (["task.model=tiny", "train.quantized-base=4bit", "method.name=fedqsn"], "train.quantized-base: expected"),
         (["task.model=tiny", "method.name=fedsp"], 'found "prefix", which memory planning'),
         (["task.model=/nowhere"], "expected a folder with a model, found none"),
@@ -146,18 +146,20 @@ def test_the_rows_of_the_data_are_planned_for_where_they_are_known(tmp_path, cap
     (tmp_path / "train.jsonl").write_text('{"mr": "a", "ref": "b"}\n' * 45)
     data = f"task.data={tmp_path}"
     assert doctor("task.model=tiny", data) == 0
-    assert "training, 45 rows a round (those of the data; sites that share it have fewer): " in capsys.readouterr().out
+    assert (
+        "training, 45 examples per round (all of the data; sites that share it have fewer): " in capsys.readouterr().out
+    )
     assert doctor("task.model=tiny", data, "task.examples-per-site=20") == 0
-    assert "training, 20 rows a round (" in capsys.readouterr().out
+    assert "training, 20 examples per round (" in capsys.readouterr().out
     assert doctor("task.model=tiny", data, options=["--rows", "30"]) == 0
-    assert "training, 30 rows a round: " in capsys.readouterr().out
+    assert "training, 30 examples per round: " in capsys.readouterr().out
     assert doctor("task.model=tiny") == 0
-    assert "training, 1,000 rows a round (a guess: give --rows): " in capsys.readouterr().out
+    assert "training, 1,000 examples per round (a guess: set --rows): " in capsys.readouterr().out
 
 
 def test_options_out_of_range_and_a_doctor_without_a_base(capsys):
     assert doctor("task.model=tiny", options=["--gpus", "0"]) == 1
-    assert "--gpus: expected above 0" in capsys.readouterr().out
+    assert "--gpus: expected a number above 0" in capsys.readouterr().out
     doctor()
     assert " memory " not in capsys.readouterr().out
 
@@ -165,4 +167,4 @@ def test_options_out_of_range_and_a_doctor_without_a_base(capsys):
 @pytest.mark.parametrize("option", ["--gpu-gb", "--gpus", "--tflops", "--rows"])
 def test_what_is_planned_for_is_nothing_without_a_base(option, capsys):
     assert doctor(options=[option, "4"]) == 2
-    assert "expected --set task.model=FOLDER beside them" in capsys.readouterr().err
+    assert "expected --set task.model=FOLDER with them" in capsys.readouterr().err

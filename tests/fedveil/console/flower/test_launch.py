@@ -69,7 +69,7 @@ def test_site_name_is_checked(name):
 
 
 def test_sites_must_differ(tmp_path):
-    with pytest.raises(LaunchError, match="no name twice"):
+    with pytest.raises(LaunchError, match="with unique names"):
         LocalDeployment([LocalSite("a"), LocalSite("a")], tmp_path)
 
 

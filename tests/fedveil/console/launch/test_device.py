@@ -38,5 +38,5 @@ def test_an_index_that_is_no_number_is_refused(monkeypatch, name):
 
 def test_a_torch_that_does_not_answer_is_named(monkeypatch):
     counting(monkeypatch, "none")
-    with pytest.raises(ConfigError, match="found it does not"):
+    with pytest.raises(ConfigError, match="torch cannot count the GPUs, which 'cuda' needs"):
         site.require_device("cuda")

@@ -32,8 +32,8 @@ def watch(processes: ProcessGroup, began: int = 0) -> SiteStartWatcher:
 @pytest.mark.parametrize(
     "code,reason",
     [
-        ("305", "Flower's exit code 305: the server does not know the key, or has it online already"),
-        ("302", "Flower's exit code 302: the key is of another kind than elliptic curve"),
+        ("305", "Flower's exit code 305: the server does not know the key, or a site with this key is already online"),
+        ("302", "Flower's exit code 302: the key is not an elliptic-curve key"),
         ("600", "Flower's exit code 600: its log ends: .*could not"),
     ],
 )
@@ -73,7 +73,7 @@ def test_the_reason_that_the_server_gives_is_shown_as_text(log, tmp_path):
     assert "\x1b" not in str(error.value)
     was_online = watch(processes)
     was_online.online = True
-    with pytest.raises(ConfigError, match="serves it no more: fedveil: the last day"):
+    with pytest.raises(ConfigError, match="no longer serves it: fedveil: the last day"):
         was_online.until_ended()
 
 
@@ -82,7 +82,7 @@ def test_a_supernode_that_the_server_ended_is_not_taken_for_one_that_was_stopped
     processes.log("north").write_text("SuperNode ID: 5\nSuperNode terminated gracefully.\n")
     states = iter([None, 0])
     processes.ended = lambda name: next(states)
-    with pytest.raises(ConfigError, match="the server has ended the connection: .*at the next start"):
+    with pytest.raises(ConfigError, match="the server closed the connection: .*at the next start"):
         watch(processes).until_ended()
 
 
@@ -91,7 +91,7 @@ def test_a_server_that_is_not_there_is_not_called_one_that_does_not_know_the_key
     processes = ProcessGroup(tmp_path)
     processes.log("north").write_text("see ref-exit-codes/305.html\n")
     processes.ended = lambda name: 1
-    with pytest.raises(ConfigError, match="nothing answers at h:1; is the server up"):
+    with pytest.raises(ConfigError, match="no answer from h:1; check that the server is up"):
         watch(processes).until_ended()
 
 
@@ -119,7 +119,7 @@ def test_what_is_missing_is_said_once_and_looked_for_until_the_site_is_online(tm
         return what
 
     processes.ended = ended
-    with pytest.raises(ConfigError, match="the server has ended the connection"):
+    with pytest.raises(ConfigError, match="the server closed the connection"):
         watch(processes).until_ended()
     assert capsys.readouterr().out.splitlines() == [
         "site north: nothing answers yet: a", "site north: nothing answers yet: b", "site north: online",
@@ -179,7 +179,7 @@ def test_a_server_that_is_away_is_said_once_and_that_it_is_back(tmp_path, monkey
     assert after(5, _FAILED, _BACK) == []  # too short to be worth a word
     assert after(60, _FAILED) == []
     assert after(10, _FAILED) == [
-        "site north: the server at h:1 does not answer since 12:03:04; this site keeps asking, and goes on by itself "
+        "site north: no answer from the server at h:1 since 12:03:04; this site keeps retrying, and resumes by itself "
         "once it answers"
     ]
     assert after(30, _FAILED) == []
@@ -217,9 +217,9 @@ def test_online_is_said_while_heartbeats_are_answered_alone(tmp_path, monkeypatc
     assert after(20, False) == ""  # what is old is of an earlier start
     assert after(20, True) == ""
     assert after(70, False) == ""
-    assert re.fullmatch(r"site north: not heard by the server since \S+; this site keeps asking\n", after(10, False))
+    assert re.fullmatch(r"site north: not heard by the server since \S+; this site keeps retrying\n", after(10, False))
     assert after(60, False) == ""
-    assert after(20, True) == "site north: heard by the server again\n"
+    assert after(20, True) == "site north: the server hears this site again\n"
     watched.away_said = True
     assert after(200, False) == ""  # said already
 

@@ -60,17 +60,17 @@ def test_a_port_in_use_is_named_before_anything_is_started(pilot, which, what):
     port = ports(pilot)[which]
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(ConfigError, match=f"{what}: expected a free port at .*:{port}, found it in use: ") as error,
+        pytest.raises(ConfigError, match=f"{what}: expected a free port at .*:{port}, found one in use: ") as error,
     ):
         server.resolve_server(pilot)
-    assert re.search(rf"process {os.getpid()} \(.+\) listens \(kill {os.getpid()}\); if it is", str(error.value))
+    assert re.search(rf"by process {os.getpid()} \(.+\) \(kill {os.getpid()}\); if this", str(error.value))
     assert server.resolve_server(pilot).control_port == ports(pilot)[1]
 
 
 def test_a_key_of_the_server_that_others_can_read_is_refused(pilot):
     key = pilot / "server" / "server.key"
     key.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"server\.key: expected to be readable by its owner only, found mode 640"):
+    with pytest.raises(ConfigError, match=r"server\.key: expected a file readable only by its owner, found mode 640"):
         server.resolve_server(pilot)
     key.chmod(0o600)
     server.resolve_server(pilot)
@@ -83,7 +83,7 @@ def test_who_listens_and_cannot_be_known_is_said_so(pilot, monkeypatch):
     monkeypatch.setattr(psutil, "net_connections", denied)
     with (
         socket.create_server(("127.0.0.1", ports(pilot)[0])),
-        pytest.raises(ConfigError, match="another server runs here, or another program; if it is an earlier"),
+        pytest.raises(ConfigError, match="by another server or program on this machine; if this federation"),
     ):
         server.resolve_server(pilot)
 
@@ -103,5 +103,5 @@ def test_a_missing_file_an_expired_certificate_and_another_folder_are_named(pilo
     assert main(["server", "start", str(pilot)]) == 2
     assert "expected server.key, found none" in capsys.readouterr().err
     assert main(["server", "start", str(tmp_path)]) == 2
-    assert "expected a folder that fedveil provision made" in (stderr := capsys.readouterr().err)
-    assert stderr.endswith("; name the folder that it made\n")
+    assert "expected a folder made by fedveil provision" in (stderr := capsys.readouterr().err)
+    assert stderr.endswith("; name that folder\n")

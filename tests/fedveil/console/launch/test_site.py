@@ -57,7 +57,7 @@ def test_everything_comes_from_the_kit(kit, capsys, monkeypatch):
     monkeypatch.chdir(kit)
     assert start(Path()) == 2
     output = capsys.readouterr()
-    assert "nothing answers yet: localhost:9092" in output.out  # a server that is not there yet is waited for
+    assert "no answer yet: localhost:9092" in output.out  # a server that is not there yet is waited for
     for word in (
         f"--root-certificates {kit}/ca.crt", "--superlink localhost:9092", "poll 0.2",
         f"--auth-supernode-private-key {kit}/keys/node.key", f"--node-config {kit}/state/north.toml",
@@ -99,10 +99,10 @@ def test_a_kit_without_keys_or_rows_says_what_is_missing(kit, capsys):
     (kit / "keys" / "signing.key").chmod(0o600)
     (kit / "data").rename(kit / "rows")
     assert start(kit) == 2
-    assert "put the rows there, or name another folder with --data" in capsys.readouterr().err
+    assert "put the examples there, or name another folder with --data" in capsys.readouterr().err
     (kit / "data" / "train").mkdir(parents=True)
     assert start(kit) == 2
-    assert f"data: expected rows, found the folder {kit}/data without a file" in capsys.readouterr().err
+    assert f"data: expected examples, found no file in the folder {kit}/data;" in capsys.readouterr().err
     assert not (kit / "state").exists()
 
 
@@ -110,7 +110,7 @@ def test_an_empty_file_is_no_rows(kit, capsys):
     empty = kit / "empty.jsonl"
     empty.touch()
     assert start(kit, "--data", str(empty)) == 2
-    assert f"--data: expected rows, found an empty file at {empty}" in capsys.readouterr().err
+    assert f"--data: expected examples, found an empty file at {empty}" in capsys.readouterr().err
 
 
 def test_without_kit_the_missing_options_and_a_kit_at_hand_are_named(kit, capsys, monkeypatch):
@@ -122,11 +122,11 @@ def test_without_kit_the_missing_options_and_a_kit_at_hand_are_named(kit, capsys
 @pytest.mark.parametrize(
     "line,reason",
     [
-        ('superlink = "nowhere"', "site.toml: superlink: .* found nowhere; unpack the kit anew"),
+        ('superlink = "nowhere"', "site.toml: superlink: .* found nowhere; unpack the kit again"),
         ('site = "../x"', "site.toml: site: "),
         ("poll-seconds = 0", "site.toml: poll-seconds: "),
         ('more = "x"', "site.toml: more: "),
-        ("[", "--kit: expected site.toml in .*, found none that can be read .* run this in its folder or name that"),
+        ("[", "--kit: expected a readable site.toml in .*, found none .* run this in its folder or name the folder"),
     ],
 )
 def test_a_kit_that_was_changed_is_refused_by_key(kit, capsys, line, reason):
@@ -143,10 +143,10 @@ def key_of(kind: str) -> bytes:
     if "RSA" in kind:
         key = rsa.generate_private_key(65537, 2048)
     forms = {
-        "a SEC1 one": serialization.PrivateFormat.TraditionalOpenSSL,
-        "a PKCS#8 one": serialization.PrivateFormat.PKCS8,
+        "a SEC1 key": serialization.PrivateFormat.TraditionalOpenSSL,
+        "a PKCS#8 key": serialization.PrivateFormat.PKCS8,
     }
-    form = forms.get("a PKCS#8 one" if "in PKCS#8" in kind else kind, serialization.PrivateFormat.OpenSSH)
+    form = forms.get("a PKCS#8 key" if "in PKCS#8" in kind else kind, serialization.PrivateFormat.OpenSSH)
     lock = serialization.BestAvailableEncryption(b"x") if "passphrase" in kind else serialization.NoEncryption()
     return b"hello" if kind == "something else" else key.private_bytes(serialization.Encoding.PEM, form, lock)
 
@@ -154,8 +154,8 @@ def key_of(kind: str) -> bytes:
 @pytest.mark.parametrize(
     "kind,mend",
     [
-        ("a SEC1 one", "ssh-keygen -p -N '' -f"),
-        ("a PKCS#8 one", "ssh-keygen -p -N '' -f"),
+        ("a SEC1 key", "ssh-keygen -p -N '' -f"),
+        ("a PKCS#8 key", "ssh-keygen -p -N '' -f"),
         ("another kind", "choose another"),
         ("another kind, in PKCS#8", "choose another"),
         ("another kind, in PKCS#8 and RSA", "choose another"),
@@ -175,12 +175,12 @@ def test_a_key_that_flower_does_not_take_is_named_by_its_form(kit, capsys, kind,
 def test_a_gpu_that_is_not_there_is_said_before_anything_starts_and_others_are_not_looked_for(kit, capsys, monkeypatch):
     assert start(kit, "--device", "cuda:99") == 2
     stderr = capsys.readouterr().err
-    assert 'GPUs that torch finds here, found "cuda:99"; --device auto takes what is there' in stderr
+    assert 'GPUs that torch finds here, found "cuda:99"; --device auto uses what is available' in stderr
     assert not (kit / "state").exists()
     monkeypatch.setattr(sys, "executable", "/no/python")
     for fits in ("auto", "cpu"):
         site_start.require_device(fits)
-    with pytest.raises(ConfigError, match="device: expected that torch counts the GPUs for 'cuda', found it does not"):
+    with pytest.raises(ConfigError, match="device: torch cannot count the GPUs, which 'cuda' needs"):
         site_start.require_device("cuda")
 
 
@@ -193,7 +193,7 @@ def test_a_node_key_that_others_can_read_is_refused(kit, capsys):
 
 
 def test_a_policy_that_does_not_parse_is_named_with_the_place(kit, capsys):
-    unknown = "found the key methodz, which no policy has; did you mean methods? It may have: methods, tasks, "
+    unknown = "found the unknown key methodz; did you mean methods? Known keys: methods, tasks, "
     near = "unknown key train.batch-siz in [permits]; did you mean train.batch-size?"
     broken = (
         ("methods = [\n1 2\n", "line 2"),
@@ -223,9 +223,9 @@ def test_a_site_that_runs_here_already_is_not_started_again(kit, capsys):
     with site_lock.hold_site_lock(state, "north", ProcessGroup(state)):
         assert start(kit) == 2
     output = capsys.readouterr()
-    assert "site north: expected it to run once from" in output.err
+    assert "site north: already running from" in output.err
     assert output.out.count("\n") == 1  # nobody was asked
-    assert "site-policy.toml permits nothing as it stands (methods, tasks, models, app-digests empty)" in output.out
+    assert "site-policy.toml permits nothing yet (methods, tasks, models, app-digests empty)" in output.out
 
 
 @pytest.mark.parametrize("refusals,code", [(2, 0), (99, 2)])
@@ -246,7 +246,7 @@ def test_a_site_that_the_server_still_holds_for_online_is_started_again_for_a_wh
     monkeypatch.setattr(site_start.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     assert start(kit) == code
     output = capsys.readouterr()
-    assert output.out.count("asking again for up to 75 s") == 1
+    assert output.out.count("retrying for up to 75 s") == 1
     assert output.err.count("online already") == (code == 2)
     assert starts == [10.0 * turn for turn in range(3 if code == 0 else 9)]
 
@@ -258,7 +258,7 @@ def test_a_server_with_another_ca_or_an_expired_certificate_is_no_server_of_this
         assert start(kit, "--superlink", address) == 2
     stderr = capsys.readouterr().err
     assert f"--superlink: expected this federation's server, found something else: {address}" in stderr
-    assert "is ca.crt this federation's" in stderr
+    assert "check that ca.crt is this federation's" in stderr
     write_certificate(kit / "ca.crt", ca)
     write_server(kit, ca, key, ["localhost"], timedelta(minutes=-4))
     with tls_server(kit) as address:
@@ -283,7 +283,7 @@ def test_a_port_without_tls_is_no_fleet_port(kit, capsys):
         thread.start()
         assert start(kit, "--superlink", f"127.0.0.1:{listener.getsockname()[1]}") == 2
         thread.join(10)
-    assert "speaks no TLS" in capsys.readouterr().err
+    assert "does not speak TLS" in capsys.readouterr().err
 
 
 def test_an_expired_ca_is_said_before_anybody_is_asked(kit, capsys):
@@ -292,7 +292,7 @@ def test_an_expired_ca_is_said_before_anybody_is_asked(kit, capsys):
     assert start(kit) == 2
     assert f"{kit}/ca.crt: expected a certificate that is valid now" in (stderr := capsys.readouterr().err)
     assert "expired on" in stderr
-    assert "the operator has to provision the federation anew" in stderr  # no certificate outlives its CA
+    assert "the operator must provision the federation again" in stderr  # no certificate outlives its CA
 
 
 @pytest.mark.parametrize("where", ["/proc/x", "a-file", "a-file/below"])
@@ -303,7 +303,7 @@ def test_a_state_folder_that_cannot_be_is_named(kit, capsys, monkeypatch, where)
     assert start(kit, "--state-dir", where) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "--state-dir: expected a folder that this user can make and write to" in error
+    assert "--state-dir: expected a folder that this user can create and write to" in error
     assert where.removesuffix("/below") in error
     assert ((kit / "a-file").stat().st_mode & 0o777, (kit / "a-file").read_text()) == (0o644, "mine")
 
@@ -336,8 +336,8 @@ def test_a_site_whose_supernode_ended_is_started_again_later_each_time_and_not_f
     assert start(kit) == 2
     said = capsys.readouterr()
     assert [after - before for before, after in pairwise(starts)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert "exit code 1. It is started again in 16 s" in said.out
-    assert "exit code 1: the same 10 times within 10 minutes" in said.err
+    assert "exit code 1. Restarting in 16 s" in said.out
+    assert "exit code 1: 10 times within 10 minutes" in said.err
 
 
 def test_a_certificate_that_is_over_meanwhile_ends_a_site_that_would_be_started_again(kit, capsys, monkeypatch):

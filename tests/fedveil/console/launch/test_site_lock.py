@@ -49,7 +49,9 @@ def first(tmp_path):
 def test_a_second_start_and_the_orphans_of_a_killed_one_are_named(first):
     state, holder, child = first
     with (
-        pytest.raises(ConfigError, match=rf"running already: fedveil site start is process {holder.pid}; .*kill "),
+        pytest.raises(
+            ConfigError, match=rf"already running from .*: fedveil site start is process {holder.pid}, .*kill "
+        ),
         site_lock.hold_site_lock(state, "north", ProcessGroup(state)),
     ):
         pass
@@ -59,7 +61,7 @@ def test_a_second_start_and_the_orphans_of_a_killed_one_are_named(first):
     holder.wait()
     for _ in range(2):
         with (
-            pytest.raises(ConfigError, match=rf"found processes {child}, .*end them first: kill {child}$"),
+            pytest.raises(ConfigError, match=rf"found {child}, .*stop them first: kill {child}$"),
             site_lock.hold_site_lock(state, "north", ProcessGroup(state)),
         ):
             pass

@@ -85,7 +85,7 @@ def test_a_last_day_that_is_over_is_listed(pilot, capsys):
 @pytest.mark.parametrize(
     "words,reason",
     [
-        (("owner", "read", 5, False), "NAME: expected one that is not used yet"),
+        (("owner", "read", 5, False), "NAME: expected an unused name"),
         (("a b", "read", 5, False), "NAME: expected letters"),
         (("../x", "read", 5, False), "NAME: expected letters"),
         (("ben", "root", 5, False), "--role: expected one of"),

@@ -225,21 +225,21 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
     south, _ = enrolled(federation, capsys, "south")
     other = json.loads((south / "keys" / "request.json").read_text())
     for changes, reason in (
-        ({"site": "south"}, "proof: expected one by the key itself"),
-        ({"key": other["key"]}, "proof: expected one by the key itself"),
-        ({"proof": other["proof"]}, "proof: expected one by the key itself"),
+        ({"site": "south"}, "proof: expected a signature by the key itself"),
+        ({"key": other["key"]}, "proof: expected a signature by the key itself"),
+        ({"proof": other["proof"]}, "proof: expected a signature by the key itself"),
         ({"federation": "other"}, "federation: expected 'pilot', found 'other'"),
         ({"ca": "00"}, "ca: expected"),
-        ({"more": "x"}, "expected a request of fedveil site init"),
-        ({"signing": other["signing"]}, "proof: expected one by the key itself"),
+        ({"more": "x"}, "expected a request made by fedveil site init"),
+        ({"signing": other["signing"]}, "proof: expected a signature by the key itself"),
         ({"signing": request["signing"].upper()}, "signing: expected 64 hex digits"),
         ({"signing": request["signing"][:-2]}, "signing: expected 64 hex digits"),
-        ({"signing-proof": other["signing-proof"]}, "signing-proof: expected one by the signing key itself"),
-        ({"signing-proof": "no base64"}, "signing-proof: expected one by the signing key itself"),
+        ({"signing-proof": other["signing-proof"]}, "signing-proof: expected a signature by the signing key itself"),
+        ({"signing-proof": "no base64"}, "signing-proof: expected a signature by the signing key itself"),
         ({"site": "x" * 20_000}, "of at most 16384 bytes"),
         (
             {"key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAOhB7/zzhC+HXDdGOdLwJln5NYwm6UNXx3chmQSVTG4"},
-            "expected one on P-384",
+            "expected a P-384 key",
         ),
     ):
         file = tmp_path / "changed.json"
@@ -248,8 +248,8 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
             enrollment.check_request(file, "pilot", ca)
     assert register(federation, kit, "SHA256:somebody-else") == 2
     stderr = capsys.readouterr().err
-    assert "--fingerprint: expected that of the keys in" in stderr
-    assert "found SHA256:somebody-else" in stderr
+    assert "--fingerprint: expected the fingerprint of the keys in" in stderr
+    assert "found another: SHA256:somebody-else" in stderr
     assert stderr.count("SHA256:") == 1  # not the request's own, to be copied from here
     assert SiteRegistry(federation).sites["north"]["state"] == "invited"
 
@@ -270,7 +270,7 @@ def test_who_has_one_of_two_keys_cannot_ask_for_the_other(federation, capsys):
     proofs["proof"] = base64.b64encode(node.sign(text, ec.ECDSA(hashes.SHA384()))).decode()
     proofs["signing-proof"] = json.loads((south / "keys" / "request.json").read_text())["signing-proof"]
     file.write_text(json.dumps({**content, **proofs}))
-    with pytest.raises(ConfigError, match="signing-proof: expected one by the signing key itself"):
+    with pytest.raises(ConfigError, match="signing-proof: expected a signature by the signing key itself"):
         enrollment.check_request(file, "pilot", ca)
 
 
@@ -311,7 +311,7 @@ def test_a_signing_key_outlives_node_keys_and_is_replaced_where_that_is_asked_fo
     assert public_signing(kit) != signing
     assert (kit / "keys" / "signing.key.old").stat().st_size == 32
     assert register(federation, kit, third) == 0
-    assert "its signing key is new: fedveil members roster" in capsys.readouterr().out
+    assert "its signing key is new: run fedveil members roster" in capsys.readouterr().out
     assert SiteRegistry(federation).signing_keys == {"north": public_signing(kit)}
     (kit / "keys" / "signing.key.old").replace(kit / "keys" / "signing.key")  # an old one is not taken back
     _, fourth = enrolled(federation, capsys, "north", "--renew")
@@ -328,7 +328,7 @@ def test_a_signing_key_of_a_revoked_site_and_of_another_site_is_refused(federati
     (south / "keys" / "signing.key").chmod(0o600)
     _, copied = enrolled(federation, capsys, "south")
     assert register(federation, south, copied) == 2
-    assert "south: signing: expected a key of its own, found that of north" in capsys.readouterr().err
+    assert "south: signing: expected its own key, found the key of north" in capsys.readouterr().err
     assert main(["members", "revoke", str(federation), "north", "--offline"]) == 0
     _, again = enrolled(federation, capsys, "north", "--renew")
     assert register(federation, kit, again) == 2
@@ -352,7 +352,7 @@ def test_two_sites_cannot_have_one_key(federation, capsys):
     kit, fingerprint = enrolled(federation, capsys)
     register(federation, kit, fingerprint)
     public = (kit / "keys" / "node.key.pub").read_text().strip()
-    with pytest.raises(ConfigError, match="south: expected a key of its own .* found that of north"):
+    with pytest.raises(ConfigError, match="south: expected its own, unregistered key, found the key of north"):
         SiteRegistry(federation).register("south", public)
 
 
@@ -384,7 +384,7 @@ def test_a_lost_certificate_is_named(federation, action, lost, capsys):
 def test_what_a_missing_federation_is_told_is_one(tmp_path):
     with pytest.raises(ConfigError) as error:
         parse_federation(tmp_path / "federation.toml")
-    least = str(error.value).partition("; the least: ")[2].removesuffix(", a line each")
+    least = str(error.value).partition("; minimum: ")[2].removesuffix(", one per line")
     lines = least.replace(", server", "\nserver").replace(", sites", "\nsites")
     (tmp_path / "federation.toml").write_text(lines)
     assert parse_federation(tmp_path / "federation.toml").sites == ["north", "south"]
@@ -395,7 +395,7 @@ def test_what_a_missing_federation_is_told_is_one(tmp_path):
     [
         ('name = "p"\nserver = []\nsites = ["a"]', "server: List should have at least 1"),
         ('name = "../p"\nserver = ["h"]\nsites = ["a"]', "name: String should match"),
-        ('name = "p"\nserver = ["h"]\nsites = ["a", "A"]', "sites: .*each site once"),
+        ('name = "p"\nserver = ["h"]\nsites = ["a", "A"]', "sites: .*expected unique site names"),
         ('name = "p"\nserver = ["h x"]\nsites = ["a"]', "server.0: String should match"),
         ('name = "p"\nserver = ["h"]\nsites = ["a"]\nport = 1', "port: Extra inputs .* known keys:"),
         ('name = "p"\nserver = ["h"]\nsites = ["a"]\nimage = "x; rm -rf"', "image: String should match"),
@@ -462,7 +462,7 @@ def test_provision_and_members_name_the_command_that_adds_a_site(federation, cap
 
 def test_two_ports_of_a_server_are_two_numbers(tmp_path):
     (tmp_path / "federation.toml").write_text(TEXT.replace("8765", "9443"))
-    with pytest.raises(ConfigError, match="expected fleet-port and control-port to be two ports"):
+    with pytest.raises(ConfigError, match="expected different ports for fleet-port and control-port"):
         parse_federation(tmp_path / "federation.toml")
 
 

@@ -36,7 +36,7 @@ def test_it_is_what_the_server_reads_and_a_policy_names(federation, capsys):  # 
     assert main(["members", "revoke", str(federation), "south", "--offline"]) == 0
     code, lines = listed(federation, capsys)
     assert read_roster(str(roster_file(federation))) == {"north": keys["north"]}
-    assert re.fullmatch("south +is not in it: revoked", lines[1])
+    assert re.fullmatch("south +is not in the roster: revoked", lines[1])
 
 
 def test_a_site_without_a_signing_key_is_named_and_so_is_one_that_is_not_registered(federation, capsys, tmp_path):  # noqa: F811
@@ -44,7 +44,7 @@ def test_a_site_without_a_signing_key_is_named_and_so_is_one_that_is_not_registe
     register(federation, kit, fingerprint)
     code, lines = listed(federation, capsys, "--out", str(tmp_path / "r.json"))
     assert code == 0
-    assert re.fullmatch("south +is not in it: invited", lines[1])
+    assert re.fullmatch("south +is not in the roster: invited", lines[1])
     assert read_roster(str(tmp_path / "r.json")) == {"north": public_signing(kit)}
     assert not roster_file(federation).exists()
     members = SiteRegistry(federation)
@@ -52,7 +52,7 @@ def test_a_site_without_a_signing_key_is_named_and_so_is_one_that_is_not_registe
     members.save()
     assert main(["members", "roster", str(federation)]) == 2
     output = capsys.readouterr()
-    assert re.search("north +has NO signing key: fedveil site init --renew", output.out)
+    assert re.search("north +has NO signing key: run fedveil site init --renew", output.out)
     assert "expected a registered site with a signing key" in output.err
 
 
@@ -74,7 +74,7 @@ def test_a_site_that_asks_again_reads_the_same_fingerprint(federation, capsys): 
     (kit / "keys" / "request.json").write_text("{}")
     (kit / "keys" / "node.key.pub").write_text("another")
     assert main(["site", "init", "--kit", str(kit)]) == 2
-    assert f"found one, of the keys {fingerprint}; --renew makes another" in capsys.readouterr().err
+    assert f"found one, with fingerprint {fingerprint}; --renew makes a new one" in capsys.readouterr().err
     (kit / "keys" / "node.key").write_text("no key")
     assert main(["site", "init", "--kit", str(kit)]) == 2
     assert "found one; --renew" in capsys.readouterr().err

@@ -27,7 +27,7 @@ def test_sets_are_counted_and_removed_with_a_line_in_the_audit_log(tmp_path, cap
     assert 4000 < whole.bytes < 4500
     assert 2.9 < left.days < 3.1
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1  # no worker
-    assert f"prepared rows: {whole.bytes + 10:,} bytes in 2 sets" in capsys.readouterr().out
+    assert f"prepared examples: {whole.bytes + 10:,} bytes in 2 data sets" in capsys.readouterr().out
     remove_cached(tmp_path, [left, whole])
     assert list_cached_datasets(tmp_path) == []
     assert mapped["ids"][-1] == 999

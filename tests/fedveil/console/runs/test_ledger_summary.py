@@ -36,7 +36,7 @@ def test_the_most_charged_row_over_all_runs(tmp_path, capsys):
     charge(tmp_path, {STEP: 2}, range(5))
     charge(tmp_path, {STEP: 1}, [2])
     (line,) = ledger_lines(tmp_path)
-    words = "5 rows charged, over all runs; the most charged has spent"
+    words = "5 examples charged over all runs; the highest charge is"
     assert line == f"privacy ledger of north: {words} {epsilon({STEP: 3})}"
     main(["site", "status", "--state-dir", str(tmp_path)])
     assert line in capsys.readouterr().out
@@ -67,7 +67,7 @@ def test_delta_and_relation_are_the_policy_s_and_a_sealed_ledger_takes_its_key(t
     (line,) = ledger_lines(state, str(policy), str(tmp_path / "key"))
     assert line.endswith(epsilon({STEP: 1}, 1e-3, Adjacency.ADD_OR_REMOVE_ONE))
     (line,) = ledger_lines(state, str(policy))
-    assert "it cannot be read: " in line
+    assert ": cannot be read: " in line
     (state / "north.toml").write_text(f'site = "north"\npolicy = "{policy}"\nkey-file = "{tmp_path / "key"}"\n')
     assert ledger_lines(state) == ledger_lines(state, str(policy), str(tmp_path / "key"))
 
@@ -77,7 +77,7 @@ def test_what_all_rows_of_a_ledger_of_an_early_version_begin_with_is_counted(tmp
     old = {"fedveil-ledger": 1, "spent": [[[[list(STEP), 3]], ["ab" * 16]]]}
     (tmp_path / ".ledger" / "north.json").write_text(json.dumps(old))
     (line,) = ledger_lines(tmp_path)
-    assert line.endswith(f"0 rows charged, over all runs; the most charged has spent {epsilon({STEP: 3})}")
+    assert line.endswith(f"0 examples charged over all runs; the highest charge is {epsilon({STEP: 3})}")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"fedveil-ledger": 99}'])
@@ -85,4 +85,4 @@ def test_a_ledger_that_cannot_be_read_is_said(tmp_path, data):
     (tmp_path / ".ledger").mkdir()
     (tmp_path / ".ledger" / "north.json").write_bytes(data)
     (line,) = ledger_lines(tmp_path)
-    assert "it cannot be read: " in line
+    assert ": cannot be read: " in line

@@ -29,8 +29,8 @@ def under_way(folder, state, **changes):
 @pytest.mark.parametrize(
     "state,silent,now,so_far",
     [
-        ("running", "no answer yet", " (under way)", " so far"),
-        ("failed", "no answer before the server ended", "", ""),
+        ("running", "no answer yet", " (in progress)", " so far"),
+        ("failed", "no answer before the server stopped", "", ""),
     ],
 )
 def test_a_round_that_no_line_has_yet_is_known_from_its_messages(make_run, state, silent, now, so_far):
@@ -68,9 +68,9 @@ def test_the_last_attempt_of_a_failed_run_is_told_and_of_a_completed_one_is_not(
 
 def test_an_attempt_that_is_over_while_the_run_goes_on_is_called_so(make_run):
     over = per_site.last_attempt(load_run(make_run(state="running")))
-    assert over.words == "Round 3, attempt 1 (over; the run goes on): 4 of 4 sites accepted"
+    assert over.words == "Round 3, attempt 1 (done; the run continues): 4 of 4 sites accepted"
     asked = per_site.last_attempt(under_way(make_run(method="fedavg"), "running", round=4, reasons={}))
-    assert asked.words == "Round 5, attempt 1 (under way): no site was asked so far"
+    assert asked.words == "Round 5, attempt 1 (in progress): no site was contacted so far"
 
 
 def test_a_refused_upload_counts_in_the_summary_the_ledger_and_at_its_site(make_run):
@@ -89,7 +89,7 @@ def test_a_refused_upload_counts_in_the_summary_the_ledger_and_at_its_site(make_
 def test_bytes_that_a_record_does_not_have_by_site_are_named(make_run):
     page = run_page.run_page_html([load_run(masked(make_run()))])
     assert "keys and shares of secure aggregation</td>" in page
-    assert "does not have them by site: keys and shares of secure aggregation, " in page
+    assert "does not list them by site: keys and shares of secure aggregation, " in page
 
 
 def test_an_attempt_under_way_counts_before_it_has_a_line(make_run):
@@ -115,8 +115,10 @@ def test_what_the_server_learns_of_a_secure_run_is_the_sum(make_run):
 
 def test_a_run_that_was_not_attacked_says_so(make_run):
     folder = make_run()
-    assert "Not attacked, so nothing is known" in (page := run_page.run_page_html([load_run(folder)]))
-    assert "only a run with run.capture-messages = true can be" in page
+    assert "Not attacked, so what an attacker could learn is unknown" in (
+        page := run_page.run_page_html([load_run(folder)])
+    )
+    assert "this needs a run with run.capture-messages = true" in page
     content = json.loads((folder / "config.json").read_text())
     content["config"]["run.capture-messages"] = True
     (folder / "config.json").write_text(json.dumps(content))

@@ -32,8 +32,8 @@ def test_who_has_answered_and_who_is_waited_for(tmp_path):
     assert said(tmp_path, asked=9, waiting=list("abcdefg")) == (
         "2 of 9 have answered, waiting for a, b, c and 4 more (41 s of 600)"
     )
-    assert said(tmp_path, accepted=3, waiting=[]) == "all 4 have answered; the server adds up and scores"
-    shares = "all 4 have answered; the sites open shares of the masks, then the server adds up and scores"
+    assert said(tmp_path, accepted=3, waiting=[]) == "all 4 have answered; the server aggregates and scores"
+    shares = "all 4 have answered; the sites reveal shares of the masks, then the server aggregates and scores"
     assert said(tmp_path, accepted=3, waiting=[], unseen=True) == shares
     assert said(tmp_path, phase="waiting") == "waiting for sites"
     assert said(tmp_path, phase="done") == ""
@@ -46,8 +46,8 @@ WAIT = {"phase": "waiting", "until": 1300.0, "there": 2, "quorum": 3, "refused":
 def test_a_wait_has_its_seconds_and_names_who_refused(tmp_path):
     assert said(tmp_path, **WAIT) == "waiting for sites: 2 of 3 take part (259 s left)"
     assert said(tmp_path, **WAIT | {"refused": {"west": "its policy"}}) == (
-        "waiting for sites: 2 of 3 take part (259 s left); not waited for: west, refused by its policy; mend it and "
-        "submit again, or resume"
+        "waiting for sites: 2 of 3 take part (259 s left); not waited for: west, refused by its policy; fix the "
+        "policy and submit again, or resume"
     )
     progress_text = said(tmp_path, **WAIT | {"refused": dict.fromkeys("abcde", "its ledger")})
     assert progress_text.endswith("c, refused by its ledger and 2 more; see its log")
@@ -57,7 +57,7 @@ def test_a_wait_has_its_seconds_and_names_who_refused(tmp_path):
 
 def test_eighty_columns_have_the_whole_cause_of_a_round_without_a_sum(make_run):
     run, out = make_run(state="running"), io.StringIO()
-    why = "NO SUM, thrown away: expected at least 3 uploads, found 2, and this is the end of the cause"
+    why = "NO SUM, discarded: expected at least 3 uploads, found 2, and this is the end of the cause"
     row = {"round": 0, "cohort": [], "accepted": [], "failed": {"west": why}, "seconds": 1.0, "upload_bytes": 1}
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     console = Console(file=out, force_terminal=True, width=80, highlight=False)
@@ -117,7 +117,7 @@ def test_on_a_terminal_the_bar_has_it_with_the_steps_of_this_machine_s_sites(mak
 
 def test_a_sink_that_was_ended_is_told_once(make_run, monkeypatch):
     output = shown(make_run, False, monkeypatch, sinks={"mlflow": "OSError: \x1b[2J"})
-    assert output.count("run: the sink mlflow is ended: OSError: \\x1b[2J; the rounds go on") == 1
+    assert output.count("run: the sink mlflow stopped: OSError: \\x1b[2J; the run continues") == 1
 
 
 def test_status_has_it_too(make_run, tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_an_attempt_without_a_site_counts_none(make_run, monkeypatch):
 
 
 def test_a_round_that_the_server_does_not_score_has_what_its_sites_told(make_run):
-    run, words = unscored(make_run()), "loss at the sites, before their training: "
+    run, words = unscored(make_run()), "loss at the sites before training: "
     out = io.StringIO()
     with RunProgress(Console(file=out, width=200), run, "run", 5) as bar:
         bar.tick({"state": "running"})
@@ -151,4 +151,4 @@ def test_a_round_that_the_server_does_not_score_has_what_its_sites_told(make_run
     )
     assert len(losses) == 3
     line = next(line for line in closing_lines(run) if line.startswith("rounds: "))
-    assert line.endswith(f"none by the server; loss at the sites, on rows that they train on: {losses[-1]}")
+    assert line.endswith(f"none by the server; loss at the sites, on their training examples: {losses[-1]}")

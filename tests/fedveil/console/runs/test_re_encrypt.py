@@ -139,7 +139,7 @@ def test_sealing_does_not_vouch_for_what_was_changed_or_exchanged(home):
             one.write_bytes(sealed_content)
             re_encrypt.re_encrypt_files(home.state, second, first)
     re_encrypt.re_encrypt_files(home.state, first, second)
-    with pytest.raises(StateError, match=f"found key {second.id}; name that key's file with --old-key-file"):
+    with pytest.raises(StateError, match=f"found key {second.id}; give that key's file as --old-key-file"):
         re_encrypt.re_encrypt_files(home.state, FileSeal(), first)
 
 
@@ -147,12 +147,12 @@ def test_a_site_that_runs_is_not_resealed(home, monkeypatch):
     first = home.new_key("a")
     with (
         ClientStateStore.open(home.state, "two", "north").in_turn(),
-        pytest.raises(ConfigError, match="expected no turn under way, found one in .*two"),
+        pytest.raises(ConfigError, match="expected no local round in progress, found one in .*two"),
     ):
         re_encrypt.re_encrypt_files(home.state, FileSeal(), first)
     card = WorkerRecord("ab", 41, OwnerProcess.from_pid(os.getpid()), "app", "key", 0.0)
     monkeypatch.setattr(re_encrypt, "list_workers", lambda _: [WorkerStatus("north", card, {})])
-    with pytest.raises(ConfigError, match="expected no site to run there, found worker 41; stop the site first"):
+    with pytest.raises(ConfigError, match="expected no site running there, found worker 41; stop the site first"):
         re_encrypt.re_encrypt_files(home.state, FileSeal(), first)
 
 
@@ -163,20 +163,20 @@ def test_a_site_does_not_start_with_a_key_that_does_not_fit_what_is_there(home, 
     assert main([*start, "--key-file", str(home.keys / "none")]) == 2
     assert "--key-file: expected a file, found none at" in capsys.readouterr().err
     assert main([*start, "--key-file", str(home.keys / "a")]) == 2
-    assert "found one in the clear" in capsys.readouterr().err
+    assert "found an unsealed one" in capsys.readouterr().err
     assert home.seal("--key-file", str(home.keys / "a")) == 0
     for more, reason in (([], "found a sealed one"), (["--key-file", str(home.keys / "b")], "found one of key")):
         assert main([*start, *more]) == 2
         assert reason in capsys.readouterr().err
     (home.keys / "a").chmod(0o644)
     assert main([*start, "--key-file", str(home.keys / "a")]) == 2
-    assert "only its owner can read, found mode 644" in capsys.readouterr().err
+    assert "readable only by its owner, found mode 644" in capsys.readouterr().err
 
 
 def test_doctor_says_how_things_are_kept_also_during_a_turn(home):
     key = home.new_key("a")
     result = checks.key_file("", home.state)
-    assert (result.verdict, "kept in the clear" in result.text) == ("ok", True)
+    assert (result.verdict, "unsealed: the node config names no key-file" in result.text) == ("ok", True)
     assert checks.run_check("key file", lambda: checks.key_file(str(home.keys / "a"), home.state)).verdict == "fail"
     re_encrypt.re_encrypt_files(home.state, FileSeal(), key)
     with ClientStateStore.open(home.state, "one", "north").in_turn():
@@ -187,4 +187,4 @@ def test_doctor_says_how_things_are_kept_also_during_a_turn(home):
 
 def test_one_of_the_two_keys_must_be_named(home, capsys):
     assert home.seal() == 2
-    assert "--key-file: expected it, or --old-key-file, found neither" in capsys.readouterr().err
+    assert "--key-file: expected this option or --old-key-file, found neither" in capsys.readouterr().err

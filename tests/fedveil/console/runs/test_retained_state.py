@@ -83,9 +83,9 @@ def test_it_removes_what_it_lists_and_nothing_else(tmp_path, capsys):
         os.utime(rows, (time.time() - days * DAY,) * 2)
     assert site_purge(tmp_path, "--older-than", "30", "--yes") == 0
     stdout = capsys.readouterr().out
-    assert "goes  old-1, site north: 400 bytes, last turn 40.0 days ago" in stdout
-    assert "removed 1 runs, 400 bytes, and 0 leftovers; ledger and logs stay" in stdout
-    assert "goes  prepared rows of ward, 3 bytes" in stdout
+    assert "goes  old-1, site north: 400 bytes, last round 40.0 days ago" in stdout
+    assert "removed 1 runs, 400 bytes, and 0 leftover files; ledger and logs stay" in stdout
+    assert "goes  prepared examples of ward, 3 bytes" in stdout
     assert not (tmp_path / ".prepared" / "ward" / "old").exists()
     assert (tmp_path / ".prepared" / "ward" / "young").exists()
     assert "data" not in stdout
@@ -117,7 +117,7 @@ def test_a_run_that_may_go_on_stays_and_one_whose_last_round_was_served_goes_at_
     going, ended = lay(tmp_path, "going-1", 0.5, (1, 5)), lay(tmp_path, "ended-1", 0.0, (4, 5))
     assert site_purge(tmp_path, "--run", "going-1", "--run", "ended-1", "--yes") == 0
     stdout = capsys.readouterr().out
-    assert "stays going-1, site north: 400 bytes, last turn 0.5 days ago: it may go on" in stdout
+    assert "stays going-1, site north: 400 bytes, last round 0.5 days ago: it may resume" in stdout
     assert (going / "secret").exists()
     assert not (ended / "secret").exists()
 
@@ -125,7 +125,7 @@ def test_a_run_that_may_go_on_stays_and_one_whose_last_round_was_served_goes_at_
 def test_a_run_in_a_turn_or_in_a_worker_stays_however_old(tmp_path, monkeypatch):
     lay(tmp_path, "r-1", 40), lay(tmp_path, "r-1", 40, site="south")
     with ClientStateStore(tmp_path / "r-1" / "north").in_turn():
-        assert [run.why for run in list_retained(tmp_path)] == ["a turn of it is under way", ""]
+        assert [run.why for run in list_retained(tmp_path)] == ["a local round is in progress", ""]
     card = WorkerRecord("ab", 41, OwnerProcess(7, 1.0), "app", "key", 0.0)
     for says, why in (({"run": "r-1"}, "worker 41 holds it"), ({}, "worker 41 holds it"), ({"run": "s"}, "")):
         monkeypatch.setattr(module, "list_workers", lambda _, says=says: [WorkerStatus("north", card, says)])
@@ -142,7 +142,7 @@ def test_a_turn_of_the_app_holds_its_run(ask, tmp_path, monkeypatch):  # noqa: F
 
     monkeypatch.setattr(client, "_trained", watched)
     assert ask(0) == "all"
-    assert seen == ["a turn of it is under way"]
+    assert seen == ["a local round is in progress"]
 
 
 def test_a_run_that_goes_on_after_it_was_listed_stays(tmp_path):
@@ -248,6 +248,6 @@ def test_status_counts_the_bytes_by_run(tmp_path, capsys):
     capsys.readouterr()
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1  # no worker
     stdout = capsys.readouterr().out
-    assert "r-1, site north: 400 bytes, last turn 3.0 days ago" in stdout
+    assert "r-1, site north: 400 bytes, last round 3.0 days ago" in stdout
     assert "r-2" not in stdout
     assert json.loads((tmp_path / "r-2" / "north" / "served.json").read_text())["purged"] is True

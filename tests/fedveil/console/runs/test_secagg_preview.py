@@ -74,14 +74,14 @@ def test_in_plain_words(tmp_path, capsys):
     assert main([*chosen, "--policy", str(policy)]) == 0
     stdout = capsys.readouterr().out
     for words in (
-        "masked, for a sum with those of other sites", "not sent: its number of examples",
-        "values are clipped to +-8 here; rounding moves a mean by at most 1.3e-08", "every site counts alike",
-        "With 7 sites, of whom 7 hold shares of a site's secrets and 5 open one, and sums of 5 sites or more",
+        "masked, for a sum with other sites", "not sent: its number of examples",
+        "values are clipped to +-8 here; rounding changes a mean by at most 1.3e-08", "every site counts equally",
+        "With 7 sites, of which 7 hold shares of a site's secrets and 5 can open one, and sums of at least 5 sites",
         "Holds against an honest but curious server and up to 3 sites with it.",
         "policy permits it", DEVIATING, NOT_BOUND,
     ):  # fmt: skip
         assert words in stdout, words
-    assert "beside it the number of examples" not in stdout
+    assert "plus the number of examples" not in stdout
     assert SINGLE_SITE not in stdout
     policy.write_text(permits.replace("[permits]", '[permits]\n"secure.enabled" = true\n"secure.min-sites" = 5\n'
                                       '"secure.roster" = "/roster/roster.json"'))  # fmt: skip
@@ -96,7 +96,7 @@ def test_in_plain_words(tmp_path, capsys):
     "config,sites,reason",
     [
         ({"secure.threshold": 4}, 3, "secure.threshold: expected at most 3, the holders among 3 sites, found 4"),
-        ({}, 2, "--sites: expected at least 3, with which the run begins, found 2"),
+        ({}, 2, "--sites: expected at least 3, the minimum for the run to start, found 2"),
         ({"aggregate.rule": "median"}, 0, "aggregate.rule: expected 'mean' with secure.enabled"),
         ({"secure.max-weight": 1_000_000}, 2000, "secure.ring-bits: expected at most"),
     ],

@@ -33,7 +33,7 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert "Secure aggregation" not in clear
     page = run_page.run_page_html([load_run(masked(folder))])
     assert not any(f">{name}</th>" in page for name in NEVER_SEEN)
-    assert "A server that kept to the protocol could not see of any single site" in page
+    assert "A server that kept to the protocol could not see a single site" in page
     assert "Holds against an honest but curious server and up to 1 site with it." in page
     assert DEVIATING in page
     assert SINGLE_SITE in page
@@ -83,9 +83,9 @@ def test_watch_says_the_sum_who_was_deaf_and_why_an_attempt_was_thrown_away(make
     with RunProgress(Console(file=out, width=400), folder, "fedrand", 5) as progress:
         progress.tick({"state": "running"})
     text = out.getvalue()
-    assert "sum of 4 sites, 3 of 4 holders open it" in text
-    assert "deaf: site-3 (no answer within <120> s)" in text
-    assert "NO SUM, thrown away: expected 3, found <1>" in text
+    assert "sum of 4 sites, 3 of 4 holders can open it" in text
+    assert "unresponsive: site-3 (no answer within <120> s)" in text
+    assert "NO SUM, discarded: expected 3, found <1>" in text
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def said(capsys, folder, *options: str) -> str:
 
 def test_a_site_says_what_it_joined_and_what_its_own_policy_makes_of_it(state, tmp_path, capsys):
     stdout = said(capsys, state[0])
-    assert "secure aggregation: 5 holders, 4 open a secret; sums of 2 sites or more" in stdout
+    assert "secure aggregation: 4 of 5 holders open a secret; sums of at least 2 sites" in stdout
     assert "Holds against an honest but curious server alone." in stdout
     assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS, NOT_BOUND))
     (tmp_path / "policy.toml").write_text(f'min-cohort = 4\nroster = "sha256:{"ab" * 32}"')
@@ -125,7 +125,7 @@ def test_sealed_keys_need_the_key_and_a_run_in_the_clear_has_no_line(state, tmp_
     make_key(tmp_path / "state.key")
     store = FileSecAggStore(folder / "pilot-0a1b2c3d" / "north", FileSeal.from_key_file(str(tmp_path / "state.key")))
     store.save(site_state)
-    assert "its keys cannot be read" in said(capsys, folder)
+    assert "cannot read its keys" in said(capsys, folder)
     assert "5 holders" in said(capsys, folder, "--key-file", str(tmp_path / "state.key"))
     store._file.unlink()
     (run,) = list_retained(folder)

@@ -46,7 +46,7 @@ def test_a_neighbour_without_the_link_gets_nothing(client, path):
     for query in ("", "?token=", "?token=" + "A" * 43, f"?token={client.entry.token}&token=x"):
         answer = client.get(path + query)
         assert answer.status_code == 401
-        assert answer.text == "expected the link that fedveil printed where it was started; open that one\n"
+        assert answer.text == "expected the link that fedveil printed when it started; open that link\n"
         assert "set-cookie" not in answer.headers
 
 

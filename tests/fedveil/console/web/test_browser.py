@@ -149,7 +149,7 @@ def test_the_report_of_a_demo_fits_and_is_readable(page, pair, tmp_path, scheme,
     file = tmp_path / "report.html"
     file.write_text(run_page.run_page_html(pair()))
     page.goto(file.as_uri())
-    assert page.locator("h1").inner_text().startswith("FedVeil: what withholding gained")
+    assert page.locator("h1").inner_text().startswith("FedVeil: benefit and cost of withholding")
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(CONTRAST) == []
     assert page.evaluate(SMALL_TARGETS) == []
@@ -201,7 +201,7 @@ def test_the_keyboard_reaches_everything_and_shows_where_it_is(serve, page, runs
     assert page.locator(".skip").bounding_box()["x"] >= 0
     page.keyboard.press("Enter")
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "The whole report of this run"
+    assert page.evaluate("document.activeElement.textContent") == "Full report of this run"
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     seen = set()
     for _ in range(40):

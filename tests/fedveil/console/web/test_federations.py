@@ -77,8 +77,8 @@ def test_who_is_online_and_why_the_others_are_not(pilot, runs, flower):
     assert "1 of 3 sites are online." in text
     cells_by_site = rows(text)
     assert cells_by_site["north"].split()[:2] == ["online", "registered"]
-    assert "offline: has been online with its key" in cells_by_site["south"]
-    assert "has not been registered: no request of its key has come" in cells_by_site["west"]
+    assert "offline: was online with its key before" in cells_by_site["south"]
+    assert "not registered yet: the operator has registered no request of this site" in cells_by_site["west"]
     client.get(f"{client.base}/sites")
     client.get(f"{client.base}/")
     assert Flower.asked == 1  # a question costs a CPU-second
@@ -99,7 +99,7 @@ def test_where_flower_does_not_answer_that_is_said_and_nobody_is_called_offline(
     text = client.get(f"{client.base}/").text
     assert "Flower does not answer: flwr supernode failed: &lt;script&gt;alert(1)&lt;/script&gt;\\x1b" in text
     assert rows(text)["south"].split()[:2] == ["not", "known"]
-    assert "Which of 3 sites are online is not known." in text
+    assert "How many of 3 sites are online is unknown." in text
     assert " of 3 sites are online." not in text.replace("Which of 3", "")
 
 
@@ -117,7 +117,7 @@ def test_a_page_that_nobody_watched_gives_no_advice_from_an_old_answer(pilot, ru
     flower.setattr(Flower, "nodes", lambda self: time.sleep(1) or {"22": "online"})
     flower.setattr(federations, "_ANSWER_FLOWER", 0.05)
     text = client.get(f"{client.base}/").text
-    assert re.search(r"As of \d\d:\d\d:\d\d UTC; Flower is being asked\.", text)
+    assert re.search(r"As of \d\d:\d\d:\d\d UTC; asking Flower\.", text)
     assert rows(text)["south"].split()[:2] == ["not", "known"]
     assert "members sync" not in text
 
@@ -126,7 +126,7 @@ def test_a_registry_that_broke_is_named_and_takes_nothing_else_away(pilot, runs,
     client = opened(runs, pilot)
     (pilot / "registry" / "members.json").write_text("{")
     text = client.get(f"{client.base}/").text
-    assert "expected the registry that fedveil provision made, found one that is damaged" in text
+    assert "expected the registry made by fedveil provision, found a damaged one" in text
     assert "fedavg" in text
 
 
@@ -134,7 +134,7 @@ def test_the_control_log_is_among_the_logs(pilot, runs, flower):
     audit_log.append_entry(pilot / "server" / "control-log.jsonl", "permitted", {"operator": EVIL, "call": "ListRuns"})
     client = opened(runs, pilot)
     text = client.get(f"{client.base}/logs/control%20of%20pilot").text
-    assert "1 lines, each as it was written" in text
+    assert "1 lines, all unchanged" in text
     assert "operator &lt;script&gt;" in text
 
 
@@ -217,7 +217,7 @@ def test_two_federations_of_one_name_are_called_apart_and_one_twice_is_one(pilot
         "pilot 2": other,
         "pilot 3": third,
     }
-    with pytest.raises(ConfigError, match="expected a folder that fedveil provision made"):
+    with pytest.raises(ConfigError, match="expected a folder made by fedveil provision"):
         federations.name_federations([tmp_path])
 
 

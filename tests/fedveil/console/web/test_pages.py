@@ -86,7 +86,7 @@ def test_the_list_of_runs_has_when_each_began_and_ended(runs):
 
 def test_a_run_says_what_attacks_found_and_a_broken_audit_is_shown_as_text(runs):
     client = opened(runs)
-    assert "Not attacked, so nothing is known" in client.get(f"{client.base}/runs/fedrand").text
+    assert "Not attacked, so what an attacker could learn is unknown" in client.get(f"{client.base}/runs/fedrand").text
     audited(runs / "fedrand", found("site-1", 0.8, "above"))
     page_text = " ".join(client.get(f"{client.base}/runs/fedrand").text.split())
     assert "<h2>What attacks found</h2> <p>Membership shows" in page_text
@@ -108,10 +108,10 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert text.count("<svg") == 4
     assert 'aria-label="Test loss by round. ' in text
     assert "Bleu by round" in text
-    assert "rounds done (dotted: no figure between)" in text  # scored before the first round and after the last one
+    assert "rounds done (dotted: no value between)" in text  # scored before the first round and after the last one
     row = '<td data-label="site">north</td><td data-label="sent by the site">{}</td>'
     assert row.format("A (2 tensors) twice, B (2 tensors) once, refused uploads once") in text
-    assert "n_k, is the number of examples" in text
+    assert "n_k is the number of examples" in text
     assert "ValueError: &lt;no rows&gt;" in text
     assert "found &lt;0&gt;" in text
     last = text[text.index("<h2>Round 4, attempt 1: 0 of 4 sites accepted</h2>") : text.index("<h2>Curves</h2>")]
@@ -131,8 +131,8 @@ def test_a_run_that_is_not_scored_shows_what_its_sites_told(runs):
     file.write_text("".join(json.dumps(row) + "\n" for row in (first, *rows)))
     text = client.get(f"{client.base}/runs/fedavg").text
     assert 'aria-label="Training loss at the sites. ' in text
-    assert "That is no held-out loss." in text
-    assert "in round 3: 2.5000 (40 rows of 1 sites)" in text
+    assert "That is not a held-out loss." in text
+    assert "in round 3: 2.5000 (40 examples of 1 sites)" in text
     is_whole(text)
     scored = [first | {"scores": {"server": {"loss": 4.0}}}, *rows]  # before round 0, and not yet again
     file.write_text("".join(json.dumps(row) + "\n" for row in scored))
@@ -154,7 +154,7 @@ UNDER_WAY = (
 )
 AWAITED = (
     r'waiting for sites: 1 of 2 take part \(<span data-step="-1">2[0-5]\d</span> s left\); not waited for: '
-    r"&lt;script.*?, refused by its policy; mend it"
+    r"&lt;script.*?, refused by its policy; fix the policy"
 )
 
 
@@ -162,15 +162,15 @@ AWAITED = (
 @pytest.mark.parametrize(
     ("about", "words"),
     [({}, UNDER_WAY), ({"phase": "waiting", "there": 1, "refused": {EVIL: "its policy"}}, AWAITED),
-     ({"accepted": 3}, "all 4 have answered; the server adds up and scores"),
+     ({"accepted": 3}, "all 4 have answered; the server aggregates and scores"),
      ({"since": -1e300}, r"2 of 4 [^<]*, west \(10{5}")],
 )  # fmt: skip
 def test_where_a_round_is_stands_below_the_state_and_in_the_list(runs, about, words):
     goes_on(runs, "goes-on", **about)
     client = opened(runs)
     run, home = client.get(f"{client.base}/runs/goes-on").text, client.get(f"{client.base}/").text
-    assert re.search(f'<p class="now">Round under way: {words}', run)
-    assert re.search(f'<td data-label="now, or why">{words}', home)
+    assert re.search(f'<p class="now">Round in progress: {words}', run)
+    assert re.search(f'<td data-label="status or reason">{words}', home)
     assert "<script>alert" not in run + home
     assert client.get(f"{client.base}/runs/fedrand").text.count('class="now"') == 0
 
@@ -179,7 +179,7 @@ def test_where_a_round_is_stands_below_the_state_and_in_the_list(runs, about, wo
 def test_where_nothing_says_where_a_round_is_the_page_says_nothing(runs, about):
     goes_on(runs, "goes-on", **about)
     client = opened(runs)
-    assert "Round under way" not in client.get(f"{client.base}/runs/goes-on").text
+    assert "Round in progress" not in client.get(f"{client.base}/runs/goes-on").text
 
 
 def test_sites_over_all_runs(runs):
@@ -200,7 +200,7 @@ def test_the_audit_log_has_its_verdict(runs):
     client = opened(runs)
     path, file = f"{client.base}/logs/runs", runs / audit_log.NAME
     text = client.get(path).text
-    assert 'class="good">28 lines, each as it was written.' in text
+    assert 'class="good">28 lines, all unchanged.' in text
     assert f"<code>{audit_log.log_head(file)}</code></p>" in text  # nothing after it, for it is there to be copied
     assert f'href="{client.base}/logs" aria-current="true"' in text
     assert "12,901 bytes." in text
@@ -249,7 +249,7 @@ def test_a_file_beyond_the_bound_is_not_read(runs, monkeypatch):
     (runs / "fedrand" / "metrics.jsonl").write_text("x" * 20_001)
     client = opened(runs)
     text = client.get(f"{client.base}/").text
-    assert "fedrand cannot be read: metrics.jsonl: expected at most 20,000 bytes to be shown here, found 20,001" in text
+    assert "fedrand cannot be read: metrics.jsonl: expected at most 20,000 bytes for display here, found 20,001" in text
     assert 'runs/fedavg">fedavg</a>' in text
     assert client.get(f"{client.base}/runs/fedrand").status_code == 500
 
@@ -307,4 +307,4 @@ def test_a_run_that_was_told_to_end_is_stopped_and_no_failure(runs):
 
 def test_no_run_is_no_error(tmp_path):
     client = opened(tmp_path / "none")
-    assert "No run is here yet" in client.get(f"{client.base}/").text
+    assert "No runs yet" in client.get(f"{client.base}/").text

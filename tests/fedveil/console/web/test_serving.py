@@ -87,7 +87,7 @@ def test_who_reads_no_event_stalls_nobody_and_keeps_no_dashboard_from_ending(ser
 def test_another_address_is_refused_with_the_reason(command, host, capsys):
     assert main([*command, "--host", host, "--port", "0"]) == 2
     stderr = capsys.readouterr().err
-    assert f"--host: expected 127.0.0.1, found {host}: pages and the link's token go in the clear" in stderr
+    assert f"--host: expected 127.0.0.1, found {host}: pages and the link's token are sent unencrypted" in stderr
     assert "ssh -N -L" in stderr
 
 
@@ -103,9 +103,9 @@ def test_a_port_that_is_taken_is_named(capsys):
 
 def test_a_folder_that_is_no_site_s_is_named(tmp_path, capsys):
     assert main(["site", "dashboard", "--state-dir", str(tmp_path / "none"), "--port", "0"]) == 2
-    assert "--state-dir: expected a site's own folder, found none" in capsys.readouterr().err
+    assert "--state-dir: expected a site's state folder, found none" in capsys.readouterr().err
     assert main(["dashboard", "--federation", str(tmp_path), "--port", "0"]) == 2
-    assert "expected a folder that fedveil provision made" in capsys.readouterr().err
+    assert "expected a folder made by fedveil provision" in capsys.readouterr().err
     assert main(["dashboard", str(tmp_path / "none"), "--port", "0"]) == 2
     assert "FOLDER: expected a folder of runs" in capsys.readouterr().err
 
@@ -118,6 +118,6 @@ def test_a_signal_as_soon_as_the_link_is_shown_ends_it_in_order(runs, which):
         assert dashboard.stdout.readline().startswith("dashboard: http://127.0.0.1:")
         dashboard.send_signal(which)
         _, stderr = dashboard.communicate(timeout=60)
-    assert stderr.splitlines()[-1] == "interrupted: everything that was started is stopped"
+    assert stderr.splitlines()[-1] == "interrupted: all started processes were stopped"
     assert "Traceback" not in stderr
     assert dashboard.returncode == 130

@@ -54,20 +54,20 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     refused = re.search(r'<td data-label="event"><span class="tag failed">refused</span></td>.*?</tr>', text)[0]
     assert '<td data-label="round">5</td>' in refused
     assert "PolicyError: method: expected fedrand, found fedavg" in refused
-    assert "A refused run needs nothing from this site" in text
+    assert "A refused run needs no action" in text
     spent = accounting.compute_epsilon({STEP: 2}, 1e-5, Adjacency.REPLACE_ONE)
     assert f"epsilon {spent:.4g} at delta 1e-05 (replace-one)" in text
     assert '<td data-label="permitted">epsilon 8</td>' in text
     assert f'<td data-label="epsilon left">{math.floor((8 - spent) * 1000) / 1000:g}</td>' in text
-    assert "5 lines, each as it was written" in text
-    assert "No worker is there" in text
+    assert "5 lines, all unchanged" in text
+    assert "No worker: the site is not running" in text
 
 
 def test_without_a_bound_nothing_is_said_to_be_left_and_the_page_warns(state, tmp_path):
     text = home(opened_site(state))
     assert '<td data-label="epsilon left"><span class="tag failed">no bound</span></td>' in text
-    assert 'class="alert">The policy of north names no max-epsilon' in text
-    assert "names no max-epsilon" not in home(opened_site(state, str(tmp_path / "policy.toml")))
+    assert 'class="alert">The policy of north sets no max-epsilon' in text
+    assert "sets no max-epsilon" not in home(opened_site(state, str(tmp_path / "policy.toml")))
 
 
 def test_poisson_sampling_in_the_ledger_is_named_with_what_it_assumes_and_other_steps_are_not(state, capsys):
@@ -96,9 +96,9 @@ def test_a_log_that_was_changed_sums_up_to_nothing(state):
     log = state / audit_log.NAME
     log.write_text(log.read_text().replace("271828", "1"))
     text = home(opened_site(state))
-    assert "What left is not known from it" in text
+    assert "The log does not show what was sent" in text
     assert "line 2: expected a whole line with its own hash" in text
-    assert "uploads that left" not in text
+    assert "uploads sent" not in text
 
 
 def test_what_a_server_sent_is_text(state, monkeypatch):
@@ -132,21 +132,21 @@ def test_a_worker_that_gives_no_answer_takes_no_page_away(state, monkeypatch):
         raise ValueError("no JSON")
 
     monkeypatch.setattr(site_views, "list_workers", broken)
-    assert "a worker gave an answer that is none: ValueError(&#x27;no JSON&#x27;)" in home(opened_site(state))
+    assert "a worker gave an invalid answer: ValueError(&#x27;no JSON&#x27;)" in home(opened_site(state))
 
 
 def test_an_empty_state_folder_is_no_error(tmp_path):
     client = opened_site(tmp_path)
-    assert "Nothing has left yet." in home(client)
+    assert "Nothing has been sent yet." in home(client)
     assert client.get(f"{client.base}/log").status_code == 404
 
 
 def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
-    assert "Federation: not known. From" in home(opened_site(state))
+    assert "Federation: not known. Read only from" in home(opened_site(state))
     note_federation(state, "north", "pilot")
-    assert "Federation: pilot. From" in home(opened_site(state))
+    assert "Federation: pilot. Read only from" in home(opened_site(state))
     note_federation(state, "north", "")  # started without a kit since
-    assert "Federation: not known. From" in home(opened_site(state))
+    assert "Federation: not known. Read only from" in home(opened_site(state))
     (state / "north.federation").write_bytes((EVIL + ESCAPES).encode() + b"\xff" + b"x" * 1_000_000)
     text = home(opened_site(state))
     is_whole(text)
@@ -160,7 +160,7 @@ def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
     assert noted_federation(state, "../x") == ""
     (state / "south.federation").unlink()
     (state / "south.federation").mkdir()
-    assert "Federation: pilot (north), not known (south). From" in home(opened_site(state))
+    assert "Federation: pilot (north), not known (south). Read only from" in home(opened_site(state))
 
 
 def test_a_site_that_the_server_does_not_hear_is_shown_so_and_one_that_it_hears_is_not(state, capsys):

@@ -34,7 +34,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, fault: dict[s
     about = {"module": "flwr.supernode.start_client_internal", "name": "_push_messages"} | fault
     monkeypatch.setattr(replaced, "REPLACED", (ReplacedAttribute("guard/x.py", "SuperNode", **about),))
     require_attributes("SuperLink")
-    with pytest.raises(ConfigError, match=f"replaces in a SuperNode .fedveil/guard/x.py., found no .*{words}"):
+    with pytest.raises(ConfigError, match=f"parts of Flower in a SuperNode .fedveil/guard/x.py., found no .*{words}"):
         require_attributes("SuperNode")
 
 
@@ -54,7 +54,7 @@ def test_a_process_does_not_start_without_it(
     monkeypatch.setattr(replaced, "REPLACED", (ReplacedAttribute("guard/x.py", process, "flwr.moved", "it"),))
     with pytest.raises(SystemExit) as ended:
         start()
-    assert f"replaces in a {process}" in f"{ended.value.code}{capsys.readouterr().err}"
+    assert f"FedVeil replaces parts of Flower in a {process}" in f"{ended.value.code}{capsys.readouterr().err}"
 
 
 def test_the_table_of_the_documents_has_each_of_them_and_no_other() -> None:

@@ -23,9 +23,9 @@ def test_they_are_found_by_their_file():
 @pytest.mark.parametrize(
     "flat,match",
     [
-        ({"sinks.use": "tensorboard,,mlflow"}, "sinks.use: .*expected names with commas between them, each once"),
-        ({"sinks.use": "mlflow, mlflow"}, "each once"),
-        ({"sinks.use": "../mlflow"}, "expected names"),
+        ({"sinks.use": "tensorboard,,mlflow"}, "sinks.use: .*expected unique names separated by commas"),
+        ({"sinks.use": "mlflow, mlflow"}, "expected unique names"),
+        ({"sinks.use": "../mlflow"}, "expected unique names"),
         ({"sinks.use": "a" * 201}, "at most 200"),
         ({"sinks.mlflow-uri": "http://10.0.0.1:5000"}, "expected https, or http on one of 127.0.0.1, ::1, localhost"),
         ({"sinks.mlflow-uri": "http://127.0.0.1.example.org"}, "expected https, or http on one of"),

@@ -57,7 +57,7 @@ def test_a_picture_of_its_own_has_both_schemes_and_no_script():
     assert root.tag.endswith("svg")
     assert "prefers-color-scheme:dark" in text
     assert "<script" not in text
-    assert root.attrib["aria-label"].startswith("What was gained. fedavg: test loss")
+    assert root.attrib["aria-label"].startswith("Benefit and cost of withholding. fedavg: test loss")
 
 
 @pytest.mark.long
@@ -74,11 +74,11 @@ def test_an_orange_point_within_the_band_of_the_untrained_is_open_and_said():
         tradeoff_plot.tradeoff_caption([outside, inside]),
         tradeoff_plot.tradeoff_caption([outside, outside]),
     )
-    assert "The mean of an open one (weak one) lies within the blue band: as much is found where there" in caption
-    assert "an open one" not in plain
+    assert "An open point's mean (weak one) is within the blue band: the attack finds as much where there" in caption
+    assert "An open point" not in plain
     blue = replace(inside, told=replace(finding, verdict="contains"))
-    assert "an open one" not in tradeoff_plot.tradeoff_caption([outside, blue])
+    assert "An open point" not in tradeoff_plot.tradeoff_caption([outside, blue])
     drawn, without = (tradeoff_plot.tradeoff_svg([outside, a]) for a in (inside, blue))
     assert drawn.count("stroke-dasharray") == without.count("stroke-dasharray") + 2  # its bar, and the legend's
-    assert "told, within the band" in re.sub("<[^>]*>", "", drawn)
-    assert "told, within the band" not in re.sub("<[^>]*>", "", without)
+    assert "above, within the band" in re.sub("<[^>]*>", "", drawn)
+    assert "above, within the band" not in re.sub("<[^>]*>", "", without)

@@ -72,7 +72,7 @@ def test_the_picture_and_its_figures_stand_beside_the_report(tmp_path):
     arms = json.loads((tmp_path / "out" / "picture.json").read_text())
     assert [(arm["name"], arm["told"]["auroc"][0]) for arm in arms] == [("fedavg", 0.8), ("fedrand", 0.6)]
     assert ">80 %<" in (tmp_path / "out" / demo_report.PICTURE).read_text()
-    assert "What was gained" in (tmp_path / "out" / "report.html").read_text()
+    assert "Benefit and cost of withholding" in (tmp_path / "out" / "report.html").read_text()
     assert demo_report.summary_sentences(runs)[0].startswith("With fedrand an attacker is right 60 times in 100")
 
 

@@ -24,8 +24,8 @@ def test_the_strongest_come_first_attack_by_attack_and_unusable_ones_last():
 def test_rows_are_capped_and_the_caption_says_how_many_there_are():
     given = controlled(*(found(f"site-{i}", i / 100, "contains") for i in range(50)))
     assert [f.model for f in forest_plot.forest_rows(given, 3)] == ["site-49", "site-48", "site-47"]
-    assert "Drawn are the 3 strongest of 50 findings; the table has all." in forest_plot.forest_caption(given, 3)
-    assert "Drawn are" not in forest_plot.forest_caption(given, 50)
+    assert "The plot shows the 3 strongest of 50 findings; the table has all." in forest_plot.forest_caption(given, 3)
+    assert "The plot shows" not in forest_plot.forest_caption(given, 50)
     svg_texts = texts(forest_plot.forest_svg(given, "r", 3))
     assert "site-49" in svg_texts
     assert "site-46" not in svg_texts

@@ -49,13 +49,13 @@ def test_a_run_that_is_not_scored_shows_them_for_what_they_are(make_run):
     run = rewritten(make_run(), reports([told(4.0)], [told(3.0)], [told(2.0)]))
     page = run_page.run_page_html([run])
     assert "Training loss at the sites" in page
-    assert "That is no held-out loss." in page
+    assert "That is not a held-out loss." in page
 
 
 def test_a_run_that_is_scored_does_not(make_run):
     page = run_page.run_page_html([run_reader.load_run(make_run())])
     assert "Training loss at the sites" not in page
-    assert "no held-out loss" not in page
+    assert "not a held-out loss" not in page
 
 
 def test_a_chart_has_as_many_curves_as_colours_and_says_so():
@@ -86,7 +86,7 @@ def test_texts_before_and_after_are_shown_as_text(make_run):
 def test_texts_that_the_demo_has_not_written_are_one_error(make_run, text):
     run = make_run()
     (run / sample_texts.FILE).write_text(text)
-    with pytest.raises(StateError, match=r"samples\.json: expected what fedveil demo writes"):
+    with pytest.raises(StateError, match=r"samples\.json: expected sample texts written by fedveil demo"):
         sample_texts.read_samples(run)
 
 
@@ -103,7 +103,7 @@ def test_the_page_folds_the_table_away_and_draws_the_plot(make_run):
     run = audited(make_run(), found("site-1", 0.9, "above"))
     html = str(audit_section.findings_html(run))
     assert html.index("Membership shows in 1 of 1 findings") < html.index("<svg") < html.index("<details>")
-    assert "All 4 findings, controls too" in html
+    assert "All 4 findings, including controls" in html
     assert html.index("<details>") < html.index("overfitted FedAvg")
 
 
