@@ -165,7 +165,7 @@ def test_it_says_why_not_every_site_is_in_a_round():
     assert demo._drawn(2, 0.75) == ""  # both
     for sites in range(1, 40):
         sampling_note = demo._drawn(sites, 0.75)
-        assert (f"draws {aggregation_rules.cohort_size(0.75, sites)} of" in sampling_note) is (
+        assert (f"samples {aggregation_rules.cohort_size(0.75, sites)} of" in sampling_note) is (
             aggregation_rules.cohort_size(0.75, sites) < sites
         )
 
