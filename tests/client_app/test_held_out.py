@@ -93,7 +93,7 @@ def test_a_run_that_asks_for_none_says_nothing(tmp_path, trained_on):
 
 def test_a_site_asks_for_a_claim_itself_whatever_the_server_checked(tmp_path):
     server = Server(tmp_path, "max-scores = 5", TEXTS, **HALF, **{"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0})
-    with pytest.raises(ConfigError, match="evaluate.held-out: expected 0 with a claim of privacy"):
+    with pytest.raises(ConfigError, match="evaluate.held-out: expected 0 with a privacy claim"):
         server.send(server.initial)
 
 
@@ -101,7 +101,7 @@ def test_a_score_that_was_not_counted_does_not_leave_the_site(tmp_path):
     """Whatever the server's bundle has put into its report: the site's own copy of the policy looks."""
     server = Server(tmp_path, "max-scores = 1", TEXTS, **HALF)
     asked = server.asked()
-    with pytest.raises(PolicyError, match="loss_held_out: this site permits 1 a run"):
+    with pytest.raises(PolicyError, match="loss_held_out: this site permits 1 per run"):
         decisions.check_upload(asked, 0, 0, 100, {held_out_report.LOSS: 1.0})
     assert decisions.open_replay_guard(asked).count_score(1)
     decisions.check_upload(asked, 0, 0, 100, {held_out_report.LOSS: 1.0})

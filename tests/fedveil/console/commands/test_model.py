@@ -167,7 +167,7 @@ def test_a_run_that_writes_no_texts_is_refused(tmp_path, capsys):
 def test_what_a_text_model_does_not_take_is_said(tmp_path, capsys):
     run, file = made(tmp_path / "run", **{"method.params": "adapter = {rank = 2}"}), picture(tmp_path / "a.png")
     assert "--prompt: expected at least one and no --image" in refused(capsys, "generate", run, "--image", file)
-    assert "found 0 and 0 images" in refused(capsys, "generate", run)
+    assert "found 0 prompts and 0 images" in refused(capsys, "generate", run)
     assert "max-new-tokens" in refused(capsys, "generate", run, "--prompt", "a", "--max-new-tokens", 0)
 
 
