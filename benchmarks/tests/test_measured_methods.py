@@ -52,7 +52,7 @@ def test_an_attack_stands_beside_the_undefended_and_the_one_that_knows():
     found = measured()
     for name in ("random_binary", "fixed_position"):
         assert re.search(r"APRIL reads 0\.00 .*, (without masks|where it is trained) 1\.00 \[", found[name])
-        assert "random_binary/adaptive --small: who knows " in found[name]
+        assert "random_binary/adaptive --small: an attacker who knows " in found[name]
     assert "attack at epsilon 8 0.54 [0.51, 0.57], on FedOTP's prompts, undefended, 0.66 [" in found["dp_fpl"]
     assert " by noise only " in found["dp_fpl"]
     bounds = [float(x) for x in re.findall(r"reads [\d.]+ \[(-?[\d.]+), ([\d.]+)\]", found["fixed_position"])[-1]]

@@ -95,8 +95,8 @@ def test_the_published_noise_says_both_epsilons_and_a_baseline_without_noise_non
 @pytest.mark.parametrize(
     ("row", "refused"),
     [
-        ({"name": "fedotp", "config": {"dp.clip-norm": 1.0}}, "no gradients of single rows"),
-        ({"name": "dp_fpl", "config": {"dp.clip-norm": 1.0}}, "noise of its own"),
+        ({"name": "fedotp", "config": {"dp.clip-norm": 1.0}}, "no per-row gradients"),
+        ({"name": "dp_fpl", "config": {"dp.clip-norm": 1.0}}, "which adds its own noise"),
     ],
 )
 def test_noisy_steps_are_refused_where_a_row_has_no_gradients_or_noise_of_its_own(row, refused):

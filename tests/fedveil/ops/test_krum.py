@@ -166,5 +166,5 @@ def test_uploads_that_cannot_be_compared_are_refused():
     sums = MultiKrumAggregator(1)
     sums.add("a", 1, weighted_contributions({"w": torch.ones(2)}, 1.0))
     for other in ({"v": torch.ones(2)}, {"w": torch.ones(2), "v": torch.ones(1)}, {}):
-        with pytest.raises(ConfigError, match=r"found \['w'\] beside \["):
+        with pytest.raises(ConfigError, match=r"found \['w'\] and \["):
             sums.add("b", 1, weighted_contributions(other, 1.0))

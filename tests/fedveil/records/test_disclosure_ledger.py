@@ -126,7 +126,7 @@ def test_a_damaged_line_is_named(tmp_path, line, at, changes, expected):
     with pytest.raises(StateError, match=f"d, line {line + 1}: expected a message or a kind of messages") as error:
         read_messages(file)
     assert expected in str(error.value)
-    assert "mend it, or move the file away" in str(error.value)
+    assert "restore it, or move the file away" in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["nonsense\n", "[]\n", '"form"\n', "7\n", "\n"])

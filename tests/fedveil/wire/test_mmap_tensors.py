@@ -46,7 +46,7 @@ def test_fields_of_a_message_in_a_file_leave_memory_when_another_is_read(tmp_pat
 
 def test_a_short_message_stays_in_memory_and_a_full_disk_is_named(tmp_path, monkeypatch):
     assert mmap_tensors.allocate(tmp_path, 100) == bytearray(100)
-    with pytest.raises(WireError, match="slices of 100 bytes"):
+    with pytest.raises(WireError, match="slices that add up to 100 bytes"):
         chunking.fill_slices(mmap_tensors.allocate(tmp_path, 100), [bytes(99)])
 
     def full(*arguments):

@@ -237,7 +237,7 @@ def test_an_audit_is_on_the_card_with_both_controls(run, capsys):
         finding("round 0", "loss", "contains"), finding("server", "renyi", "contains"),
         finding("overfitted FedAvg", "renyi", "contains"), finding("round 0", "renyi", "above"),
     ]  # fmt: skip
-    notes = ["loss: its controls hold.", "renyi: NOT usable here, for <b>."]
+    notes = ["loss: its controls hold.", "renyi: NOT usable here, because <b>."]
     (run / "audit.json").write_text(json.dumps({"findings": findings, "rebuilt": [], "notes": notes}))
     did(capsys, "make", run)
     audit_section = cards.read_card(run / "final").audited
