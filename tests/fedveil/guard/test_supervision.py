@@ -123,8 +123,12 @@ def test_flowers_own_supernode_goes_silent_and_lives_on(tmp_path: Path, errs: st
     """Red where a release of Flower has mended it; then ours can go."""
     with FakeFleet(tmp_path).serving() as fleet, supernode(tmp_path, fleet, guarded=False) as process:
         assert until(lambda: fleet.answered["PullMessages"] > 0, 60), (tmp_path / "log").read_text()[-3000:]
-        err(fleet, errs)
-        assert not goes_on(fleet, 15)
+        for _ in range(3):  # on a busy machine it may meet none of the errors the first time
+            err(fleet, errs)
+            if not goes_on(fleet, 15):
+                break
+        else:
+            pytest.fail("it goes on")
         assert process.poll() is None  # so nobody would see it
 
 
