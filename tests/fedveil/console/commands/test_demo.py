@@ -160,7 +160,7 @@ def test_the_card_of_a_run_is_made_again_after_its_attack(make_run, tmp_path):
 def test_it_says_why_not_every_site_is_in_a_round():
     assert "samples 3 of the 4 sites (cohort.fraction = 0.75)" in demo._drawn(4, 0.75)
     assert "--set cohort.fraction=1 uses all" in demo._drawn(4, 0.75)
-    assert "draws 3 of the 10 sites" in demo._drawn(10, 0.3)  # and 0.3 * 10 is a little more than 3
+    assert "samples 3 of the 10 sites" in demo._drawn(10, 0.3)  # and 0.3 * 10 is a little more than 3
     assert demo._drawn(4, 1) == ""
     assert demo._drawn(2, 0.75) == ""  # both
     for sites in range(1, 40):
