@@ -155,7 +155,7 @@ def test_the_site_page_names_the_federation_as_text_and_within_bounds(state):
     (state / "south.toml").write_text('site = "south"\n')
     note_federation(state, "north", "pilot")
     note_federation(state, "south", "trial")
-    assert "Federation: pilot (north), trial (south). From" in home(opened_site(state))
+    assert "Federation: pilot (north), trial (south). Read only from" in home(opened_site(state))
     note_federation(state.parent, "x", "outside")
     assert noted_federation(state, "../x") == ""
     (state / "south.federation").unlink()
