@@ -52,7 +52,7 @@ def pushed(site: Site, arrays: dict[str, Array], **more) -> Message:
 def test_ten_megabytes_in_another_record_do_not_leave(site, data, record, kind):
     sent = pushed(site, {chunking.slice_key(0): of(data)}, **{"more\x1b[2J": record})
     assert sent.has_error()
-    assert "the record fedveil alone, found 2" in sent.error.reason
+    assert "only the record fedveil, found 2" in sent.error.reason
     line = audit_log.read_log(site.log)[-1]
     assert line["event"] == "withheld"
     assert line["up_bytes"] >= 10_000_000 + len(data)
