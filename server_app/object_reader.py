@@ -71,7 +71,7 @@ class ObjectReader:
         self._slices = max(flower_objects.max_slices(max_bytes), chunking.MAX_REPLY_SLICES)
         self.received_bytes = 0
 
-    def read(self, announced: ProtoMessage) -> ReplyContent | ReplyError:
+    def read_content(self, announced: ProtoMessage) -> ReplyContent | ReplyError:
         """Return what is in a reply. Raises WireError, StateError.
 
         Args:

@@ -135,14 +135,14 @@ class Reception:
     def ask(self, messages: Mapping[str, Message], max_bytes: int) -> None:
         """Send each site its message. A reply's upload may have `max_bytes`."""
         nodes = {site: message.metadata.dst_node_id for site, message in messages.items()}
-        ids = self._source.push(list(messages.values()))
+        ids = self._source.push_requests(list(messages.values()))
         for (site, node_id), message_id in zip(nodes.items(), ids, strict=True):
             if message_id:
                 self._open[message_id] = _OpenRequest(site, node_id, max_bytes)
             else:
                 self._not_taken.append(LostReply(site, 0, _NOT_TAKEN))
 
-    def poll(self, only: str = "") -> Iterator[ReplyOutcome]:
+    def poll_replies(self, only: str = "") -> Iterator[ReplyOutcome]:
         """Ask once for the reply to each open request, or to that of one site. Yield the outcomes as they are read, one
         reply in memory at a time. A site has one outcome for each `ask`.
 
@@ -168,7 +168,7 @@ class Reception:
         self._open.clear()
         self._not_taken.clear()
         for reply in self._incomplete.values():
-            self._source.discard(reply.head)
+            self._source.discard_message(reply.head)
         self._incomplete.clear()
         return sites
 
@@ -177,8 +177,8 @@ class Reception:
         self.close_requests()
         for start in range(0, len(self._closed), self._source.batch_size):
             try:
-                for head in self._source.pull(self._closed[start : start + self._source.batch_size]):
-                    self._source.discard(head)
+                for head in self._source.pull_heads(self._closed[start : start + self._source.batch_size]):
+                    self._source.discard_message(head)
             except Exception as error:  # nothing of the round depends on it
                 log(WARNING, "late replies stay on the SuperLink: %s", error)
                 break
@@ -190,7 +190,7 @@ class Reception:
     def _poll_batch(self, message_ids: Sequence[str]) -> Iterator[ReplyOutcome]:
         """Yield the outcomes that have come, in the order of their requests."""
         try:
-            heads = self._source.pull(message_ids)
+            heads = self._source.pull_heads(message_ids)
         except UnreachableError:
             raise
         except Exception as error:  # of a grid of messages, which is asked for one reply at a time
@@ -216,14 +216,14 @@ class Reception:
             return
         del self._open[head.reply_to]
         self._incomplete.pop(head.reply_to, None)
-        self._source.discard(head)
+        self._source.discard_message(head)
         yield outcome
 
     def _read_reply(self, head: ReplyHead, request: _OpenRequest) -> ReplyOutcome | None:
         """Return what a reply comes to; None if its objects have not all come."""
         reader = self._source.open_reader(head, request.max_bytes, self._folder)
         try:
-            content = reader.read()
+            content = reader.read_content()
             if isinstance(content, ReplyError):
                 return LostReply(request.site, content.code, content.reason)
             # A verifier of signatures is called here, and raises WireError.
@@ -250,7 +250,7 @@ class Reception:
     def _drop(self, head: ReplyHead) -> None:
         """Record a message that answers no request, and take it from the SuperLink's disk."""
         if head.message_id not in self._open:
-            self._source.discard(head)
+            self._source.discard_message(head)
         self._dropped += 1
         if self._dropped <= MAX_DROPPED_LINES:
             answers = sanitize(head.reply_to, _MAX_TEXT)
@@ -262,7 +262,7 @@ def read_given_reply(reply: Message, site: str, max_bytes: int, folder: Path | N
     """Return what a reply comes to that a caller's own loop has gathered, and which is taken for this site's."""
     reader = MessageReader(reply, max_bytes, folder)
     try:
-        content = reader.read()
+        content = reader.read_content()
     except WireError as error:
         return RefusedReply(site, str(error), reader.received_bytes)
     except Exception as error:

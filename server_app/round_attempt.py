@@ -232,7 +232,7 @@ class RoundAttempt:
         pending = {ctx.client: ctx for ctx in self.contexts}
         while pending:
             over, answered = time.monotonic() > end, False
-            for reply in reception.poll(next(iter(pending)) if in_order and not over else ""):
+            for reply in reception.poll_replies(next(iter(pending)) if in_order and not over else ""):
                 answered = True
                 upload = self.judge_reply(reply, pending.pop(reply.site))
                 del reply

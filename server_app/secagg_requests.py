@@ -71,7 +71,7 @@ class SecAggRequests:
         end = time.monotonic() + SECONDS
         while waiting and not enough() and time.monotonic() < end:
             answered = False
-            for reply in self.reception.poll():
+            for reply in self.reception.poll_replies():
                 answered = True
                 waiting.remove(reply.site)
                 if reason := self._taken(reply, take):

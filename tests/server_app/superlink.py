@@ -141,7 +141,8 @@ class RuntimePort:
             }  # fmt: skip
             context = Context(self.run, node_id, node_config, RecordDict(), dict(run_config or {}))
             self.sites[name] = FleetSite(self, name, node_id, context)
-        self._task = SimpleNamespace(run_id=self.run, task_id=1)
+        task_id = self.state.get_run_info(run_ids=[self.run])[0].primary_task_id
+        self._task = SimpleNamespace(run_id=self.run, task_id=task_id)
 
     @property
     def grid(self) -> HttpGrid:
@@ -154,11 +155,13 @@ class RuntimePort:
     def act(self) -> None:
         """Let each site do what its instructions ask for, or what a hostile one does instead."""
         for name, site in sorted(self.sites.items(), key=lambda entry: entry[0] not in self.hostile):
+            self.state.acknowledge_task_heartbeat(self._task.task_id)
             while (instruction := site.pull()) is not None:
                 self.hostile.get(name, FleetSite.answer)(site, instruction)
 
     def call(self, name: str, request: Any, response: Any) -> Any:
         self.calls.append(name)
+        self.state.acknowledge_task_heartbeat(self._task.task_id)  # else a slow machine ends the run
         request = type(request).FromString(request.SerializeToString())
         answer = getattr(runtime_handlers, name)(request, self.state, self._task)
         return response.FromString(answer.SerializeToString())
