@@ -137,7 +137,7 @@ def test_without_the_fleet_ports_checks_the_server_app_refuses_what_no_site_send
     monkeypatch.setattr(
         local_deployment, "superlink_command", lambda *given: [*command(*given), "--without-fleet-checks"]
     )
-    config = CONFIG | {"run.rounds": len(ATTACKS)}
+    config = CONFIG | {"run.rounds": len(ATTACKS), "cohort.deadline-seconds": 300.0}
     sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", 2))) for i in range(3)]
     tried, problems, end = list[str](), list[str](), threading.Event()
     with LocalDeployment(sites, tmp_path / "federation", database=True) as federation:
