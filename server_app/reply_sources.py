@@ -13,7 +13,8 @@ imports it.
 | the runtime port | result |
 |---|---|
 | refuses connections, is slow, or answers 503 or 504 | Flower's client asks again, as long as it takes |
-| answers a pull of messages with another status | asked again, each id alone; after 120 s `UnreachableError` |
+| answers a pull of messages with another status | asked again, each id alone |
+| the same, and every other question too | after 120 s `UnreachableError` |
 | the same, for one object | asked again twice, then it is a fault of the reply |
 | says that the run was stopped | Flower's own exception, which ends the run |
 | answers with more bytes than an object can have | refused before they are read |
@@ -33,7 +34,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.node_pb2 import Node
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.proto.runtime_pb2 import GetNodesRequest, PullAppMessagesRequest
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
@@ -203,6 +204,10 @@ class RuntimePortSource:
 
     def _note_failure(self, error: Exception) -> None:
         """Wait before the next try. Raises UnreachableError after 120 s without an answer."""
+        if self._answers_otherwise():  # then it fails for this reply alone, whose site would end the run by it
+            self._unanswered_since = None
+            log(WARNING, "the SuperLink cannot say whether a reply has come: %s", error)
+            return
         now = time.monotonic()
         self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
         failing = now - self._unanswered_since
@@ -210,6 +215,14 @@ class RuntimePortSource:
         if failing > UNREACHABLE_SECONDS:
             raise self._unreachable(error) from error
         time.sleep(min(0.1 + failing / 4, _UNREACHABLE_PAUSE))
+
+    def _answers_otherwise(self) -> bool:
+        """Return whether the port answers a question that no site has a part in."""
+        try:
+            self._client.GetNodes(GetNodesRequest())
+        except Exception:
+            return False
+        return True
 
     @staticmethod
     def _unreachable(error: Exception) -> UnreachableError:
