@@ -9,6 +9,7 @@
     ├── WorkerError      the site's worker process cannot be started, or it ended in a turn
     │   ├── OutOfMemoryError   it needs more memory than it may have
     │   └── RankError          one of the processes that train together has ended, or failed
+    ├── UnreachableError the SuperLink gives the ServerApp no answers
     ├── StateError       a checkpoint, private state or run folder that cannot be read or written
     └── PolicyError      this site does not permit what was asked
         └── BudgetError  a record would be charged more privacy than its budget allows
@@ -26,6 +27,7 @@ __all__ = [
     "RankError",
     "StateError",
     "TaskError",
+    "UnreachableError",
     "UploadRefused",
     "WireError",
     "WorkerError",
@@ -54,6 +56,10 @@ class UploadRefused(FedVeilError):
 
 class QuorumError(FedVeilError):
     """Too few uploads, more often than the run allows."""
+
+
+class UnreachableError(FedVeilError):
+    """The SuperLink gives the ServerApp no answers."""
 
 
 class StateError(FedVeilError):

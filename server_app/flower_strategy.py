@@ -164,7 +164,10 @@ class MethodStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Adds up the replies. Below the quorum returns (None, None), which keeps the model."""
+        """Add up the replies. Below the quorum return (None, None), which keeps the model.
+
+        The caller's loop has read them by Flower's own classes, without the checks of server_app/reception.py.
+        """
         if self._open is None:
             raise ConfigError(
                 "aggregate_train: expected after configure_train of the same round, found none; call it first"

@@ -9,7 +9,7 @@ none, so it also hands each message to a `MessageRecorder` as it leaves or arriv
 | loses its client process, its SuperNode or its reply | what that means, in place of Flower's words |
 | loses its worker, twice in a turn | "WorkerError: the site's worker ended: out of memory", or what else ended it |
 | raises | the kind of its error; the text stays in the site's log |
-| sends what the envelope or the intake gate refuses | "refused: " field, expected, found |
+| sends what the reception, the envelope or the intake gate refuses | "refused: " field, expected, found |
 | sends what makes this server's own code fail | "refused: " the kind of the error; its text is in the server's log |
 """
 
@@ -26,19 +26,25 @@ from typing import Any, Protocol
 
 import xxhash
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
-from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedveil.contract.codec import Buffer
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext, hyperparameters_of
-from fedveil.errors import StateError, UploadRefused, WireError
+from fedveil.errors import UploadRefused, WireError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
 from fedveil.ops.krum import MultiKrumAggregator
-from fedveil.records.audit_log import LogHead
 from fedveil.sanitize import sanitize
 from fedveil.server_app import upload_validation
+from fedveil.server_app.reception import (
+    ArrivedReply,
+    LostReply,
+    Reception,
+    RefusedReply,
+    ReplyOutcome,
+    read_given_reply,
+)
 from fedveil.server_app.round_record import RoundRecord
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.wire import chunking, envelope
@@ -215,27 +221,27 @@ class RoundAttempt:
             tally.left_out = sorted(set(tally.accepted) - set(sums.chosen))
         return state
 
-    def iter_uploads(self, grid: Grid, pending: dict[str, RoundContext], deadline: float) -> Iterator[AcceptedUpload]:
-        """Yield accepted uploads as they arrive, one in memory at a time, until all sites have answered or the
-        deadline is over. `pending`: the context by message id.
+    def iter_uploads(self, reception: Reception, deadline: float) -> Iterator[AcceptedUpload]:
+        """Yield accepted uploads as they arrive, one in memory at a time, until all sites have answered or the deadline
+        is over. `reception` has asked them.
 
-        In a deterministic run they are fetched in the order of `pending`, while the others wait on the SuperLink. The
-        sums then do not depend on which site was faster.
+        In a deterministic run they are fetched in the order of the contexts, while the others wait on the SuperLink.
+        The sums then do not depend on which site was faster.
         """
         end, in_order = time.monotonic() + deadline, self.settings.deterministic
+        pending = {ctx.client: ctx for ctx in self.contexts}
         while pending:
             over, answered = time.monotonic() > end, False
-            for message_id in list(pending) if over or not in_order else list(pending)[:1]:
-                for reply in grid.pull_messages([message_id]):
-                    answered = True
-                    upload = self.judge_reply(reply, pending.pop(message_id))
-                    del reply
-                    if upload is not None:
-                        yield upload
-                    del upload
+            for reply in reception.poll_replies(next(iter(pending)) if in_order and not over else ""):
+                answered = True
+                upload = self.judge_reply(reply, pending.pop(reply.site))
+                del reply
+                if upload is not None:
+                    yield upload
+                del upload
             if over:
-                for ctx in pending.values():
-                    self._fail(ctx, f"no reply within {deadline:g} s")
+                for site in reception.close_requests():
+                    self._fail(pending[site], f"no reply within {deadline:g} s")
                 return
             if not answered:
                 time.sleep(_POLL_SECONDS)
@@ -246,7 +252,10 @@ class RoundAttempt:
         for reply in replies:
             # An error that the SuperLink made names none of our nodes; its site then stays in `waiting`.
             ctx = waiting.pop(reply.metadata.src_node_id, None)
-            if ctx is not None and (upload := self.judge_reply(reply, ctx)) is not None:
+            if ctx is None:
+                continue
+            outcome = read_given_reply(reply, ctx.client, self.largest_upload, self.folder)
+            if (upload := self.judge_reply(outcome, ctx)) is not None:
                 yield upload
         self.tally.failed |= {ctx.client: "no reply" for ctx in waiting.values()}
 
@@ -271,34 +280,39 @@ class RoundAttempt:
                 reason = f"upload: expected a norm of at most {most:g} (cohort.max-norm-ratio), found {judged.norm:g}"
                 self._refuse(judged.data, judged.sent, upload.ctx, reason)
 
-    def judge_reply(self, reply: Message, ctx: RoundContext) -> AcceptedUpload | None:
+    def judge_reply(self, reply: ReplyOutcome, ctx: RoundContext) -> AcceptedUpload | None:
         """Return the upload in a reply. If it is refused, return None, with the reason in the tally.
 
         It counts as accepted from here on, or, under cohort.max-norm-ratio, once `filter_by_norm` has passed it on.
         """
-        if reply.has_error():
-            why = _LOST.get(reply.error.code, reply.error.reason)
-            self._fail(ctx, f"{why} (code {reply.error.code})")
-            return None
-        data: Buffer = b""
-        sent, refused = 0, ""
+        match reply:
+            case LostReply():
+                why = _LOST.get(reply.code, reply.reason)
+                self._fail(ctx, f"{why} (code {reply.code})" if reply.code else why)
+                return None
+            case RefusedReply():
+                self.tally.upload_bytes += reply.received_bytes
+                self._refuse(b"", reply.received_bytes, ctx, reply.reason)
+                return None
+            case ArrivedReply():
+                return self._judge_upload(reply, ctx)
+
+    def _judge_upload(self, reply: ArrivedReply, ctx: RoundContext) -> AcceptedUpload | None:
+        data, sent, refused = reply.data, len(reply.data), ""
+        self.tally.upload_bytes += sent
         try:
-            sent = sent_bytes(reply)
-            data = upload_validation.message_bytes(reply, self.largest_upload, self.folder)
             message, upload, norm = self._read(data, ctx)
-            site_log = _anchor(reply)
         except (WireError, UploadRefused) as error:
             refused = str(error)
         except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
             log(ERROR, "round %s: judging the reply of %s failed", ctx.round + 1, ctx.client, exc_info=error)
             refused = type(error).__name__
-        self.tally.upload_bytes += sent
         if refused:
             self._refuse(data, sent, ctx, refused)
             return None
         self.tally.turns[ctx.client] = message.turn
         kept = data if self.recorder.with_data else b""
-        judged = _JudgedUpload(kept, sent, message.disclosed, site_log, message.payload.variant, norm)
+        judged = _JudgedUpload(kept, sent, message.disclosed, reply.site_log, message.payload.variant, norm)
         if self.settings.cohort.max_norm_ratio:
             self.undecided[ctx.client] = judged
         else:
@@ -349,20 +363,6 @@ def round_instruction(
     order["method"], order["fields"], order["log"] = exchange.name, fields, anchor
     order["seconds"] = float(deadline)
     return order
-
-
-def sent_bytes(reply: Message) -> int:
-    """Return the total size of a reply's arrays in bytes, for any content."""
-    return sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
-
-
-def _anchor(reply: Message) -> str:
-    """The anchor of the site's audit log in a reply; "" if there is none, or it is malformed."""
-    record = reply.content.config_records.get("log")
-    try:
-        return str(LogHead.parse(str(record["head"]))) if record else ""
-    except (KeyError, StateError):
-        return ""
 
 
 class DeduplicatedSlices:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from logging import INFO, WARNING
+from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, Message
@@ -36,6 +37,7 @@ from fedveil.server_app import connected_sites, run_fingerprint
 from fedveil.server_app.completion import BestRoundTracker
 from fedveil.server_app.evaluation import Scores
 from fedveil.server_app.message_recorder import RunMessageRecorder
+from fedveil.server_app.reception import Reception
 from fedveil.server_app.round_attempt import AttemptResult, AttemptTally, RoundAttempt
 from fedveil.server_app.round_record import RoundRecord
 from fedveil.server_app.run_folder import RunFolder
@@ -148,11 +150,14 @@ class RoundLoop:
                 time.sleep(min(_BACK_OFF_SECONDS * 2 ** (number - 1), cohort.wait_seconds))
             connected_sites.await_quorum(grid, round_, quorum, cohort, before, self.folder)
             started = time.monotonic()
-            attempt, messages = self.open_attempt(grid, round_, number, deadline, config)
-            pending = dict(zip(grid.push_messages(messages), attempt.contexts, strict=True))
+            reception = self.open_reception(grid, round_, number)
+            attempt, messages = self.open_attempt(grid, round_, number, deadline, config, reception)
+            sites = [ctx.client for ctx in attempt.contexts]
+            reception.ask(dict(zip(sites, messages, strict=True)), attempt.largest_upload)
             del messages
             # The result goes straight into the record: its state is not in memory while the next attempt runs.
-            is_counted = self.record_attempt(attempt.run(attempt.iter_uploads(grid, pending, deadline)), started)
+            is_counted = self.record_attempt(attempt.run(attempt.iter_uploads(reception, deadline)), started)
+            reception.close()
             before = self.history[-1]
             if is_counted:
                 return before
@@ -162,10 +167,27 @@ class RoundLoop:
             f"({before.reasons if before else 'none'}); {connected_sites.suggest_remedy(before)}"
         )
 
+    def open_reception(self, grid: Grid, round_: int, number: int) -> Reception:
+        """Return the reception of one attempt. It has asked no site yet."""
+
+        def note_dropped(about: Mapping[str, Any]) -> None:
+            if self.folder:
+                self.folder.audit("dropped", {"round": round_, "attempt": number, **about})
+
+        return Reception.from_grid(grid, self.folder.folder if self.folder else None, note_dropped)
+
     def open_attempt(
-        self, grid: Grid, round_: int, number: int, deadline: float, config: ConfigRecord
+        self,
+        grid: Grid,
+        round_: int,
+        number: int,
+        deadline: float,
+        config: ConfigRecord,
+        reception: Reception | None = None,
     ) -> tuple[RoundAttempt, list[Message]]:
         """Draw a cohort of the connected sites. Return the attempt, and a message for each of its contexts.
+
+        `reception` asks the sites for their keys, where there is secure aggregation.
 
         Raises:
             QuorumError: a cohort has too few sites for the rule, and stays so for cohort.wait-seconds.
@@ -176,8 +198,8 @@ class RoundLoop:
             grid, least, cohort.wait_seconds, "aggregate.num-byzantine and aggregate.num-selected"
         )
         address, tally, requests = MessageAddress(self.run_name, number), AttemptTally(), None
-        if secagg:
-            requests = secagg.open_requests(grid, nodes, address, round_, config)
+        if secagg and reception:
+            requests = secagg.open_requests(reception, nodes, address, round_, config)
             tally.failed |= secagg.distribute_keys(requests)
             nodes = {site: node for site, node in nodes.items() if site not in tally.failed}
         chosen = (

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from logging import ERROR
 
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedveil.contract.message_address import MessageAddress
@@ -26,8 +25,8 @@ from fedveil.contract.method import RoundContext
 from fedveil.errors import WireError
 from fedveil.federation.secagg.schema import MOST_BYTES, SecAggMessage
 from fedveil.sanitize import sanitize
-from fedveil.server_app import upload_validation
-from fedveil.server_app.round_attempt import REASON_CHARACTERS, AttemptTally, DeduplicatedSlices, sent_bytes
+from fedveil.server_app.reception import ArrivedReply, LostReply, Reception, RefusedReply, ReplyOutcome
+from fedveil.server_app.round_attempt import REASON_CHARACTERS, AttemptTally, DeduplicatedSlices
 from fedveil.wire import statement_envelope
 
 SECONDS = 120.0  # that a site has for an answer which needs no training
@@ -47,7 +46,7 @@ class SecAggRequests:
         asked, answered: number of requests and of answers so far, by site.
     """
 
-    grid: Grid
+    reception: Reception
     nodes: Mapping[str, int]
     order: Callable[[RoundContext], ConfigRecord]
     round: int
@@ -66,19 +65,21 @@ class SecAggRequests:
         Returns the reason by site for each that gave none, or one that `take` refused.
         """
         sites, shared = [site for site in asked if site in self.nodes], DeduplicatedSlices()
-        ids = self.grid.push_messages([self._message(site, asked[site], shared) for site in sites])
-        waiting = dict(zip(ids, sites, strict=True))
+        self.reception.ask({site: self._message(site, asked[site], shared) for site in sites}, MOST_BYTES)
+        waiting = set(sites)
         failed = {site: "not connected" for site in asked if site not in self.nodes}
         end = time.monotonic() + SECONDS
         while waiting and not enough() and time.monotonic() < end:
-            replies = list(self.grid.pull_messages(list(waiting)))
-            for reply in replies:
-                site = waiting.pop(reply.metadata.reply_to_message_id)
-                if reason := self._taken(reply, site, take):
-                    failed[site] = sanitize(reason, REASON_CHARACTERS)
-            if not replies:
+            answered = False
+            for reply in self.reception.poll_replies():
+                answered = True
+                waiting.remove(reply.site)
+                if reason := self._taken(reply, take):
+                    failed[reply.site] = sanitize(reason, REASON_CHARACTERS)
+            if not answered:
                 time.sleep(_POLL_SECONDS)
-        return failed | {site: f"no answer within {SECONDS:g} s" for site in waiting.values() if not enough()}
+        late = self.reception.close_requests()
+        return failed | {site: f"no answer within {SECONDS:g} s" for site in late if not enough()}
 
     def count(self, tally: AttemptTally) -> None:
         """Add the questions and their answers to an attempt's messages; call it once they are all asked."""
@@ -99,21 +100,28 @@ class SecAggRequests:
         group = f"{self.round}/{MOST_BYTES}"  # the fleet port takes no larger reply
         return Message(content, self.nodes[site], _QUESTION, ttl=2 * SECONDS, group_id=group)
 
-    def _taken(self, reply: Message, site: str, take: Callable[[str, bytes], None]) -> str:
+    def _taken(self, reply: ReplyOutcome, take: Callable[[str, bytes], None]) -> str:
         """Why there is no answer in the reply; "" if there is one."""
         try:
-            take(site, self._answer(reply, site))
+            take(reply.site, self._answer(reply))
         except WireError as error:
             return str(error)
         except Exception as error:  # whatever one answer does to this code, the round belongs to the other sites too
-            log(ERROR, "round %s: reading the answer of %s failed", self.round + 1, site, exc_info=error)
+            log(ERROR, "round %s: reading the answer of %s failed", self.round + 1, reply.site, exc_info=error)
             return type(error).__name__
         return ""
 
-    def _answer(self, reply: Message, site: str) -> bytes:
-        if reply.has_error():
-            raise WireError(f"{reply.error.reason} (code {reply.error.code})")
-        self.up[site] += sent_bytes(reply)
-        self.answered[site] += 1
-        data = bytes(upload_validation.message_bytes(reply, MOST_BYTES, None))
-        return statement_envelope.unpack_statement(data, self.round, "up", replace(self.address, site=site), MOST_BYTES)
+    def _answer(self, reply: ReplyOutcome) -> bytes:
+        site = reply.site
+        match reply:
+            case LostReply():
+                raise WireError(f"{reply.reason} (code {reply.code})" if reply.code else reply.reason)
+            case RefusedReply():
+                self.up[site] += reply.received_bytes
+                self.answered[site] += 1
+                raise WireError(reply.reason)
+            case ArrivedReply():
+                self.up[site] += len(reply.data)
+                self.answered[site] += 1
+        data, address = bytes(reply.data), replace(self.address, site=site)
+        return statement_envelope.unpack_statement(data, self.round, "up", address, MOST_BYTES)

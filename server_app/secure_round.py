@@ -24,7 +24,6 @@ from logging import WARNING
 from pathlib import Path
 
 from flwr.app import ConfigRecord
-from flwr.serverapp import Grid
 from flwr.supercore import log
 from typing_extensions import override
 
@@ -44,6 +43,7 @@ from fedveil.federation.secagg.membership import PrekeyBundle, RunMember, Signin
 from fedveil.federation.secagg.messages import UnmaskResponse
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 from fedveil.sanitize import sanitize
+from fedveil.server_app.reception import Reception
 from fedveil.server_app.round_attempt import REASON_CHARACTERS, RoundAttempt, round_instruction
 from fedveil.server_app.secagg_requests import SECONDS, SecAggRequests
 from fedveil.wire import envelope
@@ -171,14 +171,14 @@ class ServerSecAgg:
         return failed
 
     def open_requests(
-        self, grid: Grid, nodes: Mapping[str, int], address: MessageAddress, round_: int, config: ConfigRecord
+        self, reception: Reception, nodes: Mapping[str, int], address: MessageAddress, round_: int, config: ConfigRecord
     ) -> SecAggRequests:
         """Return the requests to these sites in one attempt; none was asked yet."""
 
         def order(ctx: RoundContext) -> ConfigRecord:
             return round_instruction(self.exchange, address.run, ctx, SECONDS)
 
-        return SecAggRequests(grid, nodes, order, round_, address, config)
+        return SecAggRequests(reception, nodes, order, round_, address, config)
 
     def mask(self, clear: RoundAttempt, requests: SecAggRequests, server_ctx: RoundContext) -> RoundAttempt:
         """Return the same attempt with masked uploads. All of its sites have prekeys. One without a cohort is over."""

@@ -31,6 +31,7 @@ from fedveil.contract.codec import Buffer, QuantizedTensor
 from fedveil.contract.method import AcceptedUpload, RoundContext
 from fedveil.errors import UploadRefused, WireError
 from fedveil.federation.exchange import MessageExchange
+from fedveil.server_app.reply_content import require_records
 from fedveil.wire import chunking, envelope, mmap_tensors
 
 
@@ -93,12 +94,16 @@ def _check_finite(name: str, values: Tensor) -> None:
         raise UploadRefused(f"{name}: expected finite values, found {problem}")
 
 
+def sent_bytes(reply: Message) -> int:
+    """Return the total size of a reply's arrays in bytes, for any content."""
+    return sum(len(array.data) for record in reply.content.array_records.values() for array in record.values())
+
+
 def message_bytes(reply: Message, most: int, folder: Path | None) -> Buffer:
     """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
     long. Removes the reply's slices as it reads them.
     """
-    if not {"fedveil"} <= set(reply.content) <= {"fedveil", "log"}:
-        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(reply.content)[:8]}")
+    require_records(reply.content)
     record = reply.content.array_records.get("fedveil", ArrayRecord())
     for array in record.values():
         if array.stype != chunking.STYPE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fedveil.wire import flower_objects
 from fedveil.wire.chunking import MAX_REPLY_SLICES, SLICE_BYTES
 
 # Heartbeats. Flower's SuperNode sends one every 30 s; Flower's own bound would let a dead site look online for an hour.
@@ -22,9 +23,9 @@ MAX_TREE_NODES = 2 * MAX_REPLY_SLICES + EXTRA_TREE_NODES
 MAX_RECORDS = 4
 
 MAX_CHUNK_BYTES = SLICE_BYTES
-MAX_ARRAY_BODY_BYTES = 512  # 60 kB of "[" end Python's JSON reader with a RecursionError
-MAX_BODY_BYTES = 64 << 10
-BODY_BYTES_OF_A_SLICE = 160  # an ArrayRecord has 65 bytes of head and 78 of body for each slice
+MAX_ARRAY_BODY_BYTES = flower_objects.MAX_ARRAY_BODY_BYTES
+MAX_BODY_BYTES = flower_objects.MAX_BODY_BYTES
+BODY_BYTES_OF_A_SLICE = flower_objects.BODY_BYTES_OF_A_SLICE
 
 # A site's clock may be 305 s behind: Flower's own check of signed times.
 MAX_CLOCK_SECONDS = 400.0

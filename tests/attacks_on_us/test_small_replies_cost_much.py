@@ -19,6 +19,7 @@ from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.contract.param_spec import ParamSpec
 from fedveil.federation.exchange import MessageExchange
 from fedveil.server_app.message_recorder import RunMessageRecorder
+from fedveil.server_app.reception import read_given_reply
 from fedveil.server_app.round_attempt import RoundAttempt
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.wire import chunking
@@ -42,7 +43,7 @@ def judged(exchange: MessageExchange, records: dict[str, object]) -> tuple[str, 
     started = time.process_time()
     tracemalloc.start()
     try:
-        assert attempt.judge_reply(reply, CTX) is None
+        assert attempt.judge_reply(read_given_reply(reply, "east", attempt.largest_upload, None), CTX) is None
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

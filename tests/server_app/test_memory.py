@@ -22,6 +22,7 @@ from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import round_attempt as attempts
 from fedveil.server_app.evaluation import ServerEvaluator
 from fedveil.server_app.message_recorder import RunMessageRecorder
+from fedveil.server_app.reception import read_given_reply
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire import chunking
@@ -104,7 +105,7 @@ def test_a_long_upload_waits_in_a_file_and_reads_the_same(parked, tmp_path):
     )
     arrays = {chunking.slice_key(i): attempts._array(part) for i, part in enumerate(chunking.slice_message([up]))}
     reply = Message(RecordDict({"fedveil": ArrayRecord(arrays)}), 1, MessageType.TRAIN)
-    upload = trying.judge_reply(reply, ctx)
+    upload = trying.judge_reply(read_given_reply(reply, "a", trying.largest_upload, trying.folder), ctx)
     assert (upload is not None, trying.tally.failed) == (True, {})
     assert state_digest(upload.payload.fields) == state_digest(weights)
     assert type(upload.payload.fields).__name__ == ("MmapTensors" if parked else "dict")

@@ -50,14 +50,15 @@ class Trial:
         self.loop = MethodStrategy(FedAvg(), RunSettings(cohort, deterministic=True)).rounds
         self.loop.initialise(task.initial(rng.initial_stream(9, "weights")))
         opened, _ = self.loop.open_attempt(grid, 0, 0, 1.0, ConfigRecord())
+        self.reception = self.loop.open_reception(grid, 0, 0)
         self.recorder = ListRecorder()
         self.attempt: RoundAttempt = replace(opened, recorder=self.recorder)
         messages = self.attempt.build_messages({"east": 1000, "north": 1001, "south": 1002}, 1.0, ConfigRecord())
-        self.pending = dict(zip(grid.push_messages(messages), self.attempt.contexts, strict=True))
-        self.grid = grid
+        sites = [ctx.client for ctx in self.attempt.contexts]
+        self.reception.ask(dict(zip(sites, messages, strict=True)), self.attempt.largest_upload)
 
     def uploads(self) -> Iterator:
-        for upload in self.attempt.iter_uploads(self.grid, self.pending, 0.5):
+        for upload in self.attempt.iter_uploads(self.reception, 0.5):
             self.recorder.events.append((upload.ctx.client, "added"))
             yield upload
 

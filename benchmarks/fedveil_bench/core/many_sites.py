@@ -22,7 +22,8 @@ from typing import Any, Self
 
 import psutil
 import torch
-from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MessageType, Metadata, RecordDict
+from flwr.app.message import make_message
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
@@ -194,6 +195,7 @@ class StreamedGrid(Grid):
         self._layout, self._trainer = method.layout(spec), NoOpTrainer(spec)
         self._private = FederatedState(_weights(spec), {"round": 1})
         self._nodes = [NodeInfo(node_id=1 + i, name=f"site-{i:05d}") for i in range(sites)]
+        self._node_ids = {node.name: node.node_id for node in self._nodes}
         self._down: dict[str, Payload] = {}
         self._waiting: dict[str, tuple[RoundContext, str]] = {}
         self.spent = self.pushed_at = _Times()
@@ -243,11 +245,11 @@ class StreamedGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """The replies, made now."""
         started = _Times.now()
-        replies = [self._reply(*self._waiting.pop(number)) for number in message_ids]
+        replies = [self._reply(*self._waiting.pop(number), number) for number in message_ids if number in self._waiting]
         self.spent += _Times.now() - started
         return replies
 
-    def _reply(self, ctx: RoundContext, variant: str) -> Message:
+    def _reply(self, ctx: RoundContext, variant: str, number: str) -> Message:
         private = None if ctx.is_new else self._private
         _, payload = self._method.client(private, self._down[variant], self._trainer, ctx)
         stamp = EnvelopeStamp.from_exchange(self._method, self._name, ctx.round, "up", ctx.address)
@@ -255,7 +257,8 @@ class StreamedGrid(Grid):
         arrays = {
             slice_key(i): Array("uint8", (len(part),), STYPE, part) for i, part in enumerate(slice_message(parts))
         }
-        return Message(RecordDict({"fedveil": ArrayRecord(arrays)}), 1, MessageType.TRAIN)
+        about = Metadata(1, "", self._node_ids[ctx.client], 1, number, "", time.time(), 60.0, MessageType.TRAIN)
+        return make_message(about, RecordDict({"fedveil": ArrayRecord(arrays)}))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         """All replies at once, which is what shall not be measured."""

@@ -42,7 +42,7 @@ def test_a_reply_is_made_when_it_is_pulled_and_no_message_is_kept(monkeypatch):
     spec = many_sites._spec(8)
     grid = StreamedGrid(method, "fedavg", spec, 5)
     honest = grid._reply
-    monkeypatch.setattr(grid, "_reply", lambda ctx, variant: made.append(ctx.client) or honest(ctx, variant))
+    monkeypatch.setattr(grid, "_reply", lambda ctx, *more: made.append(ctx.client) or honest(ctx, *more))
     exchange = MessageExchange(method, "fedavg", spec)
     server = method.init(spec, many_sites._weights(spec), rng.initial_stream(0, "method init"))
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1

@@ -24,28 +24,15 @@ Formal guarantees, for a tree that `read_tree` returns:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from flwr.proto.message_pb2 import ObjectTree
 
 from fedveil.guard import fleet_limits as limits
 from fedveil.guard.fleet.refusal import FleetCallRefused, RefusalReason
-
-_ID = re.compile(r"[0-9a-f]{64}")
-
-
-class ObjectType(Enum):
-    """A class of Flower's, by the name that stands in the head of its objects."""
-
-    MESSAGE = "Message"
-    RECORD_DICT = "RecordDict"
-    ARRAY_RECORD = "ArrayRecord"
-    CONFIG_RECORD = "ConfigRecord"
-    ARRAY = "Array"
-    ARRAY_CHUNK = "ArrayChunk"
+from fedveil.wire import flower_objects
+from fedveil.wire.flower_objects import ObjectType, is_object_id
 
 
 @dataclass(frozen=True)
@@ -64,15 +51,9 @@ class AnnouncedTree:
     objects: Mapping[str, AnnouncedObject]
 
 
-def is_object_id(text: str) -> bool:
-    """Return whether a text can be the id of an object: the SHA-256 of its bytes."""
-    return _ID.fullmatch(text) is not None
-
-
 def max_tree_nodes(max_reply_bytes: int) -> int:
     """Return how many objects a reply of so many bytes may have."""
-    slices = -(-max_reply_bytes // limits.MAX_CHUNK_BYTES)
-    return min(2 * slices + limits.EXTRA_TREE_NODES, limits.MAX_TREE_NODES)
+    return min(2 * flower_objects.max_slices(max_reply_bytes) + limits.EXTRA_TREE_NODES, limits.MAX_TREE_NODES)
 
 
 def read_tree(tree: ObjectTree, max_nodes: int, is_error: bool) -> AnnouncedTree:

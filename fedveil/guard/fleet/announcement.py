@@ -33,9 +33,10 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.message_pb2 import Metadata as ProtoMetadata
 
 from fedveil.guard import fleet_limits as limits
-from fedveil.guard.fleet.announced_tree import AnnouncedTree, is_object_id, max_tree_nodes, read_tree
+from fedveil.guard.fleet.announced_tree import AnnouncedTree, max_tree_nodes, read_tree
 from fedveil.guard.fleet.refusal import FleetCallRefused, RefusalReason
 from fedveil.guard.flower.link_states import InstructionRow
+from fedveil.wire.flower_objects import is_object_id
 
 _GROUP = re.compile(r"[0-9]{1,9}/([0-9]{1,13})")
 

@@ -50,7 +50,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fedveil.errors import ConfigError, StateError
 from fedveil.guard import fleet_limits as limits
-from fedveil.guard.fleet.announced_tree import is_object_id
 from fedveil.guard.fleet.call_rates import CallRates
 from fedveil.guard.fleet.delivered import DeliveredInstructions
 from fedveil.guard.fleet.hand_over import HandOver
@@ -61,6 +60,7 @@ from fedveil.guard.fleet.staging import ReplyStaging
 from fedveil.guard.fleet.sweep import PeriodicSweep, clean_up_runs, shrink_database
 from fedveil.guard.flower import FlowerRelease, link_states
 from fedveil.guard.flower.replaced import FLEET_CALLS, FLEET_MODULES
+from fedveil.wire.flower_objects import is_object_id
 
 Flower = Callable[..., Any]
 

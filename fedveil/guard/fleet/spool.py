@@ -33,8 +33,8 @@ from pathlib import Path
 from flwr.supercore import log
 
 from fedveil.guard import fleet_limits as limits
-from fedveil.guard.fleet.announced_tree import is_object_id
 from fedveil.paths import private_folder
+from fedveil.wire.flower_objects import is_object_id
 
 _NAME = "reply.json"
 _NODE = re.compile(r"[0-9]{1,20}")

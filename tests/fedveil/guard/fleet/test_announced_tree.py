@@ -9,9 +9,10 @@ import pytest
 from flwr.proto.message_pb2 import ObjectTree
 
 from fedveil.guard import fleet_limits as limits
-from fedveil.guard.fleet.announced_tree import ObjectType, max_tree_nodes, read_tree
+from fedveil.guard.fleet.announced_tree import max_tree_nodes, read_tree
 from fedveil.guard.fleet.refusal import FleetCallRefused, RefusalReason
 from fedveil.wire.chunking import SLICE_BYTES
+from fedveil.wire.flower_objects import ObjectType
 from tests.fedveil.guard.fleet.replies import make_reply, upload
 
 

@@ -1,0 +1,193 @@
+"""Strict reading of one reply's objects, from its root down, by the heads of the objects alone.
+
+Flower's own reader believes the objects, not what the SuperLink has checked beside them: an object of another type ends
+a run, and an Array that names one slice 2,400 times becomes 3.1 GB. Here each object is hashed before it is parsed, and
+has to have the form that FedVeil's sites make (fedveil/wire/flower_objects.py). The tree that the SuperLink sends along
+is not used.
+
+Formal guarantees, for a reply of at most `max_bytes`:
+- memory: the upload itself, and one slice for each of two threads;
+- the bytes of an upload are those whose SHA-256 its slices have for names, in order, repeated slices counted;
+- an object that is no part of the upload is not pulled.
+
+| reply | result |
+|---|---|
+| other metadata inside than those announced | WireError that names the field |
+| a root that is no Message, or none that can be parsed | WireError |
+| another record than "fedveil" and "log" | WireError with their names |
+| more bytes than `max_bytes`, repeats counted | WireError, before a slice is pulled |
+| a slice that is shorter than a slice and not the last | WireError |
+| an object that has not been pushed yet | IncompleteReplyError |
+| an object that the SuperLink has no more | LostObjectError |
+| a log record without a head of an audit log | the upload, with "" in its place |
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
+from pathlib import Path
+from typing import final
+
+from flwr.app import ConfigRecord
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.recorddict_pb2 import ConfigRecord as ProtoConfigRecord
+from google.protobuf.message import DecodeError
+
+from fedveil.errors import WireError
+from fedveil.server_app.reply_content import ReplyContent, ReplyError, parse_log_head, require_records
+from fedveil.wire import chunking, flower_objects, mmap_tensors
+from fedveil.wire.flower_objects import FlowerObject, ObjectFault, ObjectType
+
+_PULLS_AT_ONCE = 2
+_ANNOUNCED = ("run_id", "src_node_id", "dst_node_id", "reply_to_message_id", "group_id", "message_type")
+
+
+class IncompleteReplyError(WireError):
+    """An object of a reply that has been announced and not yet pushed."""
+
+
+class LostObjectError(WireError):
+    """An object of a reply that the SuperLink does not have."""
+
+
+@final
+class ObjectReader:
+    """Reads one reply.
+
+    Args:
+        pull: returns the bytes of an object. Raises IncompleteReplyError, LostObjectError.
+        max_bytes: of the upload.
+        folder: where a long upload waits for its turn; None: in memory.
+
+    Attributes:
+        received_bytes: of the slices read so far, for a reply that is refused.
+    """
+
+    def __init__(self, pull: Callable[[str], bytes], max_bytes: int, folder: Path | None) -> None:
+        self._pull, self._max_bytes, self._folder = pull, max_bytes, folder
+        self._slices = max(flower_objects.max_slices(max_bytes), chunking.MAX_REPLY_SLICES)
+        self.received_bytes = 0
+
+    def read_content(self, announced: ProtoMessage) -> ReplyContent | ReplyError:
+        """Return what is in a reply. Raises WireError, StateError.
+
+        Args:
+            announced: as the SuperLink has it: its message id is the root's, its other metadata are checked.
+        """
+        root, content = self._object(announced.metadata.message_id, ObjectType.MESSAGE)
+        message = _parse_root(root)
+        _require_announced(message, announced)
+        if message.HasField("error"):
+            if root.children:
+                raise root.fault(ObjectFault.CHILDREN)
+            return ReplyError(message.error.code, message.error.reason)
+        if len(root.children) != 1:
+            raise root.fault(ObjectFault.CHILDREN)
+        record_dict, _ = self._object(root.children[0], ObjectType.RECORD_DICT)
+        records = flower_objects.read_record_dict(record_dict)
+        require_records(records)
+        site_log = ""
+        if "log" in records:
+            log, content = self._object(records["log"], ObjectType.CONFIG_RECORD)
+            site_log = _read_log_head(log, content)
+        array_record, _ = self._object(records["fedveil"], ObjectType.ARRAY_RECORD)
+        arrays = flower_objects.read_array_record(array_record, self._slices)
+        return ReplyContent(self._read_slices(arrays), site_log)
+
+    def _object(self, object_id: str, expected: ObjectType) -> tuple[FlowerObject, bytes]:
+        """Return an object and its bytes. Raises WireError unless they have the hash, the type and the form."""
+        if not flower_objects.is_object_id(object_id):
+            raise WireError("reply: expected the id of an object, found another text")
+        content = self._pull(object_id)
+        if hashlib.sha256(content).hexdigest() != object_id:
+            raise WireError("reply: expected an object with the hash that names it, found another hash")
+        return flower_objects.parse_object(content, expected, self._slices), content
+
+    def _read_slices(self, arrays: list[str]) -> bytearray | mmap:
+        """Return the upload. The last slice tells its length, so that no room is needed for one that is too long."""
+        size, chunk = self._read_array(arrays[-1])
+        total = (len(arrays) - 1) * chunking.SLICE_BYTES + size
+        if total > self._max_bytes:
+            raise WireError(f"reply: expected at most {self._max_bytes} bytes for the run's layout, found {total}")
+        whole = mmap_tensors.allocate(self._folder, total) if self._folder else bytearray(total)
+        positions: dict[str, list[int]] = {}
+        for position, array in enumerate(arrays):
+            positions.setdefault(array, []).append(position)
+        known = {arrays[-1]: (size, chunk)}
+
+        def read_into(array: str) -> int:
+            return self._read_slice(whole, known.get(array) or self._read_array(array), positions[array])
+
+        if len(positions) == 1:
+            self.received_bytes = read_into(arrays[-1])
+            return whole
+        with ThreadPoolExecutor(_PULLS_AT_ONCE, "fedveil-reply") as pool:
+            reads = [pool.submit(read_into, array) for array in positions]
+            try:
+                for read in reads:
+                    self.received_bytes += read.result()
+            except BaseException:  # also Flower's, of a run that was stopped
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return whole
+
+    def _read_array(self, array_id: str) -> tuple[int, str]:
+        """Return the bytes of a slice, and the id of its chunk."""
+        array, _ = self._object(array_id, ObjectType.ARRAY)
+        if len(array.children) != 1:
+            raise array.fault(ObjectFault.CHILDREN)
+        return flower_objects.read_array(array), array.children[0]
+
+    def _read_slice(self, whole: bytearray | mmap, array: tuple[int, str], positions: list[int]) -> int:
+        """Write a slice to its places in the upload. Return the bytes written."""
+        (size, chunk_id), last = array, -(-len(whole) // chunking.SLICE_BYTES) - 1
+        if size != chunking.SLICE_BYTES and positions != [last]:
+            raise WireError(f"reply: expected slices of {chunking.SLICE_BYTES} bytes but the last, found {size}")
+        chunk, _ = self._object(chunk_id, ObjectType.ARRAY_CHUNK)
+        if chunk.children:
+            raise chunk.fault(ObjectFault.CHILDREN)
+        if len(chunk.body) != size:
+            raise chunk.fault(ObjectFault.BODY_SIZE)
+        for position in positions:
+            start = position * chunking.SLICE_BYTES
+            whole[start : start + size] = chunk.body
+        return size * len(positions)
+
+
+def _parse_root(root: FlowerObject) -> ProtoMessage:
+    try:
+        message: ProtoMessage = ProtoMessage.FromString(bytes(root.body))
+    except DecodeError:
+        raise root.fault(ObjectFault.BODY) from None
+    message.DiscardUnknownFields()
+    if message.ByteSize() != len(root.body) or message.HasField("content"):
+        raise root.fault(ObjectFault.BODY)
+    return message
+
+
+def _require_announced(message: ProtoMessage, announced: ProtoMessage) -> None:
+    """Raise WireError unless a message is what the SuperLink has checked: whose it is, of which run, to what."""
+    for name in _ANNOUNCED:
+        if getattr(message.metadata, name) != getattr(announced.metadata, name):
+            raise WireError(f"reply: expected the {name} that its site announced, found another in its object")
+    if message.HasField("error") != announced.HasField("error") or message.error != announced.error:
+        raise WireError("reply: expected the error that its site announced, found another in its object")
+
+
+def _read_log_head(log: FlowerObject, content: bytes) -> str:
+    """Return the head of the site's audit log in a record; "" if there is none. Raises ObjectFormError."""
+    try:
+        record = ProtoConfigRecord.FromString(bytes(log.body))
+        record.DiscardUnknownFields()
+        names = {item.key for item in record.items}
+        if record.ByteSize() != len(log.body) or len(names) != len(record.items):
+            raise log.fault(ObjectFault.BODY)
+        head = ConfigRecord.inflate(content).get("head")
+    except WireError:
+        raise
+    except Exception:  # Flower's parser on foreign bytes
+        raise log.fault(ObjectFault.BODY) from None
+    return parse_log_head(head)

@@ -1,0 +1,273 @@
+"""Asks sites and receives their replies: the only place that pushes instructions or reads replies.
+
+The table of open requests alone decides whose a reply is: a message counts for a site if it answers a message that was
+sent to this site's node, and comes from that node. Nothing that a sender wrote inside a reply decides anything.
+
+| message | outcome |
+|---|---|
+| the reply to an open request, from the node that was asked | `ArrivedReply`, or `LostReply` for an error |
+| the same, and reading it fails in any way | `RefusedReply`; the text of an unexpected error is in the server's log |
+| an error of the SuperLink's own for an open request | `LostReply` |
+| an instruction that the SuperLink did not take | `LostReply` |
+| a reply whose objects have not all come | none yet; it is read again after 0.5, 1, 2 .. 60 s |
+| no reply, another node's, the second one to a request | dropped: a line in the audit log, at most 20 a reception |
+| a reply after `close_requests` | dropped by `close` without a line: its site was late |
+
+Only a SuperLink that gives no answers (`UnreachableError`) and a run that was stopped leave this module as exceptions.
+
+Replies are not signed. A verifier has its place in `_read_reply`, between a reply that was read and its `ArrivedReply`:
+there the request, the measured bytes and the head of the site's log are at hand, and `WireError` refuses the reply.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from logging import ERROR, WARNING
+from pathlib import Path
+from typing import Any, Self, final
+
+from flwr.app import Message
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedveil.contract.codec import Buffer
+from fedveil.errors import UnreachableError, WireError
+from fedveil.sanitize import sanitize
+from fedveil.server_app.object_reader import IncompleteReplyError, LostObjectError
+from fedveil.server_app.reply_content import ReplyError
+from fedveil.server_app.reply_sources import MessageReader, ReplyHead, ReplySource, open_reply_source
+
+MAX_DROPPED_LINES = 20
+_NOT_TAKEN = "the SuperLink did not take the message to it"
+_OBJECT_LOST = 3  # Flower's ErrorCode.MESSAGE_UNAVAILABLE, which its own grid gives for such a reply
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds between two tries to read a reply that is not whole
+_MAX_TEXT = 80  # characters of what a stranger wrote, in a line of the audit log
+
+
+@dataclass(frozen=True)
+class ArrivedReply:
+    """A reply with an upload, of which nothing has been judged but its form.
+
+    Attributes:
+        site_log: the head of the site's audit log; "" if the reply has none.
+    """
+
+    site: str
+    data: Buffer
+    site_log: str
+
+
+@dataclass(frozen=True)
+class LostReply:
+    """There is no reply, or one with an error.
+
+    Attributes:
+        code: Flower's ErrorCode; 0 if the message did not even leave.
+        reason: in the words of who says so.
+    """
+
+    site: str
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RefusedReply:
+    """A reply that is not what a site sends.
+
+    Attributes:
+        reason: field, expected and found, or the kind of an unexpected error.
+        received_bytes: of its slices, as far as they were read.
+    """
+
+    site: str
+    reason: str
+    received_bytes: int
+
+
+ReplyOutcome = ArrivedReply | LostReply | RefusedReply
+
+
+@dataclass(frozen=True)
+class _OpenRequest:
+    site: str
+    node_id: int
+    max_bytes: int
+
+
+@dataclass
+class _IncompleteReply:
+    """A reply whose objects have not all come, and when it is read again."""
+
+    head: ReplyHead
+    due: float
+    pause: float
+
+
+@final
+class Reception:
+    """The requests of one attempt at a round, and their replies.
+
+    Args:
+        source: the way to the sites.
+        folder: where a long upload waits for its turn; None: in memory.
+        note_dropped: records a message that was dropped.
+    """
+
+    def __init__(
+        self, source: ReplySource, folder: Path | None, note_dropped: Callable[[Mapping[str, Any]], object]
+    ) -> None:
+        self._source, self._folder, self._note_dropped = source, folder, note_dropped
+        self._open: dict[str, _OpenRequest] = {}  # by message id
+        self._closed: list[str] = []
+        self._not_taken: list[LostReply] = []
+        self._incomplete: dict[str, _IncompleteReply] = {}
+        self._dropped = 0
+
+    @classmethod
+    def from_grid(cls, grid: Grid, folder: Path | None, note_dropped: Callable[[Mapping[str, Any]], object]) -> Self:
+        """Return the reception at the sites of a grid."""
+        return cls(open_reply_source(grid), folder, note_dropped)
+
+    def ask(self, messages: Mapping[str, Message], max_bytes: int) -> None:
+        """Send each site its message. A reply's upload may have `max_bytes`."""
+        nodes = {site: message.metadata.dst_node_id for site, message in messages.items()}
+        ids = self._source.push_requests(list(messages.values()))
+        for (site, node_id), message_id in zip(nodes.items(), ids, strict=True):
+            if message_id:
+                self._open[message_id] = _OpenRequest(site, node_id, max_bytes)
+            else:
+                self._not_taken.append(LostReply(site, 0, _NOT_TAKEN))
+
+    def poll_replies(self, only: str = "") -> Iterator[ReplyOutcome]:
+        """Ask once for the reply to each open request, or to that of one site. Yield the outcomes as they are read, one
+        reply in memory at a time. A site has one outcome for each `ask`.
+
+        Raises:
+            UnreachableError: the SuperLink has given no answers for two minutes.
+        """
+        for lost in [lost for lost in self._not_taken if only in ("", lost.site)]:
+            self._not_taken.remove(lost)
+            yield lost
+        now = time.monotonic()
+        for reply in [reply for reply in self._incomplete.values() if reply.due <= now]:
+            if only in ("", self._open[reply.head.reply_to].site):
+                yield from self._receive(reply.head)
+        wanted = [id_ for id_, request in self._open.items() if only in ("", request.site)]
+        wanted = [id_ for id_ in wanted if id_ not in self._incomplete]
+        for start in range(0, len(wanted), self._source.batch_size):
+            yield from self._poll_batch(wanted[start : start + self._source.batch_size])
+
+    def close_requests(self) -> list[str]:
+        """Stop waiting. Return the sites that have given no reply; what they still send is dropped."""
+        sites = [lost.site for lost in self._not_taken] + [request.site for request in self._open.values()]
+        self._closed += self._open
+        self._open.clear()
+        self._not_taken.clear()
+        for reply in self._incomplete.values():
+            self._source.discard_message(reply.head)
+        self._incomplete.clear()
+        return sites
+
+    def close(self) -> None:
+        """Take late replies from the SuperLink's disk. One that is later still goes with the run."""
+        self.close_requests()
+        for start in range(0, len(self._closed), self._source.batch_size):
+            try:
+                for head in self._source.pull_heads(self._closed[start : start + self._source.batch_size]):
+                    self._source.discard_message(head)
+            except Exception as error:  # nothing of the round depends on it
+                log(WARNING, "late replies stay on the SuperLink: %s", error)
+                break
+        self._closed.clear()
+        if self._dropped > MAX_DROPPED_LINES:
+            self._note_dropped({"messages": self._dropped - MAX_DROPPED_LINES})
+        self._dropped = 0
+
+    def _poll_batch(self, message_ids: Sequence[str]) -> Iterator[ReplyOutcome]:
+        """Yield the outcomes that have come, in the order of their requests."""
+        try:
+            heads = self._source.pull_heads(message_ids)
+        except UnreachableError:
+            raise
+        except Exception as error:  # of a grid of messages, which is asked for one reply at a time
+            if len(message_ids) != 1:
+                raise
+            site = self._open.pop(message_ids[0]).site
+            log(ERROR, "fetching the reply of %s failed", site, exc_info=error)
+            yield RefusedReply(site, type(error).__name__, 0)
+            return
+        order = {message_id: place for place, message_id in enumerate(message_ids)}
+        for head in sorted(heads, key=lambda head: order.get(head.reply_to, len(order))):
+            yield from self._receive(head)
+
+    def _receive(self, head: ReplyHead) -> Iterator[ReplyOutcome]:
+        request = self._open.get(head.reply_to)
+        is_answer = request is not None and (
+            head.node_id == request.node_id or (head.node_id == SUPERLINK_NODE_ID and head.is_error)
+        )
+        if request is None or not is_answer:
+            self._drop(head)
+            return
+        if (outcome := self._read_reply(head, request)) is None:
+            return
+        del self._open[head.reply_to]
+        self._incomplete.pop(head.reply_to, None)
+        self._source.discard_message(head)
+        yield outcome
+
+    def _read_reply(self, head: ReplyHead, request: _OpenRequest) -> ReplyOutcome | None:
+        """Return what a reply comes to; None if its objects have not all come."""
+        reader = self._source.open_reader(head, request.max_bytes, self._folder)
+        try:
+            content = reader.read_content()
+            if isinstance(content, ReplyError):
+                return LostReply(request.site, content.code, content.reason)
+            # A verifier of signatures is called here, and raises WireError.
+            return ArrivedReply(request.site, content.data, content.site_log)
+        except UnreachableError:
+            raise
+        except IncompleteReplyError:
+            self._wait_for_objects(head)
+            return None
+        except LostObjectError as error:
+            return LostReply(request.site, _OBJECT_LOST, str(error))
+        except WireError as error:
+            return RefusedReply(request.site, str(error), reader.received_bytes)
+        except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
+            log(ERROR, "reading the reply of %s failed", request.site, exc_info=error)
+            return RefusedReply(request.site, type(error).__name__, reader.received_bytes)
+
+    def _wait_for_objects(self, head: ReplyHead) -> None:
+        """Read a reply again later. The SuperLink has handed it over and does not name it a second time."""
+        before = self._incomplete.get(head.reply_to)
+        pause = min(2 * before.pause, _LONGEST_PAUSE) if before else _FIRST_PAUSE
+        self._incomplete[head.reply_to] = _IncompleteReply(head, time.monotonic() + pause, pause)
+
+    def _drop(self, head: ReplyHead) -> None:
+        """Record a message that answers no request, and take it from the SuperLink's disk."""
+        if head.message_id not in self._open:
+            self._source.discard_message(head)
+        self._dropped += 1
+        if self._dropped <= MAX_DROPPED_LINES:
+            answers = sanitize(head.reply_to, _MAX_TEXT)
+            self._note_dropped({"messages": 1, "node": str(head.node_id), "answers": answers})
+            log(WARNING, "dropped a message from node %s, which answers no open request", head.node_id)
+
+
+def read_given_reply(reply: Message, site: str, max_bytes: int, folder: Path | None) -> ReplyOutcome:
+    """Return what a reply comes to that a caller's own loop has gathered, and which is taken for this site's."""
+    reader = MessageReader(reply, max_bytes, folder)
+    try:
+        content = reader.read_content()
+    except WireError as error:
+        return RefusedReply(site, str(error), reader.received_bytes)
+    except Exception as error:
+        log(ERROR, "reading the reply of %s failed", site, exc_info=error)
+        return RefusedReply(site, type(error).__name__, reader.received_bytes)
+    if isinstance(content, ReplyError):
+        return LostReply(site, content.code, content.reason)
+    return ArrivedReply(site, content.data, content.site_log)

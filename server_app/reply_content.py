@@ -1,0 +1,45 @@
+"""What a reply holds: an upload with the head of its site's log, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fedveil.contract.codec import Buffer
+from fedveil.errors import StateError, WireError
+from fedveil.records.audit_log import LogHead
+
+
+@dataclass(frozen=True)
+class ReplyContent:
+    """An upload.
+
+    Attributes:
+        data: its bytes; in a file of the run folder if it is long.
+        site_log: the head of the site's audit log; "" if the reply has none.
+    """
+
+    data: Buffer
+    site_log: str
+
+
+@dataclass(frozen=True)
+class ReplyError:
+    """The reason why there is no upload, in the words of who made the reply: the site, or the SuperLink."""
+
+    code: int
+    reason: str
+
+
+def require_records(names: Iterable[str]) -> None:
+    """Raise WireError unless a reply has the records of an upload and no other."""
+    if not {"fedveil"} <= set(names) <= {"fedveil", "log"}:
+        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(names)[:8]}")
+
+
+def parse_log_head(head: object) -> str:
+    """Return a head of an audit log; "" for anything else."""
+    try:
+        return str(LogHead.parse(str(head)))
+    except StateError:
+        return ""

@@ -1,0 +1,314 @@
+"""The two ways to a site: Flower's runtime port, and a grid that hands over whole messages (a simulation).
+
+This module alone calls `push_messages` and `pull_messages` of a grid, or its runtime client, and reception.py alone
+imports it.
+
+| | runtime port | grid of messages |
+|---|---|---|
+| which it is | `HttpGrid`, of a deployment | any other `Grid`: of a simulation, or a program in the sites' place |
+| a reply is read | object by object (object_reader.py) | from Flower's `Message`: one trust domain |
+| ids in one request | 32: with one, a thousand sites are 4,000 requests a second | 1: the reply comes with it |
+| after reading or dropping | the SuperLink is told to remove the objects | the grid has none |
+
+| the runtime port | result |
+|---|---|
+| refuses connections, is slow, or answers 503 or 504 | Flower's client asks again, as long as it takes |
+| answers a pull of messages with another status | asked again, each id alone |
+| the same, and every other question too | after 120 s `UnreachableError` |
+| the same, for one object | asked again twice, then it is a fault of the reply |
+| says that the run was stopped | Flower's own exception, which ends the run |
+| answers with more bytes than an object can have | refused before they are read |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from logging import WARNING
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from flwr.app import Message
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.node_pb2 import Node
+from flwr.proto.runtime_pb2 import GetNodesRequest, PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedveil.errors import UnreachableError, WireError
+from fedveil.server_app import upload_validation
+from fedveil.server_app.object_reader import IncompleteReplyError, LostObjectError, ObjectReader
+from fedveil.server_app.reply_content import ReplyContent, ReplyError, parse_log_head
+
+UNREACHABLE_SECONDS = 120.0
+MAX_OBJECT_RESPONSE_BYTES = 8 << 20  # a slice has 1.3 MB, and the names of 2,040 slices 0.5 MB
+_STATUS_PAUSES = (0.5, 1.0)  # seconds before an object is asked for again
+_UNREACHABLE_PAUSE = 5.0  # seconds at most between two tries
+_PULL_OBJECT_PATH = "/v1/runtime/pull-object"
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """A message that a source gave, as what it is announced: nothing of its content was read.
+
+    Attributes:
+        reply_to: id of the instruction that it says it answers; "" if it is no reply.
+        node_id: of the sender, as Flower has checked it.
+        is_error: it says why there is no reply, or why the SuperLink has none.
+        handle: for the source that gave it.
+    """
+
+    message_id: str
+    reply_to: str
+    node_id: int
+    is_error: bool
+    handle: Any
+
+
+class ReplyReader(Protocol):
+    """Reads one reply."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Return the bytes of the slices read so far."""
+        ...
+
+    def read_content(self) -> ReplyContent | ReplyError:
+        """Return what is in the reply. Raises whatever reading foreign bytes may raise."""
+        ...
+
+
+class ReplySource(Protocol):
+    """The way on which messages go to sites and replies come back."""
+
+    @property
+    def batch_size(self) -> int:
+        """Return the number of ids for one `pull_heads`."""
+        ...
+
+    def push_requests(self, messages: list[Message]) -> list[str]:
+        """Send messages. Return their ids in order, "" for one that was not taken."""
+        ...
+
+    def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
+        """Return the messages that have come, replies to these ids and what was sent to the ServerApp unasked."""
+        ...
+
+    def open_reader(self, head: ReplyHead, max_bytes: int, folder: Path | None) -> ReplyReader:
+        """Return the reader of a reply of at most so many bytes. `folder`: for a long upload."""
+        ...
+
+    def discard_message(self, head: ReplyHead) -> None:
+        """Forget a message, read or not."""
+        ...
+
+
+def open_reply_source(grid: Grid) -> ReplySource:
+    """Return the way to the sites of a grid."""
+    return RuntimePortSource(grid) if hasattr(type(grid), "_runtime_client") else MessageGridSource(grid)
+
+
+@final
+class MessageGridSource:
+    """A grid that hands over whole messages."""
+
+    batch_size = 1
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def push_requests(self, messages: list[Message]) -> list[str]:
+        """Send messages. Return their ids in order, "" for one that was not taken."""
+        return _pushed_ids(self._grid, messages)
+
+    def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
+        """Return the messages that have come."""
+        return [_head_of_message(message) for message in self._grid.pull_messages(list(message_ids))]
+
+    def open_reader(self, head: ReplyHead, max_bytes: int, folder: Path | None) -> ReplyReader:
+        """Return the reader of a reply."""
+        return MessageReader(head.handle, max_bytes, folder)
+
+    def discard_message(self, head: ReplyHead) -> None:
+        """Do nothing: the grid keeps no message that it has handed over."""
+
+
+@final
+class MessageReader:
+    """Reads a reply that is Flower's `Message`. Removes its slices as it reads them."""
+
+    def __init__(self, message: Message, max_bytes: int, folder: Path | None) -> None:
+        self._message, self._max_bytes, self._folder = message, max_bytes, folder
+        self.received_bytes = 0
+
+    def read_content(self) -> ReplyContent | ReplyError:
+        """Return what is in the reply. Raises WireError, StateError."""
+        message = self._message
+        if message.has_error():
+            return ReplyError(message.error.code, message.error.reason or "")
+        self.received_bytes = upload_validation.sent_bytes(message)
+        data = upload_validation.message_bytes(message, self._max_bytes, self._folder)
+        record = message.content.config_records.get("log")
+        return ReplyContent(data, parse_log_head(record.get("head")) if record else "")
+
+
+@final
+class RuntimePortSource:
+    """The runtime port of a SuperLink, by the client of Flower's `HttpGrid`."""
+
+    batch_size = 32
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+        self._node = Node(node_id=SUPERLINK_NODE_ID)
+        self._unanswered_since: float | None = None
+
+    def push_requests(self, messages: list[Message]) -> list[str]:
+        """Send messages. Return their ids in order, "" for one that was not taken."""
+        return _pushed_ids(self._grid, messages)
+
+    def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
+        """Return the messages that have come. Raises UnreachableError."""
+        try:
+            answer = self._client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
+        except Exception as error:
+            self._note_failure(error)
+            if len(message_ids) == 1:
+                return []
+            return [head for message_id in message_ids for head in self.pull_heads([message_id])]
+        self._unanswered_since = None
+        return [_head_of_announced(message) for message in answer.messages_list]
+
+    def open_reader(self, head: ReplyHead, max_bytes: int, folder: Path | None) -> ReplyReader:
+        """Return the reader of a reply."""
+        return _RuntimeReader(ObjectReader(self._pull_object, max_bytes, folder), head)
+
+    def discard_message(self, head: ReplyHead) -> None:
+        """Tell the SuperLink that a message was received: it then removes the objects."""
+        request = ConfirmMessageReceivedRequest(
+            node=self._node, run_id=self._grid.run.run_id, message_object_id=head.message_id
+        )
+        try:
+            self._client.ConfirmMessageReceived(request)
+        except Exception as error:  # they stay until the run ends, which harms no round
+            log(WARNING, "a reply's objects stay on the SuperLink: %s", error)
+
+    @property
+    def _client(self) -> Any:
+        client = self._grid._runtime_client
+        _bound_responses(getattr(client, "_client", None))
+        return client
+
+    def _note_failure(self, error: Exception) -> None:
+        """Wait before the next try. Raises UnreachableError after 120 s without an answer."""
+        if self._answers_otherwise():  # then it fails for this reply alone, whose site would end the run by it
+            self._unanswered_since = None
+            log(WARNING, "the SuperLink cannot say whether a reply has come: %s", error)
+            return
+        now = time.monotonic()
+        self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
+        failing = now - self._unanswered_since
+        log(WARNING, "the SuperLink did not say which replies have come: %s", error)
+        if failing > UNREACHABLE_SECONDS:
+            raise self._unreachable(error) from error
+        time.sleep(min(0.1 + failing / 4, _UNREACHABLE_PAUSE))
+
+    def _answers_otherwise(self) -> bool:
+        """Return whether the port answers a question that no site has a part in."""
+        try:
+            self._client.GetNodes(GetNodesRequest())
+        except Exception:
+            return False
+        return True
+
+    @staticmethod
+    def _unreachable(error: Exception) -> UnreachableError:
+        return UnreachableError(
+            f"SuperLink: expected an answer of its runtime port within {UNREACHABLE_SECONDS:g} s, found {error}; "
+            "start it again, then resume the run"
+        )
+
+    def _pull_object(self, object_id: str) -> bytes:
+        """Return an object's bytes. Raises IncompleteReplyError, LostObjectError, WireError."""
+        request = PullObjectRequest(node=self._node, run_id=self._grid.run.run_id, object_id=object_id)
+        answer = self._ask_for_object(request)
+        if not answer.object_found:
+            raise LostObjectError("reply: expected all of its objects, found one that the SuperLink has no more")
+        if not answer.object_available:
+            raise IncompleteReplyError("reply: expected all of its objects, found one that has not come")
+        return bytes(answer.object_content)
+
+    def _ask_for_object(self, request: PullObjectRequest) -> Any:
+        """Return the answer. An answer with a status may be due to this object, and is raised the third time."""
+        pauses, end = iter(_STATUS_PAUSES), time.monotonic() + UNREACHABLE_SECONDS
+        while True:
+            try:
+                return self._client.PullObject(request)
+            except (WireError, MemoryError):
+                raise
+            except Exception as error:
+                is_answer = _has_status(error)
+                if (pause := next(pauses, None) if is_answer else _UNREACHABLE_PAUSE) is None:
+                    raise
+                if time.monotonic() > end:
+                    raise self._unreachable(error) from error
+                time.sleep(pause)
+
+
+@final
+class _RuntimeReader:
+    """Reads a reply of the runtime port. One that the SuperLink made says all beside its object."""
+
+    def __init__(self, reader: ObjectReader, head: ReplyHead) -> None:
+        self._reader, self._head = reader, head
+
+    @property
+    def received_bytes(self) -> int:
+        return self._reader.received_bytes
+
+    def read_content(self) -> ReplyContent | ReplyError:
+        announced: ProtoMessage = self._head.handle
+        if self._head.node_id == SUPERLINK_NODE_ID:
+            return ReplyError(announced.error.code, announced.error.reason)
+        return self._reader.read_content(announced)
+
+
+def _pushed_ids(grid: Grid, messages: list[Message]) -> list[str]:
+    ids = list(grid.push_messages(messages))
+    # Flower's grids give fewer ids where the SuperLink took none of the messages, or not all of a simulation's.
+    return [id_ or "" for id_ in ids] if len(ids) == len(messages) else [""] * len(messages)
+
+
+def _head_of_message(message: Message) -> ReplyHead:
+    about = message.metadata
+    return ReplyHead(about.message_id, about.reply_to_message_id, about.src_node_id, message.has_error(), message)
+
+
+def _head_of_announced(message: ProtoMessage) -> ReplyHead:
+    about = message.metadata
+    is_error = message.HasField("error")
+    return ReplyHead(about.message_id, about.reply_to_message_id, about.src_node_id, is_error, message)
+
+
+def _has_status(error: Exception) -> bool:
+    """Return whether an error of Flower's client is an answer with another status than success."""
+    return hasattr(getattr(error, "response", None), "status_code")
+
+
+def _bound_responses(http_client: Any) -> None:
+    """Make Flower's HTTP client refuse an object that is too long for one, before it reads it."""
+    hooks = getattr(http_client, "event_hooks", None)
+    if hooks is not None and _refuse_long_object not in hooks["response"]:
+        http_client.event_hooks = {**hooks, "response": [*hooks["response"], _refuse_long_object]}
+
+
+def _refuse_long_object(response: Any) -> None:
+    """Raise WireError for an object of more bytes than one has. httpx calls this before it reads the answer."""
+    if not response.request.url.path.endswith(_PULL_OBJECT_PATH) or response.status_code != 200:
+        return
+    length = response.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_OBJECT_RESPONSE_BYTES:
+        raise WireError(f"reply: expected objects of at most {MAX_OBJECT_RESPONSE_BYTES} bytes, found {length[:20]}")
