@@ -153,7 +153,7 @@ class Method(ABC):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """True if the sites of a round may send different entries; an entry of their sum may then be of one site."""
+        """Return whether sites of a round may send different entries, so that a summed entry may come from one site."""
         return self.has_masked_terms
 
     @property

@@ -150,7 +150,7 @@ class PerExampleGradientSource(Protocol):
         ...
 
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
-        """The same gradients in features that depend on `weights` alone; `pull` is one backward pass for all rows.
+        """Return these gradients in features that depend only on `weights`; `pull` is one backward pass in total.
 
         Raises:
             TaskError: in this task, an example's loss also depends on the weights in another way.

@@ -67,7 +67,7 @@ def read_envelope(file: Path) -> DsseEnvelope:
 
 
 def model_folder(folder: Path) -> Path:
-    """The model's folder: final/ of a run folder, or `folder` itself. Raises StateError where neither has a card."""
+    """Return the model's folder: final/ of a run folder, or `folder`. Raises StateError if neither has a card."""
     for place in (folder / "final", folder):
         if (place / card.NAME).is_file():
             return place
