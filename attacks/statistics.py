@@ -239,7 +239,7 @@ def _check(members: Scores, non_members: Scores) -> None:
 
 
 def student_t(freedom: int, alpha: float = 0.05) -> float:
-    """What a standard error is multiplied with for a two-sided interval of 1 - alpha, by its degrees of freedom."""
+    """Return the factor of a standard error for a two-sided interval of 1 - alpha, by its degrees of freedom."""
     from scipy.special import stdtrit  # heavy
 
     return -float(stdtrit(freedom, alpha / 2))

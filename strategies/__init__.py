@@ -1,4 +1,4 @@
-"""One file a method, both halves of its maths, no Flower in it. A method is found by its file name.
+"""One file per method, with both halves of its math and without Flower. A method is found by its file name.
 
 A method of another package is found by an entry point in the group "fedveil.methods" that names its module.
 """
@@ -27,12 +27,12 @@ _ADAPTER = "adapter"
 
 
 def list_methods() -> list[str]:
-    """Names of all methods: the files of this folder, and those of other packages."""
+    """Return the names of all methods: the files of this folder, and those of other packages."""
     return _PLUGINS.list_names()
 
 
 def load_method(name: str) -> type[Method]:
-    """The method's class: the one Method that the module of that name defines.
+    """Return the method's class, the only Method that the module of that name defines.
 
     Raises:
         ConfigError: no method of that name, or a module that defines another number of methods than one.
@@ -60,7 +60,7 @@ def create_method(name: str, fields: str = "") -> Method:
 
 
 def create_from_json(name: str, fields: str) -> Method:
-    """The method that a server describes to a client, with every field as JSON. Raises ConfigError."""
+    """Build the method that a server describes to a client, with every field as JSON. Raises ConfigError."""
     return _validated(name, json.loads(fields))
 
 

@@ -178,7 +178,7 @@ class DPFPL(Method, PrivacyGuarantee):
 
     @property
     def uses_local_optimizer(self) -> bool:
-        """No: its steps have learning rates of their own."""
+        """Return False: the method's steps have their own learning rates."""
         return False
 
     @property
@@ -292,7 +292,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """Raises WireError for a batch of less than one row, which the server would divide by."""
+        """Raise WireError for a batch size below 1, by which the server would divide."""
         if self.mode != "strict" and not (rows := float(payload_tensors(payload)[_ROWS])) >= 1:
             raise WireError(f"{_ROWS}: expected at least 1, found {rows}")
 

@@ -96,7 +96,7 @@ class FedExLoRA(WeightAveragingMethod):
         return residual_aggregation.start_state(spec, weights)
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """(A_t, B_t), the same for every client, and what this one lacks of R_t."""
+        """Return (A_t, B_t), the same for every client, and the part of R_t that this client lacks."""
         pairs = factor_names(residual_aggregation.server_model(server))
         return residual_aggregation.make_broadcast(server, cast_to(pairs, self.wire_dtype), ctx)
 
@@ -126,7 +126,7 @@ class FedExLoRA(WeightAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """One model: the server's. What a site keeps of R is the server's too."""
+        """Return one model, the server's. A site's copy of R equals the server's."""
         return {"server": residual_aggregation.server_model(server)}
 
     def layout(self, spec: Spec) -> MessageLayout:

@@ -107,7 +107,7 @@ class FedLPP(Method):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Delta_k: what training changed in the proxy. Nothing is kept."""
+        """Return Delta_k, the change of the proxy by training. Nothing is kept."""
         received = as_spec(dict(self._veil(trainer.spec).open(down)), trainer.spec)
         trained = trainer.train(received).weights
         return None, Payload(cast_to({n: w - received[n] for n, w in trained.items()}, self.wire_dtype))

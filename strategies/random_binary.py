@@ -121,7 +121,7 @@ class RandomBinary(FedSgdMethod):
 
     @property
     def has_masked_terms(self) -> bool:
-        """Also at R = 0, where every entry is sent."""
+        """Return True, also at R = 0, where every entry is sent."""
         return True
 
     @property

@@ -44,7 +44,7 @@ def is_blind(turn: ObservedClientUpdate) -> bool:
 
 
 def probe_b_factor(turn: ObservedClientUpdate, number: int) -> ObservedClientUpdate:
-    """The same turn with B' in place of every B: of one number the same for all sites and rounds."""
+    """Return the client round with B' (drawn from `number`, the same for all sites and rounds) in place of every B."""
     start = dict(turn.start)
     for name, b in turn.start.items():
         if name.endswith(_B):

@@ -43,22 +43,22 @@ class AllWeightsAdapter(Adapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """The base's own weights: nothing is drawn."""
+        """Return copies of the base's own weights; nothing is drawn."""
         return {name: base[name].clone() for name in shapes}
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
-        """All parameters of `model`; a tied one comes once."""
+        """Return all parameters of `model`; tied parameters appear once."""
         return dict(model.named_parameters())
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """transformers' own folder: the model as it is, and its tokenizer or processor."""
+        """Write the whole model with its tokenizer or processor, in the format of transformers."""
         export.write_merged(folder, attached)
 
     @override
     @torch.no_grad()
     def merge(self, plain: AttachedModel, weights: Weights) -> None:
-        """Puts them in the place of the base's."""
+        """Replace the base's weights by `weights`."""
         for name, weight in weights.items():
             plain.model.get_parameter(plain.names[name]).copy_(weight)

@@ -1,4 +1,4 @@
-"""Folders that other programs load: PEFT's form of an adapter, transformers' form of a whole model.
+"""Write folders that other programs load: adapters in PEFT's format, whole models in the format of transformers.
 
 | adapter | files | who loads them |
 |---|---|---|
@@ -10,7 +10,7 @@
 | `PromptAdapter`, `PrefixAdapter` with cells | adapter.json, adapter.safetensors |
   `fedveil.adapters.load.load_adapter(folder, model)` |
 
-Nothing of it is a pickle. Names in PEFT's files are those of its own `save_pretrained`.
+No file is a pickle. PEFT's files have the same names as those written by its own `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from fedveil.contract.adapter import Adapter, AttachedModel
 
-CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"  # of our own form
+CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"  # of our own format
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes tensors as transformers and PEFT do: safetensors that say that they are PyTorch's."""
+    """Write tensors as transformers and PEFT do: safetensors with the metadata format "pt"."""
     from safetensors.torch import save_file
 
     plain = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
@@ -38,7 +38,7 @@ def adapter_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def write_native(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor], base: str) -> None:
-    """Writes what no other program has a form for: the adapter's fields and its tensors under their own names."""
+    """Write an adapter in our own format, where PEFT has none: its fields, and its tensors under their own names."""
     content = {"base": base, "adapter": dataclasses.asdict(adapter)}  # type: ignore[call-overload]
     (folder / CONFIG).write_text(json.dumps(content, indent=1))
     adapter_tensors(folder / WEIGHTS, weights)
@@ -54,9 +54,9 @@ def adapter_metadata(attached: AttachedModel) -> dict[str, Any]:
 
 
 def target_modules(model: Any, chosen: Collection[str]) -> list[str]:
-    """`target_modules` that name these modules of the model and no other ones, as short as PEFT's users write them.
+    """Return PEFT `target_modules` that match exactly these modules, as short as PEFT's users write them.
 
-    That is the last part of their names, unless another module of the model ends with it: then whole names.
+    These are the last parts of the names, or the full names if another module's name ends in one of those parts.
     """
     last = {name.rpartition(".")[2] for name in chosen}
     within = tuple(f"{name}." for name in chosen)
@@ -67,13 +67,13 @@ def target_modules(model: Any, chosen: Collection[str]) -> list[str]:
 
 
 def write_merged(folder: Path, attached: AttachedModel) -> None:
-    """Writes the model as it is, by transformers' own `save_pretrained`, with its tokenizer or processor."""
+    """Write the model with its tokenizer or processor by transformers' `save_pretrained`."""
     from transformers import GenerationConfig
 
     model, processor = attached.model, attached.processor
     original_config = model.generation_config if model.can_generate() else None
     if original_config is not None:
-        # A task takes the base's own one away, which may sample; the end token is the one that training taught.
+        # A task removes the base's generation config, which may sample. The end token is the one used in training.
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.eos_token_id = getattr(processor, "tokenizer", processor).eos_token_id
     try:

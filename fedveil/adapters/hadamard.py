@@ -2,8 +2,8 @@
 
     y = W_0 x + b + scale * ((B A) o M) x,   M = B_p A_p + 1 ("plus-one") or B_p A_p ("product")
 
-PEFT's own adapter of this kind (LoHa) has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2,
-so unlike LoRA's it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and
+PEFT's LoHa adapter has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2, so unlike
+LoRA's it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and
 backpropagation keeps three of them a layer (train.gradient-checkpointing drops them between layers).
 
 | layer | what is done |
@@ -42,7 +42,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
     | form | M | initial values |
     |---|---|---|
     | "plus-one" | B_p A_p + 1 | B and B_p zero |
-    | "product" | B_p A_p | B zero, B_p from N(0, 1/r); with B_p zero too no gradient would ever differ from zero |
+    | "product" | B_p A_p | B zero, B_p from N(0, 1/r); if B_p were zero too, all gradients would stay zero |
 
     A and A_p are random in both. The change of W has rank up to r^2, so a forward pass forms it whole.
 
@@ -50,7 +50,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
         rank: r, the inner width of each pair.
         alpha: the numerator of the scale; None means `rank`, which gives scale 1.
         targets: as for `LoraAdapter`.
-        form: what the private pair is made into.
+        form: how M is computed from the private pair.
     """
 
     kind: Literal["hadamard-lora"] = "hadamard-lora"
@@ -67,15 +67,19 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """A and A_p uniform within 1/sqrt(d_in), B zero, B_p by the form. `shapes` may be the private pair alone."""
+        """Draw A and A_p uniformly within 1/sqrt(d_in) and B_p by the form; B is zero.
+
+        `shapes` may be the private pair alone.
+        """
         return low_rank_pairs.draw_pairs(shapes, rng, self.private_b_std)
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """The same change as one pair a layer, of rank up to r + r^2.
+        """Return the same change as one pair a layer, of rank up to r + r^2.
 
-        Column i of B times column j of B_p, entry by entry, and row i of A times row j of A_p; for the "+ 1" also B and
-        A. Private columns that are zero in every layer are left out: a neutral pair leaves the rank at r.
+        Its columns are column i of B times column j of B_p, entry by entry, and its rows are row i of A times row j of
+        A_p; with "+ 1" also B and A. Private columns that are zero in every layer are omitted, so a neutral pair leaves
+        the rank at r.
         """
         layers = low_rank_pairs.target_modules(weights)
         used = [
@@ -96,12 +100,12 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
-        """Replaces each chosen layer by a `HadamardLinear` around it.
+        """Wrap each chosen layer in a `HadamardLinear`.
 
         Names are `<module>.lora_A`, `.lora_B`, `.private_A` and `.private_B`.
 
         Raises:
-            ConfigError: `targets` matches no layer, or something that is no linear layer.
+            ConfigError: `targets` matches no layer, or a module that is not a linear layer.
         """
         chosen = low_rank_pairs.chosen_modules(model, self.targets)
         model.requires_grad_(False)
@@ -118,7 +122,7 @@ def weight_change(
     form: Form,
     scale: float,
 ) -> Float[Tensor, "d_out d_in"]:
-    """scale * (B A) o M, in the dtype of the factors."""
+    """Return scale * (B A) o M in the dtype of the factors."""
     # Under autocast the products would be bf16, where 1 + B_p A_p is 1 for every entry of B_p A_p up to 2**-8.
     with torch.autocast(a.device.type, enabled=False):
         private = private_b @ private_a
@@ -127,7 +131,7 @@ def weight_change(
 
 @final
 class HadamardLinear(low_rank_pairs.LowRankLinear):
-    """A frozen linear layer with its two low-rank pairs, which are fp32 for any dtype of the layer.
+    """A frozen linear layer with its two low-rank pairs, which are fp32 whatever the layer's dtype.
 
     Attributes:
         base_layer: the frozen layer.
@@ -143,8 +147,8 @@ class HadamardLinear(low_rank_pairs.LowRankLinear):
 
     @override
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        """The frozen layer's output and the change's, in the dtype of the former."""
+        """Return the sum of the frozen layer's output and the change's, in the former's dtype."""
         out: Tensor = self.base_layer(x)
         delta = weight_change(self.lora_A, self.lora_B, self.private_A, self.private_B, self._form, self._scale)
-        # Autocast, where it is on, brings both to its own dtype, as for any linear layer.
+        # Autocast, if it is on, casts both to its own dtype, as for any linear layer.
         return (out + nn.functional.linear(x.to(delta.dtype), delta)).to(out.dtype)

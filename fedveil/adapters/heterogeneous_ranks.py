@@ -38,12 +38,15 @@ def check_ranks(ranks: Ranks, most: int) -> None:
 
 
 def rank_of_site(ranks: Ranks, site: str, most: int) -> int:
-    """A site's rank: the adapter's, where the run names no other."""
+    """Return a site's rank: the adapter's rank, unless the run sets another."""
     return ranks.get(site, most)
 
 
 def rows_beyond(spec: Spec | Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """True for what a site of this rank does not train (`Trainer.train`'s `frozen`); nothing where it trains all."""
+    """Return masks of the entries that a site of this rank does not train (`frozen` of `Trainer.train`).
+
+    The result is empty if the site trains all entries.
+    """
     masks: dict[str, Tensor] = {}
     for name, tensor in spec.items():
         side = factor_name(name)
@@ -54,12 +57,12 @@ def rows_beyond(spec: Spec | Mapping[str, Tensor], rank: int) -> dict[str, Tenso
 
 
 def cut_to_rank(factors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The first rows of A and columns of B."""
+    """Return the first `rank` rows of A and columns of B."""
     return {name: w[:rank] if factor_name(name) == "A" else w[:, :rank] for name, w in factors.items()}
 
 
 def pad_to_rank(factors: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
-    """The factors in the spec's shapes, with zeros beyond their rank."""
+    """Return the factors in the spec's shapes, padded with zeros beyond their rank."""
     padded_factors: dict[str, Tensor] = {}
     for name, w in factors.items():
         whole = w.new_zeros(spec[name].shape)
@@ -69,7 +72,7 @@ def pad_to_rank(factors: Mapping[str, Tensor], spec: Spec) -> dict[str, Tensor]:
 
 
 def rank_fields(up: tuple[WireField, ...], ranks: Ranks) -> tuple[WireField, ...]:
-    """Fields of an upload whose inner width is the site's; as they are where all sites have one rank."""
+    """Return an upload's fields with a free inner width, or unchanged if all sites have the same rank."""
     return tuple(map(_open, up)) if ranks else up
 
 
@@ -81,7 +84,7 @@ def _open(field: WireField) -> WireField:
 def check_upload(payload: Payload, ranks: Ranks, site: str, most: int) -> None:
     """Raises WireError unless every factor of an upload has the rank that the run gives this site.
 
-    Where no site is named: one rank for all factors, from 1 to the adapter's.
+    If `site` is empty, all factors must have the same rank, from 1 to the adapter's.
     """
     shapes = {name: _shape(value) for name, value in payload.fields.items()}
     first = f"{factor_modules(shapes)[0]}.lora_A"
@@ -103,10 +106,10 @@ def _shape(value: object) -> tuple[int, ...]:
 
 
 class HeterogeneousRankMethod(WeightAveragingMethod):
-    """A method whose sites send LoRA factors of ranks of their own.
+    """Base class of methods whose sites send LoRA factors of different ranks.
 
     Attributes:
-        ranks: of sites by name, from 1 to the adapter's rank, which all other sites have.
+        ranks: maps site names to ranks, from 1 to the adapter's rank; all other sites have the adapter's rank.
         adapter: LoRA, of the largest rank.
     """
 
@@ -119,7 +122,7 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether ranks differ: what lies beyond the other sites' ranks may be of one site."""
+        """Return whether ranks differ: entries beyond the other sites' ranks may then come from one site."""
         return any(rank < self.adapter.rank for rank in self.ranks.values())
 
     def rank_of(self, site: str) -> int:
@@ -127,9 +130,9 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
         return rank_of_site(self.ranks, site, self.adapter.rank)
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """Raises WireError unless all factors have one rank that some site may have."""
+        """Raise WireError unless all factors have the same rank, from 1 to the adapter's."""
         check_upload(payload, self.ranks, "", self.adapter.rank)
 
     def check_site(self, payload: Payload, spec: Spec, site: str) -> None:
-        """Raises WireError unless it is the site's own rank."""
+        """Raise WireError unless the factors have the site's own rank."""
         check_upload(payload, self.ranks, site, self.adapter.rank)

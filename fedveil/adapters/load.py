@@ -1,11 +1,11 @@
-"""Loads adapters that no other program has a form for: prompts before class names, prefixes of a proxy.
+"""Load adapters that PEFT has no format for: prompts before class names, and prefixes of a proxy.
 
     adapter, trained = load_adapter(Path("runs/x/final"), model)
 
-`model` is the base, by transformers' own `from_pretrained`. A prefix is in it from then on; of a prompt,
-`fedveil.models.clip.class_features` makes the classes' texts. What PEFT loads, PEFT loads.
+`model` is the base, loaded by transformers' `from_pretrained`. Loading attaches a prefix to the model; from a
+prompt, `fedveil.models.clip.class_features` computes the class texts. Load all other adapters with PEFT.
 
-The files may be anybody's. They are bounded by what the model can take, and hold no pickle.
+The files are untrusted: their size is bounded by the model's, and they contain no pickle.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Content(TypedDict):
 
 
 def load_adapter(folder: Path, model: Any) -> tuple[Adapter, dict[str, nn.Parameter]]:
-    """Attaches to `model`, in place, what a run wrote to `folder`. Returns the adapter and its tensors by name.
+    """Attach the adapter in `folder` to `model`, in place; return the adapter and its tensors by name.
 
     Raises:
-        StateError: there is no such adapter, or its files are not those of one, or not of this model's sizes.
+        StateError: the folder has no adapter, or its files are invalid or do not fit the model's sizes.
         ConfigError: the model has no place for it.
     """
     adapter, file = _adapter(folder), folder / WEIGHTS

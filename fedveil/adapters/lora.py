@@ -30,8 +30,8 @@ class LoraAdapter(LowRankPairsAdapter):
         targets: "all-linear" (every linear layer of the blocks, the output head left out), a regular expression over
             module names, or in method.params a list as PEFT takes it: ["q_proj", "v_proj"].
         rslora: scale = alpha / sqrt(rank) (Kalajdzievski 2023), which needs an alpha.
-        dropout: part of a layer's inputs that its pair does not see in a training step, from 0 to below 1; in scoring
-            it sees all.
+        dropout: fraction of a layer's inputs that are dropped before its pair in a training step, from 0 to below 1;
+        no inputs are dropped in scoring.
     """
 
     kind: Literal["lora"] = "lora"
@@ -66,12 +66,12 @@ class LoraAdapter(LowRankPairsAdapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """A uniform within 1/sqrt(d_in), B zero."""
+        """Draw A uniformly within 1/sqrt(d_in); B is zero."""
         return low_rank_pairs.draw_pairs(shapes, rng)
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """The pairs as they are. Nothing is dropped out of what others load."""
+        """Return the pairs unchanged, with dropout 0."""
         return self._fields, dict(weights)
 
     @override

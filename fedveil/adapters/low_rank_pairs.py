@@ -25,7 +25,7 @@ _WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d
 
 
 def _pattern(given: object) -> object:
-    """A list of names as PEFT takes it (a module of that name, or whose last parts are) as a regular expression."""
+    """Return a regular expression for a list of names as PEFT takes it: full module names or their last parts."""
     if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
         return given  # text, or something that the type refuses
     return rf"(.*\.)?({'|'.join(map(re.escape, given))})"
@@ -53,11 +53,11 @@ class LowRankPairsAdapter(Adapter):
 
     @abstractmethod
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """One pair `<module>.lora_A`, `<module>.lora_B` a layer, with the same change of the layer's weight."""
+        """Return one pair a layer, `<module>.lora_A` and `<module>.lora_B`, with the same change of its weight."""
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """PEFT's folder of a LoRA adapter."""
+        """Write a LoRA adapter in PEFT's format."""
         from peft import LoraConfig
         from transformers.pytorch_utils import Conv1D
 
@@ -107,26 +107,26 @@ class LoraFields:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def for_peft(self) -> dict[str, Any]:
-        """Arguments of `peft.LoraConfig`. A whole alpha is an integer, as other programs want it."""
+        """Return arguments of `peft.LoraConfig`. A whole alpha is an integer, as other programs expect."""
         alpha = int(self.alpha) if float(self.alpha).is_integer() else self.alpha
         given = {"r": self.rank, "lora_alpha": alpha, "use_rslora": self.rslora, "lora_dropout": self.dropout}
         return {**given, "bias": "none"}
 
 
 def target_modules(factors: Mapping[str, Tensor]) -> list[str]:
-    """The layers that have a pair, in the order of the factors."""
+    """Return the layers that have a pair, in the order of the factors."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name in factors))
 
 
 def _whole_name(attached: AttachedModel, module: str) -> str:
-    """The name of a layer in the whole model, from the place of its factor there."""
+    """Return a layer's name in the whole model, derived from its factor's name."""
     return attached.names[f"{module}.lora_A"].rpartition(".lora_A")[0]
 
 
 def draw_pairs(
     shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, private_b_std: float = 0.0
 ) -> dict[str, Tensor]:
-    """Factors under the names of `shapes`: every A uniform within 1/sqrt(d_in), every B zero.
+    """Draw factors of these names and shapes: every A uniform within 1/sqrt(d_in), every B zero.
 
     A private B is zero too, unless `private_b_std`, the standard deviation of its entries, is above 0.
     """
@@ -141,7 +141,7 @@ def draw_pairs(
 
 
 def example_weights(rank: int, pairs: tuple[str, ...]) -> Spec:
-    """Three layers of unequal widths, so that a method which shares the top two keeps one to itself."""
+    """Return specs of three layers of unequal widths; a method that shares the top two keeps one private."""
     return {
         f"{module}.{pair}_{side}": ParamSpec((rank, d_in) if side == "A" else (d_out, rank))
         for module, (d_in, d_out) in _WIDTHS.items()
@@ -159,7 +159,7 @@ def explain_unfit(targets: str, reason: str) -> ConfigError:
 
 
 def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
-    """The layers that PEFT would choose, by name."""
+    """Return the layers that PEFT would choose, by name."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
@@ -199,13 +199,13 @@ class LowRankLinear(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self._scale = adapter.scale
-        # Zeros: a task puts its weights in before anything is computed.
+        # Zeros: a task loads weights before it computes anything.
         d_in, d_out = layer_widths(base_layer)
         self.lora_A = nn.Parameter(torch.zeros(adapter.rank, d_in, device=self.weight.device))
         self.lora_B = nn.Parameter(torch.zeros(d_out, adapter.rank, device=self.weight.device))
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight: some models look at its dtype."""
+        """Return the frozen weight; some models read its dtype."""
         weight: Tensor = self.base_layer.weight  # type: ignore[assignment]
         return weight

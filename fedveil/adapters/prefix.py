@@ -3,9 +3,9 @@
     prefix[l, 0], prefix[l, 1] = keys and values, heads x length x head width, that layer l finds in its cache
     proxy: layer l is cell l mod c, so c layers stand for all of them and the prefix fits both models
 
-The prefix lies in the cache of transformers (past_key_values): tokens come after it, their positions too. Keys are as
-the cache keeps them, after the rotation of a model that rotates. Layers that share a cell share its parameters, and
-each keeps its own index.
+The prefix is in the cache of transformers (past_key_values); tokens and their positions follow it. Keys have the
+form of the cache: after rotation, if the model has rotary embeddings. Layers that share a cell share its
+parameters, but each keeps its own index.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class PrefixAdapter(Adapter):
     @override
     @torch.no_grad()
     def read(self, model: Any, rng: RandomStream) -> dict[str, Tensor]:
-        """The keys and values of `length` tokens of the vocabulary: a model does with them as it does with a text.
+        """Return the keys and values of `length` random tokens, which the model treats like a text.
 
-        Drawn from a normal distribution, they would set it back by a nat.
+        Keys and values from a normal distribution would raise the loss by one nat.
         """
         vocabulary = model.config.get_text_config().vocab_size
         drawn = [rng.choice(vocabulary, 1)[0] for _ in range(self.length)]
@@ -101,7 +101,7 @@ class PrefixAdapter(Adapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """All of them are those of `base`; without a model that was read, a prefix from N(0, 0.02^2)."""
+        """Return the tensors of `base`; if it has no prefix, draw one from N(0, 0.02^2)."""
         tensors = dict(base)
         if NAME not in tensors:
             tensors[NAME] = _STD * torch.randn(shapes[NAME], generator=rng.torch_generator())
@@ -109,7 +109,7 @@ class PrefixAdapter(Adapter):
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
-        """Attaches the prefix and, where `cells` says so, has the layers share theirs.
+        """Attach the prefix and, if `cells` is positive, make the layers share their parameters.
 
         Raises:
             ConfigError: the model has no list of layers, or fewer than `cells`.
@@ -124,7 +124,7 @@ class PrefixAdapter(Adapter):
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """PEFT's folder of prefix tuning. For a proxy, whose layers are shared, PEFT has no form: ours."""
+        """Write PEFT's format of prefix tuning, or our own for a proxy: PEFT has none for shared layers."""
         if self.cells:
             export.write_native(folder, self, weights, attached.base)
             return
@@ -144,7 +144,7 @@ class PrefixAdapter(Adapter):
 
 
 def prefix_shape(model: Any, length: int) -> tuple[int, ...]:
-    """(layers, 2, heads of keys and values, length, width of a head)."""
+    """Return (layers, 2, heads of keys and values, length, width of a head)."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -152,7 +152,7 @@ def prefix_shape(model: Any, length: int) -> tuple[int, ...]:
 
 
 def _share(model: Any, cells: int) -> None:
-    """Layer l becomes a copy of layer l mod `cells` with the same parameters and the index l."""
+    """Replace layer l by a copy of layer l mod `cells` with the same parameters and the index l."""
     depth = model.config.get_text_config().num_hidden_layers
     layers = next((m for m in model.base_model.children() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
     if layers is None or cells > depth:
@@ -169,14 +169,14 @@ def _share(model: Any, cells: int) -> None:
 
 
 def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Puts the prefix into an empty cache, ones before the mask, and tokens behind it."""
+    """Put the prefix into an empty cache, prepend ones to the mask, and shift the positions of the tokens."""
     from transformers import DynamicCache
 
     cache, mask, prefix = given.get("past_key_values"), given.get("attention_mask"), getattr(model, NAME)
     ids = args[0] if args else given["input_ids"]
     length = prefix.shape[3]
     cache = DynamicCache(config=model.config) if cache is None else cache
-    if mask is None:  # generation leaves out one that is all ones, also where earlier tokens are in the cache
+    if mask is None:  # generation omits a mask of all ones, even if the cache has earlier tokens
         mask = torch.ones_like(ids[:, :1]).expand(-1, max(0, cache.get_seq_length() - length) + ids.shape[1])
     positions = given.get("position_ids")
     if positions is None:  # of the tokens that this call brings, padding before them apart

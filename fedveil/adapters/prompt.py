@@ -36,12 +36,12 @@ class PromptAdapter(Adapter):
     | "transport" | `prompt.local` (b x d) | both, two texts; an image's patches are transported to them |
 
     Attributes:
-        length: b, context vectors.
+        length: b, the number of context vectors.
         form: see above.
-        rank: k, of the form "factored".
-        std: of the initial entries.
-        mass: of the form "transport": gamma, the part of an image's patches that is transported.
-        contrast: of the form "factored": mu, weight of the contrastive term in the loss; 0 = none.
+        rank: k, for the form "factored".
+        std: standard deviation of the initial entries.
+        mass: for the form "transport": gamma, the fraction of an image's patches that is transported.
+        contrast: for the form "factored": mu, weight of the contrastive term in the loss; 0 = none.
         temperature: of the contrastive term.
     """
 
@@ -76,7 +76,7 @@ class PromptAdapter(Adapter):
             raise ConfigError(f'adapter.contrast: expected 0 with form = "{self.form}", found {self.contrast}')
 
     def shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        """The tensors' shapes for token embeddings of that width."""
+        """Return the tensors' shapes for token embeddings of this width."""
         whole = (self.length, width)
         match self.form:
             case "one":
@@ -92,7 +92,7 @@ class PromptAdapter(Adapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """All entries from N(0, std^2)."""
+        """Draw all entries from N(0, std^2)."""
         generator = rng.torch_generator()
         drawn = {name: torch.randn(shapes[name], generator=generator) * self.std for name in sorted(shapes)}
         return {name: drawn[name] for name in shapes}
@@ -102,7 +102,7 @@ class PromptAdapter(Adapter):
         """Freeze `model` and return the prompt's parameters, on the model's device but outside its layers.
 
         Raises:
-            ConfigError: the model is no CLIP, or the context leaves no room for a class name in the text tower.
+            ConfigError: the model is not a CLIP, or the context leaves no room for a class name in the text tower.
         """
         if not hasattr(model, "text_model"):
             raise ConfigError(
@@ -121,5 +121,5 @@ class PromptAdapter(Adapter):
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Our own form: no other program puts vectors before class names."""
+        """Write our own format; PEFT has none for vectors before class names."""
         export.write_native(folder, self, weights, attached.base)

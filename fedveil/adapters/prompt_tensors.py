@@ -1,5 +1,5 @@
-"""Prompts as tensors: which contexts a form of `fedveil.adapters.prompt.PromptAdapter` has, and what is made of their
-texts.
+"""Prompts as tensors: the contexts of each form of `fedveil.adapters.prompt.PromptAdapter`, and the logits from
+their texts.
 
 b = length, d = width of the token embeddings, D = of the common space, M = patches, C = classes. All features
 have norm 1.
@@ -41,7 +41,7 @@ def check_form(adapter: PromptAdapter, forms: tuple[str, ...]) -> None:
 
 
 def context_vectors(adapter: PromptAdapter, weights: Mapping[str, Tensor]) -> Float[Tensor, "prompts b d"]:
-    """The contexts whose texts are needed, the one that is scored first; a contrast needs the shared one as well."""
+    """Return the contexts whose texts are needed, the scored one first; a contrast also needs the shared one."""
     prompt = weights[SHARED]
     match adapter.form:
         case "one":
@@ -58,7 +58,7 @@ def context_vectors(adapter: PromptAdapter, weights: Mapping[str, Tensor]) -> Fl
 def class_similarities(
     adapter: PromptAdapter, images: Float[Tensor, "rows points D"], texts: Float[Tensor, "prompts classes D"]
 ) -> Float[Tensor, "rows classes"]:
-    """The logits less their scale. The first point of an image is the image as a whole, the others are its patches."""
+    """Return the logits before scaling. An image's first point is the whole image, the others are its patches."""
     if adapter.form != "transport":
         return images[:, 0] @ texts[0].T
     similarities = torch.einsum("rmd,pcd->rcmp", images[:, 1:], texts)
@@ -73,7 +73,7 @@ def transport_plan(
     iterations: int = ITERATIONS,
     tolerance: float = TOLERANCE,
 ) -> Float[Tensor, "*s M P"]:
-    """T of Eq. 2 for each leading index, by logarithms.
+    """Compute T of Eq. 2 for each leading index, in the log domain.
 
     Column marginals hold exactly, row marginals to within about `tolerance`.
 
@@ -104,6 +104,6 @@ def contrastive_loss(
     of_own: Float[Tensor, "classes D"],
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """R of Eq. 3: the shared text is drawn to the placeholder's, and away from the own one."""
+    """Return R of Eq. 3, which pulls the shared text towards the placeholder's and away from the site's own."""
     positive, negative = (of_shared * placeholder).sum(-1), (of_shared * of_own).sum(-1)
     return torch.nn.functional.softplus((negative - positive) / temperature).mean()

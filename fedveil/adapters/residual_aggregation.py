@@ -1,4 +1,4 @@
-"""Exact mean of the products B_i A_i: the part that the factors cannot hold goes into R (ResidualLoraAdapter).
+"""Exact mean of the products B_i A_i: R (ResidualLoraAdapter) takes the part that the factors cannot represent.
 
     W_t = W_0 + scale (R_t + B_t A_t),    R_{t+1} = R_t + D_t,    D_t = U_t V_t where the factors are smaller than D_t
 
@@ -54,7 +54,7 @@ _LOST = 1e-6  # of the norm of what was averaged
 
 
 def start_state(spec: Spec, weights: Weights) -> FederatedState:
-    """The pairs and R of `weights`, and no step."""
+    """Return the server's state with the pairs and R of `weights`, and no step."""
     room: dict[str, Tensor] = {}
     for module in factor_modules(factor_names(spec)):
         d_out, d_in = spec[module + RESIDUAL].shape
@@ -68,12 +68,12 @@ def _most(d_out: int, d_in: int) -> int:
 
 
 def server_model(server: FederatedState) -> dict[str, Tensor]:
-    """The tensors of the spec."""
+    """Return the tensors of the spec."""
     return {name: w for name, w in server.tensors.items() if not name.startswith(_STEP)}
 
 
 def make_broadcast(server: FederatedState, pairs: Mapping[str, Tensor], ctx: RoundContext) -> Payload:
-    """`pairs`, as they are on the wire, and what the client lacks of R."""
+    """Return a broadcast with `pairs`, as they are on the wire, and the part of R that the client lacks."""
     r = residual_names(server_model(server))
     if not any(bool(tensor.any()) for tensor in r.values()):
         return Payload(dict(pairs), "start")
@@ -90,7 +90,12 @@ def make_broadcast(server: FederatedState, pairs: Mapping[str, Tensor], ctx: Rou
 
 
 def apply_broadcast(private: FederatedState | None, down: Payload, spec: Spec) -> dict[str, Tensor]:
-    """R as the server has it. Raises StateError where the site has no R to add a step to, WireError for no pair."""
+    """Return R as the server has it.
+
+    Raises:
+    StateError: the site has no R to add a step to.
+    WireError: U and V do not form a pair.
+    """
     tensors = payload_tensors(down)
     shapes = residual_names(spec)
     if down.variant == "start":
@@ -115,7 +120,7 @@ def _change(found: Weights, module: str) -> Tensor:
 def client_upload(
     private: FederatedState | None, down: Payload, trainer: Trainer, pairs: Mapping[str, Tensor], frozen: Weights
 ) -> tuple[FederatedState, dict[str, Tensor]]:
-    """Local epochs from `pairs` on the received R, which stays as it is: what the site keeps, and its trained pairs."""
+    """Train local epochs from `pairs` with the received R frozen; return the site's new state and its trained pairs."""
     spec, r = trainer.spec, apply_broadcast(private, down, trainer.spec)
     frozen_masks = {**frozen, **{name: torch.tensor(True) for name in r}}
     begun = {name: r[name] if name in r else pairs[name].to(tensor.dtype) for name, tensor in spec.items()}
@@ -123,14 +128,14 @@ def client_upload(
 
 
 def factor_products(pairs: Weights, weight: float) -> Iterator[Contribution]:
-    """n_i B_i A_i, under the names of R, one layer at a time."""
+    """Yield n_i B_i A_i under the names of R, one layer at a time."""
     for module in factor_modules(pairs):
         a, b = (pairs[f"{module}.lora_{side}"].float() for side in "AB")
         yield Contribution(module + RESIDUAL, b @ a, weight)
 
 
 def pairs_and_products(pairs: Weights, weight: float) -> Iterator[Contribution]:
-    """n_i A_i, n_i B_i and n_i B_i A_i."""
+    """Yield n_i A_i, n_i B_i and n_i B_i A_i."""
     yield from weighted_contributions(pairs, weight).tensors
     yield from factor_products(pairs, weight)
 
@@ -138,9 +143,9 @@ def pairs_and_products(pairs: Weights, weight: float) -> Iterator[Contribution]:
 def settle_residual(
     server: FederatedState, sums: AggregateSums, pairs: Weights, subtracted: bool, ranks: int, ctx: RoundContext
 ) -> FederatedState:
-    """The next state with these pairs, whose product is taken out of the mean product where it is `subtracted`.
+    """Return the next state with these pairs; if `subtracted`, their product is subtracted from the mean product.
 
-    `ranks`: the most that the rank of a change can be. All layers have a step, or none.
+    `ranks`: the largest possible rank of a change. Either all layers have a step, or none has.
     """
     r, steps, known = dict[str, Tensor](), dict[str, Tensor](), True
     for module in factor_modules(pairs):
@@ -165,7 +170,7 @@ def _norm(values: Tensor) -> float:
 
 
 def residual_fields(spec: Spec, pairs: Spec, dtype: WireDtype) -> tuple[WireField, ...]:
-    """Every field of a broadcast, with these pairs in it."""
+    """Return all fields of a broadcast that contains these pairs."""
     fields = dense_fields(pairs, "down", dtype, _FORMS)
     fields += dense_fields(
         residual_names(spec), "down", "float32", ("whole",), "to a site that lacks more than the last step"

@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def residual_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entries that are residuals."""
+    """Return the entries that are residuals."""
     return {name: value for name, value in tensors.items() if name.endswith(RESIDUAL)}
 
 
 def factor_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entries that are not."""
+    """Return the entries that are not residuals."""
     return {name: value for name, value in tensors.items() if not name.endswith(RESIDUAL)}
 
 
@@ -70,7 +70,7 @@ class ResidualLoraAdapter(LowRankPairsAdapter):
 
     @override
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """A uniform within 1/sqrt(d_in), B and R zero."""
+        """Draw A uniformly within 1/sqrt(d_in); B and R are zero."""
         return low_rank_pairs.draw_pairs(shapes, rng)
 
     @override
@@ -93,12 +93,12 @@ class ResidualLoraAdapter(LowRankPairsAdapter):
 
     @override
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
-        """Replaces each chosen layer by a `ResidualLinear` around it.
+        """Wrap each chosen layer in a `ResidualLinear`.
 
-        Names are `<module>.lora_A`, `.lora_B` and `.residual`; the last asks for no gradient.
+        Names are `<module>.lora_A`, `.lora_B` and `.residual`; the last requires no gradient.
 
         Raises:
-            ConfigError: `targets` matches no layer, or something that is no linear layer.
+            ConfigError: `targets` matches no layer, or a module that is not a linear layer.
         """
         chosen = low_rank_pairs.chosen_modules(model, self.targets)
         model.requires_grad_(False)
@@ -116,7 +116,7 @@ def _product(weights: Weights, module: str) -> Tensor:
 
 
 def _split(change: Float[Tensor, "d_out d_in"]) -> tuple[Float[Tensor, "d_out k"], Float[Tensor, "k d_in"]]:
-    """A pair of the smallest rank, at least 1, whose product is the change but for `_LOST`."""
+    """Return a pair of the smallest rank, at least 1, whose product is the change to within `_LOST`."""
     u, s, v = torch.linalg.svd(change.double(), full_matrices=False)
     left_out = s.square().flip(0).cumsum(0).flip(0).sqrt()  # the norm of what is lost if values from here on are
     rank = max(1, int((left_out > _LOST * left_out[0]).sum()))
@@ -140,7 +140,7 @@ class ResidualLinear(low_rank_pairs.LowRankLinear):
 
     @override
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        """The frozen layer's output and the change's, in the dtype of the former."""
+        """Return the sum of the frozen layer's output and the change's, in the former's dtype."""
         out: Tensor = self.base_layer(x)
         x = x.to(self.residual.dtype)
         linear = nn.functional.linear

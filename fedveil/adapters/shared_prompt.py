@@ -3,7 +3,7 @@
     all parts <- local epochs from (the shared prompt of the round, the own parts as kept)        client
     shared <- sum_i (n_i / n) shared^i                                                            server
 
-The server's state has tensors for the own parts too, such that its model is that of the shared prompt.
+The server's state has neutral tensors for the own parts too, so its model is that of the shared prompt alone.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 
 def shared_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entry that is averaged."""
+    """Return the entry that is averaged."""
     return {SHARED: tensors[SHARED]}
 
 
 def private_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entries that stay at a site."""
+    """Return the entries that stay at a site."""
     return {name: t for name, t in tensors.items() if name != SHARED}
 
 
 def private_state(adapter: PromptAdapter, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors, such that the model is that of the shared prompt.
+    """Return all tensors, with own parts that leave the model equal to that of the shared prompt.
 
     The own parts are zeros, or for the form "transport" equal to the shared prompt.
 
@@ -57,7 +57,7 @@ def start_state(
     spec: Spec,
     stream: RandomStream,
 ) -> dict[str, Tensor]:
-    """Return a site's start: the received shared prompt and its own parts, as kept or, the first time, drawn."""
+    """Return a site's initial tensors: the received shared prompt and its own parts, stored or, at first, drawn."""
     shapes = {name: tensor.shape for name, tensor in spec.items()}
     own_tensors = private.tensors if private is not None else private_names(adapter.draw(shapes, stream, {}))
     return as_spec({**own_tensors, **shared_names(received)}, spec)
@@ -77,39 +77,39 @@ class SharedPromptMethod(Method):
     wire_dtype: WireDtype
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """The shared prompt, drawn once for all clients."""
+        """Return the shared prompt, drawn once for all clients."""
         return FederatedState(private_state(self.adapter, weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """The shared prompt, the same for every client."""
+        """Return the shared prompt, the same for every client."""
         return Payload(cast_to(shared_names(server.tensors), self.wire_dtype))
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Local epochs on all parts; the shared prompt is sent, the others are kept."""
+        """Train all parts for the local epochs; send the shared prompt and keep the others."""
         start = start_state(self.adapter, private, payload_tensors(down), trainer.spec, ctx.rng("init"))
         trained = trainer.train(start).weights
         return FederatedState(private_names(trained)), Payload(cast_to(shared_names(trained), self.wire_dtype))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_i times the shared prompt, and n_i."""
+        """Return n_i times the shared prompt, and n_i."""
         return weighted_contributions(payload_tensors(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """The weighted mean of the shared prompts."""
+        """Return the weighted mean of the shared prompts."""
         means = sums.means(shared_names(server.tensors))
         return FederatedState(private_state(self.adapter, {**server.tensors, **means}))
 
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The shared prompt alone, and with a client's own parts where these are given."""
+        """Return the model of the shared prompt alone and, if given, the one with a client's own parts."""
         clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
         return {"server": server.tensors, **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """The shared prompt, both ways."""
+        """Return the shared prompt as the only field, both ways."""
         shared = shared_names(spec)
         return MessageLayout(
             dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)

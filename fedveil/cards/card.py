@@ -1,6 +1,6 @@
-"""The privacy card as data: privacy.json in a run's model folder, with everything that the card's pages say.
+"""The privacy card as data: privacy.json in a run's model folder, with all the facts on the card's pages.
 
-It has the fields that NIST SP 800-226 asks of a claim: unit, relation, parameters, trust, mechanism,
+It has the fields that NIST SP 800-226 requires of a claim: unit, relation, parameters, trust, mechanism,
 hazards. It also has those of the deployment registry's schema (arXiv 2509.13509): who, for what, flavor,
 loss, model, accounting, implementation. A fact that has not been stated is "", and the pages say "not
 stated".
@@ -31,12 +31,12 @@ Epsilon = Annotated[float, Field(ge=0)] | Literal["infinite", "not known"]
 
 
 def short_digest(value: object) -> str:
-    """Anybody's name, fit for a card: printable, on one line, cut."""
+    """Sanitize an untrusted name for a card: printable, on one line, truncated."""
     return sanitize(value, 250)[:300]
 
 
 def card_text(value: object) -> str:
-    """Anybody's sentence, fit for a card."""
+    """Sanitize an untrusted sentence for a card."""
     return sanitize(value, 3500)[:4000]
 
 
@@ -50,7 +50,7 @@ class DeclaredFacts(_Part):
     Attributes:
         curator: who answers for the run.
         use: the purpose of the model.
-        why_epsilon: the reason for this epsilon, delta and unit.
+        why_epsilon: the reason for the choice of epsilon, delta and unit.
         license: the model's license, as the Hugging Face Hub names it.
         data_sets: each site's data set, by the id that the site gave.
     """
@@ -66,7 +66,7 @@ class RunFacts(_Part):
     """The facts that identify a run.
 
     Attributes:
-        id: 8 hex digits that distinguish runs of the same name; "" where there are none.
+        id: 8 hex digits that distinguish runs of the same name; "" if there are none.
         fields: the method's fields.
         base: the base model's name.
         rounds: number of rounds that are in the model.
@@ -94,8 +94,8 @@ class SentMessages(_Part):
 
     Attributes:
         sites: number of messages by site.
-        bytes: whole messages, refused and repeated ones too; `payload` is the tensors alone.
-        fields: name, codec, shape and bytes of each, in the first such message.
+        bytes: size of whole messages, including refused and repeated ones; `payload` counts only the tensors.
+        fields: name, codec, shape and bytes of each field, in the first such message.
     """
 
     direction: Literal["up", "down"]
@@ -107,7 +107,7 @@ class SentMessages(_Part):
 
 
 class SiteTraffic(_Part):
-    """All messages of one site that the server's record has, keys and shares of secure aggregation too."""
+    """One site's messages in the server's record, including keys and shares of secure aggregation."""
 
     site: Short
     up: Count
@@ -128,10 +128,10 @@ class SiteCost(_Part):
     """An upper bound on what the run cost a site's examples, from what the site reported.
 
     Attributes:
-        against_all: against the server and all other sites together, where the noise is in the sum.
-        mu: of Gaussian differential privacy; None where it is not known.
-        mu_down_to: mu bounds every epsilon whose delta is at least this; 0 where mu is exact.
-        unknown: why there are no figures; "" where there are.
+        against_all: epsilon against the server and all other sites together, if the noise is in the sum.
+        mu: mu of Gaussian differential privacy; None if it is not known.
+        mu_down_to: mu bounds every epsilon whose delta is at least this; 0 if mu is exact.
+        unknown: why there are no figures; "" if there are.
     """
 
     site: Short
@@ -154,8 +154,8 @@ class PrivacyGuaranteeEntry(_Part):
         unit: what may differ between neighboring data sets.
         relation: the neighboring relation; "" without a guarantee.
         nominal: an epsilon that the method was given but does not keep.
-        allowed: the most that a site's ledger lets a record be charged.
-        epsilon: of the most charged site; the exact value is at most this.
+        allowed: the largest epsilon that a site's ledger allows for a record.
+        epsilon: upper bound for the most charged site.
         model: where the noise is added, in words.
     """
 
@@ -175,7 +175,7 @@ class PrivacyGuaranteeEntry(_Part):
 
 
 class AttackScore(_Part):
-    """One attack on one model; `auroc` and its 95 % interval."""
+    """The result of one attack on one model; `auroc` is given with its 95 % interval."""
 
     model: Short
     auroc: tuple[float, float, float]
@@ -190,11 +190,11 @@ class AttackEntry(_Part):
     """One attack with its controls.
 
     Attributes:
-        usable: both kinds of controls were tried and hold; otherwise its figures mean nothing.
-        why: what the audit says of it.
-        run: on the run's own models.
-        to_win: where it must succeed.
-        to_lose: where it must fail.
+        usable: whether both kinds of controls were tried and hold; otherwise the figures mean nothing.
+        why: the audit's explanation.
+        run: scores on the run's own models.
+        to_win: scores on controls where the attack must succeed.
+        to_lose: scores on controls where the attack must fail.
     """
 
     name: Short
@@ -215,18 +215,18 @@ class AuditSection(_Part):
 
 
 class BaseModelFiles(_Part):
-    """The base model's files, each by its SHA-256; {} where they are not on the machine that wrote the card."""
+    """SHA-256 of the base model's files; {} if they are not on the machine that wrote the card."""
 
     revision: Short = ""
     files: dict[Short, Digest] = {}
 
 
 class RunDigests(_Part):
-    """SHA-256 of what the run was made from.
+    """SHA-256 of the run's base model, app and config.
 
     Attributes:
-        app: of the bundle that ran; "" where it is not known.
-        config: of the run config with the method's fields, as `config_digest` takes it.
+        app: digest of the app bundle; "" if it is not known.
+        config: digest of the run config with the method's fields, from `digest_config`.
     """
 
     base: BaseModelFiles
@@ -235,11 +235,11 @@ class RunDigests(_Part):
 
 
 class LogAnchors(_Part):
-    """Ends of audit logs, "LINES:SHA-256", at the writing of the card.
+    """Ends of audit logs, "LINES:SHA-256", at the time the card was written.
 
     Attributes:
         sites: the last anchor that each site sent with an upload of this run.
-        note: why they are missing, where they are.
+        note: why anchors are missing, if they are.
     """
 
     server: Anchor = ""
@@ -263,12 +263,12 @@ class PrivacyCard(_Part):
     audit_log: LogAnchors
 
     def to_bytes(self) -> bytes:
-        """privacy.json; equal cards give equal bytes."""
+        """Return the content of privacy.json; equal cards give equal bytes."""
         return self.model_dump_json(indent=1).encode() + b"\n"
 
 
 def parse_card(data: bytes, where: str) -> PrivacyCard:
-    """The card in the bytes of privacy.json. Raises StateError, which names `where`."""
+    """Parse the bytes of privacy.json. Raises StateError, which names `where`."""
     if len(data) > MOST_BYTES:
         raise StateError(f"{where}: expected at most {MOST_BYTES} bytes, found {len(data)}; use another card")
     try:
@@ -281,7 +281,7 @@ def parse_card(data: bytes, where: str) -> PrivacyCard:
 
 
 def read_card(folder: Path) -> PrivacyCard:
-    """The card in a folder. Raises StateError where there is none, or none that is one."""
+    """Read the card in a folder. Raises StateError if it is missing or invalid."""
     file = folder / NAME
     if file.is_symlink() or not file.is_file():
         raise StateError(f"{folder}: expected {NAME} of a card, found none; write one with fedveil card make RUN")

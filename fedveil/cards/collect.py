@@ -64,7 +64,7 @@ class RecordedRun:
 
     @property
     def sites(self) -> list[str]:
-        """Every site that was asked to take part, or for its keys."""
+        """Return every site that was asked to take part or to send its keys."""
         keys = ("cohort", "failed", "unlisted")
         asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
@@ -78,12 +78,12 @@ def collect_card(
     audited: AuditSection,
     whole: bool = False,
 ) -> PrivacyCard:
-    """The card.
+    """Build the card.
 
     Args:
-        stated: what people said.
-        audited: what attacks found.
-        whole: with figures that take seconds a site (mu of subsampled steps); a run's end does without.
+        stated: facts that people stated.
+        audited: results of attacks.
+        whole: include figures that take seconds per site (mu of subsampled steps); omitted at the end of a run.
     """
     log, app = _log(run)
     task, base = config.task.name, config.task.model
@@ -145,11 +145,11 @@ def _sent(messages: Sequence[Mapping[str, Any]]) -> list[SentMessages]:
 
 
 def _log(run: RecordedRun) -> tuple[LogAnchors, str]:
-    """Ends of the audit logs, and the digest of the bundle that the log says was started last."""
+    """Return the ends of the audit logs, and the digest of the app bundle that was started last."""
     file, name = run.folder.parent / audit_log.NAME, f"{run.folder.name}-{run.id}"
     try:
         lines = audit_log.read_log(file)
-    except StateError as error:  # the card says so: nothing else of it rests on the log
+    except StateError as error:  # the card says so: nothing else in it depends on the log
         why = str(error).replace(str(file), file.name)
         return LogAnchors(note=card_text(f"The server's audit log cannot be read: {why}")), ""
     head = audit_log.LogHead(len(lines), str(lines[-1]["hash"])) if lines else audit_log.LogHead()
@@ -167,7 +167,7 @@ def _is_anchor(found: object) -> bool:
 
 
 def write_card(folder: Path, card: PrivacyCard) -> None:
-    """Writes the three files of the card to the model's folder. Raises OSError, for example on a full disk."""
+    """Write the three files of the card to the model's folder. Raises OSError, for example on a full disk."""
     names = {file.name for file in folder.iterdir()}
     texts = {
         NAME: card.to_bytes(),

@@ -1,4 +1,4 @@
-"""SHA-256 of what a run was made from: its base model's files, and its config."""
+"""SHA-256 of a run's inputs: its base model's files and its config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_FILES = 1000
 
 
 def digest_file(file: Path) -> str:
-    """64 hex digits."""
+    """Return the SHA-256 of a file as 64 hex digits."""
     with file.open("rb") as data:
         return hashlib.file_digest(data, "sha256").hexdigest()
 

@@ -36,11 +36,11 @@ _ACCOUNTANTS = {
 def formal_guarantees(
     method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]], sites: Sequence[str], whole: bool
 ) -> PrivacyGuaranteeEntry:
-    """The guarantee.
+    """Build the guarantee's entry.
 
     Args:
         attempts: the lines of metrics.jsonl that are attempts at a round.
-        whole: with mu of subsampled steps, which takes seconds a site.
+        whole: include mu of subsampled steps, which takes seconds per site.
     """
     claim = guarantee_of(method, config)
     if claim is None:

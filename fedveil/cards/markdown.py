@@ -1,6 +1,6 @@
-"""PRIVACY.md: the card in words. All of it follows from the card's data, so equal cards have equal pages.
+"""PRIVACY.md: the card in words. It is computed from the card's data alone, so equal cards have equal pages.
 
-What stands in a card may be anybody's text. No character of it is markup on the page.
+Texts in a card are untrusted, so every markup character in them is escaped.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LONGEST = 4200
 
 
 def plain_text(value: object) -> str:
-    """Text that Markdown and HTML show as it is, on one line."""
+    """Escape a value so that Markdown and HTML show it literally, on one line."""
     text = _MARKUP.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", sanitize(value, _LONGEST))
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def card_page(card: PrivacyCard) -> str:
-    """The whole page."""
+    """Return the whole page."""
     run = card.run
     parts = [
         f"# Privacy card: {plain_text(run.name)}",
@@ -67,18 +67,18 @@ def card_page(card: PrivacyCard) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table; the head is ours, the cells are anybody's."""
+    """Return a Markdown table; the head is trusted, the cells are not."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(map(plain_text, row)) + " |" for row in rows)])
 
 
 def markdown_list(items: Iterable[object]) -> str:
-    """A list."""
+    """Return a Markdown list."""
     return "\n".join(f"- {plain_text(item)}" for item in items)
 
 
 def format_epsilon(value: Epsilon) -> str:
-    """With four digits."""
+    """Format an epsilon with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else value
 
 

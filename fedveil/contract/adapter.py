@@ -65,7 +65,7 @@ class Adapter(ABC):
 
     @property
     def positions(self) -> int:
-        """Tokens' worth of the model's context that the adapter takes for itself."""
+        """Return how many token positions of the model's context the adapter uses."""
         return 0
 
     @property
@@ -74,31 +74,31 @@ class Adapter(ABC):
         return False
 
     def check(self, train: TrainConfig) -> None:  # noqa: B027  # most adapters go with every training
-        """Raises ConfigError for a key of the train section that this adapter cannot have."""
+        """Raise ConfigError for a key of the train section that this adapter does not support."""
 
     @abstractmethod
     def example_spec(self) -> Spec:
         """Return the tensors trained in a small model, for wire tables and for tests over every method."""
 
     def read(self, model: Any, rng: RandomStream) -> Weights:
-        """Initial tensors that a model computes, which the adapter is attached to; they are in the `base` of `draw`."""
+        """Return initial tensors computed by the model that the adapter is attached to; `draw` gets them in `base`."""
         return {}
 
     @abstractmethod
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
-        """Initial tensors on the CPU, fp32, under the names of `shapes` and in their order.
+        """Return initial tensors on the CPU, fp32, under the names of `shapes` and in their order.
 
-        They are drawn by sorted name, so that they do not depend on the order of `shapes`. What is the base's own comes
-        from `base`, the base's tensors by name, which only an adapter with `trains_base` reads, and what `read` gave.
+        They are drawn by sorted name, so that they do not depend on the order of `shapes`. `base` has the result of
+        `read` and the base's tensors by name; only an adapter with `trains_base` reads the latter.
         """
 
     @abstractmethod
     def attach(self, model: Any) -> dict[str, nn.Parameter]:
-        """Attaches the adapter to a transformers model in place.
+        """Attach the adapter to a transformers model in place.
 
         Returns:
-            Its parameters by name, fp32, in the model's order. They are the only ones that ask for gradients, and hold
-            nothing of use until weights are put in.
+            Its parameters by name, fp32, in the model's order. They are the only ones that require gradients; their
+            values are undefined until weights are loaded.
 
         Raises:
             ConfigError: the model has no place for it.
@@ -106,19 +106,19 @@ class Adapter(ABC):
 
     @abstractmethod
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Writes `weights`, which are in the attached model, to a folder in the form that other programs load.
+        """Write `weights`, which are in the attached model, to a folder in the format that other programs load.
 
-        See `fedveil.adapters.export`. The folder is there; files of these names in it are replaced.
+        See `fedveil.adapters.export`. The folder must exist; files of the same names in it are replaced.
         """
 
     def merge(self, plain: AttachedModel, weights: Weights) -> None:
-        """Adds what `weights` change to the model's own weights, in place.
+        """Apply the change that `weights` represent to the model's own weights, in place.
 
         Args:
-            plain: the base without this adapter, with all its weights as what is trained (`AllWeightsAdapter`).
+            plain: the base without this adapter, with all its weights trainable (`AllWeightsAdapter`).
 
         Raises:
-            ConfigError: it is no change of weights, or one of a weight that the model has twice.
+            ConfigError: the adapter does not change weights, or changes a weight that two layers share.
         """
         raise ConfigError(
             'adapter.kind: expected "lora", "hadamard-lora" or "all", which change the model\'s weights, found '

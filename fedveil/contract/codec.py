@@ -37,7 +37,7 @@ Value = Tensor | QuantizedTensor | bytes
 
 
 class Codec(Protocol):
-    """Turns one value into bytes and back.
+    """Encode one value as bytes, and decode it.
 
     `decode(encode(x))` is `x`, bit for bit. `nbytes` is a formula, and a test compares it with the encoded bytes.
     Reports always count the bytes themselves.
@@ -45,15 +45,15 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The full description, which enters the layout's digest: "dense float32", "codes 5 block 256", ..."""
+        """Return the full description, which enters the layout's digest: "dense float32", "codes 5 block 256", ..."""
         ...
 
     def encode(self, value: Value) -> list[Buffer]:
-        """The value's bytes, as parts to be joined; a part may be a view of the value."""
+        """Return the value's bytes, as parts to be joined; a part may be a view of the value."""
         ...
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Value:
-        """The value, perhaps as a read-only view of `data`. Raises WireError."""
+        """Return the value, possibly as a read-only view of `data`. Raises WireError."""
         ...
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
@@ -61,7 +61,7 @@ class Codec(Protocol):
         ...
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """The value's shape, for the envelope. Raises WireError for a value of another type or dtype."""
+        """Return the value's shape, for the envelope. Raises WireError for a value of another type or dtype."""
         ...
 
 
@@ -80,7 +80,7 @@ def count_elements(shape: tuple[int, ...]) -> int:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes; not copied if it is contiguous and on the CPU."""
+    """Return the tensor's bytes, without a copy if it is contiguous and on the CPU."""
     if tensor.numel() == 1:
         tensor = tensor.reshape(())  # torch calls one entry contiguous whatever its stride, yet cannot view it as bytes
     flat = tensor.detach().cpu().contiguous().flatten()
@@ -94,8 +94,8 @@ def view_bytes(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-# torch says once in a process that writes to a read-only buffer are undefined. Nothing here writes, so it is said now,
-# to nobody: filters that are changed around each view cost more than the view, and threads would lose each other's.
+# torch warns once per process that writes to a read-only buffer are undefined. Nothing here writes, so the warning is
+# triggered and suppressed once: changing filters around each view costs more than the view, and is not thread-safe.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)

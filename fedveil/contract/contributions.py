@@ -26,8 +26,8 @@ class Contribution:
     Attributes:
         name: the sum that it belongs to. Under one name, all terms have a mask or none has.
         value: only read; may be a view of received bytes. Entries where the mask is False do not count.
-        weight: above 0.
-        mask: of the value's shape; None stands for ones everywhere.
+        weight: a number above 0.
+        mask: has the value's shape; None means ones everywhere.
     """
 
     name: str
@@ -54,12 +54,12 @@ class AggregateSums(Protocol):
 
     @property
     def examples(self) -> int:
-        """Training examples of all clients together."""
+        """Return the number of training examples of all clients together."""
         ...
 
     @property
     def clear(self) -> Mapping[str, Mapping[str, str | float]]:
-        """`ClientContributions.clear` of every client in the sums, by the client's name."""
+        """Return `ClientContributions.clear` of every client in the sums, by the client's name."""
         ...
 
     def __contains__(self, name: str) -> bool:
@@ -67,23 +67,23 @@ class AggregateSums(Protocol):
         ...
 
     def weight(self, name: str) -> float:
-        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
+        """Return the sum of the weights under a name without masks; 0.0 if no client sent the name."""
         ...
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """The weighted mean, fp32; zero where no client's mask is True."""
+        """Return the weighted mean, fp32; zero where no client's mask is True."""
         ...
 
     def take(self, name: str) -> Float[Tensor, "..."]:
-        """The mean, for the caller to keep and to write to: the sums forget it. A name can be taken once."""
+        """Remove the mean from the sums and return it; the caller may write to it. A name can be taken once."""
         ...
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask is True; only to be read."""
+        """Return True where at least one client's mask is True; callers must not write to the result."""
         ...
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return the mean for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         ...
 
 
@@ -91,10 +91,10 @@ class AddedAggregateSums(AggregateSums, Protocol):
     """Sums that terms can be added to."""
 
     def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
-        """Adds all terms of one client, before anything is read."""
+        """Add all terms of one client. All terms must be added before any sum is read."""
         ...
 
 
 def weighted_contributions(tensors: Mapping[str, Tensor], weight: float) -> ClientContributions:
-    """Terms of a weighted mean: every tensor with the same weight and no mask."""
+    """Return the terms of a weighted mean: every tensor with the same weight and no mask."""
     return ClientContributions(Contribution(name, value, weight) for name, value in tensors.items())

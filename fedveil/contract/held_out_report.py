@@ -31,7 +31,7 @@ __all__ = [
     "held_out_metrics",
 ]
 
-LEAST_ROWS: Final = 64  # the mean loss of fewer rows tells more of each
+LEAST_ROWS: Final = 64  # the mean loss of fewer examples reveals more about each
 LOSS, ROWS, REFUSED = "loss_held_out", "rows_held_out", "held_out_refused"
 FIELDS: Final = frozenset({LOSS, ROWS, REFUSED})
 
@@ -48,7 +48,7 @@ REFUSALS: Final[Mapping[int, str]] = {
 
 
 def held_out_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a report that is of held-out rows."""
+    """Return the part of a report that is about held-out examples."""
     return {name: report[name] for name in sorted(FIELDS & set(report))}
 
 

@@ -23,8 +23,8 @@ class WireField:
         name: unique within its direction.
         direction: "down" (server to client) or "up" (client to server).
         codec: how the value becomes bytes.
-        shape: of the value; None stands for a length that only the sender knows.
-        most: the largest shape, where `shape` has a None. It bounds the message before anybody reads one.
+        shape: the value's shape; None stands for a length that only the sender knows.
+        most: the largest shape, if `shape` has a None. It bounds a message's size before the message is read.
         unit: what an entry is, for the wire table ("weight", "mask bit", ...).
         variants: the payload variants that carry the field; empty means every payload of its direction.
         when: in words, when a payload carries the field; for the wire table.
@@ -45,7 +45,7 @@ class WireField:
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """The largest shape that a value may have."""
+        """Return the largest shape that a value may have."""
         return self.most or tuple(n for n in self.shape if n is not None)
 
 
@@ -75,18 +75,18 @@ class MessageLayout:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits, equal on two ends if and only if their layouts put the same on the wire."""
+        """Return 16 hex digits, equal on two ends if and only if their layouts agree on the wire."""
         lines = sorted(f"{f.direction} {f.name} {f.codec.name} {tuple(f.shape)} {f.variants}" for f in self.fields)
         lines += sorted(f"{word.direction} {word.name} {word.choices}" for word in self.scalars)
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
     def variants(self, direction: Direction) -> tuple[str, ...]:
-        """Names of the payload variants of one direction; ("",) if there is only one form."""
+        """Return the names of the payload variants of one direction; ("",) if there is only one form."""
         named = {v for f in self.fields if f.direction == direction for v in f.variants}
         return tuple(sorted(named)) or ("",)
 
     def fields_of(self, direction: Direction, variant: str) -> dict[str, WireField]:
-        """The fields that a payload of this direction and variant carries: exactly these."""
+        """Return exactly the fields that a payload of this direction and variant carries."""
         return {
             f.name: f for f in self.fields if f.direction == direction and (not f.variants or variant in f.variants)
         }

@@ -13,11 +13,11 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class MessageAddress:
-    """The exchange that a message is part of; both ends know it before the message comes. All empty in one process.
+    """The exchange that a message belongs to; both ends know it in advance. All fields are empty in one process.
 
     Attributes:
         run: the run's name with its id.
-        attempt: at the round, from 0.
+        attempt: number of the attempt at the round, from 0.
         site: the name by which the server knows the site; empty in a broadcast, so that equal ones are sent once.
     """
 
@@ -27,11 +27,11 @@ class MessageAddress:
 
     @property
     def of_broadcast(self) -> MessageAddress:
-        """The address of the attempt, for all of its sites."""
+        """Return the address of the attempt, for all of its sites."""
         return MessageAddress(self.run, self.attempt)
 
     @property
     def digest(self) -> bytes:
-        """16 bytes in every message, so that a message of another run, attempt or site is refused."""
+        """Return 16 bytes that every message carries, so that messages of another run, attempt or site are refused."""
         text = json.dumps([self.run, self.attempt, self.site], separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()

@@ -44,7 +44,7 @@ __all__ = [
 
 Sends = Literal["weights", "gradients", "changes"]
 
-# What a client may report beside its payload. Both ends refuse anything else.
+# The values that a client may report along with its payload. Both ends refuse anything else.
 REPORT_FIELDS = held_out_report.FIELDS | {"loss_received", "loss_trained", "steps", "tokens", "train_seconds"}
 
 
@@ -86,19 +86,19 @@ class RoundContext:
 
     @property
     def site(self) -> str:
-        """The name by which the server knows the client: the one that fields of a run name sites by."""
+        """Return the name by which the server knows the client; fields of a run use this name for the site."""
         return self.address.site or self.client
 
     def rng(self, purpose: str) -> RandomStream:
-        """A new stream derived from (secret, round, client, purpose): the same call gives the same draws."""
+        """Return a new stream derived from (secret, round, client, purpose): the same call gives the same draws."""
         return RandomStream.derive(self.secret, self.round, self.client, purpose)
 
     def noise(self, purpose: str) -> Callable[[int], bytes]:
-        """The source of noise that protects people: the operating system; in a deterministic run, a stream."""
+        """Return the source of privacy noise: the operating system or, in a deterministic run, a stream."""
         return self.rng(purpose).bytes if self.seeded else os.urandom
 
     def new_turn(self) -> str:
-        """16 hex digits by which a site tells this participation from any other of it, also of the same round."""
+        """Return 16 hex digits that distinguish this participation from the site's others, even in the same round."""
         return f"{self.round:016x}" if self.seeded else os.urandom(8).hex()
 
 
@@ -128,7 +128,7 @@ class Method(ABC):
 
     @property
     def upload_kind(self) -> Sends:
-        """Return what terms under the spec's names hold: trained weights, gradients, or weight changes."""
+        """Return the kind of terms under the spec's names: trained weights, gradients, or weight changes."""
         return "weights"
 
     @property
@@ -148,34 +148,34 @@ class Method(ABC):
 
     @property
     def has_masked_terms(self) -> bool:
-        """Return whether terms may have masks: two uploads then hold different entries, and perhaps none in common."""
+        """Return whether terms may have masks: two uploads may then have few or no entries in common."""
         return False
 
     @property
     def has_partial_uploads(self) -> bool:
-        """True if the sites of a round may send different entries; an entry of their sum may then be of one site."""
+        """Return whether sites of a round may send different entries, so that a summed entry may come from one site."""
         return self.has_masked_terms
 
     @property
     def keeps_past(self) -> bool:
-        """True if a client starts a tensor that it was not sent from where it left it; an attack counts on it."""
+        """Return whether clients start a tensor that was not sent from their previous value; an attack relies on it."""
         return True
 
     def starting_weights(self, received: Weights, spec: Spec) -> Weights:
-        """Return the broadcast tensors as a client starts from them; an attack reads a client's start so."""
+        """Return the tensors that a client starts training from; attacks use this to find a client's start."""
         return received
 
     @property
     def on_device(self) -> bool:
         """Return whether `broadcast` and `client` use `ctx.device`; only then is a device given.
 
-        Received codes are then decoded on it, a tensor at each access, and the tensors to send may be on it.
+        Received codes are then decoded on it, one tensor at each access, and the tensors to send may be on it.
         """
         return False
 
     @abstractmethod
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """The server's state before round 0, from the adapter's initial weights."""
+        """Return the server's state before round 0, from the adapter's initial weights."""
 
     @abstractmethod
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
@@ -185,62 +185,63 @@ class Method(ABC):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """One participation. `private` is None at the first one; the returned state stays on the site."""
+        """Run one participation. `private` is None at the first one; the returned state stays at the site."""
 
     @abstractmethod
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
         """Return what this upload adds to the sums. Pure and equal on both sides: it reads only the round of `ctx`."""
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """The sums of a round: by name, of the spec or of an upload's field, the shape of its terms' weights.
+        """Return the sums of a round: names (of the spec or of upload fields) and the shapes of their terms' weights.
 
-        () where an entry weighs as every other one: terms without masks. Else one that broadcasts to the tensor's, with
-        as many weights as there are different ones in a mask. What is added up unseen must be known before it is sent.
+        The shape is () if all entries have the same weight (terms without masks). Otherwise it broadcasts to the
+        tensor's shape, with one weight for each distinct entry of a mask. Secure aggregation must know the sums before
+        anything is sent.
         """
         sent = {f.name for f in self.layout(spec).fields if f.direction == "up"}
         return {name: () for name in spec if name in sent}
 
     @abstractmethod
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """The server's next state, from sums over at least one client. `ctx` is the server's and names no client."""
+        """Return the server's next state, from sums over at least one client. The server's `ctx` names no client."""
 
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The models that exist, by view: "server" always, "client" with `private`. These are scored and attacked.
+        """Return the models by view, to be scored and attacked: "server" always, "client" with `private`.
 
-        Where nothing of a model stays at a site there is one, the server's.
+        If no part of the model stays at a site, the server's is the only one.
         """
         return {"server": server.tensors}
 
     @abstractmethod
     def layout(self, spec: Spec) -> MessageLayout:
-        """Every field on the wire."""
+        """Return every field on the wire."""
 
     def check(self, payload: Payload, spec: Spec) -> None:  # noqa: B027  # most methods have nothing to add
-        """Checks what the layout cannot express, such as two fields that must fit. Raises WireError naming the field.
+        """Check what the layout cannot express, such as two fields that must fit. Raises WireError naming the field.
 
         The server checks every upload before it adds its terms, so that a bad one is refused and the others still
         count.
         """
 
     def check_site(self, payload: Payload, spec: Spec, site: str) -> None:  # noqa: B027
-        """Checks what the run says of this site alone, such as its rank; `site` is never a name that the upload says.
+        """Check settings for this site alone, such as its rank; `site` is never taken from the upload.
 
-        Raises WireError naming the field. Uploads that are summed unseen are not checked: their form says nothing.
+        Raises WireError naming the field. Masked uploads of secure aggregation cannot be checked.
         """
 
 
 def hyperparameters_of(method: Method) -> dict[str, Any]:
-    """Every hyper-parameter of a method, as in method.params."""
+    """Return every hyper-parameter of a method, as in method.params."""
     return asdict(method)  # type: ignore[call-overload,no-any-return]
 
 
 class Distiller(Protocol):
-    """Work that the server does before round 0, on its own model and rows."""
+    """Training by the server before round 0, on its own model and examples."""
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:
-        """Trains a proxy, from `weights` (every tensor of the spec), towards the server model's hidden states."""
+        """Train a proxy, from `weights` (every tensor of the spec), towards the server model's hidden states."""
         ...
 
 
@@ -250,7 +251,7 @@ class ServerTrained(Protocol):
 
     @property
     def server_adapter(self) -> Adapter:
-        """The adapter with which the view "server" is scored; its tensors are a part of the method's adapter."""
+        """Return the adapter with which the view "server" is scored; its tensors are part of the method's adapter."""
         ...
 
     @property
@@ -259,5 +260,5 @@ class ServerTrained(Protocol):
         ...
 
     def before_round_0(self, weights: Weights, server: Distiller) -> Weights:
-        """The weights for `init`, made from the adapter's initial weights."""
+        """Return the weights for `init`, computed from the adapter's initial weights."""
         ...

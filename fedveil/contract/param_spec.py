@@ -1,4 +1,4 @@
-"""Named tensors: what is trained, in which shape, and its place in the model."""
+"""Named trained tensors, with their shapes and their roles in the model."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ MadeWeights = LazyMapping[Tensor]
 
 @dataclass(frozen=True)
 class ParamLocation:
-    """The role of a tensor in its model, as far as a method has to know.
+    """The role of a tensor in its model, as far as a method needs it.
 
     Attributes:
         part: "linear", a matrix or bias of an attention or MLP layer; "embedding", a token embedding or an output head.
         columns: name of the layer that the columns belong to; tensors with the same name share one mask.
         axis: the axis of the output features.
-        closes: whether the layer is the last of its attention or MLP, the one that writes to the hidden state.
+        closes: True for the last layer of an attention or MLP block, which writes to the hidden state.
     """
 
     part: Literal["linear", "embedding"]
@@ -70,7 +70,7 @@ class ParamLocation:
 class ParamSpec:
     """Shape and dtype of one trained tensor; also its place, if the adapter trains the model's own tensors.
 
-    `fixed`: the model computes with it, and no training moves it. It has no gradient, not even of a single row.
+    `fixed`: the model uses the tensor, but training does not change it. It has no gradient, not even per example.
     """
 
     shape: tuple[int, ...]
@@ -83,10 +83,10 @@ Spec = Mapping[str, ParamSpec]
 
 
 def movable_names(spec: Spec) -> list[str]:
-    """The names of what training moves, and has gradients: all but the fixed tensors."""
+    """Return the names of the tensors that training changes and that have gradients: all but the fixed ones."""
     return [name for name, tensor in spec.items() if not tensor.fixed]
 
 
 def param_specs_of(weights: Weights) -> Spec:
-    """The spec of `weights`, without places."""
+    """Return the spec of `weights`, without places."""
     return {name: ParamSpec(tuple(w.shape), w.dtype) for name, w in weights.items()}

@@ -51,8 +51,8 @@ class PrivacyBudget:
 
     Attributes:
         epsilon: no record is charged more than this; infinite where charges are only counted.
-        delta: of (epsilon, delta).
-        neighbours: the relation that both are stated for.
+        delta: the delta for which epsilon is stated.
+        neighbours: the relation for which both are stated.
         nominal: an epsilon that the method was given but does not keep; None where there is none.
         server_trusted: the server sees values before the noise; against the server epsilon is infinite.
     """
@@ -69,7 +69,7 @@ class PrivacyBudget:
         return self.epsilon < math.inf or self.nominal is not None
 
 
-Step = tuple[str, int, int, float]  # one look at a record: kind, rows of the site, rows of a batch, z
+Step = tuple[str, int, int, float]  # one use of a record: kind, examples of the site, examples of a batch, z
 SUMMED, OWN_SHARE = "summed", "own share"  # kinds of a look at noise that is in a sum: all of it, and the site's part
 Spent = Mapping[Step, int]  # how often each step was taken
 UNTIMED = "An epsilon with Poisson sampling assumes a server that does not time the site."
@@ -81,8 +81,8 @@ class SamplingPlan:
 
     Attributes:
         rounds: participations of the site.
-        steps: noisy steps a participation.
-        batch: the configured examples of a step, by which its sum is divided.
+        steps: noisy steps per participation.
+        batch: the configured examples per step, by which a step's sum is divided.
         examples: examples of the site.
         neighbours: the relation that the epsilon will be stated for.
     """
@@ -119,11 +119,11 @@ class SummableNoise:
     """The noise that a guarantee needs on an upload, described so that it can be added to the sum of uploads instead.
 
     Attributes:
-        multiplier: z, on what is summed.
+        multiplier: z, of the noise on the sum.
         part: how far adding or removing one example moves an upload, in the upload's unit; replacing one
             moves it twice as far.
         kept: multipliers of the noise that stays at the site, on the same use of the examples.
-        sampling, across_rounds: as the accountant takes them.
+        sampling, across_rounds: as the accountant expects them.
     """
 
     multiplier: float
@@ -135,30 +135,30 @@ class SummableNoise:
 
 @runtime_checkable
 class DistributableGuarantee(PrivacyGuarantee, Protocol):
-    """A claim whose noise may be in the sum."""
+    """A privacy guarantee whose noise may be added in the sum."""
 
     def summable(self, batch: int, most_steps: int) -> SummableNoise:
         """Return the noise of uploads under this guarantee, with train.batch-size and train.max-steps.
 
         Raises:
-            ConfigError: another step would use examples at a point that has no noise in it, or the distance by
-                which examples move the upload is not known.
+            ConfigError: another step would use examples at a point without noise, or the effect of an example on the
+            upload is not known.
         """
         ...
 
 
 def is_poisson_sampled(charges: Iterable[Step]) -> bool:
-    """Return whether the epsilon of these steps counts on batches that are drawn by Poisson sampling."""
+    """Return whether the epsilon of these steps relies on Poisson sampling of the batches."""
     return any(kind == "poisson" or (kind in (SUMMED, OWN_SHARE) and examples > 0) for kind, examples, _, _ in charges)
 
 
 def joint_budget(*multipliers: float) -> float:
-    """The z of the one Gaussian release that costs as much as these together, z^-2 = sum z_i^-2; 0 if any z_i is 0."""
+    """Return the z of one Gaussian release that costs as much as these together: z^-2 = sum z_i^-2; 0 if any is 0."""
     return 0.0 if min(multipliers) == 0 else sum(z**-2 for z in multipliers) ** -0.5
 
 
 def check_batch(batch: int, examples: int) -> None:
-    """Raises ConfigError for a batch with more rows than the site has."""
+    """Raise ConfigError for a batch with more examples than the site has."""
     if batch > examples:
         raise ConfigError(
             f"train.batch-size: expected at most the site's {examples} rows, found {batch}; "
@@ -187,7 +187,7 @@ def check_delta(delta: float) -> None:
 
 
 def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
-    """Raises ConfigError for batches that depend on the number of rows, under a relation that changes this number."""
+    """Raise ConfigError for batches that depend on the number of examples, under a relation that changes it."""
     if sampling != "poisson" and neighbours is Adjacency.ADD_OR_REMOVE_ONE:
         raise ConfigError(
             f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change with '
@@ -196,7 +196,7 @@ def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
 
 
 def check_claim(epsilon: float | None, delta: float, sampling: Sampling, neighbours: Adjacency) -> None:
-    """Raises ConfigError unless a claim with these values can be accounted for."""
+    """Raise ConfigError unless the accountant covers a guarantee with these values."""
     check_delta(delta)
     check_sampling(sampling, neighbours)
     if epsilon is not None:
@@ -213,6 +213,6 @@ def check_seeded(budget: PrivacyBudget | None, deterministic: bool) -> None:
 
 
 def stated_guarantee(epsilon: float, delta: float, neighbours: Adjacency) -> str:
-    """The text with which every report prints an epsilon."""
+    """Return the text with which every report prints an epsilon."""
     value = "infinite" if math.isinf(epsilon) else f"{epsilon:.4g}"
     return f"epsilon {value} at delta {delta:g} ({neighbours.value})"

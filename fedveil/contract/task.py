@@ -46,7 +46,7 @@ class ExampleOrigin:
 
     Attributes:
         file: its path, relative to the data folder given to the task.
-        row: its number in that file, from 1; 0 where the file is the example, such as an image in a folder.
+        row: its number in that file, from 1; 0 if the file is itself the example, such as an image in a folder.
     """
 
     file: str
@@ -58,14 +58,14 @@ class ExampleOrigin:
 
 @dataclass(frozen=True)
 class Example:
-    """One example of a data set, as read. Metadata that is in no column has fields of its own.
+    """One example of a data set, as read. Metadata outside the columns has separate fields.
 
     Attributes:
         values: all of its columns, by name.
         origin: its file and row, for messages and for the privacy ledger; None where it was not read from a
             file.
         folder: the base folder of relative paths in its columns.
-        class_names: of all classes of its data set, by number; empty where the data set names none.
+        class_names: names of all classes of its data set, by number; empty if the data set names none.
     """
 
     values: Mapping[str, Any]
@@ -80,7 +80,7 @@ class Example:
 
     @staticmethod
     def from_columns(rows: Iterable[Mapping[str, Any]]) -> list[Example]:
-        """Examples of rows that were not read from a file."""
+        """Return examples for rows that were not read from a file."""
         return [Example(row) for row in rows]
 
 
@@ -115,9 +115,9 @@ class TrainingProgress:
 
     Attributes:
         step, steps: steps done, and steps planned.
-        loss: mean over the latest steps.
-        tokens: read so far, without padding; 0 for a task without tokens.
-        seconds: since the first step began.
+        loss: mean loss over the latest steps.
+        tokens: tokens read so far, without padding; 0 for a task without tokens.
+        seconds: time since the first step began.
     """
 
     step: int
@@ -129,13 +129,13 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class ExamplePrediction:
-    """A model's output for one row, on the CPU, fp32.
+    """A model's output for one example, on the CPU, fp32.
 
     Attributes:
-        logits: (positions, classes) by slice. In "target" each position predicts one token of the row's target, with
+        logits: (positions, classes) by slice. In "target" each position predicts one token of the target, including
             the end token; a classifier has one position. Some tasks add "image" (the positions of the image's tokens)
             and "generated" (each position predicts one token that the model generated).
-        wanted: (positions,) the target's tokens or class, for the slice "target".
+        wanted: (positions,), the target's tokens or class, for the slice "target".
     """
 
     logits: Mapping[str, Tensor]
@@ -154,8 +154,8 @@ class TaskMetric:
     """A score of a task's `evaluate`.
 
     Attributes:
-        better: which way a better model's value lies.
-        generated: only evaluations that generate have it.
+        better: whether a lower or a higher value is better.
+        generated: True if only evaluations that generate texts have it.
     """
 
     better: Literal["lower", "higher"]
@@ -171,7 +171,7 @@ def loss_metric(task: TaskConfig, higher: Sequence[str] = ()) -> Metrics:
 
 
 def class_metrics(task: TaskConfig) -> Metrics:
-    """Those of a task that tells classes apart."""
+    """Return the metrics of a classification task: loss and accuracy."""
     return {"loss": TaskMetric("lower"), "accuracy": TaskMetric("higher")}
 
 
@@ -180,14 +180,13 @@ class TaskInfo:
     """A task's description, available before a model or an example is read. Each task module has one, `INFO`.
 
     Attributes:
-        mounts: what its models offer to adapters.
-        columns: the columns that it reads of every example, under that section of the run config.
+        mounts: the mounts that its models offer to adapters.
+        columns: the columns that it reads from every example, under that section of the run config.
         tiny: where the task's own small model is, for task.model = "tiny"; None where code builds that
             model, or where the folder is not installed.
-        train_keys: the keys of the train section that only some tasks have and this one has: "loss-mask",
-            "packing".
+        train_keys: task-dependent keys of the train section that this task supports: "loss-mask", "packing".
         chats: whether its examples may be formatted by a chat template (task.chat-template).
-        divisible: whether more processes speed up its training, each with a part of a batch's examples.
+        divisible: whether several processes, each with part of a batch, speed up its training.
         metrics: every score of its `evaluate` by name, under that section of the run config; always includes
             the loss.
     """
@@ -204,18 +203,18 @@ class TaskInfo:
 class Task(ABC):
     """A base model with an adapter, and how it is trained and evaluated.
 
-    The task loads its base once, when it first needs it. It takes and gives the adapter's tensors by name. Two tasks
-    share nothing, so two sites can run in one process.
+    The task loads its base once, when it first needs it. It receives and returns the adapter's tensors by name. Tasks
+    share no state, so two sites can run in one process.
     """
 
     @property
     @abstractmethod
     def spec(self) -> Spec:
-        """Names, shapes and dtypes of what is trained."""
+        """Return names, shapes and dtypes of the trained tensors."""
 
     @property
     def accelerator(self) -> torch.device | None:
-        """The device other than the CPU that its model computes on, if there is one."""
+        """Return the device that its model computes on, or None for the CPU."""
         return None
 
     @abstractmethod
@@ -224,7 +223,7 @@ class Task(ABC):
 
     @abstractmethod
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
-        """Rows of one split ("train", "test") of a data folder or file; `share` selects one site's part.
+        """Return the examples of one split ("train", "test") of a data folder or file; `share` selects one site's part.
 
         Raises:
             TaskError: the path, a split or a column is missing.
@@ -232,51 +231,51 @@ class Task(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples) -> Rows:
-        """The examples as the model takes them, tokenised or decoded. Costs time: once for all rounds.
+        """Return the examples as the model takes them, tokenized or decoded. This is slow; call it once for all rounds.
 
         Raises:
-            TaskError: a row cannot be read; the message names its column.
+            TaskError: an example cannot be read; the message names its column.
         """
 
     def prepare(
         self, data: Path, split: str, share: DatasetShard | None = None, shelf: Path | None = None
     ) -> PreparedData:
-        """The rows of `examples`, encoded. `shelf` is a private folder in which a task may keep them for another time.
+        """Return the encoded `examples`. `shelf` is a private folder in which a task may cache them.
 
-        Raises TaskError as `examples` and `encode`, StateError where the folder cannot be written.
+        Raises TaskError as `examples` and `encode` do, and StateError if the folder cannot be written.
         """
         examples = self.examples(data, split, share)
         return PreparedData(self.encode(examples), lambda: (example.origin for example in examples))
 
     @abstractmethod
     def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> Trainer:
-        """One client's training on prepared rows; `rng` orders the batches, `watch` gets the progress.
+        """Return one client's trainer on prepared examples; `rng` orders the batches, `watch` gets the progress.
 
-        `round_` is the run's, 0-based, from which train.lr-schedule and train.warmup-ratio follow.
+        `round_` is the run's round, 0-based; train.lr-schedule and train.warmup-ratio depend on it.
 
         Raises:
-            TaskError: there are no rows.
+            TaskError: there are no examples.
         """
 
     @abstractmethod
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """Scores of the model with `weights`: always "loss"; with `generate` also the task's quality metrics."""
+        """Return scores of the model with `weights`: always "loss"; with `generate` also the task's quality metrics."""
 
     def save(self, weights: Weights, folder: Path) -> None:  # noqa: B027  # a task need not have a form for others
-        """Writes the model with `weights` to a folder, which is there, in the form that other programs load.
+        """Write the model with `weights` to an existing folder, in the format that other programs load.
 
         Raises:
             TaskError: the weights are not those of the spec.
         """
 
     def release(self) -> None:  # noqa: B027  # nothing, where a task holds nothing worth freeing
-        """Frees the weights that were put in last, as far as that is worth it; the next use puts in its own."""
+        """Free the weights that were loaded last, if that is worthwhile; the next use loads its own."""
 
     @abstractmethod
     def predict(self, weights: Weights, rows: Rows, generate: bool = False) -> Iterator[ExamplePrediction]:
-        """The output of the model with `weights` for each row, in order; `generate` adds the slice "generated".
+        """Yield the output of the model with `weights` for each example, in order; `generate` adds "generated".
 
-        The iterator works batch by batch, so the logits of all rows are never in memory at once.
+        The iterator works batch by batch, so the logits of all examples are never in memory at once.
 
         Raises:
             TaskError: the weights are not those of the spec.

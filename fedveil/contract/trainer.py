@@ -1,7 +1,7 @@
-"""The client's side of the contract: its rows and its model, as a method sees them.
+"""The client's side of the contract: its examples and its model, as a method sees them.
 
-`Trainer` trains as the run config says. `PerExampleGradientSource` gives the gradient of each row, so that a method or
-a privacy mechanism can make its own steps. A wrapper implements the one of the two interfaces that it changes.
+`Trainer` trains as the run config says. `PerExampleGradientSource` gives per-example gradients, so that a method or
+a privacy mechanism can take its own steps. A wrapper implements whichever of the two interfaces it changes.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ __all__ = [
 
 # A term that a method adds to the loss of every step: it maps the current trained tensors to a scalar with a gradient.
 Penalty = Callable[[Weights], Tensor]
-# Booleans that broadcast over tensors of the spec, True where an entry stays; of several such sets, step k has k mod n.
+# Booleans that broadcast over tensors of the spec, True where an entry is frozen; step k uses set k mod n of n sets.
 Frozen = Weights | Sequence[Weights]
 
 
 @dataclass(frozen=True)
 class ExamplesUsed:
-    """The rows that a training made its steps from.
+    """The examples that a training used in its steps.
 
     Attributes:
-        rows: different ones, as indices into the client's rows.
-        min_batch: rows of the smallest step; 0 without a step.
+        rows: distinct examples, as indices into the client's examples.
+        min_batch: examples of the smallest step; 0 without a step.
     """
 
     rows: frozenset[int] = frozenset()
@@ -60,7 +60,7 @@ class ExamplesUsed:
 class TrainingResult:
     """The result of local training: new weights (or a gradient) under the spec's names, and figures to report.
 
-    `looked` stays at the site, whose policy may ask for a number of rows; a trainer that leaves it out has none.
+    `looked` stays at the site, whose policy may require a number of examples; without it, none count as used.
     """
 
     weights: Weights
@@ -70,17 +70,17 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class BatchIndices:
-    """Rows of one step, as indices into the client's rows; empty if Poisson sampling drew none."""
+    """Examples of one step, as indices into the client's examples; empty if Poisson sampling drew none."""
 
     rows: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PerExampleGradients:
-    """Gradient and loss of each row of a batch. They must not leave the site without clipping and noise.
+    """Gradient and loss of each example of a batch. They must not leave the site without clipping and noise.
 
     Attributes:
-        gradients: (rows, *shape) by the spec's names: the gradient of each row's own loss; none of a fixed tensor.
+        gradients: (rows, *shape) by the spec's names: the gradient of each example's own loss; none for fixed tensors.
         losses: (rows,).
     """
 
@@ -90,11 +90,11 @@ class PerExampleGradients:
 
 @dataclass(frozen=True)
 class PerExampleFeatureGradients:
-    """Gradients of each row in features that depend on the weights alone, such as the texts of all classes.
+    """Per-example gradients with respect to features that depend only on the weights, such as all class texts.
 
     Attributes:
-        left, right: the gradient of row i's own loss in the features (n x m) is left_i right_i^T.
-        pull: maps a gradient in the features (n x m) to one in the weights, by the spec's names; it uses no row.
+        left, right: the gradient of example i's own loss in the features (n x m) is left_i right_i^T.
+        pull: maps a gradient in the features (n x m) to one in the weights, by the spec's names; it uses no example.
     """
 
     left: Float[Tensor, "rows n"]
@@ -103,7 +103,7 @@ class PerExampleFeatureGradients:
 
 
 def alternating_sets(frozen: Frozen | None) -> Sequence[Weights]:
-    """The sets that take turns, at least one. Raises ValueError for none at all."""
+    """Return the sets that the steps use in turn, at least one. Raises ValueError if there are none."""
     sets = [frozen or {}] if frozen is None or isinstance(frozen, Mapping) else list(frozen)
     if not sets:
         raise ValueError("frozen: expected at least one set of tensors to take turns, found none")
@@ -111,7 +111,7 @@ def alternating_sets(frozen: Frozen | None) -> Sequence[Weights]:
 
 
 class PerExampleGradientSource(Protocol):
-    """Gradients of single rows, for a caller that makes its own steps. Only the number of steps is reported."""
+    """Per-example gradients, for a caller that takes its own steps. Only the number of steps is reported."""
 
     @property
     def num_examples(self) -> int:
@@ -125,7 +125,7 @@ class PerExampleGradientSource(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps of a participation: train.epochs passes of whole batches, at most train.max-steps if that is set."""
+        """Return the steps per participation: train.epochs passes of whole batches, at most train.max-steps if set."""
         ...
 
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
@@ -142,18 +142,18 @@ class PerExampleGradientSource(Protocol):
         ...
 
     def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
-        """The gradient of every row's own loss at `weights` (every tensor of the spec), which are only read.
+        """Return the gradient of every example's own loss at `weights` (every tensor of the spec), which are only read.
 
         Raises:
-            TaskError: the task has no loss of a single row.
+            TaskError: the task has no per-example loss.
         """
         ...
 
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
-        """The same gradients in features that depend on `weights` alone; `pull` is one backward pass for all rows.
+        """Return these gradients in features that depend only on `weights`; `pull` is one backward pass in total.
 
         Raises:
-            TaskError: in this task, a row's loss depends on the weights in another way too.
+            TaskError: in this task, an example's loss also depends on the weights in another way.
         """
         ...
 
@@ -173,7 +173,7 @@ class Trainer(Protocol):
 
     @property
     def rows(self) -> PerExampleGradientSource:
-        """The gradients of single rows, over the same data."""
+        """Return the per-example gradients over the same data."""
         ...
 
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
@@ -198,8 +198,8 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class ScoresExamples(Protocol):
-    """A trainer that can score rows which it does not train on."""
+    """A trainer that can score examples that it does not train on."""
 
     def mean_loss(self, weights: Weights, rows: Sequence[Any]) -> float:
-        """Mean loss of the rows at `weights` (every tensor of the spec), which are only read."""
+        """Return the mean loss of the examples at `weights` (every tensor of the spec), which are only read."""
         ...

@@ -1,4 +1,4 @@
-"""Wrappers that pass every call to a trainer or to its gradients, and a trainer that has such gradients alone."""
+"""Wrappers that pass every call to a trainer or to its gradients, and a trainer with per-example gradients only."""
 
 from __future__ import annotations
 

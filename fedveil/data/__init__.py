@@ -1,1 +1,1 @@
-"""Rows of a data set: reading, decoding, cutting into sites' parts, batches."""
+"""Examples of a data set: reading, decoding, partitioning among sites, and batches."""

@@ -1,4 +1,4 @@
-"""Rows, batches of them, the order of an epoch, and how batches reach the device."""
+"""Encoded examples, their batches, the order of an epoch, and the transfer of batches to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["EncodedExample", "ExampleBatch", "LabelledBatch", "TokenBatch", "TokenExample", "epoch_order"]
 
-WINDOW = 32  # batches inside which bucketing sorts: wide enough for rows of like length, far from a sorted epoch
+WINDOW = 32  # batches within which bucketing sorts: enough for examples of similar length, far from a sorted epoch
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -26,12 +26,12 @@ class ExampleBatch(Protocol):
 
     @property
     def terms(self) -> int:
-        """Terms of the loss: target tokens, or images."""
+        """Return the number of terms of the loss: target tokens, or images."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows, padding apart; 0 where a task has none."""
+        """Return the number of tokens of all examples, without padding; 0 for a task without tokens."""
         ...
 
     def pinned(self: _Same) -> _Same:
@@ -45,19 +45,19 @@ class ExampleBatch(Protocol):
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """A batch of images, or of points of their features, with their classes."""
+    """A batch of images, or of their features, with their classes."""
 
     inputs: Float[Tensor, "rows ..."]
     labels: Int[Tensor, " rows"]
 
     @property
     def terms(self) -> int:
-        """Images, the terms of the loss."""
+        """Return the number of images, which are the terms of the loss."""
         return len(self.labels)
 
     @property
     def tokens(self) -> int:
-        """None."""
+        """Return 0: images have no tokens."""
         return 0
 
     def pinned(self) -> LabelledBatch:
@@ -84,9 +84,9 @@ _Batch = TypeVar("_Batch", bound=ExampleBatch)
 
 @dataclass(frozen=True)
 class TokenExample:
-    """One encoded row: `ids` with the target from position `start` on.
+    """One encoded example: `ids`, with the target from position `start` on.
 
-    `cut`: what it has lost to the limit on its length: 0 nothing, 1 the end of its source, 2 that of its target too.
+    `cut`: the part cut off by the length limit: 0 nothing, 1 the end of the source, 2 also the end of the target.
     """
 
     ids: list[int]
@@ -95,7 +95,7 @@ class TokenExample:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.ids)
 
 
@@ -107,7 +107,7 @@ class TokenBatch:
         ids, mask: token ids, and 1 where they are not padding.
         positions: where the model predicts a target token, counted over the flattened `ids`.
         wanted: the target token of each of these positions.
-        tokens: in all examples, without padding.
+        tokens: number of tokens in all examples, without padding.
         inputs: further model inputs: the images of all examples, for a vision model.
     """
 
@@ -120,7 +120,7 @@ class TokenBatch:
 
     @property
     def terms(self) -> int:
-        """Target tokens, the terms of the loss."""
+        """Return the number of target tokens, which are the terms of the loss."""
         return len(self.wanted)
 
     def pinned(self) -> TokenBatch:
@@ -138,7 +138,7 @@ class TokenBatch:
 
 
 def round_up(length: int, multiple: int, limit: int) -> int:
-    """The smallest multiple of `multiple` that is at least `length`; where that is above `limit`, the larger of
+    """Return the smallest multiple of `multiple` that is at least `length`; if that is above `limit`, the larger of
     `length` and `limit`."""
     return max(length, min(-(-length // multiple) * multiple, limit))
 
@@ -149,10 +149,10 @@ def collate_batch(
     whole: bool = False,
     width: Callable[[int], int] = lambda longest: longest,
 ) -> TokenBatch:
-    """One batch of `rows`, padded with `padding` to the longest of them. `whole`: all but a row's first token count as
-    its target. `width`: the batch's length by that of its longest row.
+    """Return one batch of `rows`, padded with `padding` to the longest. `whole`: all tokens except an example's first
+    are its target. `width`: maps the length of the longest example to the batch's length.
 
-    Positions are counted here, on the CPU: a mask of target tokens would have to be counted on the GPU, and waited for.
+    Positions are computed here, on the CPU: counting a mask of target tokens on the GPU would require waiting for it.
     """
     length = width(max(len(row.ids) for row in rows))
     ids = [row.ids + [padding] * (length - len(row.ids)) for row in rows]
@@ -161,7 +161,7 @@ def collate_batch(
     positions = [i * length + at - 1 for i, row in enumerate(rows) for at in range(starts[i], len(row.ids))]
     wanted = [token for row, start in zip(rows, starts, strict=True) for token in row.ids[start:]]
     tokens = sum(len(row.ids) for row in rows)
-    # torch would make floats of an empty list.
+    # torch would turn an empty list into floats.
     where, target = (torch.tensor(values, dtype=torch.int64) for values in (positions, wanted))
     return TokenBatch(torch.tensor(ids), torch.tensor(mask), where, target, tokens)
 
@@ -169,10 +169,10 @@ def collate_batch(
 def epoch_order(
     rows: Sequence[EncodedExample], batch_size: int, generator: torch.Generator, bucketing: bool
 ) -> list[int]:
-    """Indices of one epoch, every row once: shuffled, or shuffled batches of rows of like length.
+    """Return the indices of one epoch, every example once: shuffled, or shuffled batches of similar length.
 
-    With `bucketing` the rows are shuffled, sorted by length inside windows of WINDOW batches and cut into batches,
-    which are then shuffled. Only the last batch is short, and chance alone says which rows it has.
+    With `bucketing` the examples are shuffled, sorted by length within windows of WINDOW batches, and cut into batches,
+    which are then shuffled. Only the last batch is short; its examples are random.
     """
     shuffled: list[int] = torch.randperm(len(rows), generator=generator).tolist()
     if not bucketing:
@@ -192,7 +192,7 @@ def epoch_order(
 def load_batches(
     steps: Iterable[_In], collated: Callable[[_In], list[_Batch]], device: torch.device
 ) -> Generator[list[_Batch]]:
-    """The batches of each step on `device`; for a GPU they are collated a step ahead, into pinned memory."""
+    """Yield the batches of each step on `device`; for a GPU they are collated one step ahead, into pinned memory."""
     if device.type != "cuda":
         for rows in steps:
             yield [batch.to(device) for batch in collated(rows)]
@@ -202,7 +202,7 @@ def load_batches(
 
 
 def prefetch(items: Iterable[_In], work: Callable[[_In], _Out]) -> Iterator[_Out]:
-    """`work` of every item in order, done one item ahead in a thread; what it raises comes in its place."""
+    """Yield `work(item)` in order, computed one item ahead in a thread; its exceptions are raised in their turn."""
     with ThreadPoolExecutor(1, "batches") as pool:
         pending = None
         for item in items:

@@ -10,12 +10,12 @@ the tokenizer, the code.
 
 | case | what happens |
 |---|---|
-| the key differs in anything | another set: this one is not looked at |
-| a set that is not whole, has another byte, or is open to others than its owner | it is removed and rebuilt |
+| the key differs in anything | another set is used; this one is not read |
+| a set that is incomplete or damaged, or accessible to other users than its owner | it is removed and rebuilt |
 | the process dies while it writes | a .part stays, which no process reads; it goes with the next set, an hour later |
-| two processes make one set | each uses its own; the first one to end keeps it |
-| more than KEPT sets | those that were used longest ago go; a process that has them mapped keeps them |
-| the disk is full | StateError, nothing is kept |
+| two processes build the same set | each uses its own; the first one to finish stores it |
+| more than KEPT sets | the least recently used are removed; a process that has them mapped keeps them |
+| the disk is full | StateError, nothing is stored |
 
 The digests show damage. They do not protect against anyone who can write the site's folder, who can also
 write its examples.
@@ -50,7 +50,7 @@ KEPT = 4
 _VERSION = 1
 _ABOUT = "about.json"
 _LARGEST_ABOUT = 1 << 20
-_WRITING_SECONDS = 3600.0  # after which nobody still writes a .part
+_WRITING_SECONDS = 3600.0  # after which no process still writes a .part
 
 log = logging.getLogger("fedveil.data")
 
@@ -70,7 +70,7 @@ def cache_key(config: RunConfig, split: str, share: DatasetShard | None) -> dict
 
 @cache
 def _code() -> str:
-    """SHA-256 of the app's source and of the versions of the libraries that prepare rows."""
+    """Return the SHA-256 of the app's source and of the versions of the libraries that prepare examples."""
     hasher = hashlib.sha256()
     for name, source in paths.app_sources().items():
         hasher.update(name.encode() + hashlib.sha256(source.read_bytes()).digest())
@@ -81,18 +81,18 @@ def _code() -> str:
 
 @final
 class DatasetCache:
-    """The sets of one data set.
+    """The cached sets of one data set.
 
     Args:
-        folder: made when something is written.
-        kinds: of the arrays of every set, by name: "<i4", "<i8".
+        folder: created when something is written.
+        kinds: dtypes of the arrays of every set, by name: "<i4", "<i8".
     """
 
     def __init__(self, folder: Path, kinds: Mapping[str, str]) -> None:
         self._folder, self._kinds = folder, kinds
 
     def find(self, key: Mapping[str, Any]) -> Part | None:
-        """The arrays under exactly this key, checked and mapped; None if there are none, or none that are whole."""
+        """Return the arrays under exactly this key, checked and mapped; None if they are missing or incomplete."""
         folder = self._of(key)
         if not folder.is_dir():
             return None
@@ -113,7 +113,7 @@ class DatasetCache:
             return None
 
     def put(self, key: Mapping[str, Any], parts: Iterable[Part]) -> Part:
-        """Writes a set, part by part, and gives its arrays, mapped. What `parts` raises leaves nothing behind.
+        """Write a set, part by part, and return its arrays, mapped. If `parts` raises, nothing stays behind.
 
         Raises:
             StateError: the folder cannot be written.
@@ -153,7 +153,7 @@ class DatasetCache:
             return np.memmap(file, kind, "r")
 
     def _tidy(self) -> None:
-        """Removes the sets that were used longest ago, and what dead processes left."""
+        """Remove the least recently used sets and files left by dead processes."""
         with contextlib.suppress(FileNotFoundError):  # another process tidies too
             ages = {path: path.lstat().st_mtime for path in self._folder.iterdir()}
             sets = sorted((path for path in ages if not path.name.startswith(".")), key=lambda path: ages[path])
@@ -163,7 +163,7 @@ class DatasetCache:
 
 
 def _written(folder: Path, parts: Iterable[Part], kinds: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Appends every part to the files of its arrays. Returns what about.json says of them."""
+    """Append every part to the files of its arrays. Return their entries for about.json."""
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(_new(folder / f"{name}.bin")) for name in kinds}
         digests = {name: hashlib.sha256() for name in kinds}
@@ -197,7 +197,7 @@ def _bounded(path: Path) -> bytes:
 
 
 def _plain(key: Mapping[str, Any]) -> Any:
-    """The key as JSON gives it back."""
+    """Return the key after a JSON round trip."""
     return json.loads(json.dumps(key))
 
 

@@ -1,6 +1,6 @@
-"""Looking whether a file has rows with some columns, without reading a large one whole.
+"""Check that a file has rows with the given columns, without reading all of a large file.
 
-| file | what is looked at |
+| file | part that is read |
 |---|---|
 | Parquet | its footer: the names of its columns, the number of its rows |
 | JSON Lines of at most _MOST_BYTES | all of it, as a run reads it |
@@ -27,7 +27,7 @@ class FileProbe:
 
 
 def probe_file(file: Path, columns: tuple[str, ...]) -> FileProbe:
-    """The rows of `file`, all with these columns. Raises TaskError as `tables.read_table`, of what is looked at."""
+    """Count the rows of `file` and check its columns. Raises TaskError as `tables.read_table`, for the part read."""
     is_parquet = file.suffix == ".parquet"
     if not is_parquet and file.stat().st_size <= _MOST_BYTES:
         return FileProbe(len(tables.read_table(file, columns)), True)

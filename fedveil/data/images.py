@@ -1,4 +1,4 @@
-"""Images of a data set: their table with the names of classes, their bytes, decoding, a bound on what is kept."""
+"""Images of a data set: their table with class names, their bytes, decoding, and a bound on decoded images."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fedveil.errors import TaskError
 __all__ = ["decode_image", "image_bytes"]
 
 _Out = TypeVar("_Out")
-KEPT_BYTES = 1 << 30  # of decoded images; beyond it, an image is decoded again for every batch that has it
+KEPT_BYTES = 1 << 30  # of decoded images; beyond it, an image is decoded again for every batch that contains it
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 
 
 @dataclass
 class DecodeMemoryLimit:
-    """Memory for decoded images, for several threads."""
+    """A memory limit for decoded images, shared by several threads."""
 
     left: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def holds(self, nbytes: int) -> bool:
-        """Takes that much, where it is left."""
+        """Reserve `nbytes`; return whether they were still available."""
         with self._lock:
             self.left -= nbytes
             return self.left >= 0
@@ -50,10 +50,10 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def image_bytes(example: Example, column: str) -> bytes:
-    """The bytes of an example's image, which are kept as `datasets` does ({"bytes", "path"}), plainly, or at a path.
+    """Return the bytes of an example's image: from `datasets` ({"bytes", "path"}), raw bytes, or a file at a path.
 
     Raises:
-        TaskError: there is no image, or none at its path.
+        TaskError: the example has no image, or there is none at its path.
     """
     value: object = example.values.get(column)
     if isinstance(value, Mapping):
@@ -75,7 +75,7 @@ def image_bytes(example: Example, column: str) -> bytes:
 
 
 def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
-    """The image in colour, or in PIL's mode `mode`. Raises TaskError where it does not decode."""
+    """Decode the image in PIL's mode `mode`. Raises TaskError if it does not decode."""
     from PIL import Image
 
     try:
@@ -85,7 +85,7 @@ def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
 
 
 def require_image(image: bytes, where: str) -> None:
-    """Raises TaskError where the head is none of an image; what comes behind it is seen when the image is decoded."""
+    """Raise TaskError if the header is not an image's; later bytes are checked when the image is decoded."""
     from PIL import Image
 
     try:
@@ -101,10 +101,10 @@ def _broken(where: str, error: Exception) -> TaskError:
 
 
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
-    """Images with their classes: the file of a split, or an image folder `<split>/<class>/<image>`.
+    """Return images with their classes, from the file of a split or an image folder `<split>/<class>/<image>`.
 
-    Names of the classes are those that the target column keeps (ClassLabel), else its sorted texts, else none; of an
-    image folder the class folders.
+    The class names are those of the target column (ClassLabel), else its sorted texts, else none; for an image folder,
+    the class folders.
 
     Raises:
         TaskError: as `tables.read_split`, or an image folder without an image.
@@ -123,10 +123,10 @@ def is_by_class(data: Path, split: str) -> bool:
 
 
 def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
-    """The images of class folders, in the order of their paths.
+    """Return the images of class folders, in the order of their paths.
 
     The class is in task.target-column and in task.label-column. Class folders without an image are classes too. Hidden
-    files and those that are not SUFFIXES are passed over.
+    files and files with other suffixes than SUFFIXES are skipped.
     """
     from datasets import Dataset
 

@@ -1,9 +1,9 @@
 """Packing of several short examples into one sequence: steps on the same examples, with less padding.
 
 Attention stays within an example. Positions restart at each example, and no mask is passed with them.
-From the positions transformers builds the block mask itself, for the families in FAMILIES. Tests compare
-loss and gradient there with those of unpacked examples. Each padding token is an example of its own,
-which does not count.
+transformers builds the block mask from the positions, for the families in FAMILIES. Tests compare loss and
+gradient for these with those of unpacked examples. Each padding token is a separate example that does not
+count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def check_packing(family: str, name: str) -> None:
 
 
 def fit_sequences(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of these lengths, none above `room`, in sequences of at most `room` tokens: first fit, longest first."""
+    """Pack examples of these lengths, at most `room` each, into sequences of at most `room` tokens.
+
+    Uses first fit, longest first.
+    """
     sequences: list[list[int]] = []
     left: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -48,9 +51,9 @@ def collate_packed(
     whole: bool = False,
     width: Callable[[int], int] = lambda longest: longest,
 ) -> TokenBatch:
-    """One batch of `rows` in sequences of up to `room` tokens; otherwise as `batches.collate_batch`.
+    """Return one batch of `rows` in sequences of up to `room` tokens; otherwise as `batches.collate_batch`.
 
-    Its `mask` is 1 where there is no padding. `inputs` has the positions ("position_ids"), which take its place.
+    Its `mask` is 1 where there is no padding. The model gets the positions ("position_ids" in `inputs`) instead.
     """
     sequences = [[rows[i] for i in chosen] for chosen in fit_sequences([row.length for row in rows], room)]
     length = width(max(sum(row.length for row in sequence) for sequence in sequences))

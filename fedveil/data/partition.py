@@ -1,16 +1,16 @@
-"""Cutting one table into the parts of several sites, with the partitioners of flwr-datasets.
+"""Partition one table among several sites, with the partitioners of flwr-datasets.
 
 Every site's process cuts the same table with the same seed and keeps its own part, so nothing needs to be sent. Each
-row is in exactly one part and no part is empty; a cut that cannot be made so is refused.
+row is in exactly one part and no part is empty; a partition for which this is impossible is refused.
 
 | task.partition | part of a site |
 |---|---|
 | iid | an equal share of the shuffled rows |
-| dirichlet | of each label a share drawn from Dirichlet(task.alpha) |
+| dirichlet | a share of each label, drawn from Dirichlet(task.alpha) |
 | pathological | the rows of task.classes-per-site labels, split with the other sites that have the label |
 | pathological, task.classes-per-site 0 | the rows of whole labels: of C shuffled labels round(C / sites) each, the rest
   to the last site (Tran et al. 2025, DP-FPL) |
-| natural | the rows of whole labels; the sorted labels are dealt out in turn where there are more than sites |
+| natural | the rows of whole labels; if there are more labels than sites, sorted labels are dealt out in turn |
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ _INDEX, _LABEL = "index", "label"
 
 
 def partition_rows(rows: Dataset, share: DatasetShard, task: TaskConfig, seed: int) -> Dataset:
-    """The part of `rows` that is site `share.index` of `share.count`. Raises as `partition_indices`."""
+    """Return the part of `rows` of site `share.index` out of `share.count`. Raises as `partition_indices`."""
     return rows.select(partition_indices(rows, share, task, seed))
 
 
 def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed: int) -> list[int]:
-    """The rows of the part that is site `share.index` of `share.count`, in its order.
+    """Return the indices of the rows of site `share.index` out of `share.count`, in the part's order.
 
     Raises:
-        TaskError: the share is not one of the count, or the rows cannot be cut so that each site gets some and
-            each row has a site.
+        TaskError: the index is out of range, or no partition gives each site some rows and each row a site.
     """
     from datasets import Dataset
 
@@ -73,10 +72,10 @@ def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed
 
 
 def example_labels(rows: Dataset, task: TaskConfig) -> list[str]:
-    """The label of each row: task.label-column, or the group that task.label-pattern finds in it.
+    """Return the label of each row: task.label-column, or the group that task.label-pattern matches in it.
 
     Raises:
-        TaskError: no such column, or a pattern that is no regular expression with one group.
+        TaskError: the column is missing, or the pattern is not a regular expression with one group.
     """
     if task.label_column not in rows.column_names:
         raise TaskError(
@@ -101,7 +100,7 @@ def example_labels(rows: Dataset, task: TaskConfig) -> list[str]:
 
 
 def _dealt(found: list[str], share: DatasetShard) -> list[str]:
-    """Whole labels dealt to the sites in turn: a group name for each row, as many groups as sites."""
+    """Deal whole labels to the sites in turn; return a group name for each row, with as many groups as sites."""
     distinct = sorted(set(found))
     if len(distinct) < share.count:
         raise TaskError(
@@ -117,7 +116,7 @@ def _is_apart(task: TaskConfig) -> bool:
 
 
 def _apart(found: list[str], share: DatasetShard, seed: int) -> list[str]:
-    """Whole labels in runs of round(C / sites) of a seeded order, halves to the even number; a group for each row."""
+    """Group whole labels in runs of round(C / sites) (half to even) of a seeded order; return each row's group."""
     distinct = sorted(set(found))
     random.Random(seed).shuffle(distinct)
     run = round(len(distinct) / share.count)

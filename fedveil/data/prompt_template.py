@@ -14,13 +14,13 @@ from fedveil.errors import ConfigError
 from fedveil.sanitize import sanitize
 
 SEPARATOR = "\n"
-_MOST = 1 << 16  # characters of a template, and of what it writes
+_MOST = 1 << 16  # characters of a template, and of its output
 _SOURCE, _TARGET = "fedveil0source", "fedveil0target"
 
 
 @dataclass(frozen=True)
 class PromptFrame:
-    """Tokens before the source, between it and the target, and behind that: the end token, or what closes an answer."""
+    """Tokens before the source, between it and the target, and after the target, up to and including the end token."""
 
     before: list[int]
     between: list[int]
@@ -28,12 +28,12 @@ class PromptFrame:
 
     @property
     def length(self) -> int:
-        """Tokens before and between."""
+        """Return the number of tokens before the source and between source and target."""
         return len(self.before) + len(self.between)
 
 
 def plain_frame(tokenizer: Any) -> PromptFrame:
-    """A begin token, where the tokenizer puts one; a newline; the end token."""
+    """Return a frame of a begin token (if the tokenizer adds one), a newline, and the end token."""
     first = tokenizer("")["input_ids"][:1]
     begin = [int(i) for i in first if i == tokenizer.bos_token_id and i != tokenizer.eos_token_id]
     return PromptFrame(begin, tokenizer.encode(SEPARATOR, add_special_tokens=False), [tokenizer.eos_token_id])

@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 __all__ = ["DatasetTable", "TableSelection", "read_split", "read_table", "split_file"]
 
 SUFFIXES = (".jsonl", ".parquet")
-_PARSED = 10_000  # lines of JSON that become a part of the table together
-_AT_ONCE = 256  # rows that are Python objects together: few, for they may be pictures
+_PARSED = 10_000  # lines of JSON that are added to the table together
+_AT_ONCE = 256  # rows that are Python objects at a time: few, because they may be images
 
 
 @dataclass(frozen=True)
 class DatasetTable:
-    """The rows of one split, whole.
+    """All rows of one split.
 
     Attributes:
         rows: all columns.
-        origin: of a row, by its index.
+        origin: returns a row's origin by its index.
         folder: where relative paths in the rows begin.
-        class_names: of all classes, by number; empty where the rows name none.
+        class_names: names of all classes, by number; empty if the rows name none.
     """
 
     rows: Dataset
@@ -58,10 +58,10 @@ class DatasetTable:
     class_names: tuple[str, ...] = ()
 
     def examples(self, split: str, share: DatasetShard | None, config: RunConfig) -> TableSelection:
-        """The rows, or those of the part that is `share`.
+        """Return the examples, or those of the part `share`.
 
-        Of the split "train" at most task.examples-per-site, a seeded choice in file order. Raises TaskError as
-        `partition.indices`.
+        For the split "train" these are at most task.examples-per-site, a seeded choice in file order. Raises TaskError
+        as `partition.partition_indices`.
         """
         task, seed = config.task, config.run.seed
         chosen: Sequence[int] = range(len(self.rows))
@@ -74,10 +74,10 @@ class DatasetTable:
 
 @final
 class TableSelection(Sequence[Example]):
-    """Some rows of a table. An example is made when it is asked for; an iteration reads _AT_ONCE rows at a time.
+    """Some rows of a table. Examples are built on access; iteration reads _AT_ONCE rows at a time.
 
     Args:
-        table: the whole.
+        table: the whole table.
         at: the indices of the rows in it.
     """
 
@@ -124,7 +124,7 @@ def read_split(data: Path, split: str, columns: tuple[str, ...], scratch: Path |
 
 @contextlib.contextmanager
 def columns_named_by(key: str) -> Iterator[None]:
-    """Around the reading of rows that `key` names: what is wrong with them is said of it, and not of task.data."""
+    """Context in which errors about rows name `key` instead of task.data."""
     try:
         yield
     except TaskError as error:
@@ -132,16 +132,16 @@ def columns_named_by(key: str) -> Iterator[None]:
 
 
 def digest_file(file: Path) -> str:
-    """SHA-256 of a file of rows."""
+    """Return the SHA-256 of a data file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def split_file(data: Path, split: str) -> Path:
-    """The file of `split` in the folder `data`; `data` itself where that is a file.
+    """Return the file of `split` in the folder `data`, or `data` itself if it is a file.
 
     Raises:
-        TaskError: neither is there, or the file is of another kind.
+        TaskError: neither exists, or the file is of another kind.
     """
     if data.is_file():
         if data.suffix not in SUFFIXES:
@@ -159,9 +159,9 @@ def split_file(data: Path, split: str) -> Path:
 
 
 def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None) -> Dataset:
-    """All rows of `file`, in memory or, with a private folder `scratch`, mapped from a nameless file in it.
+    """Read all rows of `file` into memory or, with a private folder `scratch`, mapped from an unnamed file in it.
 
-    Goes past the cache of `datasets`: a site may have no writable one, and many processes would share it.
+    This bypasses the cache of `datasets`: a site may have no writable one, and many processes would share it.
 
     Raises:
         TaskError: a line or the file cannot be read, there is no row, or one of `columns` is missing.
@@ -182,7 +182,7 @@ def no_parquet(file: Path, error: Exception) -> TaskError:
 
 
 def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) -> None:
-    """Raises TaskError where one of `columns` is not among the names that `file` has."""
+    """Raise TaskError if one of `columns` is not among the column names of `file`."""
     for column in columns:
         if column not in names:
             raise TaskError(
@@ -209,7 +209,7 @@ def _json_lines(file: Path, scratch: Path | None) -> pyarrow.Table | None:
 
 
 def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Iterator[pyarrow.Table]:
-    """The tables up to the first one of another schema; the schemas of all of them go into `schemas`, each once."""
+    """Yield the tables up to the first one with another schema; collect the distinct schemas of all in `schemas`."""
     for table in tables:
         if table.schema not in schemas:
             schemas.append(table.schema)
@@ -218,7 +218,7 @@ def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Ite
 
 
 def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
-    """The lines of a file, _PARSED at a time, by what they hold or under a schema."""
+    """Yield tables of _PARSED lines of a file at a time, with inferred types or under a schema."""
     import pyarrow
 
     with file.open("rb") as lines:
@@ -232,7 +232,7 @@ def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[p
 
 
 def parse_line(line: bytes, number: int, file: Path) -> dict[str, Any]:
-    """The row in a line of JSON. Raises TaskError where there is none."""
+    """Parse the row in a line of JSON. Raises TaskError if there is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -261,7 +261,7 @@ def _parquet(file: Path, scratch: Path | None) -> pyarrow.Table | None:
 
 
 def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Table | None:
-    """The tables, of one schema, as one; None where there are none."""
+    """Join tables of one schema into one; return None if there are none."""
     import pyarrow
 
     first = next(tables, None)

@@ -1,4 +1,4 @@
-"""Texts to tokens, many at a time: the tokenizer's own threads work on all of them, and Python waits for none."""
+"""Tokenize many texts at a time, so that the tokenizer's own threads work in parallel."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, final
 
-_REMEMBERED = 1 << 14  # texts: a source stands before many targets in some data
+_REMEMBERED = 1 << 14  # texts: in some data, one source occurs with many targets
 
 
 @final
 class CachedTokenizer:
-    """A tokenizer without special tokens. Equal texts, unless many lie between them, are tokenised once."""
+    """A tokenizer without special tokens. It caches recent texts, so that equal ones are tokenized once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -19,13 +19,13 @@ class CachedTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of all that the tokens follow from; "" where the tokenizer cannot tell."""
+        """Return the SHA-256 of everything that determines the tokens; "" if the tokenizer is not a fast one."""
         if not self._tokenizer.is_fast:
             return ""
         return hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, as the tokenizer's `encode` gives them one by one."""
+        """Return the tokens of each text, as the tokenizer's `encode` returns them one by one."""
         if len(self._known) > _REMEMBERED:
             self._known.clear()
         if new := list(dict.fromkeys(text for text in texts if text not in self._known)):

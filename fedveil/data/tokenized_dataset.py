@@ -1,4 +1,4 @@
-"""Encoded rows of text as a few arrays, not as Python objects: in memory, or mapped from a shelf."""
+"""Encoded text examples as a few arrays, not as Python objects: in memory, or mapped from a cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ KINDS: Mapping[str, str] = {"ids": "<i4", "lengths": "<i4", "starts": "<i4", "cu
 
 @final
 class TokenizedDataset(Sequence[TokenExample]):
-    """Rows of tokens. A row becomes a Python object when it is asked for; a slice is a list of such objects.
+    """Tokenized examples. An example becomes a Python object on access; a slice is a list of such objects.
 
     Args:
-        arrays: by the names of KINDS: the tokens of all rows behind one another; of each row how many they are, where
-            its target begins, what it has lost, and the number of the row of the file that it was made from (0 where it
-            is of none).
+        arrays: by the names of KINDS: the concatenated tokens of all examples and, for each example, its number of
+        tokens, the start of its target, its `cut`, and the row of the file that it was read from (0 if none).
     """
 
     def __init__(self, arrays: Part) -> None:
@@ -54,7 +53,7 @@ class TokenizedDataset(Sequence[TokenExample]):
 
 
 def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
-    """Some rows as arrays."""
+    """Return some examples as arrays."""
     lengths = [len(row.ids) for row in rows]
     ids = np.fromiter(itertools.chain.from_iterable(row.ids for row in rows), np.int32, sum(lengths))
     return {
@@ -67,7 +66,7 @@ def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
 
 
 def join_parts(parts: Iterable[Part]) -> Part:
-    """The arrays of all parts, in memory."""
+    """Concatenate the arrays of all parts, in memory."""
     arrays_by_name: dict[str, list[np.ndarray]] = {name: [np.empty(0, kind)] for name, kind in KINDS.items()}
     for part in parts:
         for name, array in part.items():

@@ -35,7 +35,7 @@ from fedveil.rng import RandomStream
 
 
 def make_aggregator(aggregate: AggregateConfig) -> RunningSums | RobustAggregator | MultiKrumAggregator:
-    """Empty sums of a round under a rule."""
+    """Create the empty sums of a round under a rule."""
     if aggregate.rule == "multi-krum":
         return MultiKrumAggregator(aggregate.num_byzantine, aggregate.num_selected)
     if aggregate.rule == "mean":
@@ -44,7 +44,7 @@ def make_aggregator(aggregate: AggregateConfig) -> RunningSums | RobustAggregato
 
 
 def fewest_uploads(aggregate: AggregateConfig) -> int:
-    """The fewest uploads that the rule can choose among; 0 for a rule that takes any number."""
+    """Return the minimum number of uploads for the rule; 0 if it takes any number."""
     return min_uploads(aggregate.num_byzantine, aggregate.num_selected) if aggregate.rule == "multi-krum" else 0
 
 
@@ -77,7 +77,7 @@ def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
 
 
 def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
-    """Raises ConfigError for what cannot be done with masked uploads, which are not read one by one."""
+    """Raise ConfigError for settings that need single uploads if uploads are masked."""
     if not secure.enabled:
         return
     asked: tuple[tuple[str, object, object, str], ...] = (
@@ -94,7 +94,7 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
 
 
 def check_count(aggregate: AggregateConfig, field: str, found: int) -> None:
-    """Raises ConfigError if a round of so many uploads, which `field` allows, is too small for the rule."""
+    """Raise ConfigError if a round of this many uploads, which `field` allows, is too small for the rule."""
     if found < (least := fewest_uploads(aggregate)):
         means = f" and aggregate.num-selected = {aggregate.num_selected}" if aggregate.num_selected else ""
         raise ConfigError(

@@ -39,7 +39,7 @@ class ClientStateCache(MutableMapping[str, FederatedState | None]):
         self._numbers = itertools.count()
 
     def stage(self, site: str, state: FederatedState | None) -> None:
-        """Keeps what a site ends the round under way with."""
+        """Store the state with which a site ends the current round."""
         self._put(self._staged, site, state)
 
     def staged(self, site: str) -> FederatedState | None:
@@ -47,14 +47,14 @@ class ClientStateCache(MutableMapping[str, FederatedState | None]):
         return _state(self._staged[site])
 
     def commit(self) -> None:
-        """The round under way has ended: its states are those of their sites."""
+        """Make the states of the current round the states of their sites."""
         for site, entry in self._staged.items():
             self._release(self._states.get(site))
             self._states[site] = entry
         self._staged = {}
 
     def discard(self) -> None:
-        """Drops what a round that failed has left."""
+        """Drop the states of a failed round."""
         for entry in self._staged.values():
             self._release(entry)
         self._staged = {}

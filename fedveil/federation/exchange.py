@@ -26,7 +26,7 @@ from fedveil.wire.validation import message_bounds
 
 __all__ = ["MessageExchange", "Participate"]
 
-# A client's turn: message, private state, trainer, context and the turn's name give the new state and the upload.
+# A client round: maps message, private state, trainer, context and the round's name to the new state and the upload.
 Participate = Callable[
     [Buffer, FederatedState | None, Trainer, RoundContext, str], tuple[FederatedState | None, list[Buffer]]
 ]
@@ -57,24 +57,24 @@ class MessageExchange:
         return message_bounds(self.layout, "up").message
 
     def nbytes(self, field: WireField) -> int:
-        """Bytes of a field; where a length is the sender's, those of the largest value."""
+        """Return the bytes of a field; if the sender chooses a length, those of the largest value."""
         return field.codec.nbytes(field.largest)
 
     def sizes(self, direction: Direction) -> dict[str, int]:
-        """Bytes of the fields by variant, without the envelope."""
+        """Return the bytes of the fields by variant, without the envelope."""
         fields = {variant: self.layout.fields_of(direction, variant) for variant in self.layout.variants(direction)}
         return {variant: sum(map(self.nbytes, of.values())) for variant, of in fields.items()}
 
     def largest(self, direction: Direction) -> int:
-        """Those of the largest variant."""
+        """Return the bytes of the largest variant."""
         return max(self.sizes(direction).values())
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> bytes:
-        """The message to one client."""
+        """Return the message to one client."""
         return b"".join(self.packed(server, ctx).parts)
 
     def packed(self, server: FederatedState, ctx: RoundContext) -> PackedMessage:
-        """The same message in parts, with what it discloses."""
+        """Return the message to one client in parts, with a description of what it discloses."""
         payload = self.method.broadcast(server, ctx)
         return pack_message_parts(
             self.layout,
@@ -85,14 +85,14 @@ class MessageExchange:
     def participate(
         self, data: Buffer, private: FederatedState | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
     ) -> tuple[FederatedState | None, list[Buffer]]:
-        """The client's whole turn: decode, train, encode.
+        """Run the whole client round: decode, train, encode.
 
         Returns the new private state and the reply, in parts. If the caller keeps no reference to `data`, its memory
         can be freed while the client trains. `turn` is the site's name for the state, which the reply carries if there
         is one to keep.
 
         Raises:
-            WireError: a message that is not what the layout declares, or holds a value that is not finite.
+            WireError: the message does not match the layout, or holds a value that is not finite.
         """
         received = [self.opened(data, ctx)]
         del data
@@ -112,7 +112,7 @@ class MessageExchange:
     def trained(
         self, private: FederatedState | None, received: list[Payload], trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload, Mapping[str, float]]:
-        """The method's own half: the new private state, what is to be sent, and the report.
+        """Run the method's client half; return the new private state, the payload to send, and the report.
 
         `received` has one payload, which is taken out of it, so that its memory can be freed while the client trains.
         """
@@ -123,8 +123,8 @@ class MessageExchange:
     def receive(
         self, data: Buffer, round_: int, address: MessageAddress = MessageAddress(), site: str = ""
     ) -> DecodedMessage:
-        """A client's message, decoded; the intake gate has not checked it yet. `site`: whose it is, where the address
-        does not say. Raises WireError.
+        """Decode a client's message, before upload validation. `site`: its sender, if the address does not name it.
+        Raises WireError.
         """
         message = unpack_message(
             data, self.layout, EnvelopeStamp.from_exchange(self.method, self.name, round_, "up", address)
@@ -145,9 +145,9 @@ class MessageExchange:
         new_sums: Callable[[], AddedAggregateSums] = RunningSums,
         least: int = 1,
     ) -> FederatedState:
-        """The next state: adds up the terms of all uploads, one in memory at a time, and settles the sums.
+        """Return the next state: sum the terms of all uploads, one in memory at a time, and update the server.
 
-        With fewer than `least` uploads the state is the same object.
+        With fewer than `least` uploads, return the same state object.
         """
         sums, ctx, count = new_sums(), None, 0
         for upload in uploads:
@@ -162,7 +162,7 @@ class MessageExchange:
 
 
 def _finite(message: DecodedMessage) -> Payload:
-    """The payload of a broadcast. Also what no trainer ever sees is finite, such as the centre of a penalty."""
+    """Return a broadcast's payload. Check all values, even those that no trainer sees, such as a penalty's center."""
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
             raise WireError(f"{name}: expected finite values in the broadcast, found others; correct the run")
@@ -170,7 +170,7 @@ def _finite(message: DecodedMessage) -> Payload:
 
 
 class _Reporting(TrainerWrapper):
-    """A trainer that keeps the report of the last training; of steps on single rows, it counts all."""
+    """A trainer that stores the report of the last training, and counts all steps on per-example gradients."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -195,7 +195,7 @@ class _Reporting(TrainerWrapper):
 
 
 class _Counting(WrappedGradientSource):
-    """Row gradients that report how many batches were drawn."""
+    """Per-example gradients that report how many batches were drawn."""
 
     def __init__(self, rows: PerExampleGradientSource, to: _Reporting) -> None:
         super().__init__(rows)

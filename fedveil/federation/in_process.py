@@ -48,9 +48,9 @@ class InProcessFederation:
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
         tap: records every message; None records nothing.
-        unseen: the keys of server and sites where uploads are summed unseen; else None.
+        unseen: the keys of server and sites under secure aggregation; else None.
         max_share: as cohort.max-weight-fraction of a run over gRPC. No site here is hostile: by default none is cut.
-        private_bytes: of the sites' private states, as many are held in memory; the others lie in temporary files.
+        private_bytes: memory limit for the sites' private states; the others are in temporary files.
         private: each site's private state; a site that never took part has none.
     """
 
@@ -91,7 +91,7 @@ class InProcessFederation:
         return derive_secret(side, self.config.run.seed, self.config.run.deterministic)
 
     def run(self, on_round: OnRound | None = None) -> FederatedState:
-        """All rounds of the config, with `on_round` called after each. Returns the last server state."""
+        """Run all rounds of the config; call `on_round` after each. Return the last server state."""
         for round_ in range(self.config.run.rounds):
             self.round(round_)
             if on_round:
@@ -99,7 +99,7 @@ class InProcessFederation:
         return self.server
 
     def round(self, round_: int) -> None:
-        """One round: draws a cohort, exchanges messages with each of its sites, and settles the sums."""
+        """Run one round: draw a cohort, exchange messages with each of its sites, and update the server."""
         chosen = aggregation_rules.draw_cohort(self.sites, self.config.cohort.fraction, self._server_secret, round_)
         self.private.discard()
         if self.unseen:
@@ -137,7 +137,7 @@ class InProcessFederation:
         return RoundContext(round_, site, is_new, secret_, self.config.run.deterministic, noise_in_sum=in_sum)
 
     def _turn(self, round_: int, site: str, participate: Participate) -> bytes:
-        """One site's turn: its upload, which is counted and tapped, as is the broadcast."""
+        """Run one client round; return its upload. Count and record the bytes of broadcast and upload."""
         down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret))
         ctx = self._context(round_, site, self._client_secrets[site])
         trainer = self.trainer_for(site, ctx)
@@ -154,5 +154,5 @@ class InProcessFederation:
         return up
 
     def models(self, site: str | None = None) -> Mapping[str, Weights]:
-        """The current models by view; with `site` also that client's."""
+        """Return the current models by view; with `site` also that client's."""
         return self.exchange.method.models(self.server, self.private.get(site) if site else None)

@@ -1,1 +1,1 @@
-"""Base models: loading, attaching an adapter, where their tensors stand."""
+"""Base models: loading, attaching an adapter, and locating their tensors."""

@@ -113,7 +113,7 @@ class ClassTexts:
 
     @torch.no_grad()
     def written(self, text: str) -> Float[Tensor, "b d"]:
-        """The context that words make: the embeddings of their tokens."""
+        """Return the context of a text: the embeddings of its tokens."""
         ids = torch.tensor(self._tokens(text), device=self._device)
         embeddings: Tensor = self._model.text_model.embeddings.token_embedding(ids)
         return embeddings.float()

@@ -48,6 +48,6 @@ def draw_model(bare: Any, stream: rng.RandomStream) -> Any:
 
 
 def draw_tensors(bare: Any, stream: rng.RandomStream) -> Weights:
-    """Its tensors by name."""
+    """Return the model's tensors by name."""
     with quiet_libraries():
         return {name: parameter.detach() for name, parameter in draw_model(bare, stream).named_parameters()}

@@ -85,7 +85,7 @@ class LoadedModel:
         return tensors
 
     def drop(self) -> None:
-        """Frees the trained parameters: until others are put in, every entry is NaN, in one entry's memory."""
+        """Free the trained parameters: until others are loaded, every entry is NaN, in one entry's memory."""
         for parameter in self.trained.values():
             parameter.data = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(
                 parameter.shape

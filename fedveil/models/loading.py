@@ -73,7 +73,7 @@ def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None)
 
 
 def pick_device(device: str) -> torch.device:
-    """The device that "auto", "cpu", "cuda" or "cuda:1" means. Raises ConfigError where it is not there."""
+    """Return the device for "auto", "cpu", "cuda" or "cuda:1". Raises ConfigError if it does not exist."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = device.partition(":")
@@ -288,7 +288,7 @@ def _precision(config: RunConfig, adapter: Adapter, device: torch.device) -> dic
 
 
 def _check_whole(name: str, info: Mapping[str, Any]) -> None:
-    """The library would fill absent tensors with random values, and only say so."""
+    """Refuse missing tensors, which the library would fill with random values after a mere warning."""
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise TaskError(

@@ -60,7 +60,7 @@ def compile_model(model: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def enable_dropout(model: Any, device: torch.device, generator: torch.Generator) -> Iterator[None]:
-    """Inside, the dropout of PEFT's adapters is on, and torch draws what `generator` says; after, as it was before."""
+    """Enable the dropout of PEFT's adapters, with draws from `generator`; restore the previous state afterwards."""
     dropouts = [module for name, module in model.named_modules() if ".lora_dropout." in name]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator.initial_seed())
@@ -75,7 +75,7 @@ def enable_dropout(model: Any, device: torch.device, generator: torch.Generator)
 
 @contextlib.contextmanager
 def recompute_activations(model: Any, name: str, is_random: bool = False) -> Iterator[None]:
-    """Inside, each layer of `model` keeps its input alone and is computed again in the backward pass.
+    """Make each layer of `model` keep only its input and be recomputed in the backward pass.
 
     The library does so in training mode only, so the layers' own flags go up, while what they are made of stays in eval
     mode; a dropout that a layer applies by itself is 0 for the time. The flags come down after: a layer in that state

@@ -39,10 +39,10 @@ _PIECE = 1 << 19  # blocks at a time: what torch computes with is 64 bytes a blo
 def draw_mask(
     key: bytes, number: int, keep: float, shape: tuple[int, ...], device: torch.device
 ) -> Bool[Tensor, "..."]:
-    """The mask of a key's tensor `number` on `device`, each entry True with probability `keep`.
+    """Return the mask of a key's tensor `number` on `device`, each entry True with probability `keep`.
 
     Raises:
-        ValueError: more entries than a keystream has bytes, or a `keep` that is no probability.
+        ValueError: the shape has more entries than a keystream has bytes, or `keep` is not a probability.
     """
     if (count := math.prod(shape)) > LARGEST:
         raise ValueError(f"shape: expected at most {LARGEST} entries in a tensor, found {count}; split it")
@@ -65,7 +65,7 @@ def _nonce(number: int, stream: int) -> bytes:
 
 
 def cipher_states(key: bytes, number: int) -> Int32[Tensor, "2 16"]:
-    """The first blocks of entries and ties before their rounds, on the CPU: constant, key, block number 0, nonce."""
+    """Return the initial states of both keystreams, on the CPU: constant, key, block number 0, nonce."""
     blocks = [_CONSTANT + key + bytes(4) + _nonce(number, stream) for stream in (_ENTRIES, _TIES)]
     return torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.int32).view(2, 16)
 
@@ -73,7 +73,7 @@ def cipher_states(key: bytes, number: int) -> Int32[Tensor, "2 16"]:
 def decide_bits(
     entries: Int32[Tensor, "16"], ties: Int32[Tensor, "16"], first: int, rest: int, count: int
 ) -> Bool[Tensor, " n"]:
-    """`fedveil.rng.draw_booleans` in operations of torch, on the device of the states."""
+    """Compute `fedveil.rng.draw_booleans` with torch operations, on the device of the states."""
     drawn = key_stream(entries, count)
     bits = drawn.to(torch.int16) < first  # which may be 256
     if rest:
@@ -105,7 +105,7 @@ def _rounds(state: Int32[Tensor, "16 n"]) -> Int32[Tensor, "16 n"]:
 
 
 def _quarters(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four quarter rounds, one a column. Sums of int32 wrap around."""
+    """Apply four quarter rounds, one per column. Sums of int32 wrap around."""
     a = a + b
     d = _turned(d ^ a, 16)
     c = c + d

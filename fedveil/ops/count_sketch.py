@@ -1,9 +1,9 @@
-"""A count sketch: a few numbers from which the norm of a difference of two tensors can be told later.
+"""A count sketch: a few numbers from which the norm of the difference of two tensors can later be estimated.
 
     s_b(x) = sum of sign_i x_i over the entries i in bucket b;   |s(x) - s(y)| estimates |x - y|
 
 Charikar, Chen, Farach-Colton: Finding Frequent Items in Data Streams. 2002. Bucket and sign of an entry follow from a
-key. Who does not know the key cannot make a difference that the sketch misses.
+key. Without the key, an adversary cannot construct a difference that the sketch misses.
 
 | case | result |
 |---|---|
@@ -22,7 +22,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 SIZE = 64  # buckets
-_TABLE = 1 << 16  # entries that have buckets and signs of their own; beyond them the table is turned at random
+_TABLE = 1 << 16  # entries with their own buckets and signs; beyond these the table is rotated at random
 
 
 def count_sketch(tensor: Tensor, key: bytes, name: str) -> Float64[Tensor, "64"]:

@@ -51,7 +51,7 @@ def check_wire_dtype(wire_dtype: WireDtype) -> None:
 
 
 def learning_rate_of(learning_rate: float | None, exchange: Exchanged, optimiser: Optimiser) -> float:
-    """eta as given; by default 1 for SGD after local training, otherwise 1e-4 as in the random binary paper."""
+    """Return eta; by default 1 for SGD after local training, otherwise 1e-4 as in the random binary paper."""
     if learning_rate is not None:
         return learning_rate
     return 1.0 if (exchange, optimiser) == ("epoch", "sgd") else 1e-4
@@ -60,7 +60,7 @@ def learning_rate_of(learning_rate: float | None, exchange: Exchanged, optimiser
 def client_gradient(
     trainer: Trainer, received: Weights, exchange: Exchanged, device: torch.device | None = None
 ) -> dict[str, Tensor]:
-    """g^n at the received weights, on `device`, or on theirs."""
+    """Return g^n at the received weights, on `device` or else on the weights' device."""
     weights = lazy_spec(received, trainer.spec)
     if exchange == "batch":
         gradients = trainer.gradient(weights).weights
@@ -87,7 +87,7 @@ def weights_after(server: FederatedState) -> dict[str, Tensor]:
 def gradient_step(
     server: FederatedState, sums: AggregateSums, optimiser: Optimiser, learning_rate: float
 ) -> FederatedState:
-    """One step along the mean. A tensor that no client sent stays the same object."""
+    """Take one step along the mean. A tensor that no client sent stays the same object."""
     new = dict(server.tensors)
     for name, old in weights_after(server).items():
         if name not in sums:
@@ -149,7 +149,7 @@ class FedSgdMethod(Method):
         return Payload(cast_to(weights_after(server), self.wire_dtype))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """A step along the mean of what was sent."""
+        """Take a step along the mean of the uploads."""
         eta = learning_rate_of(self.learning_rate, self.exchange, self.optimiser)
         return gradient_step(server, sums, self.optimiser, eta)
 

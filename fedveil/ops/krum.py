@@ -1,9 +1,9 @@
-"""Multi-Krum: the mean of the uploads that lie closest to many others (Blanchard et al. 2017).
+"""Multi-Krum: the mean of the uploads that are closest to many others (Blanchard et al. 2017).
 
 | paper | code | shape, unit |
 |---|---|---|
 | n | uploads in the round | at least 2 f + 3 |
-| f | `hostile` | uploads that may be anything, at least 1 |
+| f | `hostile` | uploads that may be arbitrary, at least 1 |
 | m | `best` | uploads that are averaged, at most n - f - 2; 0 stands for that |
 | V_i | all terms of an upload, as one vector | as they are added, decoded |
 | s(i) | sum of ||V_i - V_j||^2 over the n - f - 2 uploads j nearest to i | |
@@ -55,7 +55,7 @@ _BLOCK = 1 << 16  # entries
 
 
 def min_uploads(hostile: int, best: int = 0) -> int:
-    """The fewest uploads among which `best` can be chosen with `hostile` others: 2 f + 3, and f + m + 2."""
+    """Return the minimum number of uploads: the larger of 2 f + 3 and f + m + 2."""
     return max(2 * hostile + 3, hostile + best + 2)
 
 
@@ -71,7 +71,7 @@ class MultiKrumAggregator:
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
     def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
-        """Keeps all terms of one client. Raises ConfigError for terms that cannot be compared with the others'."""
+        """Store all terms of one client. Raises ConfigError for terms that cannot be compared with the others'."""
         values: dict[str, Tensor] = {}
         for term in terms.tensors:
             if term.mask is not None:
@@ -118,7 +118,7 @@ class MultiKrumAggregator:
         return self._mean.mean(name)
 
     def take(self, name: str) -> Float[Tensor, "..."]:
-        """The same, for the caller to keep."""
+        """Remove the mean from the sums and return it."""
         return self._mean.take(name)
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:

@@ -23,7 +23,7 @@ PRIVATE = (".private_A", ".private_B")
 
 
 def factor_name(name: str) -> Factor:
-    """The factor that a tensor's name says. Raises ConfigError for a tensor that is none."""
+    """Return the factor that a tensor's name denotes. Raises ConfigError for a tensor that is not a factor."""
     for side in FACTORS:
         if name.endswith(f".lora_{side}"):
             return side
@@ -36,7 +36,7 @@ def parse_factor_name(tensors: Mapping[str, T], side: Factor) -> dict[str, T]:
 
 
 def factor_modules(names: Iterable[str]) -> list[str]:
-    """Modules that carry a pair, in order. Raises ConfigError where a factor stands alone."""
+    """Return the modules that have a pair, in order. Raises ConfigError for a module with only one factor."""
     by_side = {side: [n.removesuffix(f".lora_{side}") for n in names if factor_name(n) == side] for side in FACTORS}
     alone = set(by_side["A"]) ^ set(by_side["B"])
     if alone:
@@ -45,12 +45,12 @@ def factor_modules(names: Iterable[str]) -> list[str]:
 
 
 def held_factors(names: Iterable[str], side: Factor) -> dict[str, Tensor]:
-    """Return masks of the factors that a training leaves as they are (`Trainer.train`): it moves the others alone."""
+    """Return masks that freeze these factors in training (`Trainer.train`)."""
     return {name: torch.tensor(True) for name in names if factor_name(name) == side}
 
 
 def drop_private_factors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """The entries that belong to no private pair."""
+    """Return the entries that do not belong to a private pair."""
     return {name: value for name, value in tensors.items() if not name.endswith(PRIVATE)}
 
 

@@ -8,8 +8,8 @@ sum u v + r with r = p - u v is p; the true rank-k part is u u^T p.
 | p = 0, or of rank below k | QR completes the bases: the factors are still orthonormal, and nothing is divided by 0 |
 | k = b | `full_gradient` is the whole gradient, up to rounding |
 
-`factor_pair` finds the smallest pair of factors whose product is a matrix, by a sketch (Halko, Martinsson, Tropp 2011,
-algorithms 4.1 and 5.1), and measures what is lost: a matrix without such a pair has none.
+`factor_pair` finds the smallest pair of factors whose product is a given matrix, by a sketch (Halko, Martinsson, Tropp
+2011, algorithms 4.1 and 5.1), and measures the error; it returns None for a matrix without such a pair.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def full_gradient(u: Tensor, v: Tensor, d_u: Tensor, d_v: Tensor) -> Tensor:
 def factor_pair(
     p: Float[Tensor, "b d"], most: int, error: float, generator: torch.Generator
 ) -> tuple[Float[Tensor, "b k"], Float[Tensor, "k d"]] | None:
-    """The pair of the smallest rank k <= `most` with |p - left right| <= `error` (Frobenius), as found by a sketch.
+    """Find by a sketch the pair of the smallest rank k <= `most` with |p - left right| <= `error` (Frobenius).
 
-    k may be 0. None where the sketch finds no such pair. Time: about 4 b d (`most` + 8) operations.
+    k may be 0. Returns None if the sketch finds no such pair. Time: about 4 b d (`most` + 8) operations.
     """
     if float(torch.linalg.vector_norm(p)) <= error:
         return p[:, :0], p[:0]

@@ -1,4 +1,4 @@
-"""Weights with columns left out and matrices coded, in the same form on the wire in both directions.
+"""Weights with masked columns omitted and matrices quantized, in the same form on the wire in both directions.
 
 The wire carries the visible columns of every masked tensor, packed; for each masked layer one bit a column, as
 "visible.<layer>"; codes where a quantiser is given, in blocks over the packed entries; and all other tensors whole.
@@ -94,13 +94,13 @@ class MaskedWeightsCodec:
         return {layer: cast(Tensor, payload.fields[_VISIBLE + layer]) for layer in self.columns}
 
     def open(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor whole, one at a time, with zeros for missing columns. Raises WireError as `check` does."""
+        """Yield each whole tensor, one at a time, with zeros for missing columns. Raises WireError as `check` does."""
         opened = self.opened(payload)
         for name in self.spec:
             yield name, opened[name]
 
     def opened(self, payload: Payload, device: torch.device | None = None) -> Weights:
-        """The same as a mapping, whose tensors are made at every access, on `device` if one is named.
+        """Return the tensors of `open` as a mapping that computes each at every access, on `device` if given.
 
         Raises WireError as `check` does, at once.
         """
@@ -119,12 +119,12 @@ class MaskedWeightsCodec:
         return unpack_columns(tensor, visible[place.columns], place.axis, self.spec[name].shape)
 
     def seen(self, name: str, visible: Weights) -> Tensor:
-        """True for the visible columns of the tensor `name`, in a shape that broadcasts over it."""
+        """Return True for the visible columns of the tensor `name`, in a shape that broadcasts over it."""
         place = self.masked[name]
         return broadcast_along(visible[place.columns], place.axis, len(self.spec[name].shape))
 
     def weights_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of what `seen` gives for the tensor `name`."""
+        """Return the shape of the result of `seen` for the tensor `name`."""
         place, shape = self.masked[name], self.spec[name].shape
         return tuple(n if axis == place.axis else 1 for axis, n in enumerate(shape))
 
@@ -154,12 +154,12 @@ class MaskedWeightsCodec:
 
 
 def broadcast_along(row: Shaped[Tensor, " n"], axis: int, ndim: int) -> Shaped[Tensor, "..."]:
-    """`row` (one value a column) as a view that broadcasts over a tensor of `ndim` axes."""
+    """Return `row` (one value per column) as a view that broadcasts over a tensor of `ndim` axes."""
     return row.reshape([-1 if i == axis else 1 for i in range(ndim)])
 
 
 def column_positions(visible: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-    """The visible columns of each layer, ascending, on `device`; in one copy, for each waits for the GPU."""
+    """Return the visible columns of each layer, ascending, on `device`, with one copy: each copy waits for the GPU."""
     found = {layer: mask.nonzero().squeeze(1) for layer, mask in visible.items()}
     if not found or device is None:
         return found

@@ -1,4 +1,4 @@
-"""Block-wise quantisation of weights: code tables, codes with one scale a block, and back.
+"""Block-wise quantization of weights to codes with one scale per block, and dequantization.
 
     c_b   = max |x| over block b of the flat tensor                             the scale, fp32
     code  = index of the level nearest to x / c_b                               tables "nf_sym" and "nf"
@@ -12,8 +12,8 @@
 | "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym", with 2^(w-1) - 1 negative ones (-1, 0, 1 for w = 1); w = 4 is NF4 |
 | "absmax" | 2^w - 1 | 2 to 8 | even steps from -1 to 1 |
 
-On CUDA one kernel codes a tensor (`kernels`); where it does not work, and elsewhere, torch does. Both give the same
-codes and scales, bit for bit.
+On CUDA a kernel quantizes a tensor (`triton_kernels`); where it does not work, and on other devices, torch does. Both
+give the same codes and scales, bit for bit.
 
 | case | result |
 |---|---|
@@ -57,7 +57,7 @@ _CHUNK_THERE = 1 << 26  # on a GPU, where a call costs more than the memory
 
 @dataclass(frozen=True)
 class BlockQuantizer:
-    """A code table of `bits` bits a weight, over blocks of `block` entries."""
+    """A code table with `bits` bits per weight, over blocks of `block` entries."""
 
     table: Table = "nf_sym"
     bits: int = 2
@@ -73,7 +73,7 @@ class BlockQuantizer:
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """The levels, ascending from -1 to 1 and with 0 among them."""
+        """Return the levels, ascending from -1 to 1 and including 0."""
         return _levels(self.table, self.bits)
 
     @property
@@ -88,7 +88,7 @@ class BlockQuantizer:
         return coded
 
     def coded(self, x: Float[Tensor, "*s"]) -> QuantizedTensor:
-        """The same, not yet checked: a GPU need not be waited for after every tensor."""
+        """Quantize without checking for finite values, to avoid waiting for the GPU after every tensor."""
         flat = x.detach().reshape(-1)
         if kernels := triton_available.load_kernels(flat.device):
             codes, scales = kernels.quantize_blocks(flat, self.block, 2 ** (self.bits - 1) - 1, self._middles)
@@ -100,7 +100,7 @@ class BlockQuantizer:
 
     @property
     def _middles(self) -> tuple[float, ...]:
-        """Halfway between two levels each; none where the levels are even steps."""
+        """Return the midpoints between neighboring levels; none if the levels are even steps."""
         return (
             () if self.table == "absmax" else tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
         )
@@ -120,7 +120,7 @@ class BlockQuantizer:
 
 
 def check_bits(coded: Sequence[QuantizedTensor]) -> None:
-    """Raises TaskError where a value was not finite; waits for the device once."""
+    """Raise TaskError if a value was not finite; waits for the device once."""
     largest = [c.scales.amax() for c in coded if len(c.scales)]  # NaN, where one is
     if largest and not torch.isfinite(torch.stack(largest)).all():
         raise TaskError("weights: expected finite values to quantize, found NaN or infinity; lower the learning rate")
@@ -142,10 +142,10 @@ def _quantiles(count: int) -> list[float]:
 
 
 def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> None:
-    """Calls `work` on every chunk; on the CPU in as many threads as torch has, each with one thread of torch's own.
+    """Call `work` on every chunk; on the CPU in as many threads as torch has, each with one torch thread.
 
-    Torch would synchronise its threads after every operation, a dozen times a chunk. Where another process holds one of
-    the cores, each of these waits lasts until the scheduler returns to it: 0.01 GB/s.
+    torch would synchronize its threads after every operation, a dozen times per chunk. If another process uses one of
+    the cores, each wait lasts until the scheduler returns to it: 0.01 GB/s.
     """
     if flat.device.type != "cpu":
         for chunk in _chunks(len(flat), block, _CHUNK_THERE):

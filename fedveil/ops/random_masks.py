@@ -3,8 +3,8 @@
     B ~ Bernoulli(keep) for every entry, keep = 1 - R            drawn once for each client and mask period
 
 One key for each distinct `keep` determines a set of masks: the tensors with that `keep` are numbered from 0 in the
-order of their names, and each has a keystream of its own (`chacha`). Server and client expand a key in the same way,
-each on its own device.
+order of their names, and each has its own keystream (`chacha20`). Server and client expand a key in the same way, each
+on its own device.
 
 | case | result |
 |---|---|
@@ -68,16 +68,16 @@ def is_random(keep: float) -> bool:
 
 
 def draw_mask_keys(stream: RandomStream, keep: Mapping[str, float]) -> dict[float, bytes]:
-    """A new key for every distinct `keep` that needs one."""
+    """Draw a new key for every distinct `keep` that needs one."""
     return {k: stream.bytes(KEY_BYTES) for k in sorted(set(filter(is_random, keep.values())))}
 
 
 def expand_mask(
     key: bytes, keep: float, shape: tuple[int, ...], number: int = 0, device: torch.device | None = None
 ) -> Bool[Tensor, "..."]:
-    """The mask of a key's tensor `number`: each entry is True with probability `keep`, and equal on every device.
+    """Return the mask of a key's tensor `number`: each entry is True with probability `keep`, equal on all devices.
 
-    On `device`, or the CPU. Raises ValueError as `chacha.mask`.
+    The mask is on `device`, by default the CPU. Raises ValueError as `chacha20.draw_mask`.
     """
     return chacha20.draw_mask(key, number, keep, shape, device or _CPU)
 
@@ -88,7 +88,7 @@ def expand_masks(
     shapes: Mapping[str, tuple[int, ...]],
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The masks that the keys stand for, one tensor at a time in the order of names; only for tensors that need one."""
+    """Yield the masks of the keys, one tensor at a time in the order of names, for the tensors that need one."""
     numbers = dict.fromkeys(keys, 0)
     for name in sorted(n for n, k in keep.items() if is_random(k)):
         k = keep[name]
@@ -97,7 +97,7 @@ def expand_masks(
 
 
 def pack_masked(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, " n"]:
-    """The entries under the mask's ones, in row-major order, on the value's device."""
+    """Return the entries where the mask is True, in row-major order, on the value's device."""
     if value.device.type != "cpu":
         flat, there = value.reshape(-1), mask.to(value.device).reshape(-1)
         kernels = triton_available.load_kernels(value.device)
@@ -116,7 +116,7 @@ def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."
 
 
 def unpack_masked(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """The values in their places, zeros elsewhere, on the values' device.
+    """Return a tensor with the values where the mask is True and zeros elsewhere, on the values' device.
 
     Raises WireError unless there are as many as the mask has ones.
     """
@@ -131,7 +131,7 @@ def unpack_masked(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "*s
 
 
 def _unpacked_there(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """The same on a GPU, where both lie, flat."""
+    """Unpack flat values and a flat mask that are on a GPU."""
     if kernels := triton_available.load_kernels(values.device):
         ends, ones = kernels.count_masked(mask)
         _check(name, values, ones)
@@ -159,5 +159,5 @@ def _blocks(mask: Bool[Tensor, "..."]) -> Iterator[tuple[int, int, NDArray[np.in
 
 
 def _integers(flat: Tensor) -> Tensor:
-    """The tensor as integers of the same width: numpy has no bfloat16, and nothing may change a NaN."""
+    """View the tensor as integers of the same width: numpy has no bfloat16, and NaN bits must not change."""
     return flat.view(_INTEGERS[flat.element_size()])

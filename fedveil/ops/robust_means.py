@@ -1,12 +1,12 @@
 """Means that single clients cannot move far, entry by entry: the median and the trimmed mean (Yin et al. 2018).
 
-Of the c values that clients sent for an entry, sorted, t are left out at each end; the rest is averaged.
+The c values that clients sent for an entry are sorted, t are omitted at each end, and the rest are averaged.
 
     trimmed mean: t = floor(trim * c), at most (c - 1) / 2        median: t = floor((c - 1) / 2)
 
 Formal guarantee: if at most t of the c values are hostile, the result lies between the smallest and the largest value
-of the others. That holds for every entry by itself, and says nothing of values inside that range: hostile clients that
-stay in it still move the result, and a majority decides it.
+of the others. This holds for every entry separately and does not restrict values inside that range: hostile clients
+that stay in it still move the result, and a majority determines it.
 
 | case | result |
 |---|---|
@@ -42,7 +42,7 @@ class RobustAggregator:
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
     def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
-        """Keeps all terms of one client."""
+        """Store all terms of one client."""
         for term in terms.tensors:
             self._held.setdefault(term.name, []).append((term.value, term.mask))
             self._weight[term.name] = self._weight.get(term.name, 0.0) + term.weight
@@ -71,7 +71,7 @@ class RobustAggregator:
         return self._mean[name]
 
     def take(self, name: str) -> Float[Tensor, "..."]:
-        """The same, for the caller to keep."""
+        """Remove the mean from the sums and return it."""
         mean = self.mean(name)
         del self._mean[name]
         return mean

@@ -3,7 +3,7 @@
     mean_j = mean_{j-1} + (w_j m_j / W_j) (x_j - mean_{j-1}),   W_j = w_1 m_1 + ... + w_j m_j
 
 in one in-place pass over an fp32 accumulator. W is a number for a name without masks, and a tensor for one with masks.
-Of masks that are the same along an axis (expanded tensors, as of whole columns) W has one entry there.
+For masks that are constant along an axis (expanded tensors, as for whole columns) W has one entry there.
 
 | case | result |
 |---|---|
@@ -51,7 +51,7 @@ class RunningSums:
     def fold(
         self, name: str, value: Float[Tensor, "*s"], weight: float, mask: Bool[Tensor, "*s"] | None = None
     ) -> None:
-        """Adds one tensor, which is only read."""
+        """Add one tensor, which is only read."""
         if not weight > 0:
             raise ValueError(f"weight: expected a number above 0, found {weight}")
         if (mask is None) is isinstance(self._weight.get(name), Tensor) and name in self._weight:
@@ -104,7 +104,7 @@ class RunningSums:
         return self._mean[name]
 
     def take(self, name: str) -> Float[Tensor, "..."]:
-        """The same, for the caller to keep."""
+        """Remove the mean from the sums and return it."""
         return self._mean.pop(name)
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
@@ -119,5 +119,5 @@ class RunningSums:
 
 
 def _narrow(mask: Tensor) -> Tensor:
-    """The mask with one entry along the axes that it is expanded over."""
+    """Return the mask with one entry along each axis that it is expanded over."""
     return mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]

@@ -33,7 +33,7 @@ class Kernels(Protocol):
         ...
 
     def count_masked(self, mask: Tensor, /) -> tuple[Tensor, int]:
-        """Ones until the end of every program's entries, and of all."""
+        """Return the running count of ones at the end of every program's entries, and the total."""
         ...
 
     def quantize_blocks(
@@ -44,7 +44,7 @@ class Kernels(Protocol):
 
 
 def load_kernels(device: torch.device) -> Kernels | None:
-    """`fedveil.ops.triton_kernels` where `device` can run them; None elsewhere, which the log says once on a GPU."""
+    """Return `fedveil.ops.triton_kernels` if `device` can run them, else None; on a GPU this is logged once."""
     return _tried(device) if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""Kernels in Triton, for GPUs: masks, packing under masks, codes. Each computes what torch computes, bit for bit.
+"""Triton kernels for GPUs: masks, packing under masks, codes. Each gives the same bits as torch.
 
 Import it through `triton_available.load_kernels`: Triton may be missing, or may not work. With TRITON_INTERPRET=1 they
 run on the CPU, slowly, for tests.
@@ -24,7 +24,7 @@ _CODED = 4096  # entries in a program that quantises, or one block
 
 
 def _there(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """The function with contiguous tensors, on their device: Triton would launch on the process's current one."""
+    """Wrap a function: make tensors contiguous and select their device, since Triton launches on the current one."""
 
     @functools.wraps(function)
     def run(*given: Any) -> _Result:
@@ -153,7 +153,7 @@ def _before(ends):
 
 @triton.jit(do_not_specialize=["rest"])
 def _settle(drawn, words, ends, rest, SIZE: tl.constexpr):
-    """Decides what ties, four entries a word: the ties in their order take the words."""
+    """Decide the ties, four entries per word: each tie uses the next word, in order."""
     at = drawn + tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     codes = tl.load(at)
     ties = (codes >> 1) & 0x01010101
@@ -180,7 +180,7 @@ def pack_masked(values: Tensor, mask: Tensor) -> Tensor:
 
 @_there
 def unpack_masked(values: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
-    """`values`, flat integers, as many as the flat mask has ones, in the ones' places, and zeros elsewhere."""
+    """Return a flat tensor with `values` in order where the flat mask is 1, and zeros elsewhere."""
     out = torch.empty(len(mask), dtype=values.dtype, device=values.device)
     if len(mask):
         _scatter[(len(ends),)](values, mask.view(torch.uint8), ends, out, len(mask), _PACKED)
@@ -189,7 +189,7 @@ def unpack_masked(values: Tensor, mask: Tensor, ends: Tensor) -> Tensor:
 
 @_there
 def count_masked(mask: Tensor) -> tuple[Tensor, int]:
-    """The number of ones until the end of every program's entries, and of all in a flat mask."""
+    """Return the running count of ones at the end of every program's entries, and the total of a flat mask."""
     counts = torch.empty(-(-len(mask) // _PACKED), dtype=torch.int32, device=mask.device)
     if not len(mask):
         return counts, 0
@@ -257,7 +257,7 @@ def quantize_blocks(flat: Tensor, block: int, half: int, middles: tuple[float, .
 
 @functools.cache
 def _edges(middles: tuple[float, ...], device: torch.device) -> Tensor:
-    """Copied to the device once: a copy waits for the GPU, and a model has hundreds of tensors."""
+    """Copy the middles to the device once: a copy waits for the GPU, and a model has hundreds of tensors."""
     return torch.tensor(middles or (0.0,), dtype=torch.float32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The form of a client's trained tensors on the wire: as they are, or as few-bit codes with a scale per 256 weights."""
+"""The form of a client's trained tensors on the wire: dense, or as few-bit codes with a scale per 256 weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class UploadQuantization:
     """The form of a method's uploads.
 
     Attributes:
-        dtype: of weights that are not coded.
-        bits: of a code, 2 to 8; 0: no codes. Raises ConfigError for another number.
+        dtype: dtype of weights that are not quantized.
+        bits: bits per code, 2 to 8; 0 means no codes. Raises ConfigError for another number.
     """
 
     dtype: WireDtype

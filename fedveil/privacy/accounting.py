@@ -12,19 +12,18 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
 | integer noise in a sum ("summed"; discrete_gaussian.py) | Renyi, for a discrete Gaussian has a Gaussian's Renyi
   divergence, but not its loss distribution; at orders where Poisson subsampling has it too (see `_renyi`) | an upper
   bound |
-| Poisson and one of the last two | no accountant takes both: epsilon of each group at delta / 2, added up | an upper
+| Poisson and one of the last two | no accountant covers both: epsilon of each group at delta / 2, added up | an upper
   bound, by basic composition; Gaussian steps count with the Poisson ones |
 | sampling without replacement, under add-or-remove-one | none: all batches change with the number of rows | infinite |
 | NonPrivate, or z = 0 | - | infinite |
 | "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
 
-A charge of integer noise is two: "summed", with the noise that the honest sites of a sum have together, and "own
-share", with that of the site alone. `compute_epsilon` counts the first: it holds as long as no more sites than the run
-says work together with the server. `epsilon_against_all` is the same history against the server and all other sites
-together.
+Integer noise is charged twice: as "summed", with the noise of all honest sites of a sum, and as "own share", with the
+noise of the site alone. `compute_epsilon` counts the first, which holds if no more sites collude with the server than
+the run config allows. `epsilon_against_all` is for the server and all other sites together.
 
-dp-accounting brings scipy's statistics (1.5 s of a core, 70 MB): it is imported where an epsilon is computed, since
-every server and worker of a run without a claim imports this module.
+dp-accounting loads scipy's statistics (1.5 s of CPU time, 70 MB). It is imported only where an epsilon is computed,
+because every server and worker imports this module, even in a run without a guarantee.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ _LARGEST_MULTIPLIER = 1e6
 _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
 _INTERVAL = 1e-4  # of privacy losses, at which an epsilon is charged
 _COARSER = tuple(_INTERVAL * 4**power for power in (5, 4, 3, 2, 1))
-_LEFT = 0.1  # at least, of what the last refinement took off: fourfold intervals leave a fifteenth once their error is
-# quadratic
+_LEFT = 0.1  # lower bound on the error left, relative to the last refinement's gain: fourfold intervals leave 1/15 once
+# their error is quadratic
 _HALF_ORDERS = [order / 2 for order in (*range(3, 128), 128, 160, 192, 256, 384, 512, 1024)]
 _TABLE_DISTANCE = (
     2.0**-163
@@ -98,7 +97,7 @@ def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, acros
 
 
 def accountant_relation(neighbours: Adjacency) -> dp_accounting.NeighboringRelation:
-    """dp-accounting's name of the relation."""
+    """Return dp-accounting's name of the relation."""
     from dp_accounting import NeighboringRelation
 
     if neighbours is Adjacency.REPLACE_ONE:
@@ -130,7 +129,7 @@ def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
 
 
 def compute_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
-    """The smallest epsilon known for these charges; infinite where none is known."""
+    """Return the smallest epsilon known for these charges; infinite if none is known."""
     check_delta(delta)
     return _epsilon(_sorted(charges), delta, neighbours, _INTERVAL)
 
@@ -140,7 +139,7 @@ def _sorted(charges: Spent) -> tuple[tuple[Step, int], ...]:
 
 
 def round_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
-    """Return an epsilon that holds, with the digits of `compute_epsilon` in `stated_guarantee`; often much sooner."""
+    """Return a valid epsilon that `stated_guarantee` prints like that of `compute_epsilon`; often much faster."""
     check_delta(delta)
     for low, high in _narrowing(charges, delta, neighbours):
         if stated_guarantee(low, delta, neighbours) == stated_guarantee(high, delta, neighbours):
@@ -149,10 +148,10 @@ def round_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
 
 
 def _narrowing(charges: Spent, delta: float, neighbours: Adjacency) -> Iterator[tuple[float, float]]:
-    """Bounds of `compute_epsilon`, ever closer and dearer; the last two are it.
+    """Yield bounds on `compute_epsilon`, each closer and more expensive; the last pair equals it.
 
-    The upper ones hold: losses on a coarser grid dominate those on a finer one that has all its points. The lower ones
-    suppose that refinements do not take off a growing share of what is left: their error goes with the root of the
+    The upper bounds are valid: losses on a coarser grid dominate those on a finer grid that contains it. The lower ones
+    assume that refinements do not remove a growing share of the remaining error: it decreases with the root of the
     interval, then with the interval, then with its square. Tests compare both with the finest grid.
     """
     steps, upper_bounds = _sorted(charges), list[float]()
@@ -174,9 +173,9 @@ def _at_least(found: list[float]) -> float:
 
 
 def mean_loss(charges: Spent) -> float:
-    """A bound on the mean privacy loss (Kullback-Leibler) of the Gaussian and Poisson-subsampled steps.
+    """Bound the mean privacy loss (Kullback-Leibler) of the Gaussian and Poisson-subsampled steps.
 
-    What a privacy loss distribution costs in time and memory grows with it. For one step at rate q, under either
+    The time and memory of a privacy loss distribution grow with it. For one step at rate q, under either
     relation, it is at most 2 q / z^2 (convexity) and 2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
     """
     total = 0.0
@@ -194,13 +193,13 @@ def mean_loss(charges: Spent) -> float:
 
 
 def epsilon_in_sum(charges: Spent, own: Spent) -> Spent:
-    """Charges of the same looks by the noise of a sum, and by a site's own share of it, as both kinds."""
+    """Return charges of both kinds for the same uses: with the noise of a sum, and with a site's own share of it."""
     kinds = ((SUMMED, charges), (OWN_SHARE, own))
     return {(kind, *step[1:]): count for kind, spent_ in kinds for step, count in spent_.items()}
 
 
 def epsilon_against_all(charges: Spent) -> Spent:
-    """The same charges, where of the noise in sums the site's own share alone counts."""
+    """Return the charges with only the site's own share of the noise in sums."""
     own = {(SUMMED if kind == OWN_SHARE else kind, *rest): n for (kind, *rest), n in charges.items() if kind != SUMMED}
     return own  # type: ignore[return-value]  # mypy forgets what `rest` holds
 
@@ -232,13 +231,13 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ad
 
 
 def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adjacency) -> float:
-    """Epsilon of Gaussian, fixed and summed steps.
+    """Compute epsilon of Gaussian, fixed and summed steps.
 
     For integers x and a shift by a vector D of integers, E (q(x) / p(x))^k = exp((k^2 - k) |D|^2 / (2 sigma^2)) for
     every whole k, as for a Gaussian. So the divergence of a Poisson-subsampled step, whose power at a whole order
     expands into these, is the Gaussian's there; without subsampling it is so at every order.
 
-    Under replace-one, a subsampled step goes by way of the data set without the row (Mironov 2017, Proposition 11):
+    Under replace-one, a subsampled step is bounded via the data set without the record (Mironov 2017, Proposition 11):
     D_a(P, Q) <= (a - 1/2) / (a - 1) D_2a(P, R) + D_2a-1(R, Q).
     """
     from dp_accounting.rdp import RdpAccountant, compute_epsilon
@@ -259,13 +258,13 @@ def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adja
         total = total + _drawn(drawn, used)
     summed = sum(count for step, count in charges if step[0] == SUMMED)
     epsilon = float(compute_epsilon(used, total, delta * (1 - _TABLE_SHARE if summed else 1))[0])
-    # Draws within a distance d of exact ones cost (1 + e^epsilon) d of delta.
+    # Draws within a distance d of exact ones add (1 + e^epsilon) d to delta.
     taken = math.log(summed * _TABLE_DISTANCE) + epsilon + 1 if summed else -math.inf
     return epsilon if taken <= math.log(delta * _TABLE_SHARE) else math.inf
 
 
 def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Divergences of Poisson-subsampled steps when a row is added or removed."""
+    """Return divergences of Poisson-subsampled steps when a record is added or removed."""
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(orders.tolist(), accountant_relation(Adjacency.ADD_OR_REMOVE_ONE))
@@ -282,7 +281,7 @@ def _composed(accountant: dp_accounting.PrivacyAccountant, charges: Iterable[tup
 def noise_multiplier_for(
     charges: Callable[[float], Spent], wished: float, delta: float, neighbours: Adjacency
 ) -> float:
-    """The smallest z, to 0.1 %, whose charges cost at most `wished`. Raises ConfigError if none up to 1e6 does."""
+    """Return the smallest z, to 0.1 %, whose epsilon is at most `wished`. Raises ConfigError if none up to 1e6 fits."""
     check_epsilon(wished)
     check_delta(delta)
 

@@ -1,4 +1,4 @@
-"""Row gradients that charge the ledger before every look at the rows, and a trainer that offers nothing else."""
+"""Per-example gradients that charge the ledger before each use of examples, and a trainer that offers only these."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fedveil.rng import RandomStream
 
 @final
 class ChargedGradientSource(WrappedGradientSource):
-    """Charges the ledger when batches are drawn. Only drawn batches can be looked at, and each only once.
+    """A gradient source that charges the ledger when batches are drawn. Each drawn batch can be used once.
 
     Args:
-        rows: the site's row gradients.
-        claim: what a look costs, and what a record may be charged.
-        own: the site's own budget. The run's epsilon holds under the site's delta and relation too.
-        ledger: the site's.
-        records: the ledger's names of the rows, in the rows' order.
+        rows: the site's per-example gradients.
+        claim: determines the cost of a use, and the budget of a record.
+        own: the site's own budget. The run's epsilon must also hold under the site's delta and relation.
+        ledger: the site's ledger.
+        records: the ledger's names of the examples, in the examples' order.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ChargedGradientSource(WrappedGradientSource):
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
-        """Raises BudgetError before any row is looked at."""
+        """Draw batches and charge the ledger. Raises BudgetError before any example is used."""
         if sampling != "poisson" and self._own.neighbours is Adjacency.ADD_OR_REMOVE_ONE:
             raise BudgetError(
                 f'sampling: expected "poisson" at this site, whose own adjacency is {self._own.neighbours.value}, '
@@ -89,7 +89,7 @@ class ChargedGradientSource(WrappedGradientSource):
 
 @final
 class GradientsOnlyTrainer(PerExampleTrainerWrapper):
-    """A trainer that offers row gradients only, because no accountant covers plain training."""
+    """A trainer that offers only per-example gradients, because no accountant covers plain training."""
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:

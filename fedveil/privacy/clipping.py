@@ -38,7 +38,7 @@ def per_example_norms(gradients: PerRow) -> Tensor:
 
 
 def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
-    """Sum over the rows of g_i min(1, bound / |g_i|), with |g_i| over all tensors. Each sum has its tensor's shape."""
+    """Return the sum over examples of g_i min(1, bound / |g_i|), with |g_i| over all tensors, by tensor name."""
     _check(bound)
     norms = per_example_norms(gradients)
     finite = torch.isfinite(norms)
@@ -53,7 +53,7 @@ def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
 
 
 def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
-    """(n, m): `clipped_sum` of the outer products left_i right_i^T, without making any of them: |l r^T| = |l| |r|."""
+    """Return `clipped_sum` of the outer products left_i right_i^T, (n, m), without forming them: |l r^T| = |l| |r|."""
     _check(bound)
     norms = per_example_norms({"": left}) * per_example_norms({"": right})
     finite = torch.isfinite(norms)
@@ -63,7 +63,7 @@ def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
 
 
 def clipped_mean(gradient: Tensor, rows: int, bound: float) -> Tensor:
-    """Clipping by batch: the mean (the sum divided by `rows`), scaled down to norm `bound` if it is larger."""
+    """Clip by batch: return the mean (the sum divided by `rows`), scaled down to norm `bound` if it is larger."""
     _check(bound)
     mean = gradient.sum(0) / rows
     norm: Tensor = torch.linalg.vector_norm(mean, dtype=torch.float64)

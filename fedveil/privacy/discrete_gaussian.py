@@ -6,8 +6,8 @@ too.
 
 Formal guarantees: the distribution is exact within `total_variation_bound` of total variation, and with
 `os.urandom` the draws cannot be replayed. Draws involve no floats: thresholds are integers, from weights
-with 60 more digits than they have. Time and memory depend on sigma alone. Looking up a word causes cache
-misses that depend on the draw, as any table does.
+with 60 more digits than they have. Time and memory depend on sigma alone. As with any table, looking up a
+word causes cache misses that depend on the draw.
 
 Sums of n such draws differ from one draw of n times the variance by tau (Kairouz, Liu, Steinke 2021, The
 Distributed Discrete Gaussian Mechanism, Theorem 1). This is negligible once sigma is 4 or more.
@@ -33,19 +33,19 @@ from fedveil.privacy.gaussian_noise import Source
 
 LEAST_SIGMA, MOST_SIGMA = 4.0, 32_768.0
 TAIL = 17  # sigmas that the table reaches to
-_BITS = 256  # of a threshold
-_WORD = 64  # of them that decide nearly always
-_SPARE = 200  # bits that the weights have more, so that a million products lose none of a threshold's
+_BITS = 256  # bits of a threshold
+_WORD = 64  # leading bits that nearly always decide a draw
+_SPARE = 200  # extra bits of the weights, so that a million products lose no bit of a threshold
 _BLOCK = 1 << 16  # draws at a time
 
 
 def max_draw(sigma: float) -> int:
-    """No draw is larger in absolute value."""
+    """Return the largest absolute value of a draw."""
     return math.ceil(TAIL * sigma)
 
 
 def total_variation_bound(draws: int, sigma: float) -> float:
-    """The most by which so many draws differ in total variation from exact ones."""
+    """Bound the total variation distance between this many draws and exact ones."""
     table = (2 * max_draw(sigma) + 1) * 2.0**-_BITS
     return draws * (table + 2 * math.exp(-(TAIL**2) / 2))
 
@@ -56,7 +56,7 @@ def sum_divergence(summands: int, sigma: float) -> float:
 
 
 def draw_discrete_gaussian(count: int, sigma: float, source: Source) -> NDArray[np.int64]:
-    """Independent draws. Raises ValueError for a sigma out of range."""
+    """Return independent draws. Raises ValueError for a sigma out of range."""
     if not LEAST_SIGMA <= sigma <= MOST_SIGMA:
         raise ValueError(f"sigma: expected {LEAST_SIGMA:g} to {MOST_SIGMA:g} integers, found {sigma:g}")
     firsts, low = _firsts(sigma), -max_draw(sigma)
@@ -72,7 +72,7 @@ def draw_discrete_gaussian(count: int, sigma: float, source: Source) -> NDArray[
 
 
 def _of_a_tie(word: int, sigma: float, source: Source) -> int:
-    """Decide a draw by all bits. This is so rare, 2^-44 of draws with the largest table, that it rebuilds the table."""
+    """Decide a draw by all bits. This is so rare (2^-44 of draws with the largest table) that it rebuilds the table."""
     rest = int.from_bytes(source((_BITS - _WORD) // 8), "little")
     return bisect_right(cdf_thresholds(sigma), word << (_BITS - _WORD) | rest)
 
@@ -84,7 +84,7 @@ def _firsts(sigma: float) -> NDArray[np.uint64]:
 
 
 def cdf_thresholds(sigma: float) -> list[int]:
-    """floor(2^256 P(X <= j)) for j from -largest to largest - 1. X is cut off there."""
+    """Return floor(2^256 P(X <= j)) for j from -largest to largest - 1, where X is truncated."""
     one, half = 1 << (_BITS + _SPARE), _weights(sigma)
     mirrored = chain(reversed(half[1:]), half)
     total = 2 * sum(half) - half[0]
@@ -94,7 +94,7 @@ def cdf_thresholds(sigma: float) -> list[int]:
 
 
 def _weights(sigma: float) -> list[int]:
-    """exp(-k^2 / (2 sigma^2)) for k from 0 on, in units of 2^-456: each is the one before times a falling ratio."""
+    """Return exp(-k^2 / (2 sigma^2)) for k = 0, 1, ... in units of 2^-456, each from the previous one and a ratio."""
     bits = _BITS + _SPARE
     with decimal.localcontext() as context:
         context.prec = 160

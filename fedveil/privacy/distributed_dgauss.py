@@ -1,4 +1,4 @@
-"""Noise that is complete only in the sum of uploads: each site adds an integer share of it before masking.
+"""Noise that is complete only in the sum of uploads: each site adds an integer share before masking.
 
 The mechanism follows Kairouz, Liu, Steinke: The Distributed Discrete Gaussian Mechanism for Federated
 Learning with Secure Aggregation, 2021. `secure.noise = "sum"` turns it on, for `dp.*` and for methods
@@ -9,7 +9,7 @@ that add noise themselves.
 | z | `multiplier` | noise on the sum over what one example moves it by |
 | P | `part` | of an upload, by which adding or removing one example moves it; replacing one moves it by 2 P |
 | m | `moved` | 1 where an example is added or removed, 2 where one is replaced |
-| h | `honest` | sites of a sum whose noise is unknown to the adversary: secure.min-sites less secure.max-colluders |
+| h | `honest` | sites of a sum whose noise is unknown to the adversary: secure.min-sites - secure.max-colluders |
 | S, C, d | `scale`, `bound`, `entries` | integers a unit; bound on an entry; entries of an upload |
 | sigma, sigma_i | `deviation` times sqrt h, `deviation` | standard deviation in the sum, and at a site; integers |
 
@@ -25,12 +25,12 @@ ring.
 
 Formal guarantees, for each example of a site, if the server follows the protocol and at most `colluding`
 sites of a sum tell it their noise:
-1. An opened sum has at least `secure.min-sites` uploads (site.py refuses others), so noise of at least
-   sigma that is unknown to the adversary. Its divergence is a Gaussian's of multiplier z (accounting.py,
-   "summed").
+1. An unmasked sum has at least `secure.min-sites` uploads (site.py refuses others), so it has noise of at
+least sigma that is unknown to the adversary. Its divergence is that of a Gaussian with multiplier z
+(accounting.py, "summed").
 2. Against the server and all other sites together, only the site's own share is left: z / sqrt h ("own
    share").
-3. All summed entries have noise, even the zeros of a tensor that a method leaves out.
+3. All summed entries have noise, even the zeros of a tensor that a method omits.
 4. A clipped entry is not refused: whether an entry is clipped depends on the examples, and a refusal
    would tell the server.
 
@@ -66,21 +66,21 @@ from fedveil.contract.privacy import (
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting, discrete_gaussian
 
-MOST_ENTRIES = 1 << 30  # for which the table's distance is counted
-_ROUNDED = 2.0**-21  # of the bound: what floats round an entry by, on both sides together
-_FINE = 64  # sigma_i over what rounding adds to it; finer integers change nothing that is seen
+MOST_ENTRIES = 1 << 30  # for which the table's distance is accounted
+_ROUNDED = 2.0**-21  # of the bound: rounding of an entry by floats, on both sides together
+_FINE = 64  # sigma_i relative to the effect of rounding; finer integers make no visible difference
 _LEAST_TARGET = 1024.0
-_SPARE = 2.0**-40  # what sums of floats may be above the most that can be drawn
+_SPARE = 2.0**-40  # by which sums of floats may exceed the largest draw
 
 
 @final
 @dataclass(frozen=True)
 class DistributedDiscreteGaussian(PrivacyGuarantee):
-    """A claim whose noise on what is summed is in the sum.
+    """A privacy guarantee whose noise is added in the sum of uploads.
 
     Attributes:
-        claim: the same with its noise at the site.
-        noise: what an upload needs.
+        claim: the same guarantee with its noise at the site.
+        noise: the noise that an upload needs.
         honest: h.
     """
 
@@ -127,7 +127,7 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     @override
     def privacy_spent(self, plan: SamplingPlan) -> Spent:
-        """Both figures: against the server with the sites that collude, and against all others together."""
+        """Return both charges: against the server with the colluding sites, and against all others together."""
         if plan.steps != 1:
             raise ConfigError(f'steps: expected 1 between two sums with secure.noise = "sum", found {plan.steps}')
         how = (self.noise.sampling, plan, self.noise.across_rounds)
@@ -160,16 +160,16 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     @property
     def moved(self) -> int:
-        """m."""
+        """Return m."""
         return 2 if self.claim.budget.neighbours is Adjacency.REPLACE_ONE else 1
 
     def deviation(self, scale: float, entries: int, bound: float) -> float:
-        """sigma_i."""
+        """Return sigma_i."""
         fixed, each = self._line(entries, bound)
         return fixed + each * scale
 
     def _line(self, entries: int, bound: float) -> tuple[float, float]:
-        """sigma_i = the first + S times the second."""
+        """Return (a, b) with sigma_i = a + S b."""
         root = math.sqrt(entries)
         of_sensitivity = 1 / (
             self.moved / self.noise.multiplier
@@ -179,10 +179,10 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         return share * root, share * (self.moved * self.noise.part + root * _ROUNDED * bound)
 
     def scale(self, entries: int, bound: float, room: float) -> float:
-        """S: as fine as the noise makes sensible, and as the ring has room for.
+        """Return S, as fine as is useful under the noise and fits the ring.
 
         Args:
-            room: integers that one site's entry may have with its noise, so that no sum wraps.
+            room: the largest integer for one site's entry with its noise, so that no sum wraps.
 
         Raises:
             ConfigError: no scale fits.

@@ -84,8 +84,8 @@ class DpSgdConfig(PrivacyGuarantee):
     Attributes:
         clip, noise: C and the multiplier z.
         learning_rate: eta, of plain SGD.
-        epsilon: no record is charged more; with None charges are counted and stop nothing.
-        delta, neighbours: of every epsilon.
+        epsilon: no record is charged more; with None, charges are counted but not limited.
+        delta, neighbours: delta and relation of every epsilon.
     """
 
     clip: float
@@ -129,11 +129,11 @@ class DpSgdConfig(PrivacyGuarantee):
 
     @override
     def privacy_spent(self, plan: SamplingPlan) -> Spent:
-        """Poisson-subsampled Gaussian releases."""
+        """Return the charge: Poisson-subsampled Gaussian releases."""
         return accounting.max_charged(self.noise, "poisson", plan, across_rounds=False)
 
     def summable(self, batch: int, most_steps: int) -> SummableNoise:
-        """An upload is w - eta sum / B, and one row's part of the sum has a norm of at most C."""
+        """Return the noise: an upload is w - eta sum / B, and one example's part of the sum has a norm of at most C."""
         if most_steps != 1:
             raise ConfigError(
                 f'train.max-steps: expected 1 with secure.noise = "sum", found {most_steps}: a second step would '
@@ -144,17 +144,17 @@ class DpSgdConfig(PrivacyGuarantee):
 
 @final
 class NoisyTrainer(PerExampleTrainerWrapper):
-    """Trains by noisy steps on single rows. A method gets no other access to the rows.
+    """A trainer that takes noisy steps on per-example gradients. A method gets no other access to the examples.
 
     Args:
-        spec: what is trained.
-        rows: charged to the ledger if the run makes a claim.
+        spec: the trained tensors.
+        rows: per-example gradients, charged to the ledger if the run has a guarantee.
         how: the parameters of the steps.
         ctx: the client's, which gives the noise, or says that it is in the sum: the one step then has none.
 
     Attributes:
-        started, without_noise: what the step led from and to, where the noise is in the sum. Nothing of it may leave
-            the site otherwise.
+        started, without_noise: weights before and after the step if the noise is in the sum. They must not leave the
+        site in any other way.
     """
 
     def __init__(self, spec: Spec, rows: PerExampleGradientSource, how: DpSgdConfig, ctx: RoundContext) -> None:
@@ -205,7 +205,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
 
 
 def _gradient(penalty: Penalty, weights: Weights) -> Weights:
-    """The penalty's gradient at these weights."""
+    """Return the penalty's gradient at these weights."""
     leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
     gradients = torch.autograd.grad(penalty(leaves), list(leaves.values()), allow_unused=True)
     return {n: g for n, g in zip(leaves, gradients, strict=True) if g is not None}
@@ -213,7 +213,7 @@ def _gradient(penalty: Penalty, weights: Weights) -> Weights:
 
 @final
 class _NoRows(PerExampleGradientSource):
-    """The rows as a method sees them under noisy steps: it gets their number and nothing else."""
+    """The examples as a method sees them under noisy steps: only their number."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples

@@ -1,4 +1,4 @@
-"""Gaussian noise made from random bytes: the operating system's to protect people, a stream's to repeat a run.
+"""Gaussian noise from random bytes: from the operating system for privacy, from a stream for a repeatable run.
 
 Formal guarantees: with `os.urandom` the draws are normal up to fp64 rounding, and cannot be replayed.
 Each draw is half the sum of four normal draws, so that the low bits of an output do not reveal its
@@ -21,7 +21,7 @@ _SUMMANDS = 4
 
 
 def draw_gaussian(shape: tuple[int, ...], std: float, source: Source) -> Tensor:
-    """fp64 draws from N(0, std^2) on the CPU; zeros for std = 0. Raises ValueError for a negative or infinite std."""
+    """Draw fp64 values from N(0, std^2) on the CPU; zeros for std = 0. Raises ValueError for an invalid std."""
     if not 0 <= std < math.inf:
         raise ValueError(f"std: expected a finite number of at least 0, found {std}")
     if std == 0:
@@ -32,7 +32,7 @@ def draw_gaussian(shape: tuple[int, ...], std: float, source: Source) -> Tensor:
 
 
 def add_noise(value: Tensor, std: float, source: Source) -> Tensor:
-    """The value plus noise, summed in fp64; the result has the value's dtype and device."""
+    """Return the value plus noise, summed in fp64, with the value's dtype and device."""
     return (value.detach().cpu().double() + draw_gaussian(tuple(value.shape), std, source)).to(
         value.device, value.dtype
     )

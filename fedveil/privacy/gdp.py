@@ -1,13 +1,13 @@
 """A run's charges as mu of Gaussian differential privacy (Dong, Roth, Su 2022): one number for the whole trade-off.
 
-A mechanism is mu-GDP if telling two neighbours apart by it is no easier than telling N(0, 1) from N(mu, 1). Then for
+A mechanism is mu-GDP if distinguishing two neighbors by it is no easier than distinguishing N(0, 1) from N(mu, 1). For
 every epsilon its delta is at most Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-mu / 2 - epsilon / mu).
 
 | charges | mu |
 |---|---|
 | Gaussian steps only | sqrt(steps) / z, twice that under replace-one: exact |
-| with Poisson subsampling | the smallest, to 0.1 %, whose deltas are no smaller than those of the accountant, for every
-  epsilon down to a delta of a hundredth of the claim's; beyond, no mu bounds it |
+| with Poisson subsampling | the smallest, to 0.1 %, whose deltas are no smaller than the accountant's, for every
+epsilon down to a hundredth of the guarantee's delta; below that, no mu bounds it |
 | others, none, and no noise | none is stated |
 """
 
@@ -36,7 +36,7 @@ class GdpMu:
 
     Attributes:
         value: mu.
-        down_to: the bound holds for every epsilon whose delta is at least this; 0 where it is exact.
+        down_to: the bound holds for every epsilon whose delta is at least this; 0 if it is exact.
     """
 
     value: float
@@ -44,7 +44,7 @@ class GdpMu:
 
 
 def compute_mu(charges: Spent, delta: float, neighbours: Adjacency) -> GdpMu | None:
-    """The smallest mu known for these charges; None where none is known."""
+    """Return the smallest mu known for these charges; None if none is known."""
     taken = {step: count for step, count in charges.items() if count}
     kinds = {step[0] for step in taken}
     if not taken or any(step[3] == 0 for step in taken) or not kinds <= {"gaussian", "poisson"}:
@@ -61,7 +61,7 @@ def compute_mu(charges: Spent, delta: float, neighbours: Adjacency) -> GdpMu | N
 
 
 def _dominating(accountant: dp_accounting.PrivacyAccountant, floor: float) -> GdpMu | None:
-    """The smallest mu whose curve of deltas lies above the accountant's, for epsilons from 0 up to that of `floor`."""
+    """Return the smallest mu whose deltas are at least the accountant's, for epsilons from 0 up to that of `floor`."""
     from scipy.stats import norm
 
     top = float(accountant.get_epsilon(floor))

@@ -13,7 +13,7 @@ __all__ = ["check_guarantee", "guarantee_of"]
 
 
 def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
-    """The run's claim of privacy, made by `dp.*` or by its method; None if there is none.
+    """Return the run's privacy guarantee, from `dp.*` or its method; None if there is none.
 
     Raises:
         ConfigError: `secure.noise = "sum"` for a run whose noise cannot be in the sum.
@@ -29,11 +29,11 @@ def untimed(claim: PrivacyGuarantee) -> str:
 
 
 def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) -> PrivacyGuarantee | None:
-    """The run's claim, after a check that method, task and config fit it.
+    """Return the run's guarantee, after a check that method, task and config fit it.
 
     Raises:
-        ConfigError: `dp.*` with a method or task that cannot have it, an epsilon in a deterministic run, or scores of
-            sites' held-out rows that would pass a claim or a sum by.
+        ConfigError: `dp.*` with a method or task that does not support it, an epsilon in a deterministic run, or
+        held-out scores that would bypass a guarantee or secure aggregation.
     """
     dp = DpSgdConfig.from_config(config.dp)
     if dp is not None:
@@ -66,9 +66,9 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
 
 
 def _check_held_out(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
-    """A site's own score is a figure without noise, and of its rows alone: neither a claim nor a sum has room for it.
+    """Refuse held-out scores of sites, which have no noise and reveal a single site, under a guarantee or secure sums.
 
-    Scores on the server's own data cost nothing of either.
+    Scores on the server's own data affect neither.
     """
     why = "secure.enabled, which hides every single site's figures" if config.secure.enabled else ""
     if claim is not None:

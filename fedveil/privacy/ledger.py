@@ -13,11 +13,11 @@ the data is used. A client round that dies afterwards stays charged, and its ret
 | case | what happens |
 |---|---|
 | a charge that would take a record above a budget, the run's or the site's own | BudgetError; no record is charged |
-| a record that other runs have charged already | their charges count |
+| a record that other runs have already charged | their charges count |
 | two rows with equal content | two records |
-| a ledger of 0.1, whose records were named by their content | every record begins with the most that any of them was
-  charged of each mechanism ("carried"), because it is not known which row was which |
-| ledger or key is damaged, or of a later version | StateError: nothing is charged until the site has restored it |
+| a ledger of 0.1, whose records were named by their content | every record starts with the largest charge that any of
+them had for each mechanism ("carried"), because it is not known which row was which |
+| ledger or key is damaged, or from a later version | StateError: nothing is charged until the site has restored it |
 | a ledger or key without a checksum, as 0.1 wrote it | read, and written with one at the next charge |
 | two processes of one site | one waits for the other: the file is locked while it changes |
 | the site has a key file | ledger and key are encrypted (fedveil.encrypted_files) |
@@ -72,15 +72,15 @@ class PrivacyLedger:
         self._path, self._seal = path, seal
 
     def names(self, records: Iterable[Record]) -> list[str]:
-        """The names of these records, in their order."""
+        """Return the names of these records, in their order."""
         key = self._key()
         texts = (json.dumps(record).encode() for record in records)
         return [hashlib.blake2b(text, key=key, digest_size=16).hexdigest() for text in texts]
 
     def charge(self, records: Sequence[str], charges: Spent, *budgets: PrivacyBudget) -> None:
-        """Charges all of the records or none; a record that is named twice is charged twice.
+        """Charge all of the records or none; a record that is named twice is charged twice.
 
-        A budget of infinite epsilon is no limit, and takes no time.
+        A budget of infinite epsilon is no limit and is not computed.
 
         Raises:
             BudgetError: a record would be charged more than one of the budgets.
@@ -118,7 +118,7 @@ class PrivacyLedger:
         return [(dict(history), count) for history, count in history_counts.items()]
 
     def epsilon(self, record: str, budget: PrivacyBudget) -> float:
-        """The epsilon that a record has been charged, at the budget's delta and relation."""
+        """Return the epsilon that a record has been charged, at the budget's delta and relation."""
         spent, carried = self._read()
         return accounting.compute_epsilon(spent.get(record, carried), budget.delta, budget.neighbours)
 
@@ -140,13 +140,13 @@ class PrivacyLedger:
 
     @property
     def roles(self) -> dict[Path, str]:
-        """Its files, with the roles that they are sealed under where there is a key."""
+        """Return the ledger's files with their encryption roles."""
         site = self._path.stem
         return {self._path: f"ledger/{site}", self._path.with_suffix(".key"): f"ledger-key/{site}"}
 
     @contextlib.contextmanager
     def held(self) -> Iterator[dict[Path, str]]:
-        """Its files with their roles, which no other process changes meanwhile."""
+        """Lock the ledger; yield its existing files with their roles, which no other process changes meanwhile."""
         with self._locked():
             yield {file: role for file, role in self.roles.items() if file.exists()}
 

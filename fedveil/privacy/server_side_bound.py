@@ -27,20 +27,21 @@ from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import guarantee_of
 
-_MOST_ROWS = 100_000_000  # as the server's gate has it
-# Of all participations together: beyond these, accounting takes minutes and then all memory.
+_MOST_ROWS = 100_000_000  # the limit of the server's upload validation
+# For all participations together: beyond these, accounting takes minutes and then all memory.
 _MOST_STEPS, _MOST_LOSS = 3_000_000, 1200.0
 
 
 @dataclass(frozen=True)
 class ServerSideBound:
-    """The most that a record of a site was charged by one run.
+    """An upper bound on what one run charged any record of a site.
 
     Attributes:
-        rows, participations, steps: of the site; steps of one participation.
-        charges: every look at the most looked-at record.
-        epsilon: at the budget's delta, under its relation; infinite where none is known.
-        against_all: the same against the server and all other sites together; None where the noise is not in the sum.
+        rows, participations: the site's numbers of examples and participations.
+        steps: steps per participation.
+        charges: every use of the most often used record.
+        epsilon: epsilon at the budget's delta and relation; infinite if none is known.
+        against_all: epsilon against the server and all other sites together; None if the noise is not in the sum.
     """
 
     rows: int
@@ -78,7 +79,7 @@ def server_side_bound(
     rows, steps = min(n for n, _ in counts if n is not None), max(n for _, n in counts if n is not None)
     budget = claim.budget
     try:
-        # Every round up to the last: with an epoch cut over rounds a site that skips some meets more epochs.
+        # Every round up to the last: if an epoch spans rounds, a site that skips some takes part in more epochs.
         plan = SamplingPlan(max(asked) + 1, max(steps, 1), batch, rows, budget.neighbours)
     except ConfigError as error:
         return f"not known, because its reports do not fit the run ({error}). Treat epsilon as infinite."
@@ -105,13 +106,13 @@ def server_side_bound(
 
 
 def _count(value: object, least: int, most: int) -> int | None:
-    """A number that a site reported; None if it is missing, or no whole number from `least` to `most`."""
+    """Return a number that a site reported; None unless it is a whole number from `least` to `most`."""
     known = isinstance(value, int | float) and least <= value <= most and value == int(value)
     return int(value) if known else None  # type: ignore[call-overload]
 
 
 def promised_epsilon(method: Method, config: RunConfig, delta: float) -> float:
-    """The epsilon at `delta` of all that the run may ask of a record, under the budget's neighbouring relation."""
+    """Return the largest epsilon at `delta` that the run may charge a record, under the budget's relation."""
     claim = guarantee_of(method, config)
     if claim is None or claim.budget.server_trusted or config.run.deterministic or delta < claim.budget.delta:
         return math.inf

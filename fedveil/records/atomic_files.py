@@ -33,7 +33,7 @@ _NOT_LEFT = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
 
 
 def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = None) -> None:
-    """Replaces a file so that a reader, a crash or a power cut finds the old or the new one whole.
+    """Replace a file atomically: after a crash or power cut, readers find either the old or the new one, complete.
 
     Only its owner can read it. When this returns, file and name are on the disk. What killed writers of the same file
     have left is removed. Others may write to the folder, as the carrier of relay files does: a link is replaced and
@@ -149,7 +149,7 @@ def _remove_left(path: Path, own: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on the disk: a file that was synced can be lost with its name."""
+    """Sync a folder to disk, because a synced file can be lost if its name is not synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -161,13 +161,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_checksummed(content: Mapping[str, Any]) -> bytes:
-    """JSON of `content`, which is not empty, behind the checksum of its bytes."""
+    """Return the JSON of a nonempty `content`, preceded by the checksum of its bytes."""
     text = json.dumps(dict(content)).encode()[1:]
     return _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text
 
 
 def read_checksummed(data: bytes) -> dict[str, Any]:
-    """The content of what `write_checksummed` made. Raises ValueError where a byte differs."""
+    """Return the content written by `write_checksummed`. Raises ValueError if a byte differs."""
     text = data[len(_HEAD) + _HEX + 3 :]
     if data != _HEAD + xxhash.xxh3_128_hexdigest(text).encode() + b'", ' + text:
         raise ValueError("its checksum does not match its bytes")
@@ -178,12 +178,12 @@ def read_checksummed(data: bytes) -> dict[str, Any]:
 
 
 def checksummed_bytes(data: bytes) -> bytes:
-    """Bytes before their checksum of 16 bytes."""
+    """Return the bytes followed by their checksum of 16 bytes."""
     return data + xxhash.xxh3_128_digest(data)
 
 
 def verify_checksummed(data: bytes) -> bytes:
-    """The bytes of what `checksummed_bytes` made. Raises ValueError where a byte differs."""
+    """Return the bytes in a result of `checksummed_bytes`. Raises ValueError if a byte differs."""
     if checksummed_bytes(data[:-16]) != data:
         raise ValueError("its checksum does not match its bytes")
     return data[:-16]
@@ -201,7 +201,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def cut_torn_line(path: Path) -> str:
-    """Cuts off a last line that a killed writer has left unfinished. Returns what it held; "" where all are whole."""
+    """Cut off a last line that a killed writer left unfinished. Return its content; "" if all lines are complete."""
     if not path.exists():
         return ""
     with path.open("r+b") as file:

@@ -64,7 +64,7 @@ class LogHead:
 
     @classmethod
     def parse(cls, text: str) -> LogHead:
-        """The head whose `str` is `text`. Raises StateError."""
+        """Parse the head from its `str`. Raises StateError."""
         if not re.fullmatch(r"(0|[1-9]\d{0,17}):[0-9a-f]{64}", text):
             raise StateError(f'anchor: expected "LINES:HASH" with 64 hex digits, found {text[:90]!r}; copy it whole')
         lines, _, digest = text.partition(":")
@@ -112,7 +112,7 @@ def log_head(file: Path) -> LogHead:
 
 
 def last_entry(file: Path) -> dict[str, Any]:
-    """The log's last line; {} if there is none. Raises StateError where it is wrong."""
+    """Return the log's last line; {} if there is none. Raises StateError if it is invalid."""
     if not file.exists():
         return {}
     with file.open("rb") as log:

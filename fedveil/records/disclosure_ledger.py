@@ -114,7 +114,7 @@ def _read(file: Path) -> tuple[list[Row], list[Row]]:
 
 
 class _OldForm(Exception):
-    """A line of 0.1."""
+    """Raised for a line of version 0.1."""
 
 
 def _checked_kind(row: Row, number: int) -> Row:

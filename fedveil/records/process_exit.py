@@ -41,7 +41,7 @@ _TRIES, _BETWEEN = 20, 0.1  # a reader that looks at a lock holds it for a momen
 
 
 class ExitCause(StrEnum):
-    """The cause that ended a process, in words that may be shared with others: none of its figures."""
+    """Return the cause that ended a process, in words that may be shared: without figures."""
 
     MEMORY = "out of memory"
     PERHAPS_MEMORY = "probably out of memory"
@@ -131,7 +131,7 @@ def child_exit_cause(code: int, before: Mapping[str, Any]) -> tuple[ExitCause, s
 
 
 def describe_ending(about: Mapping[str, Any], lower: str = LOWER) -> str:
-    """The cause with the figures, for who may know them, and what to `lower`."""
+    """Return the cause with the figures, for readers who may see them, and the setting to `lower`."""
     memory, limit = (_number(about.get(key)) for key in ("peak_mb", "limit_mb"))
     figures = f"{memory} of {limit} MB at its last report" if memory >= 0 else "not recorded"
     return {
@@ -171,7 +171,7 @@ def _group() -> Path:
 
 
 def _oom_kills(group: Path) -> int:
-    """The kernel's count; -1 where it cannot be read."""
+    """Return the kernel's count; -1 if it cannot be read."""
     for line in (_read(group / "memory.events") + _read(group / "memory.oom_control")).splitlines():
         if line.startswith("oom_kill "):
             return int(line.split()[1])

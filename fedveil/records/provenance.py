@@ -1,4 +1,4 @@
-"""Where figures come from: the commit of the code that made them, and the machine with its versions."""
+"""The provenance of figures: the commit of the code, the machine, and the package versions."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> Feder
 
 
 def _parts(state: FederatedState) -> Iterator[Buffer]:
-    """The bytes of a safetensors file. Its library makes them as a whole, and holds a state three times for that."""
+    """Return the bytes of a safetensors file, without the library's writer, which holds the state three times."""
     scalars = json.dumps(dict(state.scalars))
     # One entry, as the checksum's: equal states shall be equal files.
     header: dict[str, Any] = {"__metadata__": {"scalars": f"{_checksum(state.tensors, scalars)} {scalars}"}}

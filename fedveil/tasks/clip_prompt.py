@@ -1,4 +1,4 @@
-"""Prompts for a frozen CLIP: context vectors before the names of classes learn to tell images apart.
+"""Prompts for a frozen CLIP: train context vectors before the class names to classify images.
 
     logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          the scale is the model's
 
@@ -108,7 +108,7 @@ class ClipPrompt(AdaptedTask):
 
     @cached_property
     def _placeholder(self) -> Float[Tensor, "classes D"]:
-        """The texts with the placeholder as context."""
+        """Return the class texts with the placeholder as context."""
         with torch.no_grad():
             words = " ".join([clip.PLACEHOLDER] * self.adapter.length)
             return self._texts.features(self._texts.written(words)[None])[0]
@@ -149,7 +149,7 @@ class ClipPrompt(AdaptedTask):
         return [EncodedImage(self._points[digest], label) for digest, label in zip(digests, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:
-        """Takes the images through the tower, and forgets them."""
+        """Compute the images' features by the tower; keep no image."""
         if waiting:
             with self._computing():
                 points = clip.encode_images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
@@ -157,7 +157,7 @@ class ClipPrompt(AdaptedTask):
             waiting.clear()
 
     def _label(self, example: Example) -> int:
-        """The class of an example, whose names become the task's where it has none yet."""
+        """Return the class of an example; its class names become the task's if it has none yet."""
         task, where = self.config.task, example.where
         names = example.class_names or self._names
         if not self._names:
@@ -248,7 +248,7 @@ class ClipPrompt(AdaptedTask):
     @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[EncodedImage]) -> float:
-        """Mean loss an image with the weights put in last, the contrast's term among it."""
+        """Return the mean loss per image with the weights loaded last, including the contrastive term."""
         return float(self.loss_at(self.trained, self.collate(encoded).to(self.device))) / len(encoded)
 
     @override

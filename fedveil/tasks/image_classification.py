@@ -126,7 +126,7 @@ class ImageExamples(Sequence[ImageExample]):
 
 @final
 class ImageClassification(AdaptedTask):
-    """A model that says which class an image is of. The loss is the mean cross entropy over images."""
+    """A model that classifies images. The loss is the mean cross entropy over images."""
 
     @override
     def _load(self) -> LoadedModel:
@@ -147,7 +147,7 @@ class ImageClassification(AdaptedTask):
 
     @override
     def encode(self, examples: Examples) -> ImageExamples:
-        """A row for each image, which is decoded when a batch has it.
+        """Return one example per image; an image is decoded when a batch contains it.
 
         Raises TaskError, by file and row, for what is no image or has no class; for an image that is broken behind its
         head, the batch does.
@@ -194,7 +194,7 @@ class ImageClassification(AdaptedTask):
 
     @override
     def mean_loss(self, encoded: Sequence[ImageExample]) -> float:
-        """Mean loss an image with the weights put in last."""
+        """Return the mean loss per image with the weights loaded last."""
         return self._scores(encoded)["loss"]
 
     @override
@@ -269,7 +269,7 @@ class ImageClassification(AdaptedTask):
 
     @property
     def _mode(self) -> str:
-        """PIL's mode of the model's images."""
+        """Return PIL's mode for the model's images."""
         channels = getattr(self.base.model.config, "num_channels", 3)
         if self.base.model.main_input_name != "pixel_values" or channels not in _MODES:
             raise TaskError(

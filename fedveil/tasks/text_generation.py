@@ -88,7 +88,7 @@ class TextGeneration(causal_lm.CausalTask):
 
     @override
     def encode(self, examples: Examples) -> TokenizedDataset:
-        """Every row tokenised. Raises TaskError for a row without text in one of the two columns."""
+        """Tokenize every example. Raises TaskError for one without text in one of the two columns."""
         return self._told(TokenizedDataset(tokenized_dataset.join_parts(self._parts_of(examples))))
 
     @override
@@ -256,12 +256,12 @@ class TextGeneration(causal_lm.CausalTask):
         return CachedTokenizer(self.base.tokenizer)
 
     def _prompt(self, ids: list[int], limit: int) -> list[int]:
-        """A source's tokens and what stands around it, at most `limit`: the source loses its end."""
+        """Return a source's tokens with the frame around it, at most `limit`; a long source is cut at its end."""
         frame = self._frame
         return [*frame.before, *ids[: max(0, limit - frame.length)], *frame.between][-max(1, limit) :]
 
     def _row(self, source: list[int], target: list[int]) -> TokenExample:
-        """The row of a source's and a target's tokens."""
+        """Return the example with a source's and a target's tokens."""
         frame, room = self._frame, self.config.task.max_tokens
         whole = [*target, *frame.end]
         answer = whole[: room - frame.length]

@@ -92,7 +92,7 @@ def prompt_of_choices(question: str, choices: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ImageTextExample(TokenExample):
-    """A row with an image: `ids` hold one image token for each of its parts, `inputs` gives what stands behind them."""
+    """An example with an image: `ids` has one image token per image part, `inputs` returns the image's model inputs."""
 
     inputs: Callable[[], Inputs]
 
@@ -274,7 +274,7 @@ def _reading(examples: Examples, index: int) -> Callable[[], Example]:
 
 
 def _hint(example: Example, column: str) -> str:
-    """The hint of a question, whose row may have none."""
+    """Return the hint of a question, which may be missing."""
     value = example.values.get(column) if column else ""
     if not isinstance(value, str | None):
         raise TaskError(

@@ -74,8 +74,8 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
 class AdaptedTask(Task):
     """A model with its adapter. Weights come back on the device that they were given on.
 
-    Nothing is dropped out but by an adapter that says so, and batches come in the order that the client's stream draws;
-    with run.deterministic one thread trains, so that two processes on one machine end bit-identically.
+    Dropout is off unless the adapter uses it, and the client's stream determines the order of batches; with
+    run.deterministic one thread trains, so that two processes on one machine give bit-identical results.
     """
 
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
@@ -156,14 +156,14 @@ class AdaptedTask(Task):
         """Mean loss of the rows with the weights put in last."""
 
     def put(self, weights: Weights) -> None:
-        """Puts a copy of the weights into the model. Raises TaskError where they are not the spec's."""
+        """Copy the weights into the model. Raises TaskError if they do not match the spec."""
         self._overwritten = True
         self.base.put(weights)
 
     def show(self, weights: Weights) -> None:
-        """Puts weights into the model that are only read: where that is possible, not a copy.
+        """Load weights for reading only, without a copy if possible.
 
-        They must stay as they are until others are put in. Raises TaskError where they are not the spec's.
+        They must not change until others are loaded. Raises TaskError if they do not match the spec.
         """
         if not self._can_release:
             self.put(weights)
@@ -188,8 +188,8 @@ class AdaptedTask(Task):
             self.release()
 
     def taken(self, weights: Weights) -> Weights:
-        """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
-        # On a GPU too, what was put in from there goes back from there: it has no second copy of the model either.
+        """Return the trained values, owned by the caller, on the device of `weights`, which were loaded before."""
+        # The same holds on a GPU for weights that came from there: it has no second copy of the model either.
         is_own = self.adapter.trains_base and not self.config.train.compile
         if is_own and next(iter(weights.values())).device == next(iter(self.trained.values())).device:
             return self.base.take()
@@ -211,7 +211,7 @@ class AdaptedTask(Task):
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
-        """Autocast under `train.precision = bf16`, and silence of the 8-bit kernels about their casts."""
+        """Enable autocast under `train.precision = bf16`, and silence warnings of the 8-bit kernels about casts."""
         with (
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.precision == "bf16"),
             library_logging.quiet_libraries() if self.config.train.quantized_base != "none" else _NOTHING,
@@ -224,8 +224,8 @@ class AdaptedTask(Task):
 
     @contextlib.contextmanager
     def training(self, rng: RandomStream) -> Iterator[None]:
-        """Around the training steps: layers are recomputed under train.gradient-checkpointing; `rng` says what is
-        dropped out.
+        """Context of the training steps: layers are recomputed under train.gradient-checkpointing; `rng` draws the
+        dropout.
 
         Raises:
             ConfigError: the model has no layers that can be recomputed.
@@ -239,7 +239,7 @@ class AdaptedTask(Task):
             yield
 
     def _forward(self, inputs: Mapping[str, Any]) -> Tensor:
-        """The model's logits. Raises ConfigError for train.compile on a machine that cannot."""
+        """Return the model's logits. Raises ConfigError if the machine does not support train.compile."""
         # Scoring would be compiled a second time, for a few batches.
         model = self._compiled if self.config.train.compile and torch.is_grad_enabled() else self.base.model
         with self._computing():
@@ -267,8 +267,8 @@ class AdaptedTask(Task):
 
 @contextlib.contextmanager
 def _plain_attention() -> Iterator[None]:
-    """Attention by plain products: its other kernels have no rule for many samples at once. It keeps bf16 as it is;
-    what torch would take to fp32 for it, autocast takes back in one of the two passes, and they no longer fit.
+    """Use the math kernel of attention: the other kernels do not support vmap. Keep bf16: torch would cast to fp32,
+    and autocast would cast back in only one of the two passes.
     """
     reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # on the CPU too

@@ -19,8 +19,8 @@ from fedveil.training.adapter_task import AdaptedTask
 
 
 class CausalTask(AdaptedTask):
-    """A causal language model with its adapter. The loss is the mean over target tokens (the end among them),
-    or over those that the training counts."""
+    """A causal language model with its adapter. The loss is the mean over target tokens (including the end token),
+    or over the tokens that training counts."""
 
     @override
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
@@ -46,7 +46,7 @@ class CausalTask(AdaptedTask):
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[TokenExample]) -> float:
         """Mean loss a target token with the weights put in last."""
-        ordered = sorted(encoded, key=lambda row: len(row.ids))  # rows of like length waste no padding
+        ordered = sorted(encoded, key=lambda row: len(row.ids))  # examples of similar length need little padding
         total = terms = 0.0
         for part in self._parts(len(ordered)):
             batch = self.collate([ordered[i] for i in part])
@@ -76,7 +76,7 @@ class CausalTask(AdaptedTask):
 
     @torch.no_grad()
     def _texts_of(self, prompts: Sequence[TokenExample]) -> list[str]:
-        """The text that the model writes behind each prompt: greedy, or evaluate.num-beams beams."""
+        """Return the text that the model generates after each prompt: greedy, or with evaluate.num-beams beams."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
         texts = [""] * len(prompts)
         for part in self._parts(len(prompts)):

@@ -81,7 +81,7 @@ class GradientBackend(Protocol):
         ...
 
     def backward(self, step: Sequence[ExampleBatch]) -> Tensor:
-        """Gives the trained parameters, which have none, the gradient of the mean loss over all terms of a step.
+        """Set the trained parameters' gradients, none so far, to that of the mean loss over all terms of a step.
 
         Returns that loss, on the device.
         """
@@ -126,7 +126,7 @@ class LocalBackend(GradientBackend):
 
 
 def add_gradient(task: TrainableTask, batch: ExampleBatch, terms: float) -> Tensor:
-    """Adds the gradient of a batch's summed loss over `terms`; that loss over `terms`, on the device."""
+    """Add the gradient of a batch's summed loss divided by `terms`; return this quotient, on the device."""
     loss = task.loss_sum(batch) / terms
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()

@@ -1,13 +1,13 @@
-"""A trainer that scores the first weights of a turn on held-out rows, and says so in its reports.
+"""A trainer that scores the first weights of a client round on held-out examples, and reports the score.
 
-The first weights are what the method is about to train from: what the server sent, with the factor, layers or prompt
-that a site keeps for itself in their places. A method that trains twice in a turn reports the same figure twice.
+The first weights are the method's starting point: the server's weights with the site's private factor, layers or
+prompt. A method that trains twice in a client round reports the same figure twice.
 
-| a turn ... | its report |
+| client round | its report |
 |---|---|
 | whose site may answer | loss_held_out, rows_held_out |
 | whose site may not, or cannot | held_out_refused |
-| that makes steps of single rows | nothing: such steps are of a claim, which refuses held-out scores altogether |
+| with per-example gradient steps | nothing: such steps belong to a privacy guarantee, which refuses held-out scores |
 
 `ReceivedLossFilter` keeps a trainer's `loss_received`, which is of rows that the site trains on, from leaving it.
 """
@@ -32,7 +32,7 @@ RECEIVED_LOSS = "loss_received"
 
 @final
 class HeldOutScoringTrainer(TrainerWrapper):
-    """A trainer that scores.
+    """A trainer that scores held-out examples.
 
     Args:
         trainer: trains on other rows than `held`.
@@ -94,7 +94,7 @@ def split_held_out(rows: Rows, indices: Set[int]) -> HeldOutSplit:
 
 @final
 class ReceivedLossFilter(TrainerWrapper):
-    """A trainer that reports no loss of rows on which the site trains at the weights that it received.
+    """A trainer that does not report the received weights' loss on the site's training examples.
 
     Args:
         trainer: reports on held-out rows, if there are any.
@@ -122,7 +122,7 @@ class ReceivedLossFilter(TrainerWrapper):
 
 @final
 class ExampleSubset(Sequence[Any]):
-    """Some of the rows, in the order of their indices, read where they lie."""
+    """Some of the examples, in the order of their indices, without a copy."""
 
     def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
         self._rows, self._indices = rows, indices

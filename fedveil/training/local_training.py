@@ -68,11 +68,11 @@ class LocalTraining:
 
     @property
     def rows(self) -> LocalGradientSource:
-        """The same rows, for steps that tell them apart."""
+        """Return the per-example gradients of the same examples."""
         return LocalGradientSource(self._task, self._rows, self._by.gradients)
 
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Trains from `weights`, which stay as they are. What no step moves, and what is `frozen`, comes back exact.
+        """Train from `weights`, which do not change. Entries that no step moves, or that are `frozen`, come back exact.
 
         The report has loss_received (of `weights`, on the site's first train.received-loss-examples rows; left out at
         0), loss_trained (mean over the steps; without one, loss_received, or left out), steps, tokens (all that the
@@ -113,7 +113,7 @@ class LocalTraining:
             return self._by.mean_loss(rows)
 
     def gradient(self, weights: Weights) -> TrainingResult:
-        """The gradient of the mean loss of one batch at `weights`, which stay as they are. No optimiser takes part.
+        """Return the gradient of one batch's mean loss at `weights`, which do not change. No optimizer is involved.
 
         The batch is the first of the epoch that `train` would run now. It has train.batch-size rows;
         train.gradient-accumulation-steps, train.epochs and train.max-steps play no part. A tensor that the loss does
@@ -143,7 +143,7 @@ class LocalTraining:
         return TrainingResult(gradients, report, ExamplesUsed.from_steps([order[: train.batch_size]]))
 
     def _steps(self, frozen: Sequence[Weights], penalty: Penalty | None) -> tuple[list[float], int]:
-        """The loss of each step, and the tokens that all of them read."""
+        """Take the steps; return the loss of each, and the number of tokens that they read."""
         train, task = self._task.config.train, self._task
         sets = [_Held(task.trained, each) for each in frozen]
         parameters = list(task.trained.values())
@@ -185,7 +185,7 @@ class LocalTraining:
         return min(steps, train.max_steps) if train.max_steps else steps
 
     def _batches(self) -> Iterator[Rows]:
-        """Rows of each step of every epoch, each epoch in an order of its own; at most train.max-steps where set."""
+        """Yield each step's examples, every epoch in a new order; at most train.max-steps steps if set."""
         train = self._task.config.train
         generator = self._rng.torch_generator()
         size = train.batch_size * train.gradient_accumulation_steps
@@ -203,10 +203,10 @@ class LocalTraining:
 
 @final
 class _Held:
-    """Entries that stay as they are.
+    """Entries that are frozen.
 
-    A tensor that stays as a whole has no gradient, so the optimiser neither moves it nor makes states for it. Of others
-    entries are put back after the step: AdamW treats each entry by itself, so this is exact.
+    A tensor that is frozen as a whole has no gradient, so the optimizer neither moves it nor creates states for it. In
+    others, frozen entries are restored after the step. This is exact because AdamW treats each entry separately.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], frozen: Weights) -> None:
@@ -219,7 +219,7 @@ class _Held:
         self._kept = self._now()
 
     def begin(self, moved: bool) -> None:
-        """Before a step, when its gradients are there. `moved`: other steps may have moved what this one holds."""
+        """Prepare a step once its gradients exist. `moved`: other steps may have moved entries frozen in this one."""
         for parameter in self._whole:
             parameter.grad = None
         if moved:
@@ -229,7 +229,7 @@ class _Held:
         return [p.detach().masked_select(mask) for p, mask in self._masked]
 
     def quieten(self) -> None:
-        """Their part of a gradient does not count for its norm: it moves nothing."""
+        """Zero the gradient of frozen entries so that they do not affect gradient-norm clipping."""
         for parameter, mask in self._masked:
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(mask, 0.0)

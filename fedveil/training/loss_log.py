@@ -1,4 +1,4 @@
-"""The losses of training as it goes."""
+"""The log of losses during training."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NAMED = 32  # rows in a message
 
 @final
 class LossLog:
-    """The steps' losses. They stay on the device until they are read, some at a time: reading waits for the device.
+    """The steps' losses. They stay on the device and are read several at a time, because reading waits for the device.
 
     Args:
         planned: steps of the training.
         learning_rate: train.learning-rate, for messages.
-        watch: is told of the last loss at each reading.
+        watch: receives the last loss at each reading.
         rows_of: the rows of a step that was begun, by its number from 0; rows are counted from 0 too.
     """
 
@@ -41,14 +41,14 @@ class LossLog:
         self._started = self._last_read = time.perf_counter()
 
     def add(self, loss: Tensor, tokens: int) -> None:
-        """One more step; now and then all that are not read yet are read."""
+        """Add a step; from time to time read all unread losses."""
         self._unread.append(loss)
         self.tokens += tokens
         if time.perf_counter() - self._last_read >= _READ_SECONDS:
             self.read()
 
     def read(self) -> None:
-        """Reads the losses that are not read yet, if there are any, and tells the watch of the last one.
+        """Read the unread losses, if any, and pass the last one to the watch.
 
         Raises:
             TaskError: one of them is not finite; the first such step is named with its rows, by number alone.

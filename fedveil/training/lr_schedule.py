@@ -11,7 +11,7 @@ round.
 
 | case | result |
 |---|---|
-| a site that misses rounds | it goes on where the run is |
+| a site that misses rounds | it continues at the run's current position |
 | a turn in which a method trains twice | both trainings run through the round's part of the curve |
 | run.rounds raised at a resume | ConfigError: the curve would jump |
 | noisy steps (dp.*), or a method whose clients make no steps of train.* | ConfigError before any site is asked |

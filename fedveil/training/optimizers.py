@@ -35,7 +35,7 @@ class LocalOptimizer(Protocol):
         ...
 
     def step(self) -> Any:
-        """Moves the parameters by their gradients."""
+        """Update the parameters by their gradients."""
         ...
 
     def zero_grad(self) -> None:
@@ -93,7 +93,7 @@ def check_optimizer(method: Method, config: RunConfig) -> None:
 
 
 def _check_noisy(method: Method, config: RunConfig) -> None:
-    """Raises ConfigError for what the gradients of single rows are taken without."""
+    """Raise ConfigError for settings that per-example gradients do not support."""
     if config.train.packing:
         raise ConfigError(
             "train.packing: expected false with dp.*, which computes the gradient of every row separately, found "
@@ -129,7 +129,7 @@ class _Pieces:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the pieces."""
+        """Return the parameter groups of the pieces."""
         groups: list[dict[str, Any]] = self._inner.param_groups
         return groups
 

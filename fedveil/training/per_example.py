@@ -1,4 +1,4 @@
-"""Steps on rows apart: which rows a step takes, and the gradient of each row's own loss.
+"""Per-example steps: the examples of each step, and the gradient of each example's own loss.
 
 A task that offers `PerExampleLoss` has them. Its loss must be a pure function of the weights and one row, so that
 torch.func can differentiate all rows of a batch at once. Memory: the rows' gradients and what their backward passes
@@ -49,11 +49,11 @@ class PerExampleLoss(Protocol):
     """The interface that a task adds to `gradient_backend.TrainableTask` where examples can be told apart."""
 
     def samples(self, rows: Rows) -> tuple[Tensor, ...]:
-        """The rows as tensors on the model's device, each with the rows as its first dimension."""
+        """Return the examples as tensors on the model's device, each with the examples as its first dimension."""
         ...
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """The loss of one row, a scalar: pure, without branches on values; `sample` lacks the first dimension."""
+        """Return one example's loss, a scalar: pure, without branches on values; `sample` lacks the first dimension."""
         ...
 
 
@@ -79,7 +79,7 @@ class PerExampleFeatureLoss(Protocol):
 
 @final
 class LocalGradientSource(PerExampleGradientSource):
-    """The row gradients of one client. train.gradient-accumulation-steps has no part in them.
+    """The per-example gradients of one client. train.gradient-accumulation-steps does not affect them.
 
     `by` computes those of whole weights: `per_example_gradients`, where it is None.
     """

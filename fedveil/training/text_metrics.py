@@ -77,7 +77,7 @@ def score_captions(candidates: Sequence[str], references: Sequence[Sequence[str]
 
 
 def exact_match(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> float:
-    """Part of the candidates that are one of their references, case, outer space and a last point apart."""
+    """Return the fraction of candidates equal to a reference, ignoring case, outer space and a final period."""
     _check(candidates, references)
     return sum(_plain(c) in map(_plain, refs) for c, refs in zip(candidates, references, strict=True)) / len(candidates)
 
@@ -203,7 +203,7 @@ def _nist(candidates: list[list[str]], references: list[list[list[str]]]) -> flo
 
 
 class _NoSynonyms:
-    """Stands where nltk wants WordNet: no word has synonyms."""
+    """A replacement for WordNet in nltk: no word has synonyms."""
 
     def synsets(self, word: str) -> list[str]:
         return []

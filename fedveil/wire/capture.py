@@ -1,4 +1,4 @@
-"""The tap records the bytes that crossed the wire, and so exactly what the other side could see.
+"""Message capture: records the bytes on the wire, which are exactly what the other side could see.
 
     <folder>/index.jsonl            one line a message: round, attempt, site, direction, file, accepted
     <folder>/00003.0.site-1.up      the message, byte for byte; sealed where there is a key file
@@ -86,7 +86,7 @@ class MessageCapture:
                 ) from None
 
     def read(self, seen: CapturedMessage) -> bytes:
-        """One message's bytes. Raises StateError for a file that is not sealed as it should be."""
+        """Return one message's bytes. Raises StateError for a file that is not encrypted as expected."""
         return self._seal.read(self.folder / seen.file, self._role(seen))
 
     def _role(self, seen: CapturedMessage) -> str:

@@ -1,4 +1,4 @@
-"""A message in slices, so that no process on its way has to hold a second whole copy."""
+"""Split a message into slices, so that no process on its way needs a second whole copy."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def slice_message(parts: Iterable[Buffer], size: int = SLICE_BYTES) -> Iterator[
 
 
 def drain_parts(parts: list[Buffer]) -> Iterator[Buffer]:
-    """Each part in turn, removed from the list before it is handed out."""
+    """Yield each part in turn, after removing it from the list."""
     parts.reverse()
     while parts:
         yield parts.pop()
 
 
 def fill_slices(whole: bytearray | mmap, slices: Iterable[Buffer]) -> bytearray | mmap:
-    """`whole`, with the slices in it. Raises WireError unless they fill it."""
+    """Copy the slices into `whole` and return it. Raises WireError unless they fill it exactly."""
     total, start = len(whole), 0
     for part in slices:
         end = start + len(part)

@@ -13,7 +13,7 @@ receiver refuses what does not match its own layout, and names the field. The ch
 against an adversary on the line. The address keeps a message from being taken for one of another run, attempt or site.
 
 One message has one encoding: order of fields and keys, the text of the JSON, padding and length are fixed, and another
-form is refused. Free is only how zlib cuts the same text, for versions of zlib differ in it.
+form is refused. Only the zlib compression of the same text may vary, because versions of zlib differ.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class FieldReadJob:
 
     @property
     def name(self) -> str:
-        """The field's."""
+        """Return the field's name."""
         return str(self.entry[0])
 
     def read(self) -> tuple[Callable[[], Value], float | None]:
@@ -71,7 +71,7 @@ class FieldReadJob:
             raise WireError(f"{self.name}: {error}") from None
 
     def _check_sum(self, expected: str, floats: Tensor | None) -> float | None:
-        """The norm of the floats. Raises WireError for other bytes than were sent."""
+        """Return the norm of the floats. Raises WireError if the checksum does not match."""
         data, squares = self.data, 0.0
         is_half = floats is not None and floats.itemsize == 2
         block_bytes = _HALF_BLOCK_BYTES if is_half else _BLOCK_BYTES

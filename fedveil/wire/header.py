@@ -69,7 +69,7 @@ def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, A
 
 
 def write_header(content: Mapping[str, Any]) -> bytes:
-    """The one JSON text of a header: keys in the order of `_TYPES`, those of words and report sorted, no spaces."""
+    """Return the canonical JSON of a header: keys in the order of `_TYPES`, scalars and report sorted, no spaces."""
     ordered = {key: content[key] for key in _TYPES}
     ordered |= {key: dict(sorted(content[key].items())) for key in ("scalars", "report")}
     return json.dumps(ordered, separators=(",", ":")).encode()
@@ -82,12 +82,12 @@ def check_padding(name: str, padding: memoryview) -> None:
 
 
 def printable_name(text: str) -> str:
-    """A foreign name as text: no escape codes, no marks that turn the line around, at most 80 characters."""
+    """Sanitize an untrusted name: no escape codes or bidirectional marks, at most 80 characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 
 def short_value(value: Any) -> str:
-    """A foreign value for an error: short, and without walking into lists and objects."""
+    """Format an untrusted value for an error: short, and without traversing lists and objects."""
     return type(value).__name__ if isinstance(value, list | dict) else repr(value)[:80]
 
 

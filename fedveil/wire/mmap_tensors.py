@@ -62,21 +62,21 @@ def mmap_weights(tensors: Weights, folder: Path) -> Weights:
 
 
 def evict(tensors: Mapping[str, Value]) -> None:
-    """Frees the memory of what was read, if it lies in a file."""
+    """Release the memory of the pages that were read, if the tensors are in a file."""
     if isinstance(tensors, MmapTensors):
         tensors.leave()
 
 
 @final
 class MmapTensors(Mapping[str, _Kind]):
-    """Fields that are views of a file's bytes. At each access, what was read of the others leaves memory."""
+    """Fields that are views of a file's bytes. Each access releases the pages read for the others."""
 
     def __init__(self, fields: Mapping[str, _Kind], file: mmap.mmap) -> None:
         self._fields, self._file = fields, file
         self.leave()
 
     def leave(self) -> None:
-        """Frees the memory of all that was read; every byte stays in the file."""
+        """Release the memory of all pages that were read; every byte stays in the file."""
         self._file.madvise(mmap.MADV_DONTNEED)
 
     def __getitem__(self, name: str) -> _Kind:

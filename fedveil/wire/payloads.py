@@ -46,8 +46,8 @@ def as_spec(weights: Weights, spec: Spec) -> dict[str, Tensor]:
 
 
 def lazy_spec(weights: Weights, spec: Spec, device: torch.device | None = None) -> Weights:
-    """The same, cast at every access: no copy is held, and a message on disk is read tensor by tensor.
+    """Cast as `as_spec` does, at every access: no copy is kept, and a message on disk is read tensor by tensor.
 
-    With a `device`, on that: what travels there is as narrow as it was received.
+    With a `device`, tensors are copied there in the received dtype and cast afterwards.
     """
     return MadeWeights(weights, lambda name: weights[name].to(device).to(spec[name].dtype))

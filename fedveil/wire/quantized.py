@@ -100,7 +100,7 @@ class QuantizedCodec:
         return QuantizedTensor(torch.from_numpy(codes).reshape(shape), scales)
 
     def decode_on(self, data: memoryview, shape: tuple[int, ...], device: torch.device) -> QuantizedTensor:
-        """The same on another device, to which the packed codes are copied. Raises WireError."""
+        """Copy the packed codes to another device and decode there. Raises WireError."""
         scales, packed = self._parts(data, shape)
         there = view_bytes(packed, torch.uint8, (len(packed),)).to(device)
         return QuantizedTensor(_unpack_there(there, count_elements(shape), self.levels).view(shape), scales.to(device))

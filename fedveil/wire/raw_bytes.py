@@ -23,7 +23,7 @@ class RawBytesCodec:
 
     @property
     def name(self) -> str:
-        """Its only form."""
+        """Always "opaque"."""
         return "opaque"
 
     def encode(self, value: Value) -> list[Buffer]:

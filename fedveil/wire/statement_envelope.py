@@ -19,7 +19,7 @@ _MOST_HEADER = 4096  # bytes
 
 
 def pack_statement(data: bytes, round_: int, direction: Direction, address: MessageAddress) -> bytes:
-    """The message."""
+    """Pack a statement as a message."""
     text = zlib.compress(header.write_header(_content(data, round_, direction)), 6)
     prefix = header.MAGIC + len(text).to_bytes(4, "little") + xxhash.xxh3_64_digest(text)[::-1] + address.digest
     return b"".join((prefix, text, bytes(-(header.PREFIX + len(text)) % 8), data, bytes(-len(data) % 8)))

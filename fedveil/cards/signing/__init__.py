@@ -1,1 +1,1 @@
-"""Signatures on a privacy card, and what an audit adds to it."""
+"""Signatures on a privacy card."""

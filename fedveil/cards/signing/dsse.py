@@ -2,9 +2,9 @@
 
     PAE(type, payload) = "DSSEv1" SP LEN(type) SP type SP LEN(payload) SP payload        LEN: decimal, of bytes
 
-What is signed is the PAE, never the JSON around it. DSSE leaves free how that JSON is written, and signs no key's name.
-Here it has one form, so that no byte of it can change unseen: sorted keys, one space of indent, base64 in its one
-canonical form, signatures sorted by `keyid`, which is the key's fingerprint.
+The signature covers the PAE, not the JSON around it. DSSE does not prescribe the form of that JSON, and does not sign
+key names. Here it has one canonical form, so that any changed byte is detected: sorted keys, one space of indent,
+canonical base64, signatures sorted by `keyid`, which is the key's fingerprint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DsseSignature(BaseModel):
 
 
 class DsseEnvelope(BaseModel):
-    """A payload with its signatures, as the JSON has it: `payload` and each `sig` in base64."""
+    """A payload with its signatures, as in the JSON: `payload` and each `sig` are base64."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
@@ -47,11 +47,11 @@ class DsseEnvelope(BaseModel):
 
     @property
     def content(self) -> bytes:
-        """The payload's bytes."""
+        """Return the payload's bytes."""
         return base64.b64decode(self.payload, validate=True)
 
     def to_bytes(self) -> bytes:
-        """The one form in which an envelope is written."""
+        """Return the canonical form of the envelope."""
         return json.dumps(self.model_dump(by_alias=True), indent=1, sort_keys=True).encode() + b"\n"
 
 
@@ -64,7 +64,7 @@ def pre_auth_encoding(payload_type: str, payload: bytes) -> bytes:
 def sign_payload(
     payload_type: str, payload: bytes, key: Ed25519PrivateKey, others: DsseEnvelope | None = None
 ) -> DsseEnvelope:
-    """The payload with the key's signature, and those of `others`, which is of the same payload."""
+    """Sign the payload; keep the signatures of `others`, an envelope of the same payload."""
     name = keys.key_fingerprint(key.public_key())
     sig = base64.b64encode(key.sign(pre_auth_encoding(payload_type, payload))).decode()
     signature_by_key = {signature.keyid: signature for signature in (others.signatures if others else [])}
@@ -75,7 +75,7 @@ def sign_payload(
 
 
 def parse_envelope(data: bytes, where: str) -> DsseEnvelope:
-    """The envelope in the bytes of a file. Raises StateError unless it is written in its one form."""
+    """Parse an envelope. Raises StateError unless it is in canonical form."""
     fault = ""
     if len(data) > MOST_BYTES:
         fault = f"more than {MOST_BYTES} bytes"

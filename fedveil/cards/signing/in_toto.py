@@ -4,7 +4,7 @@
 |---|---|
 | every file except the envelope, also in subfolders | a subject, with its SHA-256 |
 | the card, privacy.json | a subject, and the predicate |
-| a link, or anything else that is no plain file | refused: its content could differ on another machine |
+| a link, or anything else that is not a plain file | refused: its content could differ on another machine |
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class InTotoStatement(BaseModel):
 
 
 def digest_files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file in a model's folder but the envelope, by its name. Raises StateError for a link."""
+    """Return the SHA-256 of every file in a model's folder except the envelope. Raises StateError for a link."""
     file_hashes = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -73,10 +73,10 @@ def digest_files(folder: Path) -> dict[str, str]:
 
 
 def make_statement(folder: Path) -> bytes:
-    """The statement about a folder as it is now, with its card as predicate. Equal folders give equal bytes.
+    """Return the statement about a folder's current files, with its card as predicate. Equal folders give equal bytes.
 
     Raises:
-        StateError: it has no card, or a link in it.
+        StateError: the folder has no card, or contains a link.
     """
     about = json.loads(card.read_card(folder).to_bytes())
     subjects = [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(digest_files(folder).items())]
@@ -85,7 +85,7 @@ def make_statement(folder: Path) -> bytes:
 
 
 def parse_statement(data: bytes, where: str) -> InTotoStatement:
-    """The statement in a payload. Raises StateError for another form, and for a name that stands in it twice."""
+    """Parse the statement in a payload. Raises StateError for another form, or for a file named twice."""
     try:
         statement = InTotoStatement.model_validate_json(data)
     except (ValidationError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Ed25519 keys of files, as `ssh-keygen -t ed25519` writes them, or in PEM. By the package `cryptography` alone."""
+"""Read Ed25519 keys from files, in the format of `ssh-keygen -t ed25519` or in PEM, with the package `cryptography`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAKE = 'create one with ssh-keygen -t ed25519 -N "" -f key'
 
 
 def read_private_key(file: Path) -> Ed25519PrivateKey:
-    """The private key in a file. Raises ConfigError for another kind of key, one with a passphrase, or none."""
+    """Read the private key in a file. Raises ConfigError for another kind of key, a passphrase, or no key."""
     data = _read(file)
     try:
         if b"BEGIN OPENSSH PRIVATE KEY" in data:
@@ -33,7 +33,7 @@ def read_private_key(file: Path) -> Ed25519PrivateKey:
 
 
 def read_public_key(file: Path) -> Ed25519PublicKey:
-    """The public key in a file. Raises ConfigError for another kind of key, or none."""
+    """Read the public key in a file. Raises ConfigError for another kind of key, or no key."""
     data = _read(file)
     try:
         if data.startswith(b"-----BEGIN"):

@@ -34,14 +34,14 @@ class VerificationResult:
 
 
 def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> VerificationResult:
-    """Checks the envelope, every signature by a known key, and every file; each known key must have signed.
+    """Check the envelope, every signature by a known key, and every file; each known key must have signed.
 
     Args:
-        folder: the model's.
+        folder: the model's folder.
         known: public keys by fingerprint.
 
     Raises:
-        StateError: the envelope or what it holds is no such thing, or a link lies in the folder.
+        StateError: the envelope or its content is invalid, or the folder contains a link.
     """
     file = folder / in_toto.NAME
     envelope = read_envelope(file)
@@ -55,7 +55,7 @@ def verify_model(folder: Path, known: Mapping[str, Ed25519PublicKey]) -> Verific
 
 
 def read_envelope(file: Path) -> DsseEnvelope:
-    """The envelope in a file. Raises StateError where there is none, or none of a statement."""
+    """Read the envelope in a file. Raises StateError if it is missing or is not about a statement."""
     if file.is_symlink() or not file.is_file():
         raise StateError(f"{file}: expected signatures, found none; sign it with fedveil card sign")
     with file.open("rb") as data:
@@ -67,7 +67,7 @@ def read_envelope(file: Path) -> DsseEnvelope:
 
 
 def model_folder(folder: Path) -> Path:
-    """The model's folder: final/ of a run folder, or `folder` itself. Raises StateError where neither has a card."""
+    """Return the model's folder: final/ of a run folder, or `folder`. Raises StateError if neither has a card."""
     for place in (folder / "final", folder):
         if (place / card.NAME).is_file():
             return place

@@ -3,7 +3,7 @@
 A site's secrets have N holders, and any t holders can reconstruct one; a sum has at least K sites; c
 sites collude with the server.
 
-| adversary | learns no more of the other sites than their sum |
+| adversary | learns only the sum of the other sites' uploads |
 |---|---|
 | a server that keeps to the protocol (honest but curious), and c sites | if c < t and c <= K - 2: where one other site
   alone is in it, the sum is that site's upload |
@@ -75,12 +75,12 @@ class AdversaryModel:
 
     @property
     def curious(self) -> int:
-        """The most sites that may work with a server that keeps to the protocol."""
+        """Return the maximum number of sites that may collude with a server that follows the protocol."""
         return min(self.threshold - 1, self.least - 2)
 
     @property
     def words(self) -> list[str]:
-        """The claim, then what it does not cover."""
+        """Return the guarantee, then what it does not cover."""
         sentences = [f"Holds against an honest but curious server {_with(self.curious)}.", DEVIATING]
         if exception := single_site(self.partial):
             sentences.append(exception)

@@ -1,6 +1,6 @@
-"""Signatures, agreed keys, and what one holder alone can read. All ciphers are of the package `cryptography`.
+"""Signatures, agreed keys, and encryption for a single holder. All ciphers are from the package `cryptography`.
 
-A key is bound to what it is for: HKDF-SHA256 takes the purpose, the names of both ends and the context.
+A key is bound to its use: HKDF-SHA256 takes the purpose, the names of both ends and the context.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SMALL_ORDER = frozenset((0, 1, _PRIME - 1, _ORDER_8, _PRIME - _ORDER_8))
 
 
 def context_bytes(purpose: str, *parts: str | int) -> bytes:
-    """One text of a purpose and its parts, such that different parts never give the same one."""
+    """Encode a purpose and its parts as bytes, so that different parts never give the same bytes."""
     return json.dumps(["fedveil secure aggregation 1", purpose, *parts], separators=(",", ":")).encode()
 
 
 def derive_key(secret: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
-    """32 bytes for one purpose."""
+    """Derive a key of 32 bytes for one purpose."""
     return HKDF(SHA256(), KEY_BYTES, salt or None, purpose).derive(secret)
 
 
 def private_key_from(seed: bytes) -> bytes:
-    """The private X25519 key that a seed stands for."""
+    """Derive the private X25519 key from a seed."""
     return derive_key(seed, context_bytes("prekey"))
 
 
@@ -57,7 +57,7 @@ def is_point(public: bytes) -> bool:
 
 
 def agree_secret(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
-    """32 bytes that two ends agree on. Raises WireError for a public key that agrees with everybody's."""
+    """Derive 32 bytes that both ends share. Raises WireError for a low-order public key."""
     try:
         shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -74,7 +74,7 @@ def encrypt_share(key: bytes, text: bytes, purpose: bytes) -> bytes:
 
 
 def decrypt_share(key: bytes, data: bytes, purpose: bytes) -> bytes:
-    """The text. Raises WireError where another key, purpose or byte is found."""
+    """Decrypt a share. Raises WireError for another key or purpose, or changed bytes."""
     try:
         return AESGCM(key).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], purpose)
     except (InvalidTag, ValueError):
@@ -82,7 +82,7 @@ def decrypt_share(key: bytes, data: bytes, purpose: bytes) -> bytes:
 
 
 def share_digest(share: bytes, purpose: bytes) -> str:
-    """32 hex digits by which a share of that purpose is known again. Shares are drawn uniformly: it tells nothing."""
+    """Return 32 hex digits that identify a share. Shares are drawn uniformly, so the digest reveals nothing."""
     return hashlib.sha256(purpose + share).hexdigest()[:32]
 
 
@@ -97,7 +97,7 @@ def verifying_key(signing_key: bytes) -> bytes:
 
 
 def is_small_order(public: bytes) -> bool:
-    """Whether an Ed25519 key is of small order, or is written in another way than keys are.
+    """Return whether an Ed25519 key has small order or a non-canonical encoding.
 
     One signature by such a key holds for every text, so that its owner can deny each of them; the library takes it. The
     sign is left out: it also takes two that no point has.

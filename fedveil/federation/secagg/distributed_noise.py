@@ -1,4 +1,4 @@
-"""Noise of a sum: each site adds a share of it to the integers of its vector, before it masks them."""
+"""Noise in a sum: each site adds a share of it to the integers of its vector before masking them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DistributedNoise:
     """The noise of one round's uploads.
 
     Attributes:
-        claim: what it must be.
+        claim: the guarantee that the noise must satisfy.
         slots: of the vector. All values have noise; numbers of sites and of examples depend on no row and have none.
     """
 
@@ -35,11 +35,11 @@ class DistributedNoise:
 
     @property
     def entries(self) -> int:
-        """d."""
+        """Return d."""
         return sum(slot.values for slot in self.slots.slots)
 
     def ring(self, ring: FixedPointRing) -> FixedPointRing:
-        """The same ring with integers that fit the noise. Raises ConfigError where none do."""
+        """Return the same ring with integers that fit the noise. Raises ConfigError if none do."""
         room = ((1 << (ring.bits - 1)) - 1 - ((1 << ring.bits) >> 51)) / ring.most_summands
         finest = self.claim.scale(self.entries, ring.bound, room)
         return replace(
@@ -47,11 +47,11 @@ class DistributedNoise:
         )
 
     def deviation(self, ring: FixedPointRing) -> float:
-        """sigma_i, in the integers of such a ring."""
+        """Return sigma_i, in the ring's integers."""
         return self.claim.deviation(ring.scale, self.entries, ring.bound)
 
     def add(self, vector: Integers, ring: FixedPointRing, source: Source) -> None:
-        """Adds the share to a vector, in place."""
+        """Add the site's share of the noise to a vector, in place."""
         sigma = self.deviation(ring)
         for slot in self.slots.slots:
             values = vector[slot.start : slot.start + slot.values]

@@ -89,7 +89,7 @@ class FixedPointRing:
 
     @property
     def largest(self) -> int:
-        """No integer of a value is larger."""
+        """Return the largest integer of a value."""
         return math.ceil(self.scale * self.most_weight * self.bound) + 1
 
     @property
@@ -98,7 +98,7 @@ class FixedPointRing:
         return 1 / (2 * self.scale * self.most_weight)
 
     def encode(self, value: Float[Tensor, "*s"], weight: int, mask: Bool[Tensor, "*s"] | None, into: Integers) -> int:
-        """Writes the integers of a tensor, row by row, into a vector. Returns how many entries were clipped.
+        """Write the integers of a tensor, row by row, into a vector. Return how many entries were clipped.
 
         Raises:
             ValueError: a value is not finite, or the weight is out of range.
@@ -123,6 +123,6 @@ class FixedPointRing:
         return clipped
 
     def decode(self, total: Integers) -> Float[Tensor, " n"]:
-        """The sum of weights times values that a sum of integers stands for, fp64."""
+        """Decode a sum of integers to the sum of weights times values, fp64."""
         signed = np.ascontiguousarray(total).view(f"<i{self.bits // 8}")
         return torch.from_numpy(signed.astype(np.float64)).div_(self.scale)

@@ -2,16 +2,16 @@
 
     vector = for each name, sorted: the values' integers, row by row, and then the weights' | the examples
 
-A weight is a whole number: the examples, at most M of them, or 1. Which names there are, with how many weights each, is
-`Method.summed`, known to both ends before anything is sent. A name that a site's method leaves out is zeros: who left
-it out is hidden too.
+A weight is a whole number: the number of examples, at most M, or 1. `Method.aggregate_shapes` gives the names and their
+numbers of weights, so both ends know them before anything is sent. A name that a site's method omits is sent as zeros,
+which hides who omitted it.
 
 | case | result |
 |---|---|
 | a term under another name, of another shape, or with a mask of finer weights than declared | ConfigError at the site |
-| words in clear that are not the payload's own | ConfigError: this method cannot be summed unseen |
+| words in the clear that are not the payload's own | ConfigError: this method does not support secure aggregation |
 | an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
-| sums whose weights no honest sites can have sent (more than K M, masks of more than all examples) | WireError |
+| sums whose weights honest sites cannot have sent (more than K M, masks of more than all examples) | WireError |
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class VectorSlot:
 
     @property
     def values(self) -> int:
-        """Entries."""
+        """Return the number of entries."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """One past its last weight."""
+        """Return the position after its last weight."""
         return self.start + self.values + math.prod(self.weights_shape)
 
 
@@ -75,13 +75,13 @@ class VectorLayout:
 
     @property
     def length(self) -> int:
-        """Integers of a vector."""
+        """Return the number of integers of a vector."""
         return (self.slots[-1].end if self.slots else 0) + 1
 
     def vector(
         self, exchange: MessageExchange, payload: Payload, examples: int, round_: int, ring: FixedPointRing
     ) -> tuple[Integers, int]:
-        """An upload's summands, not masked yet, and how many entries were clipped to the bound.
+        """Return an upload's vector, not yet masked, and how many entries were clipped to the bound.
 
         Raises:
             ConfigError: the method's terms are not what it declares, or their values are not finite.
@@ -113,7 +113,7 @@ class VectorLayout:
 
 
 def _weights(term: Contribution, slot: VectorSlot) -> Tensor:
-    """1 where the term counts, in the declared shape."""
+    """Return 1 where the term counts, in the declared shape."""
     if term.mask is None:
         return torch.ones(slot.weights_shape, dtype=torch.int64)
     if slot.weights_shape == slot.shape:
@@ -187,7 +187,7 @@ class FixedPointSums:
         return {name: self.mean(name).to(old.dtype) if name in self else old for name, old in otherwise.items()}
 
     def check(self, max_norm: float) -> None:
-        """Judges the sum, for single uploads cannot be. Raises WireError for one that no honest sites have."""
+        """Check the sum, since single uploads are hidden. Raises WireError for one that honest sites cannot have."""
         for slot in self._slots.values():
             values = self._ring.decode(self._total[slot.start : slot.start + slot.values])
             weights = torch.from_numpy(self._weights(slot).astype(np.float64)).reshape(slot.weights_shape)

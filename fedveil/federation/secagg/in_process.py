@@ -65,7 +65,7 @@ class InProcessSecureSums:
     def pair_masks(self, site: str) -> dict[str, mask_streams.MaskStream]:
         """Return, by partner, what removes each pairwise mask of the site in the last attempt; call it before masking.
 
-        A server never knows all of them. Attacks remove them to see what they find where nothing is hidden.
+        A server never knows all of them. Attacks remove them to measure what they find without masks.
         """
         attempt, site_state = self.last, self.sites[site].store.load()
         assert attempt is not None, "call begin first"
@@ -83,7 +83,7 @@ class InProcessSecureSums:
         clear: Mapping[str, Mapping[str, str]],
         deaf: Iterable[str] = (),
     ) -> FixedPointSums:
-        """The sums of the attempt's uploads; sites that are `deaf` open no share. Raises QuorumError, WireError."""
+        """Return the sums of the attempt's uploads; sites in `deaf` do not respond. Raises QuorumError, WireError."""
         for holder, asked in attempt.questions().items():
             if holder not in deaf:
                 opened = self.sites[holder].unmask(UnmaskRequest.from_bytes(asked.to_bytes()))

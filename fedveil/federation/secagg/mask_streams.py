@@ -1,4 +1,4 @@
-"""Streams of uniform integers: what is added to a vector hides it, and what both ends know can be taken off again.
+"""Streams of uniform integers that hide a vector when added to it; an end that knows the key can remove them.
 
     y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)    mod 2^w, sites in the order of their names
 

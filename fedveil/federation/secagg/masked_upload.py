@@ -48,12 +48,12 @@ _MOST_ATTACHED = MOST_SITES * HOLDER_CHARACTERS + 4096
 
 @dataclass(frozen=True)
 class MaskedUploadCodec:
-    """A method's uploads of one round, as they are summed unseen.
+    """Codec of a method's masked uploads of one round.
 
     Attributes:
-        slots: of the vector.
-        bits: of the ring.
-        noise: what each site adds to its vector, if the noise of the run's claim is in the sum.
+        slots: layout of the vector.
+        bits: bits of the ring.
+        noise: the noise that each site adds to its vector, if the guarantee's noise is in the sum.
     """
 
     exchange: MessageExchange
@@ -92,14 +92,14 @@ class MaskedUploadCodec:
 
     @cached_property
     def largest_upload(self) -> int:
-        """The most bytes that a client's message can have."""
+        """Return the maximum size in bytes of a client's message."""
         return message_bounds(self.layout, "up").message
 
     def of_site(self, site: SecAggSite, plan: AttemptPlan) -> Participate:
-        """A client's whole turn under a plan, as `MessageExchange.participate`, with a masked upload.
+        """Return a function for the client round under a plan: `MessageExchange.participate` with a masked upload.
 
-        The turn raises PolicyError and WireError as `SecAggSite.begin` does, before anything is trained, and
-        ConfigError for a method that cannot be summed unseen, or that noise in the sum does not cover.
+        The function raises PolicyError and WireError as `SecAggSite.begin` does, before training, and ConfigError for
+        a method that does not support secure aggregation or noise in the sum.
         """
 
         def participate(
@@ -133,9 +133,9 @@ class MaskedUploadCodec:
     def receive(
         self, data: Buffer, address: MessageAddress | None = MessageAddress()
     ) -> tuple[DecodedMessage, Integers, UploadAttachment]:
-        """A client's message, its masked vector, which is only to be read, and what is attached. Raises WireError.
+        """Decode a client's message; return it, its masked vector (read-only) and its attachment. Raises WireError.
 
-        Without an address: a message that is only read from a tap.
+        Without an address, the message is read from a capture.
         """
         stamp = EnvelopeStamp.from_exchange(self.exchange.method, self.exchange.name, self.round, "up", address)
         message = unpack_message(data, self.layout, stamp)

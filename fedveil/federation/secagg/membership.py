@@ -1,4 +1,4 @@
-"""The sites of a run with their keys, and who holds whose shares. Sites sign with their signing keys."""
+"""The sites of a run with their keys, and the holders of their shares. Sites sign with their signing keys."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fedveil.federation.secagg.schema import (
 
 
 class RunMember(SecAggMessage):
-    """A site with the key to which shares are closed for it in one run.
+    """A site with the key to which shares for it are encrypted in one run.
 
     Attributes:
-        signing_key: Ed25519, by which the other sites know it.
+        signing_key: Ed25519 key by which the other sites know it.
         run_key: X25519.
-        signature: of run, name and run key.
+        signature: signature of run, name and run key.
     """
 
     name: Name
@@ -51,8 +51,8 @@ class RunMembership(SecAggMessage):
 
     Attributes:
         run: its name with its id.
-        neighbours: k, sites with which a site has masks and shares; 0 = all, itself among them.
-        threshold: t, shares that open a secret.
+        neighbours: k, the number of sites with which a site has masks and shares; 0 means all, including itself.
+        threshold: t, the number of shares that reconstruct a secret.
         members: sorted by name.
     """
 
@@ -84,7 +84,7 @@ class RunMembership(SecAggMessage):
 
     @cached_property
     def _circle(self) -> list[str]:
-        """The members in an order that all their run keys decide together."""
+        """Return the members in an order determined by all their run keys together."""
         place = {
             name: hashlib.sha256(crypto.context_bytes("circle", self.digest, name)).digest() for name in self.by_name
         }
@@ -133,8 +133,8 @@ class EncryptedShares(SecAggMessage):
     """Shares of one secret.
 
     Attributes:
-        closed: to its holder, each.
-        digests: by holder, so that a wrong one is known before it is used.
+        closed: by holder, each encrypted to its holder.
+        digests: by holder, to detect a wrong share before it is used.
     """
 
     closed: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
@@ -163,7 +163,7 @@ class SigningKeyRoster(SecAggMessage):
 
 
 def roster_digest(roster: Mapping[str, str]) -> str:
-    """The digest of names and signing keys, by which sites tell each other which roster they mean."""
+    """Return the digest of names and signing keys, by which sites refer to a roster."""
     return "sha256:" + hashlib.sha256(crypto.context_bytes("roster", json.dumps(sorted(roster.items())))).hexdigest()
 
 

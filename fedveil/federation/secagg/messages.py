@@ -26,13 +26,13 @@ from fedveil.federation.secagg.schema import (
 
 
 class AttemptPlan(SecAggMessage):
-    """An attempt at a round, the same for all of its sites; its digest is the context of all that it is for.
+    """The plan of an attempt at a round, the same for all of its sites; its digest is the context of keys and shares.
 
     Attributes:
         membership: its digest.
-        bits, most_weight, bound: of the ring; its most summands are the cohort's sites.
-        least: sites that a sum must have.
-        prekeys: of the cohort's sites, sorted by name.
+        bits, most_weight, bound: parameters of the ring; the cohort's size is its maximum number of summands.
+        least: minimum number of sites in a sum.
+        prekeys: prekeys of the cohort's sites, sorted by name.
     """
 
     run: Name
@@ -110,7 +110,7 @@ class UnmaskRequest(SecAggMessage):
 
     @cached_property
     def context(self) -> str:
-        """The digest of plan and sum: what a holder answers once."""
+        """Return the digest of plan and sum, which a holder answers only once."""
         return hashlib.sha256(crypto.context_bytes("sum", self.plan.digest, *sorted(self.in_sum))).hexdigest()
 
 

@@ -15,7 +15,7 @@ from fedveil.federation.secagg.state import SiteSecAggState
 def encrypt_shares(
     kept: SiteSecAggState, membership: RunMembership, site: str, secret: bytes, purpose: Callable[[str], bytes]
 ) -> EncryptedShares:
-    """The shares of a secret of `site`, each closed to its holder under `purpose` of the holder."""
+    """Return the shares of a secret of `site`, each encrypted to its holder under `purpose(holder)`."""
     holders = membership.holders(site)
     shares = shamir.split_secret(secret, membership.threshold, len(holders))
     closed: dict[str, ClosedShare] = {}
@@ -28,18 +28,18 @@ def encrypt_shares(
 
 
 def agree_key(kept: SiteSecAggState, membership: RunMembership, other: str, purpose: bytes) -> bytes:
-    """Derive a key from both run keys. A key from the prekey would let its rebuilder read shares of the own mask."""
+    """Derive a key from both run keys. With a prekey, whoever reconstructs it could read shares of the own mask."""
     return crypto.agree_secret(bytes.fromhex(kept.run_key), bytes.fromhex(membership.by_name[other].run_key), purpose)
 
 
 def mask_partners(plan: AttemptPlan, membership: RunMembership, site: str) -> list[RoundPrekey]:
-    """The cohort's sites with which a site has a mask in common."""
+    """Return the prekeys of the cohort's sites with which a site shares a mask."""
     near = set(membership.holders(site)) - {site}
     return [prekey for prekey in plan.prekeys if prekey.site in near]
 
 
 def pairwise_mask(plan: AttemptPlan, site: str, other: str, private: bytes, public: bytes) -> mask_streams.MaskStream:
-    """The mask that `site` adds for the pair; the other one subtracts it."""
+    """Return the mask that `site` adds for the pair; the other site subtracts it."""
     first, second = sorted((site, other))
     key = crypto.agree_secret(
         private, public, crypto.context_bytes("pair mask", first, second), bytes.fromhex(plan.digest)
@@ -48,7 +48,7 @@ def pairwise_mask(plan: AttemptPlan, site: str, other: str, private: bytes, publ
 
 
 def self_mask(secret: bytes, plan: AttemptPlan, site: str) -> mask_streams.MaskStream:
-    """The mask that `site` adds for itself alone."""
+    """Return the mask that only `site` knows and adds."""
     return mask_streams.MaskStream(
         crypto.derive_key(secret, crypto.context_bytes("own mask", site), bytes.fromhex(plan.digest)), 1
     )

@@ -38,12 +38,12 @@ class SecAggMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def to_bytes(self) -> bytes:
-        """The one text of it."""
+        """Return the canonical JSON encoding."""
         return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls: type[S], data: bytes | memoryview) -> S:
-        """The statement in these bytes. Raises WireError for another form."""
+        """Parse the message. Raises WireError for another form."""
         if len(data) > MOST_BYTES:
             raise WireError(f"{cls.__name__}: expected at most {MOST_BYTES} bytes, found {len(data)}")
         try:

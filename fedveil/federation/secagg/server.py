@@ -1,10 +1,10 @@
-"""The server's half before a round: keys that it passes between the sites, and what it asks them for.
+"""The server's half before a round: its requests to the sites, and the keys that it passes between them.
 
 | case | what happens |
 |---|---|
 | a site that is new, or has lost its keys | the next attempt begins with a new membership: every site is set up again |
 | a site without a prekey | it is asked for one; without an answer it is left out of the cohort |
-| a site whose shares do not open its secret | the run goes on without it (`expel`) |
+| a site whose shares do not reconstruct its secret | the run continues without it (`expel`) |
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class SecAggCoordinator:
 
     Attributes:
         run: its name with its id.
-        roster: signing keys by name, as the federation's registry has them; {} = none is known.
-        members: sites that have said their run key.
-        bundles: prekeys that are not spent, by site.
-        expelled: sites that take no part any more, and why.
+        roster: signing keys by name, from the federation's registry; {} if none is known.
+        members: sites that have sent their run key.
+        bundles: unused prekeys, by site.
+        expelled: sites that no longer take part, with the reason.
     """
 
     run: str
@@ -84,7 +84,7 @@ class SecAggCoordinator:
         return MembershipRequest(run=self.run)
 
     def admit(self, site: str, member: RunMember) -> None:
-        """Takes a run key. Raises WireError for one of another name or site, or that its owner did not sign."""
+        """Accept a run key. Raises WireError if it is of another name or site, or not signed by its owner."""
         known = self.roster.get(site)
         if any(other.run_key == member.run_key for name, other in self.members.items() if name != site):
             raise WireError(f"secure: expected {site}'s own run key, found another site's")
@@ -93,20 +93,20 @@ class SecAggCoordinator:
         self.members[site] = member
 
     def forget(self, site: str) -> None:
-        """A site's turn has failed: it may have lost its keys, and its prekey is spent."""
+        """Forget a site's keys after a failed client round: it may have lost them, and its prekey is used up."""
         self.members.pop(site, None)
         self.bundles.pop(site, None)
 
     def expel(self, site: str) -> None:
-        """Leaves a faulty site out of all that follows: each of its sums would be thrown away."""
+        """Exclude a faulty site from the rest of the run, because every sum with it would be discarded."""
         self.forget(site)
         self.expelled[site] = "secure: its shares did not open its secret, so the run continues without it"
 
     def settle_on(self, connected: Collection[str]) -> PrekeyRequest:
-        """The membership of the connected sites that have said their keys. A new one has no prekeys yet.
+        """Set the membership to the connected sites that have sent their keys. A new membership has no prekeys yet.
 
         Raises:
-            QuorumError: they are fewer than a sum needs.
+            QuorumError: there are fewer sites than a sum needs.
         """
         there = [self.members[site] for site in sorted(connected) if site in self.members]
         if len(there) < self.settings.least:
@@ -125,7 +125,7 @@ class SecAggCoordinator:
         return PrekeyRequest(membership=self.membership, roster=dict(self.roster))
 
     def keep(self, site: str, bundle: PrekeyBundle) -> None:
-        """Takes a prekey. Raises WireError for one that is not the site's, or not for the membership."""
+        """Accept a prekey. Raises WireError if it is not the site's, or not for this membership."""
         membership = self._membership
         if bundle.prekey.site != site or not bundle.prekey.is_genuine(membership):
             raise WireError(f"secure: expected a prekey that {site} has signed for this membership, found another")
@@ -134,7 +134,7 @@ class SecAggCoordinator:
         self.bundles[site] = bundle
 
     def attempt(self, round_: int, attempt: int, cohort: Collection[str]) -> UnmaskingAttempt:
-        """An attempt with these sites, whose prekeys are spent with it."""
+        """Begin an attempt with these sites, which uses up their prekeys."""
         bundles = {site: self.bundles.pop(site) for site in sorted(cohort)}
         settings = self.settings
         plan = AttemptPlan(

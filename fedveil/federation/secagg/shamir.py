@@ -1,4 +1,4 @@
-"""Secrets of 16 bytes in shares: any t of them give it back, fewer than t say nothing of it (Shamir, 1979).
+"""Split secrets of 16 bytes into shares: any t reconstruct the secret, fewer reveal nothing (Shamir, 1979).
 
 The arithmetic, in GF(2^128), is pycryptodome's. A share is 16 bytes and known by its place, from 1 on.
 """

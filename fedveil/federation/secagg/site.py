@@ -84,7 +84,7 @@ class SecAggSite:
     demands: SiteRequirements = SiteRequirements()
 
     def hello(self, asked: MembershipRequest) -> RunMember:
-        """This site's run key, made at the first call. Raises PolicyError for another run."""
+        """Return this site's run key, created at the first call. Raises PolicyError for another run."""
         self._require_run(asked.run)
         with self.store.alone():
             state = self.store.load()
@@ -101,7 +101,7 @@ class SecAggSite:
         return unsigned.model_copy(update={"signature": signature})
 
     def join(self, asked: PrekeyRequest) -> PrekeyBundle:
-        """A prekey for a membership. Raises PolicyError, WireError as the table above has it."""
+        """Return a prekey for a membership. Raises PolicyError or WireError as in the table above."""
         with self.store.alone():
             return self._joining(asked)
 
@@ -142,7 +142,7 @@ class SecAggSite:
             )
 
     def _bundle(self, kept: SiteSecAggState) -> tuple[PrekeyBundle, SiteSecAggState]:
-        """A new prekey under the membership joined, and what to keep of it. Nothing may be sent before that is."""
+        """Return a new prekey under the joined membership, and the state to save before anything is sent."""
         membership = kept.membership
         assert membership is not None  # the callers' first line
         seed, number = os.urandom(crypto.SEED_BYTES), kept.prekeys
@@ -164,7 +164,7 @@ class SecAggSite:
         return bundle, kept.model_copy(update={"prekeys": number + 1, "seed": seed.hex()})
 
     def begin(self, plan: AttemptPlan) -> None:
-        """Checks a plan before anything is trained for it. Raises PolicyError, WireError."""
+        """Check a plan before training. Raises PolicyError, WireError."""
         self._require_run(plan.run)
         state, membership = self._joined(plan)
         self._require_threshold(membership)
@@ -190,7 +190,7 @@ class SecAggSite:
             )
 
     def mask(self, plan: AttemptPlan, vector: Integers) -> UploadAttachment:
-        """Masks a vector in place, and spends the prekey. Raises as `begin`."""
+        """Mask a vector in place and use up the prekey. Raises as `begin`."""
         with self.store.alone():
             self.begin(plan)
             state, membership = self._joined(plan)
@@ -211,10 +211,10 @@ class SecAggSite:
         return UploadAttachment(mask=hashlib.sha256(secret).hexdigest(), shares=shares, next=bundle)
 
     def unmask(self, asked: UnmaskRequest) -> UnmaskResponse:
-        """This holder's shares, of one half for each site; none of a site whose share it cannot open.
+        """Return this holder's shares, of one secret per site, without those that it cannot decrypt.
 
         Raises:
-            PolicyError, WireError: as the table above has it; then nothing is opened.
+            PolicyError, WireError: as in the table above; no share is revealed.
         """
         with self.store.alone():
             return self._unmasking(asked)

@@ -44,7 +44,7 @@ class SecAggStore(Protocol):
     """A store for a site's state of secure aggregation."""
 
     def alone(self) -> AbstractContextManager[None]:
-        """Held from reading to writing: two questions at a time are answered one after the other."""
+        """Return a lock held from reading to writing, so that concurrent requests are answered one after the other."""
         ...
 
     def load(self) -> SiteSecAggState | None:
@@ -52,12 +52,12 @@ class SecAggStore(Protocol):
         ...
 
     def save(self, kept: SiteSecAggState) -> None:
-        """Keeps it, on disk when this returns."""
+        """Save the state; it is on disk when this returns."""
         ...
 
 
 class MemorySecAggStore:
-    """Keeps it in memory, for a federation in one process."""
+    """A store in memory, for a federation in one process."""
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context that does nothing, since no other process uses this store."""
@@ -71,5 +71,5 @@ class MemorySecAggStore:
         return self._kept
 
     def save(self, kept: SiteSecAggState) -> None:
-        """Keeps it as long as this object lives."""
+        """Save the state for the lifetime of this object."""
         self._kept = kept

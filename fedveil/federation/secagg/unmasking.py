@@ -43,9 +43,9 @@ class UnmaskingAttempt:
     """The sum of one attempt.
 
     Attributes:
-        plan: what its sites were asked.
+        plan: the plan sent to its sites.
         bundles: their prekeys.
-        uploads: what came with each upload that is in the sum.
+        uploads: attachments of the uploads that are in the sum.
     """
 
     plan: AttemptPlan
@@ -58,14 +58,14 @@ class UnmaskingAttempt:
     _answered: set[str] = field(default_factory=set)
 
     def check(self, site: str, attached: UploadAttachment) -> None:
-        """Raises WireError unless it is the site's one upload, in time, and its shares are for the site's holders."""
+        """Raise WireError for a late or repeated upload, or one whose shares are not for the site's holders."""
         if site not in self.bundles or site in self.uploads or self._asked:
             raise WireError(f"secure: expected one upload per site before the sum is closed; found one from {site}")
         if not attached.shares.are_for(self.membership.holders(site)):
             raise WireError(f"secure: expected shares of {site}'s mask for each of its holders, found others")
 
     def add(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
-        """Adds a masked vector, which is only read. Raises WireError as `check`."""
+        """Add a masked vector, which is only read. Raises WireError as `check`."""
         self.check(site, attached)
         self._total = vector.copy() if self._total is None else np.add(self._total, vector, out=self._total)
         self.uploads[site] = attached
@@ -90,11 +90,11 @@ class UnmaskingAttempt:
         return asked
 
     def answer(self, holder: str, opened: UnmaskResponse) -> None:
-        """Takes a holder's shares.
+        """Accept a holder's shares.
 
         Raises:
-            WireError: some are others than it was asked for, and none is taken; or others than their sites have made,
-                and the rest is taken.
+            WireError: the holder sent shares that were not requested (none is accepted), or shares that do not match
+            their digests (the others are accepted).
         """
         asked = self._asked[holder]
         if not (opened.heard.keys() <= asked.heard.keys() and opened.silent.keys() <= asked.silent.keys()):
@@ -130,7 +130,7 @@ class UnmaskingAttempt:
 
     @property
     def faulty(self) -> list[str]:
-        """Sites whose shares are no shares of their secret."""
+        """Return the sites whose shares do not reconstruct their secret."""
         count, t = self.membership.count, self.membership.threshold
         needed, wanting, faulty_sites = max(2, count - t + 1, min(t, self.plan.least - 1)), set(self.wanting), []
         for how, site in self._secrets():
@@ -148,10 +148,10 @@ class UnmaskingAttempt:
                 yield "silent", site
 
     def total(self) -> Integers:
-        """The sum of the vectors of the sites that uploaded, without masks. It can be taken once.
+        """Return the unmasked sum of the uploaded vectors. It can be taken once.
 
         Raises:
-            QuorumError: fewer uploads or shares than it takes, or shares that do not fit; nothing was opened.
+            QuorumError: there are too few uploads or shares, or the shares do not fit; nothing was revealed.
         """
         self._require_least()
         assert self._total is not None, "the total can be taken only once"
@@ -186,12 +186,12 @@ class UnmaskingAttempt:
             )
 
     def own_masks(self) -> dict[str, mask_streams.MaskStream]:
-        """Return what removes the own mask of each site in the sum. It follows from the opened shares."""
+        """Return the streams that remove the own mask of each site in the sum, from the revealed shares."""
         heard = [site for how, site in self._secrets() if how == "heard"]
         return {site: negate_mask(self_mask(self._secret("heard", site), self.plan, site)) for site in heard}
 
     def _left_by(self, site: str, private: bytes) -> Iterator[mask_streams.MaskStream]:
-        """Yield what removes the pairwise masks that a dropped-out site's partners have added."""
+        """Yield the streams that remove the pairwise masks added by a dropped-out site's partners."""
         for other in mask_partners(self.plan, self.membership, site):
             if other.site in self.uploads:
                 # The silent site's own sign is the opposite of its partner's: adding its half cancels the other one.
@@ -203,7 +203,7 @@ class UnmaskingAttempt:
         return secret
 
     def _rebuilt(self, how: How, site: str) -> bytes | None:
-        """The secret that t of the shares open; None if it is not the one with which the site has masked."""
+        """Reconstruct a secret from t shares; None if it is not the one that the site used for masking."""
         holders = self.membership.holders(site)
         shares = list(self._opened[how, site].items())[: self.membership.threshold]
         secret = shamir.combine_shares({holders.index(holder) + 1: share for holder, share in shares})

@@ -199,7 +199,7 @@ def _stepped(spec: Spec, train: TrainConfig, ranks: RankLayout, gone: int) -> li
 def _split(
     base_: MemoryPart, shape: MetaModel, settings: ModelConfig, itemsize: int, ranks: RankLayout
 ) -> list[MemoryPart]:
-    """A rank's part of a base, and what of it is whole for a time."""
+    """Return a rank's part of a base, and the part of it that is temporarily whole."""
     outside = sum(shape.parts.get(part, 0) for part in ("embeddings", "head")) * itemsize
     layer = max(0, base_.nbytes - shape.buffers - outside) // settings.layers
     return [

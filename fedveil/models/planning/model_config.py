@@ -67,12 +67,12 @@ class ModelConfig:
 
     @property
     def width(self) -> int:
-        """Entries of a token between two layers."""
+        """Return the width of the hidden state."""
         return int(self.values[self._key("n_embd", "hidden_size")])
 
     @property
     def heads(self) -> int:
-        """Heads of queries."""
+        """Return the number of query heads."""
         return int(self.values[self._key("n_head", "num_attention_heads")])
 
     @property
@@ -86,7 +86,7 @@ class ModelConfig:
         return self.values.get(self._key("n_positions", "max_position_embeddings"))
 
     def cut(self, layers: int) -> ModelConfig:
-        """The same base with so many layers."""
+        """Return the same base with this many layers."""
         key = self._key("n_layer", "num_hidden_layers")
         return ModelConfig(self.kind, {**self.values, key: layers}, self.stored)
 

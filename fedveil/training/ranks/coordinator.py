@@ -109,7 +109,7 @@ class RankTeam(GradientBackend):
 
     @property
     def size(self) -> int:
-        """Ranks, this one among them."""
+        """Return the number of ranks, including this one."""
         return len(self._members) + 1
 
     def check(self) -> None:
@@ -227,7 +227,7 @@ class RankTeam(GradientBackend):
         return DividedBatch((*parts, *([collated(rows[:1])] * idle)), len(parts))
 
     def _given_out(self, batch: ExampleBatch, do: str, head: Mapping[str, Any]) -> ExampleBatch:
-        """Sends the others their parts of a batch of this team; rank 0's own."""
+        """Send the other ranks their parts of a batch of this team; return rank 0's part."""
         if not isinstance(batch, DividedBatch):
             raise TypeError(f"batch: expected a batch that this team has divided, found {type(batch).__name__}")
         for rank, part in enumerate(batch.parts[1:], 1):

@@ -46,7 +46,7 @@ class RankGroup:
         self.size, self.rank, self._check = size, rank, check
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's values into everyone's, in place."""
+        """Broadcast rank 0's values to all ranks, in place."""
         for bucket in _buckets(tensors):
             flat = _joined(bucket)
             self._wait(dist.broadcast(flat, 0, async_op=True))
@@ -54,7 +54,7 @@ class RankGroup:
                 _into(bucket, flat)
 
     def add(self, tensors: Sequence[Tensor]) -> None:
-        """The sum over all ranks into rank 0's, in place; the others' are undefined after."""
+        """Reduce the sum over all ranks to rank 0, in place; the other ranks' values are undefined afterwards."""
         for bucket in _buckets(tensors):
             flat = _joined(bucket)
             self._wait(dist.reduce(flat, 0, async_op=True))
@@ -67,7 +67,7 @@ class RankGroup:
             self._waited(partial(dist.send, tensor.contiguous(), 0))
 
     def receive(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Into contiguous tensors, what that rank sends."""
+        """Receive that rank's tensors into contiguous tensors."""
         for tensor in tensors:
             self._waited(partial(dist.recv, tensor, rank))
 
@@ -112,7 +112,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _joined(bucket: list[Tensor]) -> Tensor:
-    """Their values in one row; of a single one that lies in one piece, its own memory."""
+    """Return the tensors' values as one flat tensor; a single contiguous tensor is not copied."""
     if len(bucket) == 1 and bucket[0].is_contiguous():
         return bucket[0].detach().view(-1)
     return torch.cat([tensor.detach().reshape(-1) for tensor in bucket])

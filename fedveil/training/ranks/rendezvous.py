@@ -25,7 +25,7 @@ def check_devices(device: str, size: int, there: int) -> None:
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """The rank's own."""
+    """Return the rank's device."""
     return torch.device("cuda", rank) if device.type == "cuda" else device
 
 

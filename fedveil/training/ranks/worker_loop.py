@@ -54,7 +54,7 @@ class _Rank:
         return self._parameters[0].device
 
     def weights(self, said: RankMessage) -> None:
-        """A step begins, at the weights that rank 0 has."""
+        """Begin a step at rank 0's weights."""
         self._losses = []
         for parameter in self._parameters:
             parameter.grad = None
@@ -91,7 +91,7 @@ class _Rank:
         self._group.send([*(result.gradients[name] for name in movable_names(spec)), result.losses])
 
     def nothing(self, said: RankMessage) -> None:
-        """No row of a step is this rank's."""
+        """Take part in a step without any example of this rank."""
         self._heard(self._task.spec)
         self._channel.say(RankMessage({"rows": 0}))
 
