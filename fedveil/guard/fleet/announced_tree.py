@@ -1,10 +1,10 @@
-"""The tree of objects that a site announces with a reply, in the one form that FedVeil's sites send.
+"""Check the tree of objects that a site announces with a reply; FedVeil's sites send only one form.
 
     Message -- RecordDict -- ArrayRecord -- Array -- ArrayChunk      (a slice of the upload; many)
                           -- ConfigRecord                            (the head of the site's log; at most three)
 
-Flower registers whatever is announced, in one transaction, and its objects have one space of names for all sites. So
-a tree is checked before Flower sees it.
+Flower registers every announced object in one transaction, and all sites share one namespace of objects. So a tree is
+checked before Flower sees it.
 
 Formal guarantees, for a tree that `read_tree` returns:
 - it has at most `max_nodes` nodes, and one id stands for one type with one set of children wherever it occurs;
@@ -38,7 +38,7 @@ _ID = re.compile(r"[0-9a-f]{64}")
 
 
 class ObjectType(Enum):
-    """A class of Flower's, by the name that stands in the head of its objects."""
+    """A Flower class, by its name in the header of its objects."""
 
     MESSAGE = "Message"
     RECORD_DICT = "RecordDict"
@@ -50,7 +50,7 @@ class ObjectType(Enum):
 
 @dataclass(frozen=True)
 class AnnouncedObject:
-    """What the object of an id has to be."""
+    """The required type and children of an announced object."""
 
     type: ObjectType
     children: frozenset[str]
