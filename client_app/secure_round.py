@@ -138,7 +138,7 @@ class SecureClientRound:
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
-    """Return the client round with the plan that this site accepts; None if in the clear. Raises PolicyError, WireError."""
+    """Return the client round with the plan that this site accepts; None if clear. Raises PolicyError, WireError."""
     plan = read_attempt_plan(assignment)
     if plan is None:
         return None

@@ -143,7 +143,7 @@ class BroadcastReferenceStore:
         return self.folder / RECEIVED
 
     def load(self) -> BroadcastReference | None:
-        """Load the reference; None before the first completed client round. Raises StateError for an unreadable file."""
+        """Load the reference; None before the first completed client round. Raises StateError if unreadable."""
         if not self._file.exists():
             return None
         try:

@@ -137,7 +137,7 @@ class _Parts:
         self._store, self._state = store, state
 
     def get(self, object_id: str) -> bytes:
-        """Return an object's content; b"" until it has arrived. Raises StateError once its sender was silent for too long."""
+        """Return the content; b"" until it has arrived. Raises StateError if its sender is silent for too long."""
         runs = {session.run_id for session in [*self._state._object_push_sessions.values()]}
         for run in runs:
             self._state.get_object(run, object_id)  # forgets what has expired

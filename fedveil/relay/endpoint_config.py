@@ -65,7 +65,7 @@ class PeerMessages:
         self._kind, self._most, self.incoming = kind, settings.most_bytes, IncomingFolder(folder)
 
     def next(self, tell: Callable[[str, str], None]) -> str | None:
-        """Return the next file name to process. A missing folder is only reported, because it may be on a removable stick."""
+        """Return the next file name to process. A missing folder is only reported: it may be on a stick."""
         try:
             return self.incoming.next()
         except StateError as error:
