@@ -1,1 +1,1 @@
-"""The site's half as a Flower app."""
+"""The site's side of FedVeil, as a Flower ClientApp."""

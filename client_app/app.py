@@ -46,7 +46,7 @@ _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
 @app.train()
 def train_app(message: Message, context: Context) -> Message:
-    """One participation."""
+    """Run one client round."""
     started = time.monotonic()
     try:
         upload = _take_part(message, context)
@@ -60,7 +60,7 @@ def train_app(message: Message, context: Context) -> Message:
 
 @app.query("secure")
 def secure_(message: Message, context: Context) -> Message:
-    """A question about keys or shares of secure aggregation. It needs no worker."""
+    """Answer a request for keys or shares of secure aggregation, without a worker."""
     try:
         record, assignment = _records(message, context)
         answer = _answered(record, assignment)
@@ -126,7 +126,7 @@ def _trained(record: ArrayRecord, assignment: ClientAssignment) -> list[bytes]:
 
 
 def _in_this_process(message: Iterator[bytes], assignment: ClientAssignment) -> list[bytes]:
-    """The turn without a worker: if the run asks for it, or in the simulation engine, whose processes stay anyway."""
+    """Run the client round in this process: if the run config says so, or in the simulation engine."""
     # Imported here because a process that hands the message to a worker must not pay for torch.
     from fedveil.client_app.client_session import ClientSession
 
@@ -136,7 +136,7 @@ def _in_this_process(message: Iterator[bytes], assignment: ClientAssignment) -> 
 
 
 def _until(seconds: float) -> Watch:
-    """A watch that ends the turn at its first step after that time."""
+    """Return a watch that ends the client round at its first step after that time."""
     end = time.monotonic() + seconds
 
     def watch(step: TrainingProgress) -> None:
@@ -147,13 +147,13 @@ def _until(seconds: float) -> Watch:
 
 
 def _drained(record: ArrayRecord) -> Iterator[bytes]:
-    """The message's slices, each removed from the record before it is handed out."""
+    """Yield the message's slices, each removed from the record first."""
     for name in chunking.order_slices(list(record)):
         yield record.pop(name).data
 
 
 def private_reason(error: Exception) -> tuple[str, str]:
-    """Kind and text of an error for this site's people; of one that is no refusal of ours, where its traceback is."""
+    """Return error type and text for the site's own log; unexpected errors also name the traceback file."""
     if not isinstance(error, connection.ClientRoundError):
         return type(error).__name__, str(error)
     ours = error.trace is None or hasattr(errors, error.kind)

@@ -1,4 +1,4 @@
-"""Everything that one round of this site depends on, as values that are read before a row is. No Flower.
+"""The inputs of one client round at this site, read before any example. Does not use Flower.
 
 `ClientRound.open` reads all of it once. A policy that is changed while a round trains takes effect in the next round.
 Only what leaves the site is judged by the file as it is then (`decisions.check_upload`, in another process).
@@ -42,7 +42,7 @@ class SiteData:
     """The site's prepared rows, and their split into rows to train on and rows held out.
 
     Attributes:
-        refusal: why the site gives no score of held-out rows, a key of `held_out_report.REFUSALS`; 0: it may give one.
+        refusal: reason why the site gives no held-out score, a key of `held_out_report.REFUSALS`; 0: it may give one.
         data_set: id of the data set; "" if no row is held out.
     """
 

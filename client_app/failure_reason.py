@@ -15,7 +15,7 @@ _LONGEST = 1000  # characters; as the audit log cuts
 
 
 def note_failure(kind: str, text: str) -> None:
-    """Keeps kind and text of an error for `take_failure`."""
+    """Store kind and text of an error for `take_failure`."""
     os.environ[VARIABLE] = sanitize(f"{kind}: {text}", _LONGEST)
 
 

@@ -19,7 +19,7 @@ from fedveil.wire.header import TURN
 
 _MOST_SECONDS = 30 * 86_400.0
 _LONGEST = 100_000  # characters of a method's fields, which hold lists at times
-_LONGEST_PLAN = 8 << 20  # of a plan, which names every site of the cohort
+_LONGEST_PLAN = 8 << 20  # characters of a plan, which names every site of the cohort
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ClientAssignment:
     def from_instruction(
         cls, order: Mapping[str, Any], config: Mapping[str, Any], node: Mapping[str, Any], flower_run: int = 0
     ) -> ClientAssignment:
-        """The assignment from Flower's records.
+        """Parse the assignment from Flower's records.
 
         Raises:
             WireError: the order is of another version, or a value of it has another type or form.
@@ -93,12 +93,12 @@ class ClientAssignment:
 
     @property
     def name(self) -> str:
-        """The site's name from its node config, or else the one that the server knows."""
+        """The site's name from its node config, otherwise the name that the server uses."""
         return self.site.site or self.order.site
 
     @property
     def data(self) -> str:
-        """The folder of the rows, from the node config or else the run config; "" if neither names one."""
+        """The data folder from the node config, otherwise from the run config; "" if neither names one."""
         return self.site.data or self.config.task.data
 
     def described(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class ClientAssignment:
 
 
 def _require_form(order: TrainInstruction) -> None:
-    """Before anything is named, logged or opened by what the server says. Raises WireError."""
+    """Check the instruction before its values are used in names, logs or paths. Raises WireError."""
     for field in dataclasses.fields(TrainInstruction):
         value, kind = (
             getattr(order, field.name),

@@ -56,7 +56,7 @@ class FileSecAggStore:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Held by one process of the site at a time."""
+        """Hold the lock that only one process of the site can have."""
         paths.private_folder(self.folder)
         with (self.folder / "secure.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -75,7 +75,7 @@ class FileSecAggStore:
             ) from None
 
     def save(self, kept: SiteSecAggState) -> None:
-        """Keeps it on disk, whole or not at all. Raises StateError, for example on a full disk."""
+        """Save the state atomically. Raises StateError, for example on a full disk."""
         try:
             write_atomic(self._file, self.seal.closed([checksummed_bytes(kept.to_bytes())], state_role(self._file)))
         except OSError as error:
@@ -83,7 +83,7 @@ class FileSecAggStore:
 
 
 def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAggSite:
-    """This site, with its keys and its demands. Raises ConfigError, PolicyError."""
+    """Open this site with its keys and its policy's demands. Raises ConfigError, PolicyError."""
     site = assignment.site
     store = FileSecAggStore(
         state_folder_of(site.state_dir, assignment.order.run, assignment.name), FileSeal.from_key_file(site.key_file)
@@ -131,14 +131,14 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
 
 @dataclass(frozen=True)
 class SecureClientRound:
-    """A turn whose upload is masked."""
+    """A client round with a masked upload."""
 
     site: SecAggSite
     plan: AttemptPlan
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
-    """The turn's plan, which this site agrees to; None for one in the clear. Raises PolicyError, WireError."""
+    """Return the client round with the plan that this site accepts; None if clear. Raises PolicyError, WireError."""
     plan = read_attempt_plan(assignment)
     if plan is None:
         return None
@@ -148,7 +148,7 @@ def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> Secu
 
 
 def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> bytes:
-    """The answer to a question about keys or shares. Raises PolicyError, WireError, StateError."""
+    """Answer a request for keys or shares. Raises PolicyError, WireError, StateError."""
     config = assignment.config.secure
     site = open_secagg_site(assignment, load_policy(assignment.site))
     if not config.enabled:

@@ -81,7 +81,7 @@ class ConfigSection(BaseModel):
 
 
 class SinksConfig(ConfigSection):
-    """Where else the server writes a round's figures while the run goes on. None of them can stop a round."""
+    """Further outputs for a round's metrics during the run. None of them can stop a round."""
 
     use: str = Field("", max_length=200, description="comma-separated sinks: tensorboard, mlflow, prometheus")
     mlflow_uri: str = Field(
@@ -133,14 +133,14 @@ def nearest_key(known: Mapping[str, Sequence[str]], section: str, name: str) -> 
 
 
 class MethodConfig(ConfigSection):
-    """Who shares what with whom: the method."""
+    """The method: who shares what with whom."""
 
     name: str = Field("fedrand", description="the method, see `fedveil methods`")
     params: str = Field("", description='parameters of the method, as TOML: "rho = 0.5"; see `fedveil methods NAME`')
 
 
 class TaskConfig(ConfigSection):
-    """What is learned, and on which data."""
+    """The task: what is learned, and on which data."""
 
     name: str = Field("text-generation", description="the task: the name of a module in fedveil/tasks/")
     model: str = Field("tiny", description="the base model: tiny (bundled), a local folder, or a Hugging Face id")
@@ -281,7 +281,7 @@ class EvaluateConfig(ConfigSection):
 
 
 class CohortConfig(ConfigSection):
-    """Who takes part in a round. ceil(fraction x sites) sites are drawn without replacement."""
+    """The sites that take part in a round. ceil(fraction x sites) sites are drawn without replacement."""
 
     fraction: float = Field(1.0, gt=0, le=1, description="fraction of the connected sites sampled in each round")
     min_sites: int = Field(2, ge=1, description="quorum: a round with fewer accepted uploads changes nothing")
@@ -303,7 +303,7 @@ class CohortConfig(ConfigSection):
 
 
 class AggregateConfig(ConfigSection):
-    """What is made of a round's uploads.
+    """How a round's uploads are aggregated.
 
     `mean` is weighted with the examples. The others count every site alike and hold all uploads of a round in memory:
     `median` and `trimmed` work entry by entry, `multi-krum` leaves whole uploads out.
@@ -368,7 +368,7 @@ class SecureConfig(ConfigSection):
 
 
 class ClientConfig(ConfigSection):
-    """In which process a site trains."""
+    """The process in which a site trains."""
 
     worker: bool = Field(
         True, description="train in a process that outlives the round; false = a new process in each round"

@@ -80,7 +80,7 @@ class FileSeal:
         return "" if self.key is None else _derived(self.key, None, b"fedveil key id", _ID_BYTES).hex()
 
     def closed(self, parts: Iterable[Bytes], role: str) -> Iterator[Bytes]:
-        """The bytes of a file with this content, part by part; at most some MiB of it in memory."""
+        """Encrypt this content as a file, part by part, with at most a few MiB in memory."""
         if self.key is None:
             yield from parts
             return
@@ -102,7 +102,7 @@ class FileSeal:
             return b"".join(self.opened(file, role, path))
 
     def opened(self, file: BufferedIOBase, role: str, path: Path) -> Iterator[bytes]:
-        """The same of an open file, chunk by chunk: the content is whole only once all of them have come."""
+        """Decrypt an open file chunk by chunk; the content is complete only after the last chunk."""
         sealed = file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
         file.seek(0)
         if self.key is None or not sealed:
@@ -177,7 +177,7 @@ def read_key_file(path: Path, named: str, missing: str, makes: str) -> bytes:
 
 @dataclass(frozen=True)
 class SealHeader:
-    """What a sealed file says of itself: the id of its key, its salt and its role."""
+    """Header of a sealed file: the id of its key, its salt and its role."""
 
     key: str
     salt: bytes
@@ -185,13 +185,13 @@ class SealHeader:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file begins as a sealed one does, of any version. Raises OSError."""
+    """Return whether a file begins like a sealed file of any version. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
 
 
 def read_seal_header(path: Path) -> SealHeader:
-    """The head of a sealed file, which nobody has vouched for. Raises OSError, or StateError for another file."""
+    """Return a sealed file's header, unverified. Raises OSError, or StateError for another file."""
     with path.open("rb") as file:
         return _head(file, path)[1]
 
@@ -226,7 +226,7 @@ def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, SealHeader]:
 
 
 def _chunks(parts: Iterable[Bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Chunks of equal size, each with whether it is the last one, which is shorter, or full, or empty at most once."""
+    """Yield equal chunks and whether each is the last, which may be shorter, full, or empty."""
     buffer = bytearray()
     for part in parts:
         view = memoryview(part)

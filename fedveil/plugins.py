@@ -65,7 +65,7 @@ class PluginPackage:
         return load_entry_point(find_entry_point(self.group, name, self.key), self.key, self.needs)
 
     def _own(self) -> set[str]:
-        """Names of the files of the package."""
+        """Return the names of the package's files."""
         path = importlib.import_module(self.package).__path__
         return {module.name.replace("_", self.joint) for module in pkgutil.iter_modules(path)}
 

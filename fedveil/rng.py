@@ -65,7 +65,7 @@ def _keystream(key: bytes) -> CipherContext:
 
 
 def probability_threshold(probability: float) -> tuple[int, int]:
-    """What a byte is compared with, and the 24 bits that decide where the two are equal.
+    """Return the value that a byte is compared with, and the 24 bits that decide if both are equal.
 
     Raises:
         ValueError: it is no probability.

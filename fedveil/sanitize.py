@@ -31,6 +31,6 @@ def sanitize(value: object, limit: int = LIMIT) -> str:
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """A question for who wrote `name`: the one of `known` that is spelled most alike; "" where none is."""
+    """Return a "did you mean" question with the name in `known` most like `name`; "" if none is similar."""
     near = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {near[0]}? " if near else ""

@@ -90,7 +90,7 @@ class BroadcastReference:
         )
 
     def then(self, weights: Weights) -> BroadcastReference:
-        """The next reference, with the same key."""
+        """Return the next reference, with the same key."""
         new = BroadcastReference.from_weights(weights, self.key)
         return BroadcastReference(
             self.key, new.sketches, {n: max(norm, self.norms[n]) for n, norm in new.norms.items()}
@@ -101,7 +101,7 @@ class BroadcastReference:
         return set(self.sketches) == set(weights)
 
     def change(self, weights: Weights) -> float:
-        """The largest change of a tensor, as the module's formula has it; 0 where all is zero so far."""
+        """Return the largest change of a tensor by the module's formula; 0 if everything was zero so far."""
         entries = sum(w.numel() for w in weights.values())
         of_all = math.hypot(*self.norms.values()) / math.sqrt(entries)
         changes = [0.0]
@@ -114,7 +114,7 @@ class BroadcastReference:
 
 
 def weights_norm(weights: Weights) -> float:
-    """Euclidean norm of all tensors together; not finite where an entry is not."""
+    """Return the Euclidean norm of all tensors together; not finite if an entry is not."""
     return math.hypot(*map(_norm, weights.values()))
 
 
@@ -143,7 +143,7 @@ class BroadcastReferenceStore:
         return self.folder / RECEIVED
 
     def load(self) -> BroadcastReference | None:
-        """None before the first completed turn. Raises StateError for a file that cannot be read."""
+        """Load the reference; None before the first completed client round. Raises StateError if unreadable."""
         if not self._file.exists():
             return None
         try:
@@ -165,7 +165,7 @@ class BroadcastReferenceStore:
         )
 
     def save(self, reference: BroadcastReference) -> None:
-        """Keeps the reference, whole or not at all. Raises StateError, e.g. on a full disk."""
+        """Save the reference atomically. Raises StateError, e.g. on a full disk."""
         packed = {n: base64.b64encode(values.numpy().tobytes()).decode() for n, values in reference.sketches.items()}
         tensors = {name: [reference.norms[name], text] for name, text in packed.items()}
         content = {"key": reference.key.hex(), "tensors": tensors}
@@ -184,7 +184,7 @@ def _unpacked(text: str) -> Tensor:
 
 @final
 class BroadcastGuard(TrainerWrapper):
-    """A trainer that judges the first weights that it is given, before a row is looked at.
+    """A trainer that checks the first weights that it receives, before it reads an example.
 
     Args:
         policy: the site's, with the bounds.
@@ -214,7 +214,7 @@ class BroadcastGuard(TrainerWrapper):
         self._next = last.then(weights)
 
     def keep(self) -> None:
-        """Keeps what this turn was trained from, for the next one. Raises StateError."""
+        """Save this client round's starting weights as the reference for the next. Raises StateError."""
         if self._next is not None:
             self._received.save(self._next)
 
@@ -236,7 +236,7 @@ class BroadcastGuard(TrainerWrapper):
 
 @final
 class _JudgedRows(WrappedGradientSource):
-    """Row gradients whose first weights are judged."""
+    """Per-example gradients with a check of the first weights."""
 
     def __init__(self, rows: PerExampleGradientSource, judged: BroadcastGuard) -> None:
         super().__init__(rows)

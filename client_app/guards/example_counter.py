@@ -33,26 +33,26 @@ from fedveil.rng import RandomStream
 
 @final
 class ExampleCounter(TrainerWrapper):
-    """A trainer that counts the rows behind everything that it gives."""
+    """A trainer that counts the examples behind everything that it returns."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._rows: set[int] = set()
         self._least: list[int] = []
-        self._missed = 1.0  # the chance of a row to be in none of the Poisson batches
+        self._missed = 1.0  # probability that an example is in none of the Poisson batches
 
     @property
     def distinct(self) -> int:
-        """Different rows so far."""
+        """Return the number of distinct examples so far."""
         return max(len(self._rows), int(self.num_examples * (1 - self._missed) + 1e-9))
 
     @property
     def least(self) -> int:
-        """Rows of the smallest step so far; 0 before the first one."""
+        """Return the examples in the smallest step so far; 0 before the first step."""
         return min(self._least, default=0)
 
     def saw(self, looked: ExamplesUsed) -> None:
-        """Counts the rows of a training."""
+        """Count the examples of a training."""
         self._rows |= looked.rows
         self._least += [looked.min_batch] if looked.rows else []
 
@@ -81,7 +81,7 @@ class ExampleCounter(TrainerWrapper):
 
 @final
 class _WitnessedRows(WrappedGradientSource):
-    """Row gradients that tell a witness which batches were drawn."""
+    """Per-example gradients that report the drawn batches to the counter."""
 
     def __init__(self, rows: PerExampleGradientSource, witness: ExampleCounter) -> None:
         super().__init__(rows)

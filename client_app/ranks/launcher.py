@@ -36,7 +36,7 @@ _PROGRAM = "fedveil.client_app.ranks.rank_main"
 
 
 def count_ranks(assignment: ClientAssignment) -> int:
-    """Processes that train together: those of the site, but one where the task gains nothing from more."""
+    """Return how many processes train together: the site's number, or one if the task gains nothing from more."""
     return assignment.site.processes if tasks.task_info(assignment.config.task.name).divisible else 1
 
 
@@ -89,7 +89,7 @@ class RankLauncher:
         task.by = self._team
 
     def close(self) -> None:
-        """Ends them all. A second call does nothing."""
+        """End all ranks. A second call does nothing."""
         for channel in self._channels:
             channel.close()
         if self._team:

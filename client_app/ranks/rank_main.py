@@ -31,7 +31,7 @@ log = logging.getLogger("fedveil.rank")
 
 
 def _compute(channel: RankChannel) -> None:
-    """All that this rank does, from its first message on."""
+    """Run this rank from its first message on."""
     if (message := channel.hear()) is None:
         return
     head = message.head
@@ -71,7 +71,7 @@ def main() -> None:
     threading.Thread(target=end_with, args=(end,), daemon=True).start()
     try:
         _compute(channel)
-    except Exception as error:  # whatever a library raises; rank 0 says it, and ends the turn
+    except Exception as error:  # any library error; rank 0 reports it and ends the client round
         log.exception("rank failed")
         text = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
         more = f"; {process_exit.LOWER_AT_SITE}" if process_exit.is_out_of_memory(error) else ""
@@ -80,7 +80,7 @@ def main() -> None:
         except OSError:
             log.info("rank 0 is gone")
         os._exit(1)
-    os._exit(0)  # other threads of libraries must not keep it
+    os._exit(0)  # library threads must not keep the process alive
 
 
 if __name__ == "__main__":

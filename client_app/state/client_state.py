@@ -112,7 +112,7 @@ class ClientStateStore:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Held during a turn. Waits for who changes the whole folder (`alone`)."""
+        """Hold the folder during a client round. Waits while another process has it exclusively (`alone`)."""
         with self._lock() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             yield

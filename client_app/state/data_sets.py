@@ -65,7 +65,7 @@ class ChargedDataset:
 
     def records(self, origins: Iterable[ExampleOrigin | None]) -> Iterator[Record]:
         """The records of rows of these origins, one by one. Raises ConfigError for a row from elsewhere."""
-        last, name = "", ""  # most rows lie in the file of the row before
+        last, name = "", ""  # most examples are in the same file as the previous one
         for origin in origins:
             if origin is None or not name or origin.file != last:
                 name = self._name(origin)

@@ -60,7 +60,7 @@ log = logging.getLogger("fedveil.worker")
 
 
 class WorkerDiedError(WorkerError):
-    """A worker ended without a word. `cause` is what the server may know of it."""
+    """A worker ended without an error message. `cause` is what the server may learn of it."""
 
     def __init__(self, cause: process_exit.ExitCause, text: str) -> None:
         super().__init__(text)
@@ -84,7 +84,7 @@ class WorkerRegistry:
         return self.path / "turns.jsonl"
 
     def failed(self, what: Mapping[str, Any], reason: str) -> None:
-        """Appends that a turn has failed. The reason is in the log too, so a full disk does not hide it."""
+        """Record a failed client round. The reason is in the log too, so a full disk does not hide it."""
         line = {"time": time.time(), **what, "failed": sanitize(reason, _REASON_CHARACTERS)}
         try:
             with self.turns.open("a") as file:
@@ -108,7 +108,7 @@ class WorkerRegistry:
             os.close(descriptor)  # releases the lock
 
     def living(self) -> list[WorkerRecord]:
-        """Every worker that listens, oldest first. Call it under the lock, for it removes files of dead workers."""
+        """Return every listening worker, oldest first. Call it under the lock: it removes files of dead workers."""
         records = []
         for file in self.path.glob("*.json"):
             try:

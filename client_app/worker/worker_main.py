@@ -66,7 +66,7 @@ def _note(service: WorkerService, worker: str, last: dict[str, Any]) -> dict[str
 
 
 def _reason_to_end(service: WorkerService, idle_seconds: float, terminated: threading.Event) -> str:
-    """Why the process must end now; "" if it need not."""
+    """Return why the process must end now; "" if it need not."""
     if terminated.is_set():
         return "signal"
     if not service.owner.runs():
@@ -91,7 +91,7 @@ def preload_modules(loaded: threading.Event) -> None:
 
 
 def main() -> None:
-    """The process. Only registry.py starts it."""
+    """Run the process. Only registry.py starts it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--id", required=True)

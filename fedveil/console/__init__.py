@@ -1,1 +1,1 @@
-"""The `fedveil` command, one file a sub-command."""
+"""The `fedveil` command, with one file per sub-command."""

@@ -6,8 +6,8 @@
 | its group in `fedveil --help` | the file's folder | `COMMAND_GROUP = "site"` in the module, or "from other packages" |
 
 A module of another package has `add_arguments` and the docstring of a command, as fedveil/console/main.py says. Own
-files come first: no package can take the place of a command of FedVeil. Only the chosen command is imported; what the
-list says of the others is read from their source.
+files come first: no package can replace a FedVeil command. Only the chosen command is imported; the summaries of the
+others are read from their source.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OTHER_GROUP = "from other packages"
 
 @dataclass(frozen=True)
 class CommandSource:
-    """Where a command is: its module, not imported yet.
+    """Location of a command: its module, not imported yet.
 
     Attributes:
         module: its import name.
-        group: in `fedveil --help`.
+        group: its group in `fedveil --help`.
         summary: one line on what it does.
         is_own: whether it is a file below `commands/`.
     """
@@ -47,7 +47,7 @@ class CommandSource:
         """Import the command's module.
 
         Raises:
-            ConfigError: two packages bring a command of this name, or the one that a package brings does not load.
+            ConfigError: two packages provide a command of this name, or the package's command does not load.
         """
         if self.is_own:
             return importlib.import_module(self.module)
@@ -66,7 +66,7 @@ def list_commands() -> dict[str, CommandSource]:
 
 def find_command(name: str) -> CommandSource | None:
     """Return the command of that name; None where there is none."""
-    if file := _own_files().get(name):  # without a look at every installed package
+    if file := _own_files().get(name):  # without searching every installed package
         return _own_command(file)
     return list_commands().get(name)
 
@@ -84,7 +84,7 @@ def _own_command(file: Path) -> CommandSource:
 
 def _installed_command(name: str, module: str) -> CommandSource:
     try:
-        spec = importlib.util.find_spec(module)  # imports the packages that it lies in, not the module
+        spec = importlib.util.find_spec(module)  # imports the parent packages, not the module
     except ImportError:
         spec = None
     if spec is None or not spec.origin:

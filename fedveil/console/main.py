@@ -32,11 +32,11 @@ from fedveil.sanitize import sanitize
 
 __all__ = ["main", "run_command"]
 
-# Commands that docs/ and results name, and that another distribution of ours brings.
+# Commands that docs/ and results name, but another of our distributions provides.
 _SEPARATE = {"bench": "the package fedveil-bench (in a checkout: make bench)"}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_TOGETHER = 1.0  # seconds within which signals count as one
-# The groups, in the order of a newcomer's needs. A folder that is not named here comes last.
+_TOGETHER = 1.0  # signals within so many seconds count as one
+# The groups, in the order in which a newcomer needs them. A folder not named here comes last.
 _GROUPS = {
     "getting_started": "getting started",
     "runs": "runs",
@@ -52,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, module: ModuleType, argv: Sequence[str] | None = None) -> int:
-    """Run the command in `module` as `main` does: for a package that is run by PYTHONPATH, without entry points."""
+    """Run the command in `module` as `main` does: for a package on PYTHONPATH, without entry points."""
     given = [name, *(sys.argv[1:] if argv is None else argv)]
     return _run(lambda: _command_parser(name, module), given)
 
 
 def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) -> int:
-    # Before torch: threads that spin for each other make a busy machine many times slower.
+    # Set before torch is imported: spinning threads make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     interrupt = _Interrupt()
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job would ignore it
@@ -68,7 +68,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
         try:
             arguments = whole.parse_args(given)
         finally:
-            print(end="", flush=True)  # what --help printed: its errors are said below, not at the interpreter's end
+            print(end="", flush=True)  # flush the help text: its errors are reported below, not at interpreter exit
         if "run" not in arguments:  # no command was given
             whole.print_help(sys.stderr)
             return 2
@@ -92,7 +92,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
             what = os.strerror(error.errno).lower()
             print(f"error: {where}{what}; free space there, then run the command again", file=sys.stderr)
             return 2
-        if error.filename is None:  # not about a file or folder of the user's
+        if error.filename is None:  # not about one of the user's files or folders
             raise
         print(f"error: {error.filename}: {(error.strerror or 'cannot be used').lower()}; name another", file=sys.stderr)
         return 2
@@ -110,10 +110,10 @@ def _leave_stdout() -> None:
 
 
 def make_parser(chosen: str) -> argparse.ArgumentParser:
-    """The command line of one sub-command; for "" or an option, that of all.
+    """Return the parser of one sub-command, or of all for "" or an option.
 
     Raises:
-        ConfigError: there is no such command; with the nearest one.
+        ConfigError: there is no such command; it suggests the nearest one.
     """
     if chosen and not chosen.startswith("-"):
         command = find_command(chosen)

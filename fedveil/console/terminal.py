@@ -6,14 +6,14 @@ from rich.console import Console
 
 
 def make_console() -> Console:
-    """A console that prints strings as they are; what may hold escape codes goes through
+    """Return a console that prints strings unchanged; text that may hold escape codes must first pass
     `fedveil.sanitize.sanitize`.
     """
     return Console(markup=False, highlight=False, emoji=False)
 
 
 def render_markdown(docstring: str) -> str:
-    """A docstring as Markdown: a table's row on one line; tables, formulas and who learns what stand apart."""
+    """Convert a docstring to Markdown: table rows on one line; tables, formulas and disclosures separated."""
     lines: list[str] = []
     for line in docstring.splitlines():
         if lines and lines[-1].startswith("|") and not lines[-1].rstrip().endswith("|"):

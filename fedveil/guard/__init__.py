@@ -1,4 +1,4 @@
-"""The site's own gate before any bundled code. It is installed at the site and is in no bundle.
+"""The site's own checks before any bundled code runs. They are installed at the site and are in no bundle.
 
-It imports Flower, and no torch.
+This package imports Flower but not torch.
 """

@@ -57,10 +57,10 @@ _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _BUNDLED = ("client_app", "fedveil", "server_app", "strategies")
 _PUBLIC = ("PolicyError", "WireError")
 _OWN_BOUNDS = ("PolicyError: ", "BudgetError: ")
-_REASON = 2000  # characters of a refusal
+_REASON = 2000  # characters of a refusal's text
 _RECORDS, _SHOWN = {"order": "ConfigRecord", "fedveil": "ArrayRecord"}, 10
-_FLOWERS_RECORD = "config"  # the settings of Flower's own loop, which no site reads
-_NAMED = 100  # records of a withheld reply that a line of the audit log names
+_FLOWERS_RECORD = "config"  # settings of Flower's own loop, which sites do not read
+_NAMED = 100  # records of a withheld reply that an audit-log line lists
 
 
 class MessageRefused(Exception):
@@ -68,9 +68,9 @@ class MessageRefused(Exception):
 
 
 class MessageGuard:
-    """The decision about one message. `runtime` is Flower's module that takes it.
+    """Decides about one message. `runtime` is the Flower module that processes it.
 
-    Nothing of Flower is changed before `install`; then three functions of `runtime` pass by here.
+    Flower is unchanged until `install`; then this class replaces three functions of `runtime`.
     """
 
     def __init__(self, runtime: ModuleType, require_policy: bool) -> None:
@@ -84,7 +84,7 @@ class MessageGuard:
         self._down_bytes = 0
         self._about: dict[str, Any] = {}
         self._refusal = ""
-        # Loaded now, from the site's own installation, and kept: the bundle brings modules of the same names.
+        # Load these from the site's own installation now: the bundle has modules of the same names.
         (
             self._assignments, self._sites, self._decisions, self._audit_log, self._header, self._bundle,
             self._signature, self._cause,
@@ -98,17 +98,17 @@ class MessageGuard:
         )  # fmt: skip
 
     def install(self) -> None:
-        """Puts this guard's functions in place of Flower's three, for the rest of the process."""
+        """Replace three of Flower's functions with this guard's, for the rest of the process."""
         for name, own in zip(_HOOKS, (self.pull, self.install_bundle, self.push), strict=True):
             setattr(self._runtime, name, own)
 
     def pull(self, client: Any) -> tuple[Any, ...]:
-        """Flower's pull_task_input; what it gave is kept."""
+        """Call Flower's pull_task_input and store its result."""
         self._task = self._pull(client)
         return self._task
 
     def install_bundle(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
-        """Flower's install_from_fab, if this site permits the run. Raises MessageRefused."""
+        """Call Flower's install_from_fab if this site permits the run. Raises MessageRefused."""
         try:
             digest = self._admit(content)
             self._note("admitted")
@@ -117,16 +117,16 @@ class MessageGuard:
         except Exception as error:
             self._refuse(error)
         os.environ["FEDVEIL_APP_DIGEST"], os.environ["FEDVEIL_APP_SIGNER"] = digest, self._about["signer"]
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for the worker; compiled code would be dropped every time
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for the worker, to keep its compiled code
         sys.dont_write_bytecode = True
         unload_modules()
         return folder
 
     def push(self, client: Any, message: Message, context: Any) -> None:
-        """Flower's push_message: of the upload if it is within bounds, else of the reason."""
+        """Call Flower's push_message with the upload if it is within bounds, otherwise with the reason."""
         if not self._refusal and message.has_error():
             message = reply_check.check_error_reply(message.error, self._task[0])
-            by_policy = str(message.error.reason).startswith(_OWN_BOUNDS)  # what only the turn itself could show
+            by_policy = str(message.error.reason).startswith(_OWN_BOUNDS)  # known only after the client round
             event = "refused" if by_policy else "failed"
             self._try_to_note(event, MessageRefused(message.error.reason), cause=self._cause.take_failure())
         elif not self._refusal:
@@ -145,16 +145,16 @@ class MessageGuard:
         self._push(client, message, context)
 
     def _admit(self, content: bytes) -> str:
-        """The digest of a bundle that the policy permits for this message. Fills in what the audit log says."""
+        """Return the digest of the bundle if the policy permits it for this message. Fills in the audit-log entry."""
         message, context, run, fab = self._task
         digest = hashlib.sha256(content).hexdigest()
         self._about = {"flower_run": str(run.run_id), "node": str(context.node_id), "app": digest}
-        # First of all, and whatever else is wrong with the node config: a refusal has its line in the site's log.
+        # Done first, even if the node config has other faults, so that the site's log records a refusal.
         state = context.node_config.get("state-dir", self._sites.SiteConfig.model_fields["state_dir"].default)
         self._log_file = Path(str(state)).expanduser() / self._audit_log.NAME
         site = self._sites.parse_site(context.node_config)
         self._about |= {"site": site.site, "policy": _file_digest(site.policy)}
-        # The bundle before its message: another app's has other records, and the log is to say what was refused.
+        # Check the bundle before its message: another app has other records, and the log must name the refusal.
         self._require_bundle(site, digest, (fab.hash_str, run.fab_hash))
         records = _own_records(message)
         self._down_bytes = sum(len(array.data) for array in records.array_records["fedveil"].values())
@@ -167,12 +167,12 @@ class MessageGuard:
         self._about["signer"] = by = self._signer(assignment, digest)
         bundle, serves = self._decisions.VerifiedBundle(digest, by), message.metadata.message_type != _QUESTION
         self._decisions.check_run(assignment, bundle, received, serves=serves)
-        self._decisions.bind_run(assignment)  # here, for bundled code could leave it out
+        self._decisions.bind_run(assignment)  # here, because bundled code could omit it
         self._assignment = assignment
         return digest
 
     def _require_bundle(self, site: Any, digest: str, named: tuple[str, str]) -> None:
-        """Raises MessageRefused or PolicyError. `named`: the digests by which the SuperLink calls the bundle."""
+        """Raise MessageRefused or PolicyError for a wrong bundle. `named`: the digests that the SuperLink gives."""
         if self._require_policy and not site.policy:
             raise MessageRefused("policy: this site requires one, found none; name it in the node config")
         if digest != named[0] or named[1] not in ("", digest):
@@ -182,9 +182,9 @@ class MessageGuard:
         self._decisions.check_app_digest(site, digest)
 
     def _signer(self, assignment: ClientAssignment, digest: str) -> str:
-        """The key that signed this run; "" for none. Raises PolicyError where the config's signature is not of it."""
+        """Return the key that signed this run; "" for none. Raises PolicyError for a wrong signature."""
         order, run = assignment.order, assignment.config.run
-        # The server's run is called by its name and 8 hex digits; state at this site goes by that.
+        # The server appends 8 hex digits to the run's name; this site stores state under that name.
         if run.signature and not re.fullmatch(re.escape(run.name) + r"-[0-9a-f]{8}", order.run):
             raise MessageRefused(
                 f"run.signature: expected a run called {run.name!r}, found {order.run!r}; set run.name"
@@ -198,7 +198,7 @@ class MessageGuard:
         """
         run, fab = self._task[2:]
         loaded = get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
-        # The server names it: of any other place on this machine not even compiled code is to be dropped.
+        # The server chooses this name: do not remove even compiled code anywhere else on this machine.
         is_app = loaded.parent == get_project_dir("a/b", "", "").parent and not loaded.is_symlink()
         return loaded if is_app and loaded.is_dir() else None
 
@@ -210,7 +210,7 @@ class MessageGuard:
         self._bundle.require_same(content, folder)
 
     def _measured(self, message: Message) -> Message:
-        """The guard's own reply with the upload of this one, if it is within bounds; with the anchor of the log."""
+        """Return the guard's own reply with this one's upload and the log's anchor, if the upload is within bounds."""
         parts = reply_check.upload_slices(message.content)
         header, size = self._header.header_of_slices(parts), sum(map(len, parts))
         if self._assignment is None:
@@ -226,10 +226,10 @@ class MessageGuard:
         _log_error("this site refuses the run", error)
         self._refusal = _public(error)
         self._try_to_note("refused", error)
-        raise MessageRefused(self._refusal) from None  # Flower logs what is raised, with its causes as they are
+        raise MessageRefused(self._refusal) from None  # Flower logs the raised error with its causes unsanitized
 
     def _try_to_note(self, event: str, error: Exception, **more: Any) -> None:
-        """A refusal stands, noted or not; what could not be noted is in the process's log."""
+        """Try to log an event. A refusal stands even if that fails; the failure is in the process's log."""
         try:
             self._note(event, reason=sanitize(f"{_kind(error)}: {error}"), **more)
         except Exception as unwritten:
@@ -242,7 +242,7 @@ class MessageGuard:
 
 
 def _own_records(message: Message) -> Any:
-    """The records of a message, if they are those of FedVeil's ServerApp. Raises MessageRefused."""
+    """Return a message's records if they come from FedVeil's ServerApp. Raises MessageRefused."""
     records = message.content if message.has_content() else {}
     if missing := [name for name in _RECORDS if name not in records]:
         found = ", ".join(sanitize(name, 80) for name in sorted(map(str, records))[:_SHOWN]) or "none"
@@ -260,22 +260,22 @@ def _own_records(message: Message) -> Any:
 
 
 def unload_modules() -> None:
-    """Lets go of this installation's modules whose names the bundle has too, so that its own are loaded."""
+    """Unload this installation's modules that the bundle also contains, so that the bundle's are imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] in _BUNDLED]:
         del sys.modules[name]
 
 
 def main(require_policy: bool = True) -> None:
-    """The process. Its arguments are those of Flower's own `flwr-clientapp`."""
+    """Run the process. It takes the arguments of Flower's own `flwr-clientapp`."""
     require_flower()
     install_guard(require_policy)
-    from flwr.supernode.cli import flwr_clientapp  # after the check: another Flower may not have it
+    from flwr.supernode.cli import flwr_clientapp  # after the check: another Flower release may lack it
 
     flwr_clientapp()
 
 
 def require_flower() -> None:
-    """Ends the process, with the reason, where Flower is one that the guard does not know."""
+    """Exit with the reason if the guard does not know the installed Flower."""
     try:
         flower.installed_release()
     except ConfigError as error:
@@ -306,7 +306,7 @@ def _kind(error: Exception) -> str:
 
 
 def _log_error(what: str, error: Exception) -> None:
-    """The place of an error and its text in the process's log; the text may quote what the server sent."""
+    """Write an error's location and text to the process's log; the text may quote the server."""
     log(ERROR, "%s: %s: %s", what, _kind(error), sanitize(error, _REASON))
     log(ERROR, "%s", "".join(traceback.format_tb(error.__traceback__)))
 
@@ -315,4 +315,4 @@ def _file_digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest() if path else ""
     except OSError:
-        return ""  # the check that follows refuses it, with the reason
+        return ""  # the next check refuses it with the reason

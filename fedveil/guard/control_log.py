@@ -1,4 +1,4 @@
-"""The server's log of who asked what at its control port, and which site's key was shut out (records/audit_log.py).
+"""The server's log of calls at its control port and of rejected site keys (records/audit_log.py).
 
 | event | says |
 |---|---|
@@ -9,9 +9,9 @@
 | rogue | a site with 20 such calls within a minute |
 | unchecked | the program was started without the checks of what sites send |
 
-What cannot be logged is not done. Of refusals at most 60 a minute have a line of their own; the next line after them
-says how many more there were, so that a stranger cannot fill the disk. Each line has the time that the program went
-by (`clock`): the next start begins there, so a clock that was set back meanwhile makes no key valid again.
+A call that cannot be logged is not carried out. At most 60 refusals a minute get their own line; the next line gives
+the number of the others, so that strangers cannot fill the disk. Each line has the time of the program's clock
+(`clock`). The next start continues from it, so setting the machine's clock back does not make a key valid again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUSALS_A_MINUTE = 60
 
 
 class ControlLog:
-    """The log in `file`, and the clock that goes by it. Raises StateError where the log is torn or changed."""
+    """The log in `file`, and its clock. Raises StateError if the log is torn or was changed."""
 
     def __init__(self, file: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.file = file
@@ -47,14 +47,14 @@ class ControlLog:
         self._lock = threading.Lock()
 
     def write(self, event: str, about: Mapping[str, Any]) -> None:
-        """One line, which is on the disk when this returns. Raises StateError."""
+        """Write one line, which is on disk when this returns. Raises StateError."""
         with self._lock:
             more = {"unsaid": self._unsaid} if self._unsaid else {}
             audit_log.append_entry(self.file, event, {**about, **more, "clock": self.clock.now().isoformat()})
             self._unsaid = 0
 
     def refused(self, about: Mapping[str, Any]) -> None:
-        """The line of a refusal, or its count. Raises StateError."""
+        """Write a refusal's line, or count it. Raises StateError."""
         with self._lock:
             if self._monotonic() - self._minute >= 60.0:
                 self._minute, self._refused = self._monotonic(), 0

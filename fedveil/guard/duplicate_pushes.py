@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 SECONDS = 120.0
-MOST = 1 << 16  # some 10 MB; of 1,000 sites the last 80 MB of each
+MOST = 1 << 16  # about 10 MB; covers the last 80 MB of each of 1,000 sites
 _STRIPES = 64
 
 
@@ -44,7 +44,7 @@ def patch_duplicate_pushes() -> None:
 def store_once(
     original: Callable[..., bool], clock: Callable[[], float] = time.monotonic, most: int = MOST
 ) -> Callable[..., bool]:
-    """`original`, Flower's `store_object`, which answers a repeated push as it answered the first."""
+    """Wrap Flower's `store_object` to answer a repeated push like the first one."""
     stored: OrderedDict[bytes, float] = OrderedDict()  # oldest first
     changing, stripes = threading.Lock(), [threading.Lock() for _ in range(_STRIPES)]
 

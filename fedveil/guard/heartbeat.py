@@ -1,4 +1,4 @@
-"""Heartbeats that go on whatever they are answered.
+"""Heartbeats that continue after any answer.
 
 Flower's sender goes on after two kinds of error and ends its thread at any other; the process lives on, and is offline
 a minute later for good.
@@ -34,10 +34,10 @@ _log = MinuteLog()
 
 
 class PersistentHeartbeatSender(HeartbeatSender):
-    """Flower's sender, which tries again after every error."""
+    """Flower's sender, modified to retry after every error."""
 
     def stop(self) -> None:
-        """Stops it; one whose thread has ended has nothing to stop."""
+        """Stop the sender; does nothing if its thread has ended."""
         if self._thread.is_alive():
             super().stop()
 
@@ -55,11 +55,11 @@ class PersistentHeartbeatSender(HeartbeatSender):
         self._note_answer()
 
     def _note_answer(self) -> None:
-        """Do what an answered heartbeat is for besides; nothing for a task's."""
+        """Record that a heartbeat was answered; does nothing for a task."""
 
 
 class NodeHeartbeatSender(PersistentHeartbeatSender):
-    """That of a SuperNode, which notes when it was answered."""
+    """A SuperNode's sender, which records when a heartbeat was answered."""
 
     def __init__(self, heartbeat_fn: Callable[[], bool]) -> None:
         super().__init__(heartbeat_fn)
@@ -75,10 +75,10 @@ class NodeHeartbeatSender(PersistentHeartbeatSender):
 
 
 def patch_node_heartbeat(module: str) -> None:
-    """From now on a SuperNode of this process sends such heartbeats. `module`: Flower's, of its connection."""
+    """Make a SuperNode of this process send such heartbeats. `module`: Flower's module for its connection."""
     setattr(importlib.import_module(module), _SENDER, NodeHeartbeatSender)
 
 
 def patch_task_heartbeat(module: str) -> None:
-    """From now on a ServerApp's or ClientApp's process sends such heartbeats. `module`: Flower's, which runs it."""
+    """Make this ServerApp or ClientApp process send such heartbeats. `module`: the Flower module that runs it."""
     setattr(importlib.import_module(module), _SENDER, PersistentHeartbeatSender)

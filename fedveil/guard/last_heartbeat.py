@@ -1,4 +1,4 @@
-"""When the server last answered a heartbeat of a site: "online" is said of a site by that alone.
+"""Read when the server last answered a site's heartbeat, which alone decides whether the site is "online".
 
 The SuperNode sets the time of the file that FEDVEIL_HEARTBEAT_FILE names (fedveil/guard/heartbeat.py), which is
 <state-dir>/NAME.heartbeat where `fedveil site start` has started it. It imports nothing of Flower.
@@ -17,7 +17,7 @@ _MOST_SITES = 20
 
 
 def heartbeat_file(state: Path, site: str) -> Path:
-    """The file whose time is that of the last heartbeat of a site that was answered."""
+    """Return the file whose modification time is that of the site's last answered heartbeat."""
     return state.expanduser() / f"{site}{SUFFIX}"
 
 
@@ -31,7 +31,7 @@ def describe_sites(state: Path) -> dict[str, str]:
 
 
 def last_answer(file: Path) -> float | None:
-    """When the last heartbeat was answered, in seconds since 1970; None where none was yet, or nobody notes it."""
+    """Return when the last heartbeat was answered, in seconds since 1970; None if none was, or none is recorded."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -39,8 +39,8 @@ def last_answer(file: Path) -> float | None:
 
 
 def describe_silence(file: Path, now: float | None = None) -> str:
-    """Say since when the server has not heard a site; "" where its last heartbeat was answered a moment ago, or none
-    was noted: a site that exchanges files sends none."""
+    """Describe since when the server has not heard a site; "" if its last heartbeat was answered recently or none was
+    recorded: a site that exchanges files sends none."""
     at, now = last_answer(file), time.time() if now is None else now
     if at is None or now - at <= SILENT_SECONDS:
         return ""

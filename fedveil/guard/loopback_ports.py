@@ -38,7 +38,7 @@ from fedveil.guard.operator_access import App, Scope
 
 _TABLE = Path("/proc/net/tcp")
 _MALLOPT = {-3: 32 << 20, -1: 16 << 20, -8: 2}  # M_MMAP_THRESHOLD, at most 32 MiB; M_TRIM_THRESHOLD; M_ARENA_MAX
-_MOST_KNOWN = 4096  # of the others the kernel is asked again
+_MOST_KNOWN = 4096  # for the others the kernel is queried again
 _ESTABLISHED = "01"  # a socket that was closed has no user any more, and the table says 0 for it
 _PROGRAMS = {
     "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
@@ -47,7 +47,7 @@ _PROGRAMS = {
 
 
 def connection_owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """The user whose socket is the client's end of a connection on this machine; None where the kernel names none."""
+    """Return the user who owns the client's end of a local connection; None if the kernel does not name one."""
     try:
         local, remote = _entry(client), _entry(server)
     except OSError:  # not an IPv4 address
@@ -60,7 +60,7 @@ def connection_owner(client: tuple[str, int], server: tuple[str, int]) -> int | 
 
 
 def close_to_other_users(app: App) -> App:
-    """`app`, an ASGI application, for connections of this process's user and root alone."""
+    """Wrap `app`, an ASGI application, to serve only connections from this process's user and root."""
     known: OrderedDict[int, Any] = OrderedDict()  # the addresses of connections that were let in, by identity
 
     async def asked(scope: Scope, receive: Any, send: Any) -> None:
@@ -120,6 +120,6 @@ def main(program: str) -> None:
 
 
 def _entry(address: tuple[str, int]) -> str:
-    """An address as the table has it: "0100007F:1F40" for 127.0.0.1:8000 on most machines."""
+    """Format an address as in the kernel's table: "0100007F:1F40" for 127.0.0.1:8000 on most machines."""
     number = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
     return f"{number:08X}:{address[1]:04X}"

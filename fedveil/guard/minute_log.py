@@ -1,4 +1,4 @@
-"""Lines of a process's log that the other side of a connection could repeat without end."""
+"""Limit log lines that the other side of a connection could trigger without end."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class _Operator:
 
 
 class OperatorAccessChecker:
-    """Judges requests by operators.json in the folder `registry`. Raises StateError where it is missing or broken."""
+    """Checks requests against operators.json in the folder `registry`. Raises StateError if that is unusable."""
 
     def __init__(self, registry: Path, control: ControlLog) -> None:
         self._file = WatchedJsonFile(registry / FILE, _operators)
@@ -79,7 +79,7 @@ class OperatorAccessChecker:
         self._file.get()
 
     def before(self, app: App) -> App:
-        """`app`, an ASGI application, for operators alone."""
+        """Wrap `app`, an ASGI application, to serve only operators."""
 
         async def asked(scope: Scope, receive: Any, send: Any) -> None:
             if scope["type"] == "lifespan" or (scope["type"] == "http" and _OPEN.fullmatch(scope["path"])):
@@ -96,7 +96,7 @@ class OperatorAccessChecker:
         return asked
 
     def operator(self, tokens: list[str]) -> tuple[str, str, str]:
-        """Name and role behind a request's tokens, and why it is refused ("" where not). Raises StateError."""
+        """Return name and role for a request's tokens, and the reason to refuse it ("" if none). Raises StateError."""
         known = self._file.get()
         if len(tokens) != 1 or not 0 < len(tokens[0]) <= _LONGEST_TOKEN:
             return "", "", "this needs an operator's token; run fedveil operators login"
@@ -137,7 +137,7 @@ class OperatorAccessChecker:
         await app(scope, _replayed(body, receive), send)
 
     def _noting(self, send: Any, about: dict[str, Any]) -> Any:
-        """`send`, with a line of the run that Flower made before anything of its answer goes out."""
+        """Wrap `send` to log the run that Flower created before any of its answer is sent."""
         buffer: list[MutableMapping[str, Any]] = []
 
         async def noted(message: MutableMapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ def _operators(content: Any) -> list[_Operator]:
 
 
 def _call(scope: Scope) -> str:
-    """The control call by its name; else what was asked for, which is no name of one."""
+    """Return the control call's name, or the requested path if it is not a control call."""
     path = str(scope.get("path", ""))
     if scope["type"] == "http" and scope["method"] == "POST" and path.startswith(_CONTROL):
         return path[len(_CONTROL) :]
@@ -184,7 +184,7 @@ def _tokens(scope: Scope) -> list[str]:
 
 
 async def _body(receive: Any, most: int) -> tuple[bytes, str]:
-    """The whole body, and why it is not taken ("" where it is)."""
+    """Return the whole body, and the reason to reject it ("" if none)."""
     parts, size = [], 0
     while True:
         message = await receive()
@@ -199,7 +199,7 @@ async def _body(receive: Any, most: int) -> tuple[bytes, str]:
 
 
 def _replayed(body: bytes, receive: Any) -> Any:
-    """`receive` with the body that was taken from it."""
+    """Wrap `receive` to return the body that was already read."""
     taken = False
 
     async def received() -> Any:
@@ -237,7 +237,7 @@ def _subject(call: str, body: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _run_of(status: int, answer: bytes) -> str:
-    """The number of the run in Flower's answer to start-run; "" where it has none."""
+    """Return the run id in Flower's answer to start-run; "" if it has none."""
     if status != 200:
         return ""
     response = control_pb2.StartRunResponse()
@@ -249,7 +249,7 @@ def _run_of(status: int, answer: bytes) -> str:
 
 
 async def _answer(scope: Scope, send: Any, status: int, why: str) -> None:
-    """Flower's command line shows `detail`."""
+    """Send an error response; Flower's command line shows `detail`."""
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return

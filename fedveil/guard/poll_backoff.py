@@ -27,12 +27,12 @@ from collections.abc import Callable, Mapping
 VARIABLE = "FEDVEIL_POLL_SECONDS"
 DEFAULT = 0.2
 LEAST = 0.02
-_A_SECOND = 200  # questions that a server shall have from all sites together
+_A_SECOND = 200  # maximum polls per second from all sites together
 _GROWTH = 0.1
 
 
 class PollBackoff:
-    """Takes the place of the module `time` in a module of Flower that only sleeps.
+    """Replaces the module `time` in a Flower module that only sleeps.
 
     Attributes:
         first: by the seconds of Flower's own sleep, those of the first one here.

@@ -69,7 +69,7 @@ class ProcessZygote:
         self.lost = False
 
     def start(self, arguments: Sequence[str]) -> bool:
-        """A client process with these arguments; False where the resident is gone, now and from then on."""
+        """Start a client process with these arguments; return False once the zygote is gone."""
         if self.lost:
             return False
         try:
@@ -77,7 +77,7 @@ class ProcessZygote:
             if self._connection.recv(len(_STARTED)) == _STARTED:
                 return True
         except OSError:
-            pass  # said below: whatever it was, this resident is not asked again
+            pass  # logged below: after any error, this zygote is not used again
         self._end()
         return False
 
@@ -87,7 +87,7 @@ class ProcessZygote:
         self.lost = True
         self._connection.close()
         try:
-            os.kill(self._pid, signal.SIGKILL)  # or a late answer would start the same task twice
+            os.kill(self._pid, signal.SIGKILL)  # otherwise a late answer would start the same task twice
             os.waitpid(self._pid, 0)
         except (ProcessLookupError, ChildProcessError):
             pass
@@ -127,7 +127,7 @@ def _launch_from(resident: ProcessZygote, waits: poll_backoff.PollBackoff) -> No
 
 def _reside(requests: socket.socket, guarded: bool, require_policy: bool) -> None:
     """Forks a copy for each request. Returns in the copy; the process itself ends when the socket does."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the copies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the copies
     _set(_NAME, b"flwr-clientapps")
     _set(_DUMPABLE, 0)
     loaded = False
@@ -165,7 +165,7 @@ def _become_client(arguments: list[str]) -> None:
 
 
 def _set(option: int, value: bytes | int) -> None:
-    """Linux's prctl for this process. Raises OSError."""
+    """Call Linux's prctl for this process. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")

@@ -33,7 +33,7 @@ _NEXT = "sign it with: fedveil app sign --run NAME --until DATE"
 
 
 def sign_run(key: Ed25519PrivateKey, run: str, until: date, digest: str) -> str:
-    """The text for run.signature."""
+    """Return the text for run.signature."""
     signature = base64.b64encode(key.sign(_signed(run, until, digest))).decode()
     return f"{_text(key.public_key())} {until.isoformat()} {signature}"
 

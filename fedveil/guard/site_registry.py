@@ -45,7 +45,7 @@ class _Entry:
 
 
 class SiteKeyChecker:
-    """Judges keys by members.json in the folder `registry`. Raises StateError where the file is missing or broken."""
+    """Checks keys against members.json in the folder `registry`. Raises StateError if the file is unusable."""
 
     def __init__(self, registry: Path, control: ControlLog) -> None:
         self._file = WatchedJsonFile(registry / FILE, _entries)
@@ -79,9 +79,9 @@ class SiteKeyChecker:
         return RefusalBehavior.SAYS_WHY if activates else RefusalBehavior.ENDS, f"fedveil: {why}"
 
     def is_known(self, public: bytes) -> bool:
-        """Return whether a key (PEM) stands in the registry, valid or not; true where the registry cannot be read.
+        """Return whether a key (PEM) is in the registry, valid or not; True if the registry cannot be read.
 
-        Raises ValueError or the like for what is no key.
+        Raises ValueError or a similar error for an invalid key.
         """
         key = _canonical(serialization.load_pem_public_key(public))
         try:
@@ -104,7 +104,7 @@ class SiteKeyChecker:
         return ""
 
     def _record(self, key: bytes, found: _Entry, why: str) -> None:
-        """Its line in the log, once. The number of keys in the registry bounds them."""
+        """Log a key's refusal once. The number of keys in the registry bounds the number of lines."""
         if (key, why) not in self._logged:
             self._control.write("shut-out", {"site": found.site, "state": found.state, "reason": why})
             self._logged.add((key, why))
@@ -118,7 +118,7 @@ class SiteKeyChecker:
 
 
 def _entries(content: Any) -> dict[bytes, _Entry]:
-    """The keys of members.json, those of today and those that were. Raises ValueError, KeyError or the like."""
+    """Return the current and former keys in members.json. Raises ValueError, KeyError or a similar error."""
     entries = {_read(key): _Entry("", str(how), None) for key, how in content["retired"].items()}
     for site, entry in content["sites"].items():
         if "key" in entry:
@@ -133,6 +133,6 @@ def _read(text: str) -> bytes:
 
 
 def _canonical(key: Any) -> bytes:
-    """One form of a key, however it was written."""
+    """Return a key in canonical form."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return bytes(key.public_bytes(serialization.Encoding.DER, form))

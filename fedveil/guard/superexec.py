@@ -14,7 +14,7 @@ from fedveil.guard.flower import replaced, retries
 
 
 def patch_superexec() -> None:
-    """From now on a SuperExec of this process asks so; it ends, with the reason, where Flower is an unknown one."""
+    """Make a SuperExec in this process retry this way; exit with the reason if Flower is unknown."""
     try:
         replaced.require_attributes("SuperExec")
     except ConfigError as error:

@@ -36,7 +36,7 @@ from fedveil.guard.site_registry import SiteKeyChecker
 _WITHOUT = {"--simulation", "--help", "-h", "--version", "-V"}
 # The control calls over gRPC, and from 1.41 on the fleet's, each on a port that asks nobody of ours.
 _OTHER_WAYS_IN = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
-_LATE_CALL_SECONDS = 5.0  # how often it is looked for calls that keep their body to themselves
+_LATE_CALL_SECONDS = 5.0  # seconds between checks for calls that withhold their body
 _FLEET = "0.0.0.0:9092"  # Flower's own, where the option is missing
 
 
@@ -98,7 +98,7 @@ def patch_link_state() -> None:
 
 
 def prepare_arguments() -> PortProxies | None:
-    """Takes its own two arguments out of `sys.argv` and puts the checks in place.
+    """Remove the program's own two arguments from `sys.argv` and install the checks.
 
     Returns what goes in front of Flower's ports, None where there is nothing to protect. Ends the process with exit
     code 2 where the registry or the log cannot be used, or Flower is one that the guard does not know.
@@ -175,7 +175,7 @@ def _refuse(error: FedVeilError) -> NoReturn:
 
 @dataclass(frozen=True)
 class _GuardArguments:
-    """What this program takes beside Flower's own arguments."""
+    """This program's arguments in addition to Flower's."""
 
     registry: Path
     log: Path

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def patch_supernode() -> None:
-    """Changes Flower's SuperNode in this process. Ends the process where Flower is one that the guard does not know."""
+    """Patch Flower's SuperNode in this process. Exits if the guard does not know the installed Flower."""
     try:
         line = flower.installed_release()
         replaced.require_attributes("SuperNode")
@@ -71,7 +71,7 @@ def patch_supernode() -> None:
 
 
 def patch_connection(line: flower.FlowerRelease) -> None:
-    """From now on connections of this process's SuperNode outlive what the server answers."""
+    """Make connections of this process's SuperNode survive any answer from the server."""
     if line.speaks == "gRPC":
         heartbeat.patch_node_heartbeat("flwr.client.grpc_rere_client.connection")
         retries.patch_retries("flwr.supernode.start_client_internal", "_make_fleet_connection_retry_invoker")
@@ -81,13 +81,13 @@ def patch_connection(line: flower.FlowerRelease) -> None:
 
 
 class LoopErrors:
-    """Keeps Flower's loop going: a step that fails is logged and waited after, 1 s at first, 60 s at most."""
+    """Keeps Flower's loop running: a failed step is logged, followed by a wait of 1 s at first and 60 s at most."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep, self._failures, self._log = sleep, 0, MinuteLog()
 
     def run(self, step: Callable[..., Any], **given: Any) -> Any:
-        """The step's result; None where it failed. Raises what says that the server refuses this site's key."""
+        """Return the step's result; None if it failed. Re-raises the server's refusal of this site's key."""
         try:
             result = step(**given)
         except (Exception, RunNotRunningException) as error:
@@ -137,7 +137,7 @@ class _Parts:
         self._store, self._state = store, state
 
     def get(self, object_id: str) -> bytes:
-        """Its content; b"" while it is on its way. Raises StateError once its sender was silent for too long."""
+        """Return the content; b"" until it has arrived. Raises StateError if its sender is silent for too long."""
         runs = {session.run_id for session in [*self._state._object_push_sessions.values()]}
         for run in runs:
             self._state.get_object(run, object_id)  # forgets what has expired

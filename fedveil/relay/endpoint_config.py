@@ -58,14 +58,14 @@ class EndpointConfig:
 
 
 class PeerMessages:
-    """The other end's letters, opened as they come. Raises ConfigError for keys that cannot be used."""
+    """Messages from the other end, decrypted as they arrive. Raises ConfigError for unusable keys."""
 
     def __init__(self, settings: EndpointConfig, kind: str, folder: Path) -> None:
         self.own, self.peer = EndpointSecret.from_file(settings.key), read_public(settings.peer)
         self._kind, self._most, self.incoming = kind, settings.most_bytes, IncomingFolder(folder)
 
     def next(self, tell: Callable[[str, str], None]) -> str | None:
-        """The next name to be judged. That the folder is gone is told, for a stick may be on its way."""
+        """Return the next file name to process. A missing folder is only reported: it may be on a stick."""
         try:
             return self.incoming.next()
         except StateError as error:
@@ -73,10 +73,10 @@ class PeerMessages:
             return None
 
     def opened(self, name: str) -> tuple[MessageHeader, bytes]:
-        """Its head and content. Raises WireError."""
+        """Return a message's header and content. Raises WireError."""
         try:
             with self.incoming.opened(name) as file:
                 return decrypt_message(file, name, self._kind, self.own, self.peer, self._most)
-        except OSError as error:  # of a stick that was pulled out, for example
+        except OSError as error:  # for example, because the stick was pulled out
             words = sanitize(error.strerror, 80)
             raise WireError(f"{name}: expected a readable file, found {words}; copy it again") from None

@@ -30,7 +30,7 @@ _MOST_BYTES = 1024
 
 
 def context_bytes(purpose: str, *parts: str) -> bytes:
-    """One text of a purpose and its parts, such that different parts never give the same one."""
+    """Encode a purpose and its parts unambiguously: different parts never give the same bytes."""
     return json.dumps(["fedveil relay 1", purpose, *parts], separators=(",", ":")).encode()
 
 
@@ -91,14 +91,14 @@ class EndpointSecret:
 
     @classmethod
     def from_file(cls, file: Path) -> Self:
-        """Raises ConfigError for a file that is no such key, or that others can read."""
+        """Read a key file. Raises ConfigError if it is not such a key, or if others can read it."""
         return cls(
             encrypted_files.read_key_file(file, "--relay-key", "make one with fedveil relay init", "fedveil relay init")
         )
 
 
 def make_keys(folder: Path) -> PeerKeys:
-    """Writes relay.key and relay.pub. Raises ConfigError where there is one: what was sealed for it needs it."""
+    """Write relay.key and relay.pub. Raises ConfigError if a key exists, because messages encrypted for it need it."""
     secret = folder / SECRET
     if secret.exists():
         raise ConfigError(
@@ -111,7 +111,7 @@ def make_keys(folder: Path) -> PeerKeys:
 
 
 def read_public(file: Path) -> PeerKeys:
-    """The other end's relay.pub. Raises ConfigError for a file that is none."""
+    """Read the other end's relay.pub. Raises ConfigError for an invalid file."""
     try:
         with file.open("rb") as opened:
             text = opened.read(_MOST_BYTES).decode(errors="replace")

@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.3
 
 
 def endpoint_settings(options: Mapping[str, Any], kit: Path | None, state: Path) -> EndpointConfig:
-    """Keys, folders and bounds of one end; keys and folders are there. Raises ConfigError, which names the option."""
+    """Return one end's keys, folders and bounds, which exist. Raises ConfigError, which names the option."""
     key_files = {}
     for name, file in (("relay-key", SECRET), ("peer", PEER)):
         given = options.get(name) or (kit / "keys" / file if kit else None)
@@ -59,7 +59,7 @@ def relay_environment(env: Mapping[str, str], folder: Path, end: str, settings: 
 
 
 def peer_of(ends: EndpointConfig) -> str:
-    """The fingerprint of the other end's keys, which its people can read out."""
+    """Return the fingerprint of the other end's keys, which its users can read out."""
     return read_public(ends.peer).fingerprint
 
 
@@ -70,11 +70,11 @@ def _require_folder(name: str, folder: Path) -> None:
 
 @dataclass
 class _Told:
-    """Prints what an end says.
+    """Prints the status events of an end.
 
     Attributes:
-        answered, bad: how many letters so far.
-        idle: whether everything that lay in the folder was judged.
+        answered, bad: numbers of messages so far.
+        idle: whether every file in the folder was processed.
     """
 
     name: str
@@ -102,7 +102,7 @@ def _told(name: str, state: Path) -> _Told:
 
 
 def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
-    """The server's end: stays until its SuperNode ends, which raises ConfigError with the reason."""
+    """Run the server's end until its SuperNode ends, which raises ConfigError with the reason."""
     both = (site.site_from_kit(kit) if kit else {}) | {
         name: value for name, value in options.items() if value is not None
     }
@@ -146,9 +146,9 @@ def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
 
 
 def start_import(options: Mapping[str, Any], kit: Path | None, permit_everything: bool, follow: bool) -> int:
-    """The site's end: until every order was answered or refused, or for ever with `follow`.
+    """Run the site's end until every order was answered or refused, or forever with `follow`.
 
-    Returns 1 where a letter was refused, 0 else. Raises ConfigError, StateError.
+    Returns 1 if a message was refused, otherwise 0. Raises ConfigError, StateError.
     """
     start = site.resolve_site(options, kit, permit_everything, need=("name",))
     name, state = start.node.site, start.node.state_dir
@@ -169,7 +169,7 @@ def start_import(options: Mapping[str, Any], kit: Path | None, permit_everything
             f"site {name}: orders from {ends.orders}, replies to {ends.replies}, log {processes.log(name)}", flush=True
         )
         print(f"site {name}: the other end is {peer_of(ends)}", flush=True)
-        if follow:  # else the first order starts one, if there is an order
+        if follow:  # otherwise the first order starts one
             start_spare(start.node, superexec, env)
         while (code := processes.ended(name)) is None and (follow or not reporter.idle):
             time.sleep(_POLL_SECONDS)

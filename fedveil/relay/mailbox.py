@@ -50,10 +50,10 @@ class IncomingFolder:
     _judged: dict[str, Seen] = field(default_factory=dict)
 
     def next(self) -> str | None:
-        """The first name, in their order, of a file that is to be judged; it counts as judged then.
+        """Return the first name, in sorted order, of a file not processed yet; it then counts as processed.
 
         Raises:
-            StateError: the folder is not there, cannot be read, or is too full.
+            StateError: the folder is missing, cannot be read, or is too full.
         """
         self.waits = False
         now = self._look()
@@ -85,7 +85,7 @@ class IncomingFolder:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[BinaryIO]:
-        """The file, which is a plain one. Raises WireError."""
+        """Open a regular file. Raises WireError for any other."""
         try:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:

@@ -69,12 +69,12 @@ class MessageLog:
         return book
 
     def release(self) -> None:
-        """Another process may have it now."""
+        """Release the log for other processes."""
         if self._held is not None:
             self._held.close()
 
     def require_new(self, id_: str, run: str, order: RelayRequest) -> None:
-        """Raises Known, or PolicyError, for an order that is not to be taken."""
+        """Raise DuplicateMessageError or PolicyError for an order that must not be taken."""
         if reply := self.replies.get(id_):
             raise DuplicateMessageError(f"was answered before; its reply is {reply}")
         if order.made < self.newest.get(run, 0):

@@ -89,7 +89,7 @@ class MessageHeader:
 def encrypt_message(
     content: Iterable[Bytes], kind: str, id_: str, own: EndpointSecret, peer: PeerKeys
 ) -> Iterator[Bytes]:
-    """The bytes of a letter with this content, part by part."""
+    """Encrypt and sign this content as a relay message; yield its bytes part by part."""
     private = os.urandom(ciphers.KEY_BYTES)
     key = ciphers.agree_secret(private, peer.sealing, context_bytes("letter", kind, id_, own.public.id, peer.id))
     digest = hashlib.sha256()
@@ -108,11 +108,11 @@ def encrypt_message(
 def decrypt_message(
     file: BinaryIO, name: str, kind: str, own: EndpointSecret, peer: PeerKeys, most_bytes: int
 ) -> tuple[MessageHeader, bytes]:
-    """A letter of this kind from the other end to this one: its head and its content.
+    """Decrypt and verify one relay message of this kind; return its header and content.
 
     Args:
         file: can be read at any place; nothing else is asked of it.
-        name: of the file, for words.
+        name: the file's name, for error messages.
 
     Raises:
         WireError, IncompleteMessageError: as the table above has it.
@@ -143,7 +143,7 @@ def decrypt_message(
 
 
 def _tail(file: BinaryIO, size: int, name: str) -> tuple[bytes, bytes, int, int]:
-    """Head, signature, and where the body begins and ends."""
+    """Return header, signature, and the offsets where the body begins and ends."""
     file.seek(0)
     if not _MAGIC.startswith(begin := file.read(len(_MAGIC))):
         raise WireError(f"{name}: expected a relay file of version 1, found something else; skip it")
@@ -182,7 +182,7 @@ def _digest(file: BinaryIO, start: int, end: int) -> str:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A section of a file as a separate file object."""
 
     def __init__(self, file: BinaryIO, start: int, end: int) -> None:
         self._file, self._start, self._size, self._at = file, start, end - start, 0

@@ -92,7 +92,7 @@ class ServerEndpoint:
         before = audit_log.read_log(self._log) if self._log.exists() else []
         self._answered = {line["order"] for line in before if line["event"] == "imported"}
         for file in self._out.iterdir():
-            if _OWN.fullmatch(file.name):  # of an earlier start, whose orders nobody waits for
+            if _OWN.fullmatch(file.name):  # from an earlier start, whose orders are no longer awaited
                 _remove(file)
                 self._note("ended", {"file": file.name}, f"{file.name}: no reply: the relay has ended in the meantime")
 
@@ -110,7 +110,7 @@ class ServerEndpoint:
         try:
             if (received := given["receive"]()) is not None:
                 self._export(*self._pulled(received, given))
-        except _LOST as error:  # whatever one message does to this code, the site has other ones
+        except _LOST as error:  # one message must not stop the site's other messages
             log(ERROR, "relay: a message was lost", exc_info=error)
             self._note("lost", {"reason": sanitize(f"{type(error).__name__}: {error}")}, f"a message was lost: {error}")
         self._collect()
@@ -165,7 +165,7 @@ class ServerEndpoint:
         self._open[id_] = _Open(bare, order.expires / 1000, file)
         hours = max(0.0, order.expires / 1000 - self._clock()) / 3600
         words = f"{file.name}: order of run {run.run_id}; the server waits {hours:.1f} h for its reply"
-        round_ = message.metadata.group_id.partition("/")[0]  # behind it stands the largest reply
+        round_ = message.metadata.group_id.partition("/")[0]  # followed by the size of the largest reply
         self._note("exported", {"order": id_, "run": str(run.run_id), "round": round_}, words)
 
     def _order(self, message: Message, run: Run, fab: Fab) -> RelayRequest:
@@ -183,7 +183,7 @@ class ServerEndpoint:
         self._note("refused", {"reason": reason}, f"not exported: {reason}")
 
     def _collect(self) -> None:
-        """Replies of the folder, judged; each becomes a message of this process's own."""
+        """Check the replies in the folder; convert each to one of this process's own messages."""
         while (name := self._letters.next(self._tell)) is not None:
             self._told.clear()
             try:
@@ -204,7 +204,7 @@ class ServerEndpoint:
             self._note("imported", {"order": reply.order, "file": name}, f"{name}: accepted, passed to the server")
 
     def _judged(self, name: str) -> tuple[RelayReply, _Open]:
-        """A reply and the order that it is to. Raises Known, WireError."""
+        """Return a reply and its order. Raises DuplicateMessageError, WireError."""
         head, content = self._letters.opened(name)
         reply = RelayReply.from_bytes(content)
         if head.id == reply.order and reply.order in self._answered:
@@ -230,13 +230,13 @@ class ServerEndpoint:
             self._note("ended", {"order": id_, "reason": why}, f"{order.file.name}: no reply: {why}")
 
     def _tell(self, what: str, words: str) -> None:
-        """Says it, once until something else comes."""
+        """Report a status event unless it repeats the last one."""
         if self._told.get(what) != words:
             self._told[what] = words
             self._said.say(what, words)
 
     def _note(self, event: str, about: dict[str, Any], words: str) -> None:
-        """A line in the log and one for the people before it. Raises StateError where the log cannot be written."""
+        """Write a line to the log and a status event for users. Raises StateError if the log cannot be written."""
         audit_log.append_entry(self._log, event, about)
         self._said.say(event, words)
 

@@ -114,18 +114,18 @@ class SiteEndpoint:
         return self._of(run).fab
 
     def pull_object(self, run: int, object_id: str) -> bytes:
-        """A part of the order's message."""
+        """Return a part of the order's message."""
         return self._of(run).objects[object_id]
 
     def send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
-        """The reply is about to come: all its parts are asked for."""
+        """Announce the reply, and request all its parts."""
         taken = self._of(message.metadata.run_id)
         taken.tree, taken.seconds, taken.contents = tree, float(seconds), {}
         taken.left = {part.object_id for part in iterate_object_tree(tree)}
         return set(taken.left), "relay"
 
     def push_object(self, run: int, _session: str, object_id: str, content: bytes) -> None:
-        """A part of the reply; with the last one the letter is written. Raises StateError where it cannot be."""
+        """Store a part of the reply; the last one writes the message. Raises StateError if it cannot be written."""
         with self._lock:
             taken = self._of(run)
             taken.contents[object_id] = content
@@ -148,7 +148,7 @@ class SiteEndpoint:
         return bare, get_object_tree(taken.message)
 
     def _next(self) -> _Taken | None:
-        """The next good order; None where none is there. What is refused is said and noted."""
+        """Return the next valid order; None if there is none. Refusals are reported and logged."""
         while (name := self._letters.next(self._tell)) is not None:
             self._told.clear()
             try:
@@ -165,7 +165,7 @@ class SiteEndpoint:
         return None
 
     def _tell(self, what: str, words: str = "") -> None:
-        """Says it, once until something else comes."""
+        """Report a status event unless it repeats the last one."""
         if self._told.get(what) != words:
             self._told[what] = words
             self._said.say(what, words)
@@ -199,7 +199,7 @@ class SiteEndpoint:
         return _Taken(head.id, name, order, message, run, fab, objects)
 
     def _answer(self, taken: _Taken) -> None:
-        """Writes the letter with the reply, whole or not at all. Raises StateError."""
+        """Write the message with the reply atomically. Raises StateError."""
         assert taken.tree is not None
         message = inflate_object_from_contents(taken.tree.object_id, taken.contents)
         if not isinstance(message, Message):

@@ -31,7 +31,7 @@ class StatusEvents:
     file: Path
 
     def say(self, what: str, words: str = "") -> None:
-        """One line, and one in the process's log."""
+        """Write one event, and one line to the process's log."""
         words = sanitize(words, _LONGEST)
         if words:
             log.info("relay: %s: %s", what, words)
@@ -39,7 +39,7 @@ class StatusEvents:
 
 
 def read_events(file: Path, start: int) -> tuple[list[tuple[str, str]], int]:
-    """The whole lines from byte `start` on, as (what, words), and where they end."""
+    """Return the complete lines from byte `start` on as (what, words), and the offset after them."""
     if not file.exists():
         return [], start
     with file.open("rb") as opened:

@@ -8,7 +8,7 @@ from fedveil.guard import loopback_ports, supernode
 
 
 def as_this_user() -> None:
-    """Its own port serves this user alone, where the kernel says who asks."""
+    """Make its own port serve only this user, where the kernel tells whose a connection is."""
     if sys.platform == "linux":
         loopback_ports.main("flower-supernode")
     else:

@@ -27,7 +27,7 @@ _SOON = timedelta(days=30)
 _TIME_ERROR = 5  # adjtimex: the clock is not synchronised
 _GIGABYTE = 1_000_000_000
 _TIMEOUT = 5.0
-_MOST_ANSWER, _MOST_PARTS = 4096, 8  # bytes of a part of what a stranger answers, and parts
+_MOST_ANSWER, _MOST_PARTS = 4096, 8  # bytes per part of an untrusted answer, and number of parts
 _SITES_ALONE = b"this port serves sites"
 
 
@@ -41,7 +41,7 @@ class CheckResult:
 
 
 def run_check(name: str, check: Callable[[], CheckResult]) -> CheckResult:
-    """The check; an error that it meets is its finding."""
+    """Run the check; an error becomes its finding."""
     try:
         return check()
     except (FedVeilError, OSError, ValueError) as error:
@@ -49,7 +49,7 @@ def run_check(name: str, check: Callable[[], CheckResult]) -> CheckResult:
 
 
 def check_certificate(file: Path, now: datetime | None = None) -> CheckResult:
-    """Until when a PEM certificate is valid."""
+    """Check until when a PEM certificate is valid."""
     from cryptography import x509
 
     certificate, moment = x509.load_pem_x509_certificate(file.read_bytes()), now or datetime.now(UTC)
@@ -61,7 +61,7 @@ def check_certificate(file: Path, now: datetime | None = None) -> CheckResult:
             f"valid from {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, but it is {moment:%Y-%m-%d %H:%M}",
         )
     if moment >= ends:
-        is_ca = certificate.issuer == certificate.subject  # a CA signed itself, and there is no renewing it
+        is_ca = certificate.issuer == certificate.subject  # a CA signs itself and cannot be renewed
         anew = "provision the federation again" if is_ca else "renew it: fedveil members renew-server"
         return CheckResult(name, "fail", f"expired on {ends:%Y-%m-%d}; the operator must {anew}")
     return CheckResult(name, "warn" if ends - moment < _SOON else "ok", f"until {ends:%Y-%m-%d}")
@@ -81,7 +81,7 @@ def private_key(file: Path) -> CheckResult:
 
 
 def check_fleet_port(superlink: str, ca: Path) -> CheckResult:
-    """The server's fleet port: reached, with TLS, and a certificate of this federation's CA for that name."""
+    """Check that the server's fleet port answers with TLS and a certificate from this federation's CA for that name."""
     host, port = parse_address(superlink)
     context = ssl.create_default_context(cafile=str(ca))
     context.set_alpn_protocols(["h2", "http/1.1"])
@@ -135,7 +135,7 @@ def _spoken(link: ssl.SSLSocket, host: str) -> str:
 
 
 def check_closed_port(host: str, port: int, what: str) -> CheckResult:
-    """A port that must not answer from here."""
+    """Check that a port does not answer from here."""
     try:
         socket.create_connection((host, port), _TIMEOUT).close()
     except OSError:
@@ -146,7 +146,7 @@ def check_closed_port(host: str, port: int, what: str) -> CheckResult:
 
 
 def check_health(address: str) -> CheckResult:
-    """The standard gRPC health check, without TLS: for --health-server-address of a SuperLink or SuperNode."""
+    """Run the standard gRPC health check, without TLS, on a SuperLink's or SuperNode's --health-server-address."""
     import grpc
 
     try:
@@ -178,7 +178,7 @@ def check_clock() -> CheckResult:
 
 
 def check_versions() -> CheckResult:
-    """Python and the packages that both ends must agree on."""
+    """Check Python and the packages that both ends must agree on."""
     names = ("fedveil", "flwr", "torch", "transformers")
     versions = {}
     for name in names:
@@ -220,7 +220,7 @@ def check_gpu(device: str, processes: int = 1) -> CheckResult:
 
 
 def check_disk(folder: Path) -> CheckResult:
-    """Room for private state and messages."""
+    """Check the disk space for private state and messages."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free / _GIGABYTE
     verdict: Verdict = "fail" if free < 1 else "warn" if free < 10 else "ok"
@@ -228,7 +228,7 @@ def check_disk(folder: Path) -> CheckResult:
 
 
 def key_file(file: str, state: Path) -> CheckResult:
-    """A key file that fits what the site keeps."""
+    """Check that the key file fits the site's stored files."""
     from fedveil.console.runs import re_encrypt
     from fedveil.encrypted_files import FileSeal
 
@@ -260,7 +260,7 @@ def audit_log(file: Path) -> CheckResult:
 
 
 def parse_address(superlink: str) -> tuple[str, int]:
-    """Host and port. Raises ValueError."""
+    """Return host and port. Raises ValueError."""
     host, _, port = superlink.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"superlink: expected HOST:PORT, found {superlink!r}")

@@ -23,7 +23,7 @@ from fedveil.errors import ConfigError, FedVeilError, PolicyError
 
 
 def check_site_data(folder: str, task: TaskConfig, counted: list[int]) -> CheckResult:
-    """A site's training rows, whose number goes into `counted`."""
+    """Check a site's training examples, and store their number in `counted`."""
     try:
         return _rows("data", Path(folder), "train", task, counted)
     except FedVeilError as error:
@@ -34,9 +34,9 @@ def check_site_data(folder: str, task: TaskConfig, counted: list[int]) -> CheckR
 
 
 def check_row_count(check: CheckResult, policy: str, counted: Sequence[int]) -> CheckResult:
-    """`check` of a site's data, held against what the policy file says: with fewer rows the site refuses each turn."""
+    """Compare a site's data with the policy's minimum: with fewer examples the site refuses every client round."""
     least = None
-    with suppress(PolicyError):  # the policy's own check says it
+    with suppress(PolicyError):  # the policy check reports it
         least = of_policy(SiteConfig(policy=policy)).min_examples
     if check.verdict != "ok" or least is None or not counted or counted[0] >= least:
         return check
@@ -49,7 +49,7 @@ def check_row_count(check: CheckResult, policy: str, counted: Sequence[int]) -> 
 
 
 def check_run_data(task: TaskConfig, counted: list[int]) -> Iterator[CheckResult]:
-    """The data that a run config names: of sites, whose number of rows goes into `counted`, and of the server."""
+    """Check the sites' and the server's data in a run config; store the sites' number of examples in `counted`."""
     for name, folder, split, into in (
         ("task.data", task.data, "train", counted),
         ("task.evaluation", task.evaluation, "test", []),
@@ -57,7 +57,7 @@ def check_run_data(task: TaskConfig, counted: list[int]) -> Iterator[CheckResult
     ):
         if folder:
             result = run_check(name, partial(_rows, name, Path(folder), split, task, into))
-            yield replace(result, text=result.text.removeprefix("task.data: "))  # whichever key it was
+            yield replace(result, text=result.text.removeprefix("task.data: "))  # any key
 
 
 def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int]) -> CheckResult:

@@ -12,7 +12,7 @@ from fedveil.console.doctor.checks import CheckResult
 
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 _NO_LOGIN = ("nologin", "false", "sync")
-_FIRST_PERSON = 1000 if sys.platform == "linux" else 500  # below are the system's own
+_FIRST_PERSON = 1000 if sys.platform == "linux" else 500  # lower ones belong to the system
 _CPUS = "2"  # FEDVEIL_CPUS of the compose files
 
 

@@ -30,8 +30,8 @@ from fedveil.training.ranks import sharding
 
 _GB = 1e9
 _TASK = "text-generation"
-_ROWS = 1000  # of a site, where nothing says how many
-# What may be lowered, in the order in which it costs least: keys of the run config, and values.
+_ROWS = 1000  # examples of a site, if the number is unknown
+# Run config keys that may be lowered, with their values, cheapest first.
 _REMEDIES: tuple[tuple[str, Any], ...] = (
     ("train.precision", "bf16"), ("train.gradient-checkpointing", True), ("train.batch-size", 1),
     ("train.quantized-base", "4bit"), ("train.optimizer", "adamw-8bit"), ("task.max-tokens", 32),
@@ -60,7 +60,7 @@ class MachineResources:
 
 
 def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: bool) -> MachineResources:
-    """The one that the options describe, else this one: its GPU's free memory, else what is free of its main memory.
+    """Return the machine that the options describe, or this one with its free GPU memory or free main memory.
 
     Raises:
         ConfigError: an option out of range.
@@ -93,7 +93,7 @@ def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: b
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on a base, as far as its plan needs it."""
+    """A run on a base, reduced to what its plan needs."""
 
     settings: model_config.ModelConfig
     config: RunConfig
@@ -132,10 +132,10 @@ class PlannedRun:
         return MessageExchange(method, name, meta_model.param_specs(self.settings, method.adapter))
 
     def memory(self, on: MachineResources, **changed: Any) -> memory.MemoryPlan:
-        """The plan of rank 0, with some keys of the run config changed.
+        """Return the plan of rank 0, with some keys of the run config changed.
 
         Raises:
-            ConfigError: a base that is to be divided and cannot be.
+            ConfigError: the base is to be sharded but cannot be.
         """
         config = parse({**self.config.flat(), **changed}) if changed else self.config
         own = self.exchange(config.method.name, config.method.params)
@@ -172,7 +172,7 @@ class PlannedRun:
 
 
 def plan_lines(planned: PlannedRun, on: MachineResources, rows: int, there: int = 0) -> Iterator[str]:
-    """The plan in words, a line each, for a site of `rows` rows; 0: as many as its data has, `there`, if known."""
+    """Yield the plan as lines, for a site with `rows` examples; 0 means `there`, the number in its data, if known."""
     plan, shape, config = planned.memory(on), meta_model.build_meta_model(planned.settings), planned.config
     parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
     yield f"Plan computed from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"

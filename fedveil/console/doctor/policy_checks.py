@@ -8,11 +8,11 @@ from fedveil.client_app.policy.site_policy import SitePolicy, policy_of_site
 from fedveil.console.doctor.checks import CheckResult
 from fedveil.sanitize import sanitize, suggest_name
 
-_NAMES = ("methods", "tasks", "models", "app_digests", "signers")  # a list of these without an entry permits nothing
+_NAMES = ("methods", "tasks", "models", "app_digests", "signers")  # an empty list under any of these permits nothing
 
 
 def check_policy_file(file: str) -> CheckResult:
-    """A policy that can be read and names the app."""
+    """Check that the policy can be read and names the app."""
     if not file:
         return CheckResult("policy", "warn", "no policy: this site permits everything; name a site-policy.toml")
     policy = policy_of_site(SiteConfig(policy=file))

@@ -19,7 +19,7 @@ _WEAKER = "only the server then vouches for the sites' keys, so it could substit
 
 
 def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
-    """A signing key that its owner alone can read: the node config's, or, on the host of a container, the one made."""
+    """Check that only its owner can read the signing key: the node config's, or the created one on a container host."""
     name = "signing key"
     if not site.signing_key:
         return CheckResult(
@@ -49,7 +49,7 @@ def check_roster(site: SiteConfig) -> CheckResult:
 
 
 def check_registered_key(folder: Path) -> CheckResult:
-    """At the server: whether the roster file is what the registry says."""
+    """Check, at the server, that the roster file matches the registry."""
     name, members, file = "roster", SiteRegistry(folder).signing_keys, roster_file(folder)
     if not file.exists():
         verdict = "no site has a signing key" if not members else "run fedveil members roster"

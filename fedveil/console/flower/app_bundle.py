@@ -1,7 +1,7 @@
-"""The app as Flower sends it: its source folder, the bundle that `flwr build` makes of it, and the digest of that.
+"""The app as Flower sends it: its source folder, the bundle that `flwr build` makes from it, and the bundle's digest.
 
-The app of this installation is the same, byte for byte, whether it is a checkout or a wheel: the bundle is made of a
-copy with pyproject.toml, LICENSE and the app's Python files, and of nothing else.
+This installation's app is the same, byte for byte, in a checkout and in a wheel: the bundle is made from a
+copy with pyproject.toml, LICENSE and the app's Python files, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def own_app(target: Path) -> Path:
 
 @contextmanager
 def copy_app(app: Path | None) -> Iterator[Path]:
-    """A copy of an app's folder without what no bundle holds; None: this installation's own; a .fab file as it is.
+    """Yield a copy of an app's folder without excluded files; None means this installation's app; a .fab is kept as is.
 
-    Flower walks the whole folder, several times, .venv among it: twenty seconds before a run is submitted. It refuses a
-    folder whose name is not that of an app, and writes a bundle where it is called.
+    Flower walks the whole folder several times, including .venv, which delays a submission by 20 seconds. It refuses
+    a folder that does not have the app's name, and writes the bundle to the current folder.
     """
     if app is not None and not (app / "pyproject.toml").is_file():
         yield app
@@ -49,7 +49,7 @@ def copy_app(app: Path | None) -> Iterator[Path]:
 
 
 def build_bundle(app: Path | None) -> bytes:
-    """The bundle, as Flower's own `flwr build` makes it; of a .fab file, its content. Raises ConfigError for no app."""
+    """Return the bundle as `flwr build` makes it, or a .fab file's content. Raises ConfigError if there is no app."""
     if app is not None and app.is_file():
         return app.read_bytes()
     if app is not None and not (app / "pyproject.toml").is_file():
@@ -65,7 +65,7 @@ def build_bundle(app: Path | None) -> bytes:
 
 
 def bundle_digest(app: Path | None) -> str:
-    """SHA-256 of the bundle, 64 hex digits. Raises ConfigError where there is no app."""
+    """Return the SHA-256 of the bundle, 64 hex digits. Raises ConfigError if there is no app."""
     return hashlib.sha256(build_bundle(app)).hexdigest()
 
 

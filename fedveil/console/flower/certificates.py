@@ -22,7 +22,7 @@ _OTHER_FORMS = {b"BEGIN EC PRIVATE KEY": "a SEC1 key (PEM)", b"BEGIN PRIVATE KEY
 
 
 def write_tls(folder: Path) -> None:
-    """Writes ca.crt, server.pem and server.key. The CA's own key is never written: it can sign nothing more."""
+    """Writes ca.crt, server.pem and server.key. The CA's own key is never written, so it can sign nothing else."""
     ca, ca_key = new_ca("FedVeil CA", VALID)
     write_certificate(folder / "ca.crt", ca)
     write_server(folder, ca, ca_key, ["localhost", "127.0.0.1"], VALID)
@@ -44,7 +44,7 @@ def new_ca(name: str, valid: timedelta) -> tuple[x509.Certificate, ec.EllipticCu
 def write_server(
     folder: Path, ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey, names: Sequence[str], valid: timedelta
 ) -> None:
-    """Writes server.pem and server.key, for a server that is reached by `names`; never valid for longer than the CA."""
+    """Write server.pem and server.key for a server with these `names`; never valid for longer than the CA."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(_name("superlink"), ca.subject, key.public_key(), valid, ca.not_valid_after_utc)
@@ -60,7 +60,7 @@ def write_server(
 
 
 def write_certificate(path: Path, certificate: x509.Certificate) -> None:
-    """PEM."""
+    """Write the certificate as PEM."""
     path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
@@ -72,7 +72,7 @@ def write_node_key(path: Path) -> None:
 
 
 def require_node_key(file: Path) -> None:
-    """Raises ConfigError for a private key that Flower does not take, with what it is and how to bring it there."""
+    """Raise ConfigError for a private key that Flower does not accept; it says what the key is and how to fix it."""
     data = file.read_bytes()
     try:
         key = serialization.load_ssh_private_key(data, None)
@@ -103,19 +103,19 @@ def _is_p384(key: object) -> bool:
 
 
 def public_text(key: ec.EllipticCurvePublicKey) -> str:
-    """A public key as OpenSSH writes it, without a comment."""
+    """Return a public key as OpenSSH writes it, without a comment."""
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
 def write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> None:
-    """PEM without a passphrase, readable by its owner only."""
+    """Write the key as PEM without a passphrase, readable only by its owner."""
     text = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(text)
 
 
 def write_secret(path: Path) -> Path:
-    """Writes 64 random hex digits, readable by their owner only; another secret at every call."""
+    """Write 64 random hex digits, readable only by their owner; each call draws a new secret."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))

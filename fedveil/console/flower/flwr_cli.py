@@ -1,4 +1,4 @@
-"""Flower's command line against a running server: nodes, and runs. Each call costs a CPU-second: ask seldom."""
+"""Flower's command line against a running server: nodes and runs. Each call costs a CPU-second, so call it rarely."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fedveil.console.flower.processes import LaunchError, ProcessGroup, flower_e
 CONNECTION = "fedveil"
 _IN_FEDERATION = ("server", "flower")  # the FLWR_HOME of a folder that fedveil provision made
 _GONE = "unregistered"
-_SILENT = "Connection to the SuperLink is unavailable"  # Flower's words, which its frame breaks anywhere
+_SILENT = "Connection to the SuperLink is unavailable"  # Flower's message, which its frame may break at any place
 
 
 class ServerUnreachableError(LaunchError):
-    """Nothing answers at the control port."""
+    """Raised when nothing answers at the control port."""
 
 
 def write_connection(home: Path, address: str, ca: Path) -> None:
-    """Writes config.toml to a FLWR_HOME: the SuperLink's control port, HOST:PORT, and whom to trust there."""
+    """Write config.toml to a FLWR_HOME: the SuperLink's control port, HOST:PORT, and the CA to trust there."""
     about = format_toml({"address": address, "root-certificates": str(ca)})
     (home / "config.toml").write_text(f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n{about}')
 
@@ -46,8 +46,8 @@ class FlowerCli:
     Args:
         home: the FLWR_HOME; its config.toml has the connection.
         connection: its name; default: the one that `write_connection` wrote.
-        processes: who starts `flwr`; default: one for this object alone.
-        env: of `flwr`; default: this process's, as `environment` completes it.
+        processes: the group that starts `flwr`; default: one for this object alone.
+        env: environment of `flwr`; default: this process's, completed by `environment`.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class FlowerCli:
         self._processes, self._env = processes or ProcessGroup(home), env or flower_environment(self.home)
 
     def nodes(self) -> dict[str, str]:
-        """ "online", "offline" or "registered" by node id: Flower does not tell the names here."""
+        """Return "online", "offline" or "registered" by node id; Flower does not return names here."""
         listed = self._call("supernode", "ls", self._connection)["nodes"]
         return {str(n["node-id"]): str(n["status"]) for n in listed if n["status"] != _GONE}
 
     def register(self, public: str, name: str) -> str:
-        """Lets a public key in; returns its node id. Raises LaunchError with Flower's reason."""
+        """Register a public key and return its node id. Raises LaunchError with Flower's reason."""
         with tempfile.NamedTemporaryFile("w", suffix=".pub") as file:
             file.write(public + "\n")
             file.flush()
             return str(self._call("supernode", "register", file.name, self._connection, "--name", name)["node-id"])
 
     def unregister(self, node_id: str) -> None:
-        """Shuts a node out, also one that is online."""
+        """Unregister a node, even one that is online."""
         self._call("supernode", "unregister", node_id, self._connection)
 
     def submit(self, app: Path | None, settings: Mapping[str, Value]) -> str:
@@ -90,7 +90,7 @@ class FlowerCli:
                 return str(self._call("run", str(copy.absolute()), self._connection, "-c", file.name)["run-id"])
 
     def run_status(self, run: str) -> str:
-        """Such as "running" or "finished:failed". Raises LaunchError where there is no such run."""
+        """Return the run's status, such as "running" or "finished:failed". Raises LaunchError if there is no run."""
         runs = self._call("ls", self._connection, "--run-id", run)["runs"]
         if not runs:
             raise LaunchError(f"run: expected a run that the SuperLink knows, found {run}; flwr ls lists them")
@@ -101,12 +101,12 @@ class FlowerCli:
         self._call("stop", run, self._connection)
 
     def by_hand(self, command: str, *arguments: str) -> str:
-        """A command of `flwr` as people type it, from any folder."""
+        """Return a `flwr` command that a user can type in any folder."""
         named = [] if self._connection == CONNECTION else [self._connection]  # `write_connection` made it the default
         return f"FLWR_HOME={shlex.quote(str(self.home))} {shlex.join(['flwr', command, *arguments, *named])}"
 
     def options(self) -> str:
-        """The options of `fedveil watch` that ask the same server."""
+        """Return the options that make `fedveil watch` query the same server."""
         named = [] if self._connection == CONNECTION else ["--connection", self._connection]
         return shlex.join(["--flower-home", str(self.home), *named])
 
@@ -126,7 +126,7 @@ class FlowerCli:
 
     def _flwr(self, *arguments: str) -> str:
         try:
-            # In its own folder: where ./CONNECTION has a pyproject.toml, Flower takes the name for that app's path.
+            # In its own folder: if ./CONNECTION has a pyproject.toml, Flower takes the name for that app's path.
             return self._processes.call("flwr", ["flwr", *arguments], self._env, cwd=self.home)
         except LaunchError as error:
             raise self._failure(arguments[0], str(error)) from None

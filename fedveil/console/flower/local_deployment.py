@@ -1,6 +1,6 @@
 """A federation on this machine: one SuperLink, a SuperNode for each site, TLS and node authentication.
 
-Everything that it starts it stops, also after Ctrl-C or an error.
+It stops everything that it starts, even after Ctrl-C or an error.
 
     with LocalDeployment([LocalSite("north", data), LocalSite("south", data)]) as federation:
         run = federation.run(app, {"run.dir": str(runs), "run.name": "first"})
@@ -131,7 +131,7 @@ class LocalDeployment:
     def wait(self, run: int, timeout: float, on_tick: Callable[[dict[str, Any]], None] | None = None) -> RunOutcome:
         """Waits until the run has ended; calls `on_tick` with its status.json about twice a second.
 
-        A run has also ended when its ServerApp died without a word, or the SuperLink did.
+        A run has also ended if its ServerApp or the SuperLink died silently.
         """
         started = asked = time.monotonic()
         while True:
@@ -154,7 +154,7 @@ class LocalDeployment:
             time.sleep(0.5)
 
     def status(self, run: int) -> dict[str, Any]:
-        """The run's status.json, {} as long as there is none (one of an earlier run does not count)."""
+        """Return the run's status.json, {} while there is none (an earlier run's does not count)."""
         file, submitted = self._status_files.get(run, (Path(), 0.0))
         with suppress(OSError, ValueError):
             if file.stat().st_mtime >= submitted:
@@ -162,13 +162,13 @@ class LocalDeployment:
         return {}
 
     def server_log(self, run: int, lines: int = 15) -> str:
-        """The last lines of what the ServerApp printed."""
+        """Return the last lines of the ServerApp's output."""
         return "\n".join(self.flower.log(str(run)).splitlines()[-lines:])
 
     # Sites
 
     def kill_site(self, name: str, grace: float = 0.0) -> None:
-        """SIGKILL for a site's SuperNode and all that it started; with `grace` it may tell the SuperLink first."""
+        """Kill a site's SuperNode and all that it started; with `grace` it may notify the SuperLink first."""
         self.processes.kill(name, grace)
 
     def start_site(self, name: str) -> None:
@@ -195,7 +195,7 @@ class LocalDeployment:
         return ONLINE.encode() in self.processes.log(name).read_bytes()[self._log_starts[name] :]
 
     def last_error(self, name: str) -> str:
-        """The last exception in a site's log, "" where there is none."""
+        """Return the last exception in a site's log, "" if there is none."""
         return named_error(self.processes.log(name).read_text(errors="replace"))
 
     # Start and stop
@@ -222,7 +222,7 @@ class LocalDeployment:
         self.flower = FlowerCli(home, processes=self.processes, env=self._env())
 
     def start_superlink(self) -> None:
-        """Starts the SuperLink; after it was killed, with the state that it had on disk."""
+        """Start the SuperLink; after it was killed, it resumes with its state on disk."""
         port, ca, secret = self._control_port, self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
         folder, fleet = self.folder, f"127.0.0.1:{self._fleet_port}"
         command = superlink_command(folder, folder / "registry", folder, port, fleet, self._database, secret)
@@ -232,7 +232,7 @@ class LocalDeployment:
         self._until(lambda: is_port_open(port) and is_port_open(self._fleet_port), SUPERLINK)
 
     def _start_sites(self) -> None:
-        """Registers each key and starts its SuperNode as soon as that is done, several at a time."""
+        """Register each key and then start its SuperNode, several at a time."""
         waiting, registering, starting = deque(self.sites), set[str](), set[str]()
         deadline = time.monotonic() + self._start_timeout
         while waiting or registering or starting:
@@ -296,7 +296,7 @@ class LocalDeployment:
         folder.mkdir(mode=0o700, exist_ok=True)
         config: dict[str, Value] = {"site": name, "state-dir": str(folder), "device": self.device}
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
-        if site.data is not None:  # which others may share: no id is written there
+        if site.data is not None:  # others may share the folder, so no id is written there
             config |= {"data": str(site.data.absolute()), "data-set": name}
         file = self._node_file(name)
         file.write_text(format_toml({**config, **dict(site.node_config)}))

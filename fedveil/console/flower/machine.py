@@ -17,7 +17,7 @@ Value = bool | int | float | str
 
 
 def format_toml(values: Mapping[str, Value]) -> str:
-    """`values` as TOML text, one line a key."""
+    """Return `values` as TOML text, one line per key."""
     return "".join(f"{key} = {_toml_value(value)}\n" for key, value in values.items())
 
 
@@ -28,7 +28,7 @@ def _toml_value(value: Value) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different TCP ports of the loopback interface on which nothing listens."""
+    """Return `count` different free TCP ports of the loopback interface."""
     with ExitStack() as stack:
         ports: list[int] = []
         for port in random.SystemRandom().sample(PORTS, len(PORTS)):
@@ -49,5 +49,5 @@ def is_port_open(port: int) -> bool:
 
 
 def count_cores() -> int:
-    """Cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""An operator's token: made, written where Flower's command line looks for a login, and as the server keeps it.
+"""Create operator tokens, write them where Flower's command line looks for a login, and build the server's entry.
 
-`flwr` sends what its `credentials.yaml` names for an address as `Authorization: Bearer`; the server keeps a SHA-256
-alone (fedveil/guard/operator_access.py). A token is 256 random bits, so a plain hash of it is enough.
+`flwr` sends the token in its `credentials.yaml` for an address as `Authorization: Bearer`; the server keeps only a
+SHA-256 (fedveil/guard/operator_access.py). A token is 256 random bits, so a plain hash of it is enough.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FILE = "operators.json"
 
 
 def new_token() -> str:
-    """Text of 43 characters."""
+    """Return a new token of 43 characters."""
     return secrets.token_urlsafe(32)
 
 
 def operator_entry(role: str, token: str, now: datetime, until: datetime) -> dict[str, str]:
-    """An operator in operators.json."""
+    """Return an operator's entry for operators.json."""
     digest = hashlib.sha256(token.encode()).hexdigest()
     times = {"added": now.isoformat(timespec="seconds"), "until": until.isoformat(timespec="seconds")}
     return {"role": role, "state": "active", "token": digest, **times}

@@ -1,7 +1,7 @@
-"""The processes that one federation started: how to start them, how to read their logs, and how to leave none behind.
+"""The processes of one federation: start them, read their logs, and leave none behind.
 
 Flower puts some of its children into sessions of their own, and a child whose parent died belongs to init. So a process
-is recognised by what it inherits and keeps: an environment variable with this federation's random token.
+is recognized by an environment variable that it inherits and keeps, with this federation's random token.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MARK = "FEDVEIL_PROCESS_OWNER"
 
 
 class LaunchError(FedVeilError):
-    """A process that could not be started, or that ended when it should not have."""
+    """Raised when a process cannot be started, or ends unexpectedly."""
 
 
 class ProcessGroup:
     """Starts processes with a common mark, each in its own process group, and stops all that carry the mark.
 
     Attributes:
-        logs: the folder with one log file a process.
-        token: what the mark begins with.
+        logs: the folder with one log file per process.
+        token: the beginning of the mark.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -44,17 +44,17 @@ class ProcessGroup:
         self.token = secrets.token_hex(8)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._seen: set[int] = set()
-        self._found: dict[tuple[str, str], psutil.Process | None] = {}  # by program and name: what `runs` found last
+        self._found: dict[tuple[str, str], psutil.Process | None] = {}  # last result of `runs`, by program and name
         _adopt_orphans()
 
     def start(
         self, name: str, command: Sequence[str], env: Mapping[str, str], of: str = "", cwd: Path | None = None
     ) -> None:
-        """Starts `command` under `name`, in the folder `cwd`; stdout and stderr go to the log of that name.
+        """Start `command` under `name` in the folder `cwd`; stdout and stderr go to the log of that name.
 
-        With `of`, it is a part of that process: called "OF NAME", ends with it, and shares its log.
+        With `of`, it is part of that process: it is called "OF NAME", ends with it, and shares its log.
         """
-        self._reap()  # a process of that name that ran before
+        self._reap()  # an earlier process of that name
         with self.log(of or name).open("ab") as log:
             self._children[f"{of} {name}".strip()] = subprocess.Popen(
                 [_program(command[0], env), *command[1:]],
@@ -71,11 +71,11 @@ class ProcessGroup:
         return {**env, MARK: f"{self.token}:{name}"}
 
     def pid(self, name: str) -> int:
-        """The number of the process `name`."""
+        """Return the process id of `name`."""
         return self._children[name].pid
 
     def ended(self, name: str) -> int | None:
-        """The exit code of `name`, or of a part of it that has ended; None while all of them run."""
+        """Return the exit code of `name` or of a part of it that has ended; None while all of them run."""
         codes = [child.poll() for child in self._parts(name).values()]
         return next((code for code in codes if code is not None), None)
 
@@ -107,7 +107,7 @@ class ProcessGroup:
             child.kill()
             raise LaunchError(f"{' '.join(command[:3])}: no answer within {timeout:.0f} s") from None
         except KeyboardInterrupt:
-            child.kill()  # it has a session of its own, which no Ctrl-C reaches
+            child.kill()  # it has its own session, so Ctrl-C does not reach it
             raise
         if child.returncode:
             raise LaunchError(f"{' '.join(command[:3])} failed: {_last_lines((out + err).decode(errors='replace'), 6)}")
@@ -124,14 +124,14 @@ class ProcessGroup:
         return "(no log)"
 
     def kill(self, name: str, grace: float = 0.0) -> None:
-        """SIGKILL for `name` and everything that it started; with `grace`, SIGTERM first and that many seconds."""
+        """Kill `name` and everything that it started; with `grace`, send SIGTERM that many seconds before SIGKILL."""
         _end(lambda: self._marked(name), grace)
         self._bury(*self._parts(name).values())
 
     def runs(self, program: str, name: str) -> bool:
         """Return whether `name` has a running process of this program."""
         known = self._found.get((program, name))
-        # Who waits for its end asks twice a second, and to look at all processes takes a tenth of one.
+        # Callers that wait for its end ask twice a second, and listing all processes takes a tenth of a second.
         if known is not None and known.is_running() and _runs(known):
             return True
         of_it = (process for process in self._marked(name) if _name(process).startswith(program[:15]))
@@ -139,11 +139,11 @@ class ProcessGroup:
         return running_process is not None
 
     def alive(self, name: str | None = None) -> list[psutil.Process]:
-        """Everything that carries the mark and still runs; with `name`, that process and what it started."""
+        """Return all running processes that carry the mark; with `name`, that process and those that it started."""
         return self._marked(name)
 
     def stop(self, grace: float = 3.0) -> None:
-        """SIGTERM, then after `grace` seconds SIGKILL, until nothing is left. A Ctrl-C meanwhile waits for the end."""
+        """Send SIGTERM, and after `grace` seconds SIGKILL, until nothing is left. A Ctrl-C meanwhile is ignored."""
         with _undisturbed():
             _end(self._marked, grace)
             self._bury(*self._children.values())
@@ -152,7 +152,7 @@ class ProcessGroup:
         return {key: child for key, child in self._children.items() if key == name or key.startswith(f"{name} ")}
 
     def _marked(self, name: str | None = None) -> list[psutil.Process]:
-        # Of those that run: another process may have the number of one that has ended.
+        # Only of running ones: another process may have the id of one that has ended.
         own = {child.pid for key, child in self._children.items() if name in (None, key) and child.poll() is None}
         mark = f"{self.token}:{name or ''}"
         processes: dict[int, psutil.Process] = {}
@@ -166,7 +166,7 @@ class ProcessGroup:
         return [process for process in processes.values() if _runs(process)]
 
     def _bury(self, *children: subprocess.Popen[bytes]) -> None:
-        """Takes the exit codes of what was ended. It may take a moment: threads of a dead process end one by one."""
+        """Reap ended processes. This may take a moment, because threads of a dead process end one by one."""
         deadline = time.monotonic() + 5.0
         while any(child.poll() is None for child in children) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -175,7 +175,7 @@ class ProcessGroup:
         self._seen.clear()
 
     def _reap(self) -> int:
-        """Takes the exit codes of adopted orphans, or they stay in the process table; returns how many are left."""
+        """Reap adopted orphans, which would otherwise stay in the process table; return how many are left."""
         own, left = {child.pid for child in self._children.values() if child.poll() is None}, 0
         for process in psutil.Process().children():
             with suppress(psutil.Error, OSError):
@@ -215,7 +215,7 @@ def _adopt_orphans() -> None:
 
 
 def _end(find: Callable[[], list[psutil.Process]], grace: float) -> None:
-    """Ends what `find` finds; asks again after each kill, for a process may have started another one meanwhile."""
+    """End the processes that `find` returns; call it again after each kill, because they may have started others."""
     processes = find()
     if grace:
         _signal(processes, signal.SIGTERM)
@@ -229,7 +229,7 @@ def _end(find: Callable[[], list[psutil.Process]], grace: float) -> None:
 
 
 def _wait(processes: Sequence[psutil.Process], timeout: float) -> None:
-    """Until all have ended. psutil's own wait would take the exit codes of our children away from Popen."""
+    """Wait until all have ended. psutil's own wait would take our children's exit codes away from Popen."""
     deadline = time.monotonic() + timeout
     while any(_runs(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -243,7 +243,7 @@ def _signal(processes: Sequence[psutil.Process], number: int) -> None:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are ignored in here."""
+    """Ignore Ctrl-C and SIGTERM inside the `with` block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -272,7 +272,7 @@ def flower_environment(flower_home: Path) -> dict[str, str]:
     """Return the environment of Flower's processes and their children."""
     programs = str(Path(sys.executable).parent)
     return {
-        # Several processes share the cores: threads that spin while they wait cost ten times the work itself.
+        # Several processes share the cores: threads that spin while waiting cost ten times the work itself.
         "OMP_WAIT_POLICY": "PASSIVE",
         # Large blocks go back to the system when they are freed. Flower pulls and pushes in threads, whose arenas would
         # otherwise keep a message's memory several times over. The worker, which trains, does without.
@@ -288,7 +288,7 @@ def flower_environment(flower_home: Path) -> dict[str, str]:
 
 
 def named_error(log: str) -> str:
-    """The last line that names an exception, "" where there is none."""
+    """Return the last line that names an exception, "" if there is none."""
     pattern = re.compile(r"^\s*([A-Za-z_][\w.]*(?:Error|Exception|Refused)\b.*)$", re.MULTILINE)
     error_lines: list[str] = pattern.findall(log)
     return error_lines[-1].strip() if error_lines else ""

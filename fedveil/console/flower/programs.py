@@ -1,6 +1,6 @@
 """The commands of Flower's two long-lived programs, with every flag that FedVeil gives them.
 
-They are the same for all lines of Flower. Where sites are served, --fleet-api-address, is Flower's own option in 1.39;
+They are the same for all Flower releases. --fleet-api-address, where sites are served, is Flower's own option in 1.39;
 from 1.41 on the guard's `flower-superlink` takes it (fedveil/guard/flower/fleet_http.py)."""
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ ONLINE = "SuperNode ID:"  # a SuperNode logs this once the SuperLink has accepte
 def superlink_command(
     folder: Path, registry: Path, state: Path, control_port: int, fleet: str, database: bool, secret: Path
 ) -> list[str]:
-    """The SuperLink, its control port on loopback: TLS, keys of SuperNodes required.
+    """Return the SuperLink's command: TLS, SuperNode keys required, control port on loopback.
 
     Args:
-        folder: of its certificate and key.
-        registry: who the sites and operators are: it is the guard's program (fedveil/guard/superlink.py).
-        state: folder of the control port's log, and of its database.
+        folder: folder of its certificate and key.
+        registry: registry of the sites and operators, for the guard's program (fedveil/guard/superlink.py).
+        state: folder of the control port's log and of the database.
         fleet: HOST:PORT for the sites.
         database: keep its state in superlink.db instead of in memory.
-        secret: what its SuperExec must know.
+        secret: secret that its SuperExec must present.
     """
     return [
         "flower-superlink", "--fedveil-registry", str(registry),
@@ -36,9 +36,9 @@ def superlink_command(
 
 
 def supernode_command(superlink: str, ca: Path, key: Path, port: int, node_config: Path, secret: Path) -> list[str]:
-    """A site's SuperNode: TLS and its own key to `superlink_command` (HOST:PORT), its own API on loopback.
+    """Return a site's SuperNode command: TLS and its own key to `superlink` (HOST:PORT), its own API on loopback.
 
-    `secret`: what its SuperExec must know.
+    `secret`: secret that its SuperExec must present.
     """
     return [
         "flower-supernode", "--root-certificates", str(ca), "--superlink", superlink,
@@ -48,7 +48,7 @@ def supernode_command(superlink: str, ca: Path, key: Path, port: int, node_confi
 
 
 def relay_supernode_command(port: int, node_config: Path, secret: Path) -> list[str]:
-    """A site's SuperNode whose connection is a relay's folders: the address is one that it never asks."""
+    """Return the command of a site's SuperNode that uses a relay's folders and never contacts its address."""
     return [
         "flower-supernode", "--grpc-rere", "--insecure", "--superlink", "127.0.0.1:1", "--host", "127.0.0.1",
         "--port", str(port), "--node-config", str(node_config), "--isolation", "process",
@@ -57,9 +57,9 @@ def relay_supernode_command(port: int, node_config: Path, secret: Path) -> list[
 
 
 def superexec_command(port: int, secret: Path, parent: int, ca: Path | None) -> list[str]:
-    """The SuperExec of a SuperLink or SuperNode on this machine; it ends with the process `parent`.
+    """Return the SuperExec command for a SuperLink or SuperNode on this machine; it ends with the process `parent`.
 
-    `ca`: who signed the certificate of that port; None = it is without TLS.
+    `ca`: CA of that port's certificate; None = no TLS.
     """
     return [
         "flower-superexec", "--runtime-api-address", f"127.0.0.1:{port}", "--superexec-auth-secret-file", str(secret),

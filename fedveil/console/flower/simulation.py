@@ -1,6 +1,6 @@
 """The app on Flower's simulation engine: many sites in a few processes of this machine, without a network.
 
-Needs the extra "simulation". Everything that it starts it stops, also Flower's SuperLink, which would stay.
+Needs the extra "simulation". It stops everything that it starts, including Flower's SuperLink, which would stay.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fedveil.console.flower.processes import LaunchError, ProcessGroup, flower_e
 
 
 class LocalSimulation:
-    """One SuperLink of Flower's own for simulations; nothing of it outlives the `with` block.
+    """One of Flower's SuperLinks for simulations; none of its processes outlives the `with` block.
 
     Attributes:
-        processes: all that it has started.
+        processes: all processes that it has started.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class LocalSimulation:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, nodes: int, settings: Mapping[str, Value], timeout: float) -> dict[str, Any]:
-        """Runs this installation's own app on so many nodes, to its end; each is trained on one core at a time.
+        """Run this installation's app on `nodes` nodes to its end; each trains on one core.
 
         Returns the run's status.json; {} if it wrote none.
 

@@ -21,7 +21,7 @@ from fedveil.guard import poll_backoff
 CLIENT_APP, SERVER_APP = "flwr-clientapp", "flwr-serverapp"
 SUPEREXEC = "superexec"
 _OWN_PORTS = ("flower-superlink", "flower-supernode")
-# Of a server's SuperExec and apps: they find what Flower's own would find.
+# For a server's SuperExec and apps: they find the same packages as Flower's own programs.
 _SCRIPT_OF_SERVER = """#!{python}
 import sys
 
@@ -49,11 +49,11 @@ main({argument})
 
 
 def write_guard(folder: Path, require_policy: bool = True) -> Path:
-    """Writes the site's `flwr-clientapp`, which goes before Flower's own on the PATH (fedveil/guard/clientapp.py).
+    """Write the site's `flwr-clientapp`, which precedes Flower's own on the PATH (fedveil/guard/clientapp.py).
 
-    On Linux also a `flower-superexec` that starts it without a new Python (fedveil/guard/process_zygote.py). They run
-    this installation, and take no PYTHON* variable from their environment: another user's PYTHONPATH, or a forgotten
-    one, would put other code in the place of the guard.
+    On Linux, also a `flower-superexec` that starts it without a new Python (fedveil/guard/process_zygote.py). They
+    run this installation and ignore PYTHON* variables, because a forgotten or another user's PYTHONPATH would replace
+    the guard with other code.
     """
     if sys.platform == "linux":
         write_program(folder / "flower-superexec", "guard.process_zygote", f"require_policy={require_policy}")
@@ -61,7 +61,7 @@ def write_guard(folder: Path, require_policy: bool = True) -> Path:
 
 
 def write_programs(folder: Path, own_ports: bool) -> Path:
-    """Writes all of an image's or a host's programs; returns the guard's."""
+    """Write all programs of an image or a host; return the guard's."""
     write_superlink(folder)
     write_program(folder / "flower-supernode", "guard.supernode", "")
     if own_ports:
@@ -70,9 +70,9 @@ def write_programs(folder: Path, own_ports: bool) -> Path:
 
 
 def write_superlink(folder: Path) -> None:
-    """Writes a `flower-superlink` that knows the sites' last days and its operators (fedveil/guard/superlink.py).
+    """Write a `flower-superlink` that enforces the sites' last days and the operators (fedveil/guard/superlink.py).
 
-    Beside it `flower-superexec` and `flwr-serverapp`, which outlive what the SuperLink answers.
+    Also write `flower-superexec` and `flwr-serverapp`, which survive unexpected answers from the SuperLink.
     """
     write_program(folder / "flower-superlink", "guard.superlink", "")
     write_program(folder / "flower-superexec", "guard.superexec", "", _SCRIPT_OF_SERVER)
@@ -82,8 +82,8 @@ def write_superlink(folder: Path) -> None:
 def write_own_ports(folder: Path) -> None:
     """Writes `flower-superlink` and `flower-supernode` that serve this user alone (fedveil/guard/loopback_ports.py).
 
-    Only for Linux, and for a SuperExec on the same machine: in containers a network of their own takes their place.
-    Elsewhere `flower-superlink` has the other checks alone.
+    Only on Linux, with a SuperExec on the same machine; containers use a network of their own instead.
+    Elsewhere `flower-superlink` has only the other checks.
     """
     write_superlink(folder)
     for program in _OWN_PORTS if sys.platform == "linux" else ():
@@ -93,8 +93,8 @@ def write_own_ports(folder: Path) -> None:
 def write_program(script: Path, module: str, argument: str, form: str = _SCRIPT) -> Path:
     """Write a program of this installation that calls `main(argument)` of a module: "guard.supernode". Return it.
 
-    In one piece: a process that was just started reads its program when another one is about to be started, and
-    Python takes a file that is empty at that moment for a program that does nothing, and ends with exit code 0.
+    The write is atomic: a process that was just started may read its program while the next one is being written, and
+    Python takes an empty file for a program that does nothing and exits with code 0.
     """
     about = {"python": sys.executable, "root": str(paths.import_root()), "cache": sys.pycache_prefix}
     text = form.format(**about, module=module, argument=argument)
@@ -107,15 +107,15 @@ def write_program(script: Path, module: str, argument: str, form: str = _SCRIPT)
 
 
 def guarded_environment(env: Mapping[str, str], folder: Path, require_policy: bool = True) -> dict[str, str]:
-    """`env` for a SuperNode or SuperExec whose client processes pass the site's entry point, written to `folder`."""
+    """Return `env` for a SuperNode or SuperExec with guarded client processes; write the entry point to `folder`."""
     script = write_guard(folder, require_policy)
     return {**env, "PATH": os.pathsep.join([str(script.parent), env["PATH"]])}
 
 
 def unguarded_environment(env: Mapping[str, str], folder: Path, own_waits: bool = False) -> dict[str, str]:
-    """`env` for a SuperNode or SuperExec on this machine whose client processes nothing checks.
+    """Return `env` for a SuperNode or SuperExec on this machine with unguarded client processes.
 
-    `own_waits`: with Flower's own programs and its own waits (fedveil/guard/poll_backoff.py).
+    `own_waits`: use Flower's own programs and polling intervals (fedveil/guard/poll_backoff.py).
     """
     if own_waits or sys.platform != "linux":
         return {**env, poll_backoff.VARIABLE: "3"}
@@ -124,7 +124,7 @@ def unguarded_environment(env: Mapping[str, str], folder: Path, own_waits: bool 
 
 
 def single_user_environment(env: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """`env` for a SuperLink or SuperNode whose HTTP port serves this user alone; its program is written to `folder`."""
+    """Return `env` for a SuperLink or SuperNode whose port serves only this user; write its program to `folder`."""
     write_own_ports(folder)
     return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
 
@@ -139,9 +139,9 @@ def start_isolated(
     ca: Path | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Starts a SuperLink or SuperNode and, apart from it, its SuperExec; returns the number of the SuperExec's process.
+    """Start a SuperLink or SuperNode and its separate SuperExec; return the SuperExec's process id.
 
-    Flower asks a SuperExec for its `secret` only where it has not started it itself. Apps run in the folder `cwd`.
+    Flower asks a SuperExec for its `secret` only if it did not start it itself. Apps run in the folder `cwd`.
     """
     processes.start(name, command, env)
     return start_superexec(processes, name, env, port, secret, ca, cwd)
@@ -156,15 +156,15 @@ def start_superexec(
     ca: Path | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Starts the SuperExec alone, of a SuperLink or SuperNode `name` that runs; returns its process's number."""
+    """Start only the SuperExec of the running SuperLink or SuperNode `name`; return its process id."""
     processes.start(SUPEREXEC, superexec_command(port, secret, processes.pid(name), ca), env, of=name, cwd=cwd)
     return processes.pid(f"{name} {SUPEREXEC}")
 
 
 def start_spare(site: SiteConfig, owner: int, env: Mapping[str, str]) -> WorkerRecord:
-    """A worker without a run, of this installation's own app, that ends with the process `owner`.
+    """Start a worker without a run, for this installation's app, that ends with the process `owner`.
 
-    The first run of the same app version takes it. Raises LaunchError where there is no such process.
+    The first run of the same app version takes it. Raises LaunchError if there is no such process.
     """
     folder = WorkerRegistry(site.state_dir, site.site)
     try:

@@ -1,1 +1,1 @@
-"""Starting a site or a server, and saying why it does not come up."""
+"""Start a site or a server, and explain why it does not come up."""

@@ -22,13 +22,13 @@ from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
-_PROBE_SECONDS = 10.0  # between two looks at a server that has not taken the site yet
+_PROBE_SECONDS = 10.0  # between two queries of a server that has not accepted the site yet
 _CONNECT_SECONDS = 3.0
-HELD_SECONDS = 75.0  # Flower holds a site for online until two of its heartbeats, 30 s apart, are missing
+HELD_SECONDS = 75.0  # Flower considers a site online until two of its heartbeats, 30 s apart, are missing
 HELD_POLL_SECONDS = 10.0
-_AWAY_SECONDS = 10.0  # a server that answers again sooner is not worth a word
-_MOST_HEARD = 1 << 20  # bytes of the log at a look; what an app prints there has no bound
-_LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower's words, of 1.39, 1.41 and 1.42
+_AWAY_SECONDS = 10.0  # a shorter outage is not reported
+_MOST_HEARD = 1 << 20  # bytes of the log per read: app output is unbounded
+_LINK = re.compile(rb"Connection (attempt failed, retrying|successful after)")  # Flower 1.39, 1.41 and 1.42
 _SAID = re.compile(
     r'details = "(fedveil: [^"\n]{1,400})|^(?:\[code: 0\] )?(fedveil: .{1,400})$', re.MULTILINE
 )  # fedveil/guard/site_registry.py
@@ -43,7 +43,7 @@ _TROUBLE = {"failed": "failed", "refused": "was refused", "withheld": "was withh
 
 
 class SiteProcessEndedError(ConfigError):
-    """The SuperNode ended for a reason that a new start may mend. `kind`: the same for ends that are the same."""
+    """The SuperNode ended for a reason that a restart may fix. `kind` is equal for equal causes."""
 
     def __init__(self, text: str, kind: str = "") -> None:
         super().__init__(text)
@@ -51,11 +51,11 @@ class SiteProcessEndedError(ConfigError):
 
 
 class StateLockedError(ConfigError):
-    """The server answers and takes this key not now: it has it online already, or does not know it and says no more."""
+    """The server answers but does not accept this key now: it is already online, or unknown without a stated reason."""
 
 
 def missing_sites(superlink: str, ca: Path) -> str:
-    """Why nothing answers at HOST:PORT, "" where this federation's server does. A SuperNode keeps asking.
+    """Return why nothing answers at HOST:PORT; "" if this federation's server does. A SuperNode keeps trying.
 
     Raises:
         ConfigError: something else answers there.
@@ -80,16 +80,16 @@ def _answers(superlink: str) -> bool:
 
 @dataclass
 class SiteStartWatcher:
-    """Follows one start of a site, and prints what its people should know.
+    """Follows one start of a site, and prints status messages for its users.
 
     Attributes:
         began: byte of the site's log at which this start begins.
-        read: byte of its audit log up to which it was shown.
-        heard: byte of its log up to which Flower's words on the connection were read.
-        away: when they began to be bad, in seconds of this process's clock and by the wall; None = they are not.
-        since: when it came online, in seconds since 1970: heartbeats from before count for nothing.
-        was_online: whether an earlier start of this command was.
-        silence_said: whether the last word was that the server does not hear this site.
+        read: byte up to which its audit log was shown.
+        heard: byte up to which its log was read for Flower's messages on the connection.
+        away: when the connection was lost, by this process's clock and by wall time; None = it is fine.
+        since: when it came online, in seconds since 1970; earlier heartbeats do not count.
+        was_online: whether an earlier start by this command was online.
+        silence_said: whether the last message was that the server does not hear this site.
     """
 
     processes: ProcessGroup
@@ -118,10 +118,10 @@ class SiteStartWatcher:
     def until_ended(
         self, also: Callable[[], None] = lambda: None, part_ended: Callable[[int], None] | None = None
     ) -> int:
-        """Until the SuperNode ends, which raises ConfigError with the reason in words. `also` is called meanwhile.
+        """Follow the SuperNode until it ends, which raises ConfigError with the reason. Call `also` meanwhile.
 
-        `part_ended` is called where another of its processes has ended, with the exit code, to start it again; else
-        that ends it too.
+        If another of its processes ends, `part_ended` is called with the exit code to restart it; without
+        `part_ended`, that ends the SuperNode too.
         """
         probed = time.monotonic()
         while True:
@@ -147,8 +147,8 @@ class SiteStartWatcher:
         raise self.ended(code)
 
     def look(self) -> None:
-        """Prints why nothing answers, once. Raises ConfigError as `missing_sites`, unless the site was online before:
-        then it is this federation's server, which a cut line or a start of it does not make another."""
+        """Print once why nothing answers. Raises ConfigError as `missing_sites`, unless the site was online before:
+        then it is this federation's server, even if the connection broke or the server restarted."""
         previous_reason = self.missing
         try:
             self.missing = missing_sites(self.superlink, self.ca)
@@ -160,13 +160,13 @@ class SiteStartWatcher:
             print(f"site {self.name}: {self.missing}", flush=True)
 
     def listen(self) -> None:
-        """Prints once that a server which had taken the site is away, and once that it is back."""
+        """Print once that a server that had accepted the site is away, and once that it is back."""
         try:
             with self.processes.log(self.name).open("rb") as log:
-                self.heard = min(self.heard, log.seek(0, 2))  # of a log that was cut short, from its end on
+                self.heard = min(self.heard, log.seek(0, 2))  # continue at the end of a truncated log
                 log.seek(self.heard)
                 new = log.read(_MOST_HEARD)
-        except OSError:  # moved away: the site goes on, and says nothing of the server
+        except OSError:  # moved away: the site runs on without server messages
             return
         whole = new if len(new) == _MOST_HEARD else new[: new.rfind(b"\n") + 1]
         self.heard += len(whole)
@@ -177,7 +177,7 @@ class SiteStartWatcher:
             if self.away_said and self.away:
                 waited = time.monotonic() - self.away[0]
                 print(f"site {self.name}: the server answers again, after {waited:.0f} s", flush=True)
-                self.since = time.time()  # a heartbeat comes some seconds later
+                self.since = time.time()  # the first heartbeat comes some seconds later
             self.away, self.away_said = None, False
         if self.online and self.away and not self.away_said and time.monotonic() - self.away[0] >= _AWAY_SECONDS:
             text = f"no answer from the server at {self.superlink} since {self.away[1]}; this site keeps retrying, and "
@@ -185,13 +185,13 @@ class SiteStartWatcher:
             self.away_said = True
 
     def tell_silence(self) -> None:
-        """Prints once that the server does not hear this site, and once that it hears it again.
+        """Print once that the server does not hear this site, and once that it hears it again.
 
-        What counts is a heartbeat that it answered: a SuperNode can live on and log nothing.
+        Only an answered heartbeat counts, because a SuperNode can keep running and log nothing.
         """
         file = last_heartbeat.heartbeat_file(self.audit.parent, self.name)
         if not self.online or self.away_said:
-            return  # not taken by the server yet, or said already
+            return  # not accepted by the server yet, or already reported
         why = "" if time.time() - self.since <= last_heartbeat.SILENT_SECONDS else last_heartbeat.describe_silence(file)
         if why and not self.silence_said:
             print(f"site {self.name}: {why}; this site keeps retrying", flush=True)
@@ -200,10 +200,10 @@ class SiteStartWatcher:
         self.silence_said = bool(why)
 
     def tell(self) -> None:
-        """Prints what was sent since the last call, and what went wrong, with its cause: the server learns its kind."""
+        """Print what was sent and what failed since the last call, with causes that the server does not learn."""
         try:
             lines, self.read = new_lines(self.audit, self.read)
-        except StateError as error:  # a log that is broken is said once, and verified by another command
+        except StateError as error:  # a damaged log is reported once; another command verifies it
             print(f"site {self.name}: {sanitize(error)}; check the log: fedveil log verify {self.audit}", flush=True)
             self.read = self.audit.stat().st_size
             return
@@ -220,7 +220,7 @@ class SiteStartWatcher:
         return SiteProcessEndedError(text, f"exit code {code}") if kind is SiteProcessEndedError else kind(text)
 
     def _why(self, code: int) -> tuple[type[ConfigError], str]:
-        """The reason, and the class that says whether a new start may mend it."""
+        """Return the error class, which tells whether a restart may help, and the reason."""
         log = self.processes.log(self.name).read_bytes()[self.began :].decode(errors="replace")
         if refusals := _SAID.findall(log):
             serves = "no longer serves it" if self.online else "does not serve it"
@@ -239,7 +239,7 @@ class SiteStartWatcher:
                 "the server closed the connection: its key has expired or was revoked; "
                 "at the next start the server reports which"
             )
-        if code < 0:  # Flower says nothing then: its log ends with whatever came last
+        if code < 0:  # Flower logs no reason then, so the log's last line may be unrelated
             name = signal.strsignal(-code) or "unknown"
             why = f"its SuperNode was killed from outside (signal {-code}: {name})"
             return SiteProcessEndedError, why
@@ -250,7 +250,7 @@ class SiteStartWatcher:
 
 
 def explain_exit(line: dict[str, Any]) -> str:
-    """A line of a site's audit log about a turn that went wrong, for people."""
+    """Describe an audit-log line about a failed client round for the site's users."""
     cause = f": {sanitize(line['cause'], 1000)}" if line.get("cause") else f": {sanitize(line.get('reason', ''), 1000)}"
     return f"{_turn(line)} {_TROUBLE[str(line['event'])]}{cause}"
 

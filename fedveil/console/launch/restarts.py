@@ -1,7 +1,7 @@
-"""When a process that has ended is started again, and when its people are told instead.
+"""Decide when to restart a process that has ended, and when to give up and report the reason.
 
-It is started again after 1, 2, 4 .. 60 s, from 1 s on again once it ran for a minute. The same end ten times in ten
-minutes is no accident: then the command ends, with the reason.
+It is restarted after 1, 2, 4 .. 60 s, starting at 1 s again once it has run for a minute. If it ends for the same
+reason ten times in ten minutes, the command ends with that reason.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ SAME_REASON = 10
 WITHIN_SECONDS = 600.0
 _WELL_SECONDS = 60.0
 _SHOWN = 500
-# As the programs of fedveil/guard end where no new start would help: a registry, a log, a port or a Flower.
+# Exit code of the programs in fedveil/guard when no restart would help: a registry, a log, a port or a Flower release.
 _OWN_ERROR, _REFUSED = "error: ", 2
 
 
 @dataclass
 class Restarts:
-    """The ends of one process, or of one that takes its place, so far."""
+    """The exits so far of one process and its replacements."""
 
     clock: Callable[[], float] = time.monotonic
     _failures: int = 0
     _ends: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=1000))
 
     def delay(self, kind: str, reason: str, ran: float) -> float:
-        """Return the seconds until it is started again, after an end once it ran for `ran` seconds.
+        """Return the seconds to wait before the restart of a process that ended after `ran` seconds.
 
         Args:
-            kind: what makes two ends the same: its words may differ each time.
-            reason: for its people.
+            kind: identifies the cause; the wording may differ each time.
+            reason: message for users.
 
         Raises:
-            ConfigError: it ended so too often; the text has the reason.
+            ConfigError: it ended for this cause too often; the message gives the reason.
         """
         now = self.clock()
         self._failures = 1 if ran >= _WELL_SECONDS else self._failures + 1
@@ -53,9 +53,9 @@ class Restarts:
 
 
 def own_error(log: str, code: int) -> str:
-    """Return what a program of FedVeil's own said as it ended with this exit code, "" where it did not say why.
+    """Return the reason that a FedVeil program printed when it ended with this exit code, "" if it printed none.
 
-    Apps write to the same log: what they print there is no reason, unless it is the very end and that program's.
+    Apps write to the same log, so only that program's message at the very end counts as a reason.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     last = lines if code == _REFUSED else lines[-1:] if code == 1 else []

@@ -46,10 +46,10 @@ class ServerLauncher:
     """A server about to be started.
 
     Attributes:
-        folder: what `fedveil provision` made; apps run there, so that a relative run.dir lies in it.
+        folder: the folder from `fedveil provision`; apps run there, so a relative run.dir is inside it.
         name: the federation's.
         fleet: HOST:PORT at which it listens for sites.
-        control_port: on the loopback.
+        control_port: its control port, on the loopback interface.
         state: folder of the database, the control port's log, and the programs' logs.
     """
 
@@ -61,10 +61,10 @@ class ServerLauncher:
 
 
 def resolve_server(folder: Path, listen: str | None = None, state: Path | None = None) -> ServerLauncher:
-    """The federation's values with the options before them, checked; nothing is started.
+    """Return the federation's checked values, overridden by the options; nothing is started.
 
     Raises:
-        ConfigError: a file of the folder is missing or over, or a port is in use; it names the file or the port.
+        ConfigError: a file is missing or has expired, or a port is in use; it names the file or the port.
     """
     federation = SiteRegistry(folder).federation
     for name in _FILES:
@@ -95,7 +95,7 @@ def require_free_ports(what: str, host: str, port: int) -> None:
     """Raise ConfigError, with the reason, if no process can listen at that address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a server left a moment ago is no listener
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # leftover sockets are not listeners
         try:
             listener.bind((host, port))
         except (OSError, OverflowError) as error:
@@ -117,7 +117,7 @@ def _listening(port: int) -> str:
 
 
 def run(server: ServerLauncher) -> int:
-    """Starts both programs, and again where one ends. Raises ConfigError with the reason where that does not help."""
+    """Start both programs, and restart them if one ends. Raises ConfigError with the reason if that does not help."""
     paths.private_folder(server.state / "logs")
     programs = _Programs(server, ProcessGroup(server.state / "logs"))
     print("Starting Flower's server; this takes a few seconds", file=sys.stderr, flush=True)
@@ -138,7 +138,7 @@ def run(server: ServerLauncher) -> int:
 
 @dataclass
 class _Programs:
-    """Both programs. `began`: byte of their log at which the last start begins; `since`: its time."""
+    """Both programs. `began`: byte of their log at which the last start begins; `since`: time of that start."""
 
     server: ServerLauncher
     processes: ProcessGroup
@@ -158,7 +158,7 @@ class _Programs:
         )
 
     def become_ready(self) -> bool:
-        """Waits until the control port answers; False where a program has ended instead, or it takes too long."""
+        """Wait until the control port answers; return False if a program ends first or it takes too long."""
         deadline = time.monotonic() + _READY_SECONDS
         while not is_port_open(self.server.control_port):
             if self.processes.ended(NAME) is not None or time.monotonic() > deadline:
@@ -167,7 +167,7 @@ class _Programs:
         return self.processes.ended(NAME) is None
 
     def start_again(self) -> None:
-        """Starts what has ended, after a while. Raises ConfigError where its end is one that no start mends."""
+        """Restart the ended programs after a delay. Raises ConfigError if a restart cannot help."""
         part, code, reason = self.processes.ended_part(NAME), self.processes.ended(NAME), self.reason()
         if code is not None and (said := own_error(self._log(), code)):
             raise ConfigError(f"server: {sanitize(said, 1000)}")
@@ -190,13 +190,13 @@ class _Programs:
             )  # fmt: skip
             return
         self.processes.kill(NAME)
-        resolve_server(self.server.folder, self.server.fleet, self.server.state)  # what may have changed meanwhile
+        resolve_server(self.server.folder, self.server.fleet, self.server.state)  # which may have changed meanwhile
         self.start()
         if self.become_ready():
             print("server: serving sites and runs again", file=sys.stderr, flush=True)
         elif not self.reason():
             print(f"server: {self.slowness()}", file=sys.stderr, flush=True)
-            self.processes.kill(NAME)  # an end like others
+            self.processes.kill(NAME)  # counted like any other end
 
     def reason(self) -> str:
         """Say which program ended, with which exit code and which last words; "" while both run."""
@@ -205,7 +205,7 @@ class _Programs:
         return f"its {what} ended with exit code {code}: {self._last_words()}" if part else ""
 
     def slowness(self) -> str:
-        """Say that it has not become ready, with the last words of its log."""
+        """Say that it has not become ready, with the last lines of its log."""
         return f"not ready within {_READY_SECONDS:.0f} s; its log ends: {self._last_words()}"
 
     def _last_words(self) -> str:
@@ -224,10 +224,10 @@ class _Programs:
         self.began, self.since = log.stat().st_size if log.exists() else 0, time.monotonic()
 
     def _log(self) -> str:
-        """What the programs wrote since the last start."""
+        """Return the programs' output since the last start."""
         try:
             with self.processes.log(NAME).open("rb") as log:
                 log.seek(max(self.began, log.seek(0, 2) - _MOST_READ))
                 return log.read().decode(errors="replace")
-        except OSError:  # moved away: its words are not to be had, its exit code is
+        except OSError:  # moved away: the log is lost, but the exit code is known
             return ""

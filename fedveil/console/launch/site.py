@@ -60,10 +60,10 @@ class SiteLauncher:
 
     Attributes:
         superlink: HOST:PORT of the server's fleet port.
-        ca, key: files: whom to trust as the server, and this site's private key.
+        ca, key: files: the CA to trust for the server, and this site's private key.
         node: its node config; every path in it is absolute.
-        poll_seconds: the first wait of its SuperNode between two questions.
-        federation: its name as the kit has it; "" without a kit.
+        poll_seconds: its SuperNode's first polling interval.
+        federation: the federation's name from the kit; "" without a kit.
     """
 
     superlink: str
@@ -77,11 +77,11 @@ class SiteLauncher:
 def resolve_site(
     options: Mapping[str, Any], kit: Path | None, permit_everything: bool, need: Sequence[str] = WIRED
 ) -> SiteLauncher:
-    """The kit's values with `options` before them, checked; nothing is started and nothing asked.
+    """Return the kit's checked values, overridden by `options`; nothing is started or contacted.
 
     Args:
-        options: by name without dashes in front; None = not given.
-        need: what must be there; without "superlink", the site has no connection, nor a use for keys of one.
+        options: by name without leading dashes; None = not given.
+        need: required options; without "superlink", the site has no connection and needs no keys for one.
 
     Raises:
         ConfigError, PolicyError: a value is missing or does not fit; it names the option or the file.
@@ -97,7 +97,7 @@ def resolve_site(
     wired = "superlink" in need
     node = _node(given, kit_reader.node_config(kit) if kit else SiteConfig(), str(both["name"]), permit_everything)
     if not wired and "signing-key" not in given:
-        node = node.model_copy(update={"signing_key": ""})  # for secure aggregation, which such a site takes no part in
+        node = node.model_copy(update={"signing_key": ""})  # for secure aggregation, which such a site cannot join
     ca, key, poll = (
         Path(both.get("ca", "")),
         Path(both.get("key", "")),
@@ -119,7 +119,7 @@ def resolve_site(
 
 
 def list_settings(names: Sequence[str]) -> str:
-    """Options in words: "--ca, --key and --name"."""
+    """Join options in words: "--ca, --key and --name"."""
     first, last = [f"--{name}" for name in names[:-1]], f"--{names[-1]}"
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -133,7 +133,7 @@ def site_from_kit(folder: Path) -> dict[str, Any]:
 
 
 def _node(given: Mapping[str, Any], kits: SiteConfig, name: str, permit_everything: bool) -> SiteConfig:
-    """The node config: the kit's, the options before it."""
+    """Return the kit's node config, overridden by the options."""
     own = {key: given[key] for key in NODE_OPTIONS if key in given}
     own |= {key: str(Path(value).expanduser().absolute()) for key, value in own.items() if key in _PATHS and value}
     both = {**kits.model_dump(mode="json", by_alias=True, exclude_unset=True), **own, "site": name}
@@ -177,20 +177,20 @@ def _option(name: str, given: Mapping[str, Any], kit: Path | None) -> str:
 
 
 def require_poll(seconds: float) -> None:
-    """Raises ConfigError for a first wait that a SuperNode cannot have."""
+    """Raise ConfigError for an invalid first polling interval."""
     if not poll_backoff.LEAST <= seconds <= 60.0:
         raise ConfigError(f"--poll-seconds: expected {poll_backoff.LEAST} to 60, found {seconds}")
 
 
 def require_usable(start: SiteLauncher) -> None:
-    """Raises ConfigError or PolicyError for what Flower would not say, or not in words: keys, policy, device."""
+    """Raise ConfigError or PolicyError for faults that Flower would not explain: keys, policy, device."""
     require_link(start.ca, start.key)
     require_policy(start.node)
     require_device(start.node.device)
 
 
 def require_link(ca: Path, key: Path) -> None:
-    """The same of a certificate and a node key alone."""
+    """Raise ConfigError for an unusable certificate or node key."""
     if (own := checks.private_key(key)).verdict == "fail":
         raise ConfigError(f"--key: {own.text}, and make a new key if others could read it: fedveil site init --renew")
     cert_check = checks.run_check("certificate", lambda: checks.check_certificate(ca))
@@ -202,7 +202,7 @@ def require_link(ca: Path, key: Path) -> None:
 
 
 def require_policy(node: SiteConfig) -> None:
-    """Raises ConfigError for a policy that cannot be read; a site without one passes."""
+    """Raise ConfigError for an unreadable policy; a site without a policy passes."""
     if not node.policy:
         return
     file = Path(node.policy)
@@ -225,9 +225,9 @@ def require_policy(node: SiteConfig) -> None:
 
 
 def require_device(device: str) -> None:
-    """Raises ConfigError where `device` names a GPU that torch does not find; "auto" and "cpu" are always there.
+    """Raise ConfigError if `device` names a GPU that torch does not find; "auto" and "cpu" always exist.
 
-    Another process asks, with the site's own torch: the one that starts a site lives as long as it does and needs none.
+    Another process checks, because this one lives as long as the site and does not need torch.
     """
     kind, _, index = device.partition(":")
     if kind != "cuda":
@@ -252,8 +252,8 @@ def require_device(device: str) -> None:
 
 
 def require_one_task(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError under srun with several tasks: each would be a SuperNode with the same key."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # srun's; a batch script has SLURM_NTASKS too, and runs once
+    """Raise ConfigError under srun with several tasks: each would be a SuperNode with the same key."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")  # set by srun; a batch script has SLURM_NTASKS too, but runs once
     if tasks != "1":
         raise ConfigError(
             f"srun: expected one task, which starts a process for each GPU, found {tasks}; remove srun from the batch "
@@ -272,7 +272,7 @@ def _unknown_key(error: BaseException | None) -> str:
 
 
 def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
-    """Makes the site's folders and programs: the file of its node config, and what its processes find around them."""
+    """Create the site's folders and programs; return its node config file and its processes' environment."""
     name, state = start.node.site, start.node.state_dir
     site_lock.state_folder(state)
     config = state / f"{name}.toml"
@@ -288,10 +288,10 @@ def prepare_site(start: SiteLauncher) -> tuple[Path, dict[str, str]]:
 
 
 def run(start: SiteLauncher) -> int:
-    """Starts the SuperNode and a warm worker, and again where they end.
+    """Start the SuperNode and a warm worker, and restart them when they end.
 
-    Raises ConfigError or PolicyError, with the reason, where that does not help: the server does not serve this site,
-    a file of it does not do any more, or they ended for the same reason ten times in ten minutes.
+    Raises ConfigError or PolicyError with the reason if that does not help: the server refuses this site, one of its
+    files is no longer valid, or they ended for the same reason ten times in ten minutes.
     """
     name, state = start.node.site, start.node.state_dir
     re_encrypt.require_key(state, FileSeal.from_key_file(start.node.key_file))
@@ -302,7 +302,7 @@ def run(start: SiteLauncher) -> int:
 
 
 def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
-    """Starts again what has ended; asks again while the server may still hold a killed start for online."""
+    """Restart ended processes; retry while the server may still consider a killed SuperNode online."""
     until: float | None = None
     restarts, was_online = Restarts(), False
     while True:
@@ -319,7 +319,7 @@ def _taken(start: SiteLauncher, processes: ProcessGroup) -> int:
             delay, until = restarts.delay(error.kind, str(error), time.monotonic() - began), None
             print(f"{error}. Restarting in {delay:g} s", flush=True)
             time.sleep(delay)
-            require_usable(start)  # what may have changed meanwhile
+            require_usable(start)  # which may have changed meanwhile
             continue
         except online_watch.StateLockedError as error:
             if until is None:

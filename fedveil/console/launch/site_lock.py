@@ -1,6 +1,6 @@
 """Detect whether a site is already running, by a lock file that `fedveil site start` holds while it lives.
 
-    <state folder>/NAME.running   held (flock); {"pid", "token"}: of who holds it, and of what that one started
+    <state folder>/NAME.running   held (flock); {"pid", "token"}: of the holder, and of the processes that it started
 
 The kernel releases the lock when the holder ends, for any reason. Processes that the holder started may
 survive and keep serving. They inherit the token, which identifies them.
@@ -23,16 +23,16 @@ _MOST_BYTES = 4096
 
 
 def state_folder(state: Path) -> None:
-    """Makes the state folder, which only this user can read then. Raises ConfigError."""
+    """Create the state folder, readable only by this user. Raises ConfigError."""
     try:
-        paths.private_folder(state).chmod(0o700)  # also one that was there before
+        paths.private_folder(state).chmod(0o700)  # also for an existing folder
     except OSError as error:
         raise _unusable(state, error) from None
 
 
 @contextmanager
 def hold_site_lock(state: Path, name: str, processes: ProcessGroup) -> Iterator[None]:
-    """Site `name` of this state folder is this process's as long as the block lasts. Raises ConfigError."""
+    """Hold the lock of site `name` in this state folder for the `with` block. Raises ConfigError."""
     state_folder(state)
     try:
         file = (state / f"{name}.running").open("a+b")
@@ -43,7 +43,7 @@ def hold_site_lock(state: Path, name: str, processes: ProcessGroup) -> Iterator[
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid = _noted(file.name).get("pid")
-            pid = pid if type(pid) is int else "?"  # somebody will type what is said here
+            pid = pid if type(pid) is int else "?"  # users type the command in this message
             raise ConfigError(
                 f"site {name}: already running from {state}: fedveil site start is process {pid}, and only one may "
                 f"run; nothing was started. Stop that one first (kill {pid}), or keep it"

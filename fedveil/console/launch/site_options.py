@@ -1,4 +1,4 @@
-"""The options that `fedveil site start` and `fedveil relay import` share: what a site is, however its messages come."""
+"""The options that `fedveil site start` and `fedveil relay import` share: they describe the site."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ STATE = Path("~/.local/state/fedveil")
 
 
 def add_site_options(parser: argparse.ArgumentParser) -> None:
-    """Adds them; each goes before what the kit says."""
+    """Add the options; each overrides the kit's value."""
     parser.add_argument("--data", metavar="FOLDER", help="folder of the site's examples; default: the run config's")
     parser.add_argument("--policy", metavar="FILE", help="TOML file with the site's policy")
     parser.add_argument("--key-file", metavar="FILE", help="file with the key that seals the site's state")

@@ -1,7 +1,7 @@
 """Create a site's keys at the site, and its registration request: public data that proves private keys.
 
     node.key      P-384: opens the site's connection; the SuperNode's alone
-    signing.key   Ed25519, 32 bytes: by it the other sites know this one in secure aggregation; for what runs apps
+    signing.key   Ed25519, 32 bytes: identifies this site to the others in secure aggregation; for the app process
     request.json  {"federation", "site", "ca", "key", "signing", "made", "proof", "signing-proof"}
 
     proof = ECDSA P-384 with SHA-384 by the node key, over the JSON of the rest (keys sorted, no spaces)
@@ -39,7 +39,7 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 SIGNING_KEY = "signing.key"
-_MOST_BYTES = 16_384  # of a request, which comes from elsewhere
+_MOST_BYTES = 16_384  # bytes of a request, which is untrusted
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class KeyPaths:
 
     @property
     def node_key(self) -> Path:
-        """Private, in OpenSSH's format."""
+        """The private node key, in OpenSSH's format."""
         return self.folder / "node.key"
 
     @property
     def signing_key(self) -> Path:
-        """Private, 32 bytes."""
+        """The private signing key, 32 bytes."""
         return self.secret.with_name(SIGNING_KEY)
 
 
@@ -89,16 +89,16 @@ class RegistrationRequest:
 def make_site_keys(
     places: KeyPaths, about: dict[str, str], ca: bytes, renew: bool = False, renew_signing: bool = False
 ) -> tuple[Path, str]:
-    """Writes node.key, node.key.pub, superexec-secret, request.json and, where there is none, signing.key.
+    """Write node.key, node.key.pub, superexec-secret, request.json and, if there is none, signing.key.
 
     Returns the request and the fingerprint.
 
     Args:
-        renew: another node key; the old one stays as node.key.old.
-        renew_signing: another signing key too; the old one stays as signing.key.old.
+        renew: create a new node key; the old one is kept as node.key.old.
+        renew_signing: also create a new signing key; the old one is kept as signing.key.old.
 
     Raises:
-        ConfigError: there is a node key and it is not to be renewed, or a signing key that cannot be read.
+        ConfigError: a node key exists and `renew` is false, or the signing key cannot be read.
     """
     if places.node_key.exists() and not (renew or renew_signing):
         raise ConfigError(
@@ -106,7 +106,7 @@ def make_site_keys(
             "one, which must be registered again"
         )
     if places.signing_key.exists() and not renew_signing:
-        read_key(places.signing_key)  # one that nobody can use is said before anything is made
+        read_key(places.signing_key)  # report an unusable key before creating anything
     for folder in (places.folder, places.secret.parent):
         private_folder(folder)
     if places.node_key.exists():
@@ -135,7 +135,7 @@ def make_site_keys(
 
 
 def _known(places: KeyPaths, site: str) -> str:
-    """The fingerprint of the keys that are there, by the keys themselves; "" where one of them cannot be read."""
+    """Return the fingerprint computed from the existing keys; "" if one of them cannot be read."""
     try:
         node = serialization.load_ssh_private_key(places.node_key.read_bytes(), None)
         public = node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
@@ -146,7 +146,7 @@ def _known(places: KeyPaths, site: str) -> str:
 
 
 def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest:
-    """The request, if it is one of this federation and proves both keys. Raises ConfigError."""
+    """Return the request if it is for this federation and proves both keys. Raises ConfigError."""
     content = _read(file)
     proof, signing_proof = content.pop("proof"), content.pop("signing-proof")
     for key, expected in (("federation", federation), ("ca", hashlib.sha256(ca).hexdigest())):
@@ -188,7 +188,7 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
 
 
 def short_key(signing: str) -> str:
-    """A public signing key for people: 16 of its hex digits, for a line of a list."""
+    """Return the short form of a public signing key for lists: 16 of its hex digits."""
     return " ".join(signing[i : i + 4] for i in range(0, 16, 4))
 
 

@@ -1,7 +1,7 @@
 """A federation on its operator's disk: federation.toml, and the folder that `fedveil provision` creates from it.
 
     name = "pilot"
-    server = ["fl.example.org", "10.1.0.5"]    # how sites reach the server; the first stands in the kits
+    server = ["fl.example.org", "10.1.0.5"]    # how sites reach the server; kits use the first
     sites = ["north", "south"]
     fleet-port = 9092                          # from here on the defaults
     control-port = 8000                        # on the server's loopback
@@ -89,12 +89,12 @@ class FederationFile(BaseModel):
 
     @property
     def server_names(self) -> list[str]:
-        """Every name by which the server is reached: those of the file, and those on its own host."""
+        """Every name by which the server is reached: those in the file, and those on its own host."""
         return [*self.server, "superlink", "localhost", "127.0.0.1"]
 
 
 def parse_federation(file: Path) -> FederationFile:
-    """Raises ConfigError naming the key."""
+    """Parse federation.toml. Raises ConfigError, which names the key."""
     try:
         return FederationFile.model_validate(tomllib.loads(file.read_text()))
     except ValidationError as error:
@@ -108,7 +108,7 @@ def parse_federation(file: Path) -> FederationFile:
 
 
 def registry_folder(folder: Path) -> Path:
-    """The folder of a federation's folder that its SuperLink reads."""
+    """Return the path of the registry folder, which the federation's SuperLink reads."""
     return folder / "registry"
 
 
@@ -118,7 +118,7 @@ def roster_file(folder: Path) -> Path:
 
 
 class SiteRegistry:
-    """members.json of a federation's folder. Every change is written at once, whole or not at all."""
+    """members.json in a federation's folder. Every change is written at once, atomically."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class SiteRegistry:
             self.federation = FederationFile.model_validate(content["federation"])
             self.sites: dict[str, dict[str, Any]] = content["sites"]
             self.retired: dict[str, str] = content["retired"]
-            self.retired_signing: dict[str, str] = content.get("retired-signing", {})  # not in a registry of before
+            self.retired_signing: dict[str, str] = content.get("retired-signing", {})  # missing in older registries
         except (OSError, ValueError, KeyError, RecursionError) as error:
             old = (folder / "members.json").is_file()
             hint = "move its members.json into registry/" if old else "name that folder"
@@ -144,7 +144,7 @@ class SiteRegistry:
 
     @classmethod
     def create(cls, folder: Path, federation: FederationFile) -> SiteRegistry:
-        """A new one, every site invited."""
+        """Create a registry with every site invited."""
         content = {"sites": {site: {"state": "invited"} for site in federation.sites}, "retired": {}}
         about = federation.model_dump(mode="json", by_alias=True)
         file = registry_folder(folder) / "members.json"
@@ -161,7 +161,7 @@ class SiteRegistry:
         return self.sites[site]
 
     def with_site(self, site: str) -> FederationFile:
-        """The federation with one more site; nothing is written. Raises ConfigError for a name that it cannot have."""
+        """Return the federation with one more site; nothing is written. Raises ConfigError for an invalid name."""
         if used := [name for name in self.sites if name.lower() == site.lower()]:
             kit = self.folder / "kits" / f"{used[0]}.tar.gz"
             raise ConfigError(f"SITE: expected a name that is not used yet, found {used[0]}; its kit is {kit}")
@@ -175,13 +175,13 @@ class SiteRegistry:
             ) from None
 
     def add(self, site: str) -> None:
-        """One more site, invited. Raises ConfigError as `with_site`."""
+        """Add a site as invited. Raises ConfigError as `with_site` does."""
         self.federation = self.with_site(site)
         self.sites[site] = {"state": "invited"}
         self.save()
 
     def require_new(self, site: str, public: str) -> None:
-        """Raises ConfigError for a key that was revoked or replaced, or is another site's."""
+        """Raise ConfigError for a key that was revoked or replaced, or belongs to another site."""
         if public in self.retired:
             raise ConfigError(
                 f"{site}: expected a new key, found one that was {self.retired[public]}; make one with fedveil site "
@@ -200,7 +200,7 @@ class SiteRegistry:
                 )
 
     def require_new_signing(self, site: str, signing: str) -> None:
-        """Raises ConfigError for a signing key that was revoked or replaced, or is another site's."""
+        """Raise ConfigError for a signing key that was revoked or replaced, or belongs to another site."""
         if signing in self.retired_signing:
             raise ConfigError(
                 f"{site}: signing: expected a new key, found one that was {self.retired_signing[signing]}; make one "
@@ -216,9 +216,9 @@ class SiteRegistry:
     def register(
         self, site: str, public: str, node: str = "", now: datetime | None = None, *, signing: str = ""
     ) -> None:
-        """The site's keys from now on, and its node id at Flower; those that it had are retired.
+        """Set the site's keys and its Flower node id; its earlier keys are retired.
 
-        Without a signing key, the site keeps the one that it has.
+        Without a new signing key, the site keeps its current one.
         """
         self.require_new(site, public)
         if signing:
@@ -236,7 +236,7 @@ class SiteRegistry:
 
     @property
     def signing_keys(self) -> dict[str, str]:
-        """Those of the registered sites that have one, by name. Raises ConfigError for something else there."""
+        """Return the registered sites' signing keys by name. Raises ConfigError for an invalid key."""
         keys_by_site = {s: e["signing"] for s, e in self.sites.items() if e["state"] == "registered" and "signing" in e}
         try:
             return dict(sorted(SigningKeyRoster(signing_keys=keys_by_site).signing_keys.items()))
@@ -247,7 +247,7 @@ class SiteRegistry:
             ) from None
 
     def end(self, site: str, state: str) -> None:
-        """Revoked or expired: the key is never accepted again. Who is revoked may have lost its signing key too."""
+        """Mark a site revoked or expired: its key is never accepted again, and if revoked, nor is its signing key."""
         entry = self.entry(site)
         self._retire(site, state)
         if state == "revoked" and "signing" in entry:
@@ -256,7 +256,7 @@ class SiteRegistry:
         self.save()
 
     def expired(self, now: datetime | None = None) -> list[str]:
-        """Registered sites past their day."""
+        """Return the registered sites past their last day."""
         moment = now or datetime.now(UTC)
         registered = {site: entry for site, entry in self.sites.items() if entry["state"] == "registered"}
         return [site for site, entry in registered.items() if datetime.fromisoformat(entry["until"]) <= moment]

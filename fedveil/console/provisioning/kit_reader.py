@@ -1,6 +1,6 @@
-"""A start-up kit as it lies unpacked at its site: who the server is, and what the site says of itself.
+"""Read an unpacked start-up kit at its site: the server's address and the site's own settings.
 
-What a file names without a leading "/" or "~" is relative to the kit, wherever it lies.
+A path in a file without a leading "/" or "~" is relative to the kit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class StartupKit(BaseModel):
 
     Attributes:
         superlink: HOST:PORT of the server's fleet port.
-        control_port: of the server, which must not answer from here.
-        poll_seconds: a SuperNode's first wait between two questions to the server.
+        control_port: the server's control port, which must not answer from here.
+        poll_seconds: a SuperNode's first polling interval.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"))
@@ -40,7 +40,7 @@ class StartupKit(BaseModel):
 
 
 def read_kit(folder: Path) -> StartupKit:
-    """Raises ConfigError: there is no kit in `folder`, or its site.toml does not fit; it names the key."""
+    """Read site.toml. Raises ConfigError if `folder` has no kit, or if site.toml is invalid; it names the key."""
     file = folder / "site.toml"
     try:
         return StartupKit.model_validate(_toml(file))
@@ -53,10 +53,10 @@ def read_kit(folder: Path) -> StartupKit:
 
 
 def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
-    """The site of the kit in `folder`, every path of it absolute. `file`: in place of node-config.toml.
+    """Return the site config of the kit in `folder`, with absolute paths. `file` replaces node-config.toml.
 
     Raises:
-        ConfigError: the file cannot be read; or a key does not fit, which it names.
+        ConfigError: the file cannot be read, or a key is invalid; it names the key.
     """
     content = _toml(file or folder / NODE_CONFIG)
     for name in _PATHS:

@@ -6,8 +6,8 @@
     INSTALL.md         what to do with it at the site
     MANIFEST.json      every other file with its size and SHA-256, and what made it
 
-The manifest says whether the folder arrived as it left, not who made it: hand over its SHA-256 on another way.
-(The bundle that Flower sends to sites is another thing: fedveil/console/flower/app_bundle.py.)
+The manifest shows whether the folder arrived unchanged, not who made it: send its SHA-256 over another channel.
+(The bundle that Flower sends to sites is something else: fedveil/console/flower/app_bundle.py.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OfflineBundle:
     """One offline bundle.
 
     Attributes:
-        folder: where it lies.
+        folder: its folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,16 +57,16 @@ class OfflineBundle:
 
     @classmethod
     def make(cls, folder: Path, source: Path | None, images: Sequence[str]) -> OfflineBundle:
-        """Collects wheels and images in the new folder, whole or not at all; no manifest yet.
+        """Collect wheels and images in the new folder, all or nothing; no manifest yet.
 
         Args:
             source: a checkout to make FedVeil's wheel from; None = this installation.
             images: names of container images that the engine of this machine has.
 
         Raises:
-            ConfigError: `source` is no checkout.
-            StateError: `folder` is there already.
-            LaunchError: pip or the engine failed; with its last lines.
+            ConfigError: `source` is not a checkout.
+            StateError: `folder` already exists.
+            LaunchError: pip or the engine failed; it includes the last lines of output.
         """
         for name in ("pyproject.toml", "constraints.txt", "lock/run.txt"):
             if source and not (source / name).is_file():
@@ -89,7 +89,7 @@ class OfflineBundle:
         return self.folder / MANIFEST
 
     def write_manifest(self) -> str:
-        """Writes the manifest; says in one line what is in it. Raises StateError for an empty folder, or none."""
+        """Write the manifest and return a one-line summary. Raises StateError for an empty or missing folder."""
         if not self.folder.is_dir():
             raise StateError(
                 f"offline bundle: expected a folder, found none at {self.folder}; collect wheels and images in one"
@@ -105,7 +105,7 @@ class OfflineBundle:
         return f"{self.manifest}: {len(files)} files, {total:,} bytes; SHA-256 {_sha256(self.manifest)}"
 
     def verify(self) -> str:
-        """Compares the folder with its manifest; says so in one line. Raises StateError naming the first difference."""
+        """Compare the folder with its manifest and return a one-line summary. Raises StateError on a difference."""
         try:
             expected = json.loads(self.manifest.read_text())["files"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -135,15 +135,15 @@ def list_wheels(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _collect(folder: Path, source: Path | None, images: Sequence[str]) -> None:
-    """Fills the folder, but for the manifest."""
+    """Fill the folder, except for the manifest."""
     processes = ProcessGroup(folder)
     constraints = source / "constraints.txt" if source else paths.find_file("constraints.txt")
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(folder / "wheels"), "--no-deps"]
-    wheel += ["--no-build-isolation"]  # or pip would fetch what builds, of any version
+    wheel += ["--no-build-isolation"]  # otherwise pip would fetch build dependencies of any version
     locked, device = [*wheel, "--require-hashes"], "cpu" if version("torch").endswith("+cpu") else "cuda"
     index = os.environ.get("TORCH_INDEX") if device == "cpu" else None
     with tempfile.TemporaryDirectory(prefix="fedveil-bundle-") as clean:
-        # A checkout's build/ keeps modules that were deleted since, and the wheel would have them.
+        # A checkout's build/ may contain deleted modules, which would end up in the wheel.
         copy = paths.copy_checkout(Path(clean) / "source", source)
         lock = copy / "lock"
         torch = [*(["--index-url", index] if index else []), "-r", str(lock / f"{device}.txt")]

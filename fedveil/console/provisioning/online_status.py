@@ -10,14 +10,14 @@ from fedveil.console.provisioning.federation_folder import SiteRegistry
 
 
 def absent_members(folder: Path) -> dict[str, str]:
-    """Why each member of the federation in `folder` that is not online is not. Asks Flower on this machine."""
+    """Return why members of the federation in `folder` are not online, by name. Queries Flower on this machine."""
     states = FlowerCli(folder.absolute() / "server" / "flower").nodes()
     reasons = {site: why_absent(entry, states) for site, entry in sorted(SiteRegistry(folder).sites.items())}
     return {site: why for site, why in reasons.items() if why}
 
 
 def why_absent(entry: dict[str, Any], states: dict[str, str]) -> str:
-    """Why a member is not online, "" where it is. `entry`: of members.json; `states`: Flower's, by node id."""
+    """Return why a member is not online, "" if it is. `entry`: from members.json; `states`: Flower's, by node id."""
     state = entry["state"]
     if state == "invited":
         return "not registered yet: the operator has registered no request of this site"

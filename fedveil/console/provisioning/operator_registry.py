@@ -17,12 +17,12 @@ ROLES = {
     "members": "the same as read, plus registering and unregistering sites' keys",
     "admin": "all of these",
 }
-OWNER = "owner"  # who ran fedveil provision; its token lies in the federation's folder
+OWNER = "owner"  # ran fedveil provision; its token is in the federation's folder
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class OperatorRegistry:
-    """operators.json in the folder `registry`; every change is written at once. Raises ConfigError if it is broken."""
+    """operators.json in the folder `registry`; every change is written at once. Raises ConfigError if it is invalid."""
 
     def __init__(self, registry: Path) -> None:
         self._file = registry / FILE
@@ -38,12 +38,12 @@ class OperatorRegistry:
 
     @classmethod
     def create(cls, registry: Path, days: int) -> str:
-        """A new file with `OWNER` alone, who may do everything for `days`. Returns the owner's token."""
+        """Create the file with only `OWNER`, who may do everything for `days`. Returns the owner's token."""
         write_atomic(registry / FILE, b'{"operators": {}}')
         return cls(registry).add(OWNER, "admin", days, renew=False)
 
     def add(self, name: str, role: str, days: int, renew: bool, now: datetime | None = None) -> str:
-        """Lets an operator in, and returns the token, which is kept nowhere. Raises ConfigError."""
+        """Add an operator and return the token, which is not stored. Raises ConfigError."""
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"NAME: expected letters, digits, '-', '_' or '.', at most 64, found {name!r}; choose another"
@@ -60,7 +60,7 @@ class OperatorRegistry:
         return token
 
     def revoke(self, name: str) -> None:
-        """Shuts an operator out, from the next request on. Raises ConfigError where there is none of this name."""
+        """Revoke an operator, effective with the next request. Raises ConfigError if there is none of this name."""
         if name not in self.entries:
             raise ConfigError(
                 f"NAME: expected one of {sorted(self.entries)}, found {name!r}; see fedveil operators list"

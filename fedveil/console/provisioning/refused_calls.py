@@ -1,7 +1,7 @@
 """Count the calls of each site that the sites' port has refused in the last day, from the end of the control log.
 
 The log's lines are written by fedveil/guard/fleet/refusal_log.py. `fedveil log verify` checks the chain of the whole
-log; here its last 4 MiB are read, so that a screen is fast, and a line that cannot be read is passed over.
+log; here only its last 4 MiB are read, for speed, and an unreadable line is skipped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RefusedCalls:
 
     Attributes:
         count: their number.
-        last: time and reason of the last one, for people.
+        last: time and reason of the last one, for display.
         is_rogue: 20 or more came within a minute.
     """
 
@@ -43,7 +43,7 @@ class RefusedCalls:
 
 
 def read_refused_calls(folder: Path, now: datetime | None = None) -> dict[str, RefusedCalls]:
-    """Return the refused calls by site, of the federation in `folder`; empty where it has no log yet.
+    """Return the refused calls by site for the federation in `folder`; empty if it has no log yet.
 
     Raises:
         OSError: the log cannot be read.

@@ -109,14 +109,14 @@ _IN_CONTAINERS: dict[str, Value] = {
 
 
 def kit_files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
-    """The kit's files by name."""
+    """Return the kit's files by name."""
     public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
     words = {**public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest()}
     ports = {
         "control-port": federation.control_port,
         "poll-seconds": poll_backoff.patch_site_polling(len(federation.sites)),
     }
-    # Data may be mounted read-only, so that its id cannot be kept beside it: it has the site's name.
+    # Data may be mounted read-only, so no id can be stored with it; the data set takes the site's name.
     names: dict[str, Value] = {"site": site, "data-set": site}
     text_files = {
         "compose.yaml": compose_files.site_compose(federation, site),
@@ -133,7 +133,7 @@ def kit_files(federation: FederationFile, site: str, ca: bytes) -> dict[str, byt
 
 
 def write_kit(file: Path, federation: FederationFile, site: str, ca: bytes) -> None:
-    """The kit as SITE.tar.gz, one folder in it."""
+    """Write the kit as SITE.tar.gz, with one folder in it."""
     with tarfile.open(file, "w:gz") as archive:
         for name, data in kit_files(federation, site, ca).items():
             entry = tarfile.TarInfo(f"{federation.name}-{site}/{name}")

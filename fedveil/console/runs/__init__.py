@@ -1,1 +1,1 @@
-"""Run folders, read."""
+"""Read run folders and the state folders of sites."""

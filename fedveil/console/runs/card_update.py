@@ -1,4 +1,4 @@
-"""The card of a run that has ended, made again with what was learned since, such as an audit."""
+"""Rewrite the card of an ended run with later findings, such as an audit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedveil.console.runs.run_reader import RunView
 
 
 def rewrite_card(run: RunView, stated: DeclaredFacts) -> PrivacyCard:
-    """Puts the card into the run's final/, in the place of the one that is there.
+    """Replace the card in the run's final/ folder.
 
     Raises:
-        StateError: an audit.json that is none.
-        ConfigError: its config is not one of this version.
+        StateError: audit.json is not a valid audit.
+        ConfigError: the run's config is from another version.
         OSError: it cannot be written.
     """
     file = run.folder / "id"

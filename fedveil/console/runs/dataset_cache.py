@@ -21,12 +21,12 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True)
 class CachedDataset:
-    """One set of prepared rows, or what an interrupted write left of one.
+    """One set of prepared examples, or the leftover of an interrupted write.
 
     Attributes:
         data_set: the name of its data set, or "path-" and a hash of its folder.
         path: the set's folder.
-        bytes: in it.
+        bytes: its size.
         last: when it was last used, in seconds since the epoch.
     """
 
@@ -37,12 +37,12 @@ class CachedDataset:
 
     @property
     def days(self) -> float:
-        """Since it was last used."""
+        """Return the days since it was last used."""
         return (time.time() - self.last) / _DAY
 
 
 def list_cached_datasets(state_dir: Path) -> list[CachedDataset]:
-    """Every set below a state folder, by data set, the one that was used longest ago first."""
+    """Return every set below a state folder, by data set, the least recently used first."""
     datasets = []
     for path in (state_dir.expanduser() / PREPARED).glob("*/*"):
         with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
@@ -52,10 +52,10 @@ def list_cached_datasets(state_dir: Path) -> list[CachedDataset]:
 
 
 def remove_cached(state_dir: Path, sets: Iterable[CachedDataset]) -> None:
-    """Removes sets, each with a line in the site's audit log before it goes.
+    """Remove sets, after noting each in the site's audit log.
 
     Raises:
-        StateError: the audit log cannot be written; what was not noted is still there.
+        StateError: the audit log cannot be written; sets that were not noted are kept.
     """
     for of in sets:
         about = {"file": of.path.relative_to(state_dir.expanduser()).as_posix(), "bytes": of.bytes}

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-# Of the names that methods have in common; a site's own number, where a method gives it one, is i or k.
+# Names that methods share; a site's own number, if a method assigns one, is i or k.
 SYMBOLS = (
     "A and B are the two factors of LoRA; an index r or t is the round, i or k the site; n_i or n_k is the number of "
     "examples that the site reports."
@@ -42,7 +42,7 @@ def what_was_learned(run: RunView) -> list[str]:
 
 
 def message_kinds(run: RunView) -> list[DisclosureKind]:
-    """The ledger by kind of message, uploads first."""
+    """Return the ledger by kind of message, uploads first."""
     return disclosure_summary.message_kinds(run.messages)
 
 
@@ -52,7 +52,7 @@ def scalar_names(run: RunView) -> dict[str, list[str]]:
 
 
 def reported_metrics(run: RunView) -> list[str]:
-    """Names of the figures that sites reported about their training."""
+    """Return the names of the metrics that sites reported about their training."""
     return disclosure_summary.reported_metrics(run.attempts)
 
 
@@ -72,7 +72,7 @@ def unlisted_messages(run: RunView, direction: str) -> str:
 
 
 def describe_fields(fields: Sequence[tuple[str, str, list[int], int]]) -> dict[str, Any]:
-    """Number of tensors, of entries, and the codecs, of one kind of message."""
+    """Return the number of tensors and entries, and the codecs, for one kind of message."""
     entries = 0
     for _, _, shape, _ in fields:
         count = 1

@@ -1,7 +1,7 @@
-"""The model that a run has made: its task and the last weights, ready to be asked, scored or merged.
+"""The model that a run produced: its task and last weights, ready for inference, scoring or merging.
 
-A run folder may come from anywhere. Its config is parsed as a run's is, weights are safetensors with a checksum and
-must have the base's shapes, and no code of a model folder runs.
+A run folder is untrusted. Its config is parsed like a run's, weights are safetensors with a checksum and must have the
+base's shapes, and no code from a model folder runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedveil.training.adapter_task import AdaptedTask
 
 @dataclass(frozen=True)
 class FinalModel:
-    """The server's model of a run.
+    """The server's model from a run.
 
     Attributes:
         config: the run's config.
@@ -38,15 +38,15 @@ class FinalModel:
     tensors: Weights
 
     def task(self, device: str) -> tuple[Task, dict[str, Any]]:
-        """The task with the base, and the weights for it. Raises ConfigError and TaskError as `tasks.load_task`."""
+        """Return the task with the base, and its weights. Raises ConfigError and TaskError as `tasks.load_task`."""
         task = tasks.load_task(self.config, self.adapter, device)
         return task, {name: weight for name, weight in self.tensors.items() if name in task.spec}
 
     def merged(self) -> AttachedModel:
-        """The base, in fp32 and on the CPU, with the run's changes in its own weights.
+        """Return the base in fp32 on the CPU, with the run's changes merged into its weights.
 
         Raises:
-            ConfigError: what the run trained is no change of weights.
+            ConfigError: what the run trained cannot be merged into weights.
             TaskError: the base cannot be loaded.
         """
         if self.adapter.mount != "layers":
@@ -63,15 +63,15 @@ class FinalModel:
 
 
 def load_final_model(folder: Path, base: str = "", **evaluate: Any) -> FinalModel:
-    """The model of the run in `folder`.
+    """Load the model of the run in `folder`.
 
     Args:
-        base: the base's folder or hub id on this machine; "" = as the run config has it.
-        evaluate: fields of the section evaluate that differ from the run's.
+        base: the base's folder or hub id on this machine; "" = the run config's.
+        evaluate: fields of the section `evaluate` that override the run's.
 
     Raises:
-        StateError: there is no run, or it has left no weights.
-        ConfigError: its config is not one of this version.
+        StateError: there is no run, or it has no weights.
+        ConfigError: its config is from another version.
     """
     config = _with(parse(config_of(folder)), "evaluate", **evaluate)
     config = _with(config, "train", compile=False)
@@ -89,5 +89,5 @@ def load_final_model(folder: Path, base: str = "", **evaluate: Any) -> FinalMode
 
 
 def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    """The config with other values in a section, which are checked."""
+    """Return the config with some checked values of a section replaced."""
     return parse(config.flat() | {f"{section}.{key.replace('_', '-')}": value for key, value in values.items()})

@@ -1,6 +1,6 @@
 """Summarize a site's privacy ledger: the number of charged records and the highest spent budget.
 
-The adjacency and the delta are those of the site's policy.
+The adjacency and delta come from the site's policy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class LedgerStanding:
     """One site's ledger.
 
     Attributes:
-        histories: different ones that records have; 0 where nothing was charged.
-        rows: that were charged, over all runs.
-        epsilon: what the most charged of them has spent; 0 for none.
-        own: the same against the server and all other sites together; None where no noise was in a sum.
-        poisson: the figures count on Poisson sampling.
-        budget: the site's own: its epsilon is what the policy permits, and relation and delta are of all three.
+        histories: number of different charge histories among the records; 0 if nothing was charged.
+        rows: number of charged records, over all runs.
+        epsilon: spent by the most charged record; 0 for none.
+        own: the same against a coalition of the server and all other sites; None if no noise was added within a sum.
+        poisson: whether the figures assume Poisson sampling.
+        budget: the site's own: the epsilon that its policy permits, and the adjacency and delta of all three figures.
     """
 
     histories: int
@@ -49,15 +49,15 @@ class LedgerStanding:
 
 
 def charged_datasets(state_dir: Path) -> list[str]:
-    """The sites whose ledgers are below the state folder."""
+    """Return the sites whose ledgers are below the state folder."""
     return [file.stem for file in sorted((state_dir.expanduser() / ".ledger").glob("*.json"))]
 
 
 def ledger_lines(state_dir: Path, policy: str = "", key_file: str = "") -> list[str]:
-    """A line for each site whose ledger is below the state folder; none where no run had a budget.
+    """Return a line for each site with a ledger below the state folder; none if no run had a budget.
 
     Args:
-        policy, key_file: where `fedveil site start` has not noted them, as in a container.
+        policy, key_file: needed if `fedveil site start` has not saved them, as in a container.
     """
     dataset_names = charged_datasets(state_dir)
     return [f"privacy ledger of {sanitize(name)}: {_of(state_dir, name, policy, key_file)}" for name in dataset_names]
@@ -68,7 +68,7 @@ def ledger_standing(state_dir: Path, name: str, policy: str = "", key_file: str 
     site = read_site_note(state_dir, name, policy, key_file)
     budget = policies.load_policy(site).budget
     histories = open_ledger(state_dir, name, FileSeal.from_key_file(site.key_file)).histories()
-    from fedveil.privacy import accounting  # it takes a second, and a site without a budget needs none
+    from fedveil.privacy import accounting  # this import takes a second, and a site without a budget does not need it
 
     def most(own: bool) -> float:
         charged = [accounting.epsilon_against_all(history) if own else history for history, _ in histories]

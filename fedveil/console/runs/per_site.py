@@ -1,4 +1,4 @@
-"""A run from each site's side: how often it took part, what it sent, and why it failed."""
+"""A run by site: how often the site took part, what it sent, and why it failed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedveil.contract import held_out_report
 
 @dataclass(frozen=True)
 class HeldOutScore:
-    """A site's last word on its held-out rows: the loss and the rows behind it, or why there is none.
+    """A site's last score on its held-out examples: the loss and number of examples, or why there is none.
 
-    It is of the weights that the site received in `round`, 0-based: the model after the round before.
+    It scores the weights that the site received in `round`, 0-based: the model after the previous round.
     """
 
     round: int
@@ -22,7 +22,7 @@ class HeldOutScore:
     why: str
 
 
-_MOST = 1e12  # of a figure that a site reports: sums stay finite
+_MOST = 1e12  # largest value a site may report, so that sums stay finite
 
 
 @dataclass
@@ -43,7 +43,7 @@ class SiteRecord:
 
 
 def records_by_site(run: RunView) -> list[SiteRecord]:
-    """Every site of the run."""
+    """Return the record of every site of the run."""
     records = {name: SiteRecord(name) for name in run.sites}
     for attempt in run.attempts:
         for name in attempt.get("cohort", []):
@@ -69,9 +69,9 @@ def records_by_site(run: RunView) -> list[SiteRecord]:
 
 @dataclass(frozen=True)
 class LastRoundAttempt:
-    """The attempt with which a run ended, or the last of one that goes on: `sites` are (site, state, reason).
+    """The last attempt of a run, ended or not: `sites` are (site, state, reason).
 
-    `round` and `attempt` count from 0. `over`: it is not under way.
+    `round` and `attempt` count from 0. `over`: whether the attempt has ended.
     """
 
     round: int
@@ -82,7 +82,7 @@ class LastRoundAttempt:
 
     @property
     def words(self) -> str:
-        """Counted from 1, as people count."""
+        """Name the attempt, counted from 1 for display."""
         accepted = sum(state == ACCEPTED for _, state, _ in self.sites)
         progress = f"{accepted} of {len(self.sites)} sites accepted" if self.sites else "no site was contacted"
         now = " (done; the run continues)" if self.goes_on else "" if self.over else " (in progress)"
@@ -90,10 +90,10 @@ class LastRoundAttempt:
 
 
 def last_attempt(run: RunView) -> LastRoundAttempt | None:
-    """The last attempt site by site, of a run that has not completed; None without one."""
+    """Return the last attempt, site by site, of a run that has not completed; None if there is none."""
     if run.status.get("state") == "completed":
         return None
-    if run.progress.get("phase") == "round":  # no line has it yet, or the server ended before it wrote one
+    if run.progress.get("phase") == "round":  # it has no line yet, or the server ended before writing one
         return _under_way(run)
     if not run.attempts:
         return None
@@ -128,7 +128,7 @@ def _goes_on(run: RunView) -> bool:
 
 
 ACCEPTED, WAITING = "accepted", "no answer yet"
-REFUSED = "refused: "  # an upload that the server had and did not take
+REFUSED = "refused: "  # an upload that the server received but did not accept
 _BY_REASON = {
     REFUSED: "refused by the server",
     "PolicyError: ": "refused by the site's policy",
@@ -148,17 +148,17 @@ def _state(reason: object) -> str:
 
 
 def site_losses(run: RunView) -> list[tuple[int, float]]:
-    """(rounds done, loss) of the model as the sites received it, on rows that they train on: no held-out loss.
+    """Return (rounds done, loss) of the model that the sites received, on their training examples, not held-out ones.
 
-    The mean over the sites that told it, weighted with their examples. Sites say what they like: a figure that is no
-    finite number from 0 on is left out.
+    The loss is the mean over the sites that reported it, weighted by their number of examples. Reports are untrusted:
+    a value that is negative or not finite is ignored.
     """
     counted = ((a, describe_loss(a)) for a in run.attempts if a.get("weights") and not a.get("void"))
     return sorted({int(attempt["round"]): loss for attempt, loss in counted if loss is not None}.items())
 
 
 def describe_loss(attempt: Row) -> float | None:
-    """The same of one attempt; None where no site told it."""
+    """Return the mean loss that `site_losses` gives for one attempt; None if no site reported a loss."""
     reports = (attempt.get("reports") or {}).values()
     pairs = [(_number(r.get("num_examples", 1)), _number(r.get("loss_received"))) for r in reports]
     known = [(weight, loss) for weight, loss in pairs if weight and loss is not None]
@@ -191,7 +191,7 @@ def held_out_scores(round_: int, report: Mapping[str, float]) -> HeldOutScore | 
 
 
 def mean_scored(reports: Mapping[str, Mapping[str, float]]) -> tuple[float, int, int] | None:
-    """Mean held-out loss of a round weighted with rows, all rows, and the sites behind it; None without one."""
+    """Return a round's mean held-out loss weighted by examples, all examples, and number of sites; None if unscored."""
     scores = [
         each
         for report in reports.values()
@@ -202,7 +202,7 @@ def mean_scored(reports: Mapping[str, Mapping[str, float]]) -> tuple[float, int,
 
 
 def failure_note(reports: Mapping[str, Mapping[str, float]]) -> str:
-    """The same in words, for a round's line."""
+    """Describe a round's mean held-out loss for its line; "" if there is none."""
     held_out_mean = mean_scored(reports)
     return (
         ""

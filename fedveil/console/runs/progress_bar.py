@@ -24,8 +24,8 @@ from fedveil.console.runs.run_reader import Row, new_lines, progress_of
 from fedveil.records.process_exit import group_by_reason
 from fedveil.sanitize import sanitize
 
-_NAMED = 3  # sites in a line
-_LINE_SECONDS = 60.0  # between two lines of a round where there is no terminal
+_NAMED = 3  # sites per line
+_LINE_SECONDS = 60.0  # seconds between two lines about a round without a terminal
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def round_underway(folder: Path, now: float | None = None) -> str:
 
 
 def countdown_words(folder: Path, now: float | None = None) -> RoundCountdown:
-    """The same, with its seconds apart."""
+    """Return the text of `round_underway` with its seconds separated."""
     try:
         progress, now = progress_of(folder), time.time() if now is None else now
         asked, done = int(progress["asked"]), int(progress["accepted"]) + int(progress["failed"])
@@ -84,11 +84,11 @@ def _whole(seconds: float) -> str:
 
 
 def round_stage(status: Row, folder: Path | None = None) -> str:
-    """The round under way and where it is: "round 2 of 5; 2 of 4 have answered, ..."; what it says of a run as a whole.
+    """Describe the current round and its progress: "round 2 of 5; 2 of 4 have answered, ..."; or the run as a whole.
 
     Args:
         status: status.json, with the last round that began, counted from 0, and -1 before the first.
-        folder: the run's, which knows where the round is; None = not known.
+        folder: the run folder, which shows the round's progress; None = unknown.
     """
     if not status:
         return "no status written yet"
@@ -123,9 +123,9 @@ class _Bar(Progress):
 
 
 class RunProgress(AbstractContextManager["RunProgress"]):
-    """Follows metrics.jsonl of one run; call `tick` now and then.
+    """Follows metrics.jsonl of one run; call `tick` regularly.
 
-    `steps`: lines on the training at sites, for a federation whose sites are on this machine.
+    `steps`: returns lines on the sites' training, for a federation whose sites are on this machine.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         self._bar.stop()
 
     def tick(self, status: dict[str, Any]) -> None:
-        """Shows what is new; `status` is the run's status.json."""
+        """Show new progress; `status` is the run's status.json."""
         if not status:
             return
         rows, self._read = new_lines(self._file, self._read)
@@ -176,7 +176,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         self._within(status)
 
     def _within(self, status: dict[str, Any]) -> None:
-        """Shows where the round under way is."""
+        """Show the progress of the current round."""
         words = round_underway(self._file.parent) if status.get("state") == "running" else ""
         if self._console.is_terminal:
             steps = self._steps() if words else ""
@@ -210,7 +210,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
         self._tell(done, note, row["round"] + 1)
 
     def _tell(self, done: int, note: str, number: int | None = None) -> None:
-        """`done`: rounds finished, for the bar; `number`: of the round that the note is about, from 1."""
+        """Print a note. `done`: rounds finished, for the bar; `number`: the round that the note is about, from 1."""
         self._note = note
         self._bar.update(self._task, completed=done, note=note)
         if not self._console.is_terminal:
@@ -222,7 +222,7 @@ class RunProgress(AbstractContextManager["RunProgress"]):
 
 
 def _loss_of(attempt: Row) -> float | None:
-    """The server model's loss after an attempt, None where it was not scored."""
+    """Return the server model's loss after an attempt, None if it was not scored."""
     scores = attempt.get("scores") or {}
     view: Row = scores.get("server") or next(iter(scores.values()), {})
     loss = view.get("loss")

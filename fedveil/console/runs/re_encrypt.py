@@ -25,7 +25,7 @@ from fedveil.records.atomic_files import write_atomic
 
 
 def require_key(state_dir: Path, seal: FileSeal) -> None:
-    """Raises StateError for the first file that a site with this seal would refuse by its head."""
+    """Raise StateError for the first file whose header a site with this seal would refuse."""
     roles = [ClientStateStore(folder).roles for folder in run_folders(state_dir)]
     roles += [PrivacyLedger(path).roles for path in _ledgers(state_dir)]
     for file, role in (pair for files in roles for pair in files.items()):
@@ -35,10 +35,10 @@ def require_key(state_dir: Path, seal: FileSeal) -> None:
 
 
 def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path]:
-    """Brings all that a site keeps under the new seal. Returns the files that were written.
+    """Re-encrypt all of a site's files under the new seal. Returns the files that were written.
 
     Raises:
-        ConfigError: a worker or a turn is running.
+        ConfigError: a worker or a client round is running.
         StateError: a file is neither in the clear nor sealed under one of the two keys, or was changed.
     """
     if running := [worker for worker in list_workers(state_dir) if worker.card.owner.runs()]:
@@ -50,12 +50,12 @@ def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path
         with folder as files:
             for file, role in files.items():
                 for part in file.parent.glob(f".{file.name}.*.part"):
-                    part.unlink()  # what an interrupted write left, perhaps in the clear
+                    part.unlink()  # leftover of an interrupted write, perhaps unencrypted
                 written += [file] if _resealed(file, role, old, new) else []
     if new.id:
         dataset_cache.remove_cached(
             state_dir, dataset_cache.list_cached_datasets(state_dir)
-        )  # rows in the clear; a sealed site keeps none
+        )  # unencrypted examples; a site with a key keeps none
     audit_log.append_entry(
         state_dir.expanduser() / audit_log.NAME,
         "sealed" if new.id else "unsealed",
@@ -98,5 +98,5 @@ def _resealed(file: Path, role: str, old: FileSeal, new: FileSeal) -> bool:
     about = file.stat()
     content = (old if key_id else FileSeal()).read(file, role)
     write_atomic(file, new.closed([content], role))
-    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))  # by which `fedveil site purge` judges its age
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))  # `fedveil site purge` uses it as the age
     return True

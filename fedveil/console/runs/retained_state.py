@@ -36,18 +36,18 @@ from fedveil.sanitize import sanitize
 
 DAY = 86_400.0
 _WRITING = 3600.0  # seconds after which nobody still writes a .part
-_MARKS = frozenset({"secret", "served.json", SECURE})  # of which the folder of a run has one
+_MARKS = frozenset({"secret", "served.json", SECURE})  # a run's folder has one of these
 _STAYS = frozenset({"served.json", "served.lock", "turn.lock"})
 
 
 @dataclass(frozen=True)
 class RetainedRunState:
-    """One site's folder of one run.
+    """One site's folder for one run.
 
     Attributes:
-        bytes: of what a purge would remove.
+        bytes: size of what a purge would remove.
         last: when something in it last changed, in seconds since the epoch.
-        why: it may not be purged; "" if it may.
+        why: why it may not be purged; "" if it may.
     """
 
     run: str
@@ -59,19 +59,19 @@ class RetainedRunState:
 
     @property
     def days(self) -> float:
-        """Since something in it last changed."""
+        """Return the days since something in it last changed."""
         return (time.time() - self.last) / DAY
 
 
 def list_retained(state_dir: Path) -> list[RetainedRunState]:
-    """Every run of every site below a state folder, by run and site."""
+    """Return every run of every site below a state folder, by run and site."""
     workers = list_workers(state_dir)
     runs = [_seen(folder, workers) for folder in run_folders(state_dir)]
     return [run if _free(run.folder) else replace(run, why="a local round is in progress") for run in runs]
 
 
 def run_folders(state_dir: Path) -> Iterator[Path]:
-    """The folders of runs below a state folder, a site's each."""
+    """Yield the run folders below a state folder, one per run and site."""
     for folder in sorted(state_dir.expanduser().glob("[!.]*/*")):
         links = folder.is_symlink() or folder.parent.is_symlink()
         if folder.parent.name not in NOT_RUNS and not links and any((folder / mark).is_file() for mark in _MARKS):
@@ -87,10 +87,10 @@ def list_leftovers(state_dir: Path, days: float) -> list[Path]:
 
 
 def purge_state(state_dir: Path, runs: Iterable[RetainedRunState], parts: Iterable[Path]) -> list[RetainedRunState]:
-    """Removes runs and leftovers, each with a line in the site's audit log before it goes. Returns what stayed.
+    """Remove runs and leftovers, after noting each in the site's audit log. Returns the runs that stayed.
 
     Raises:
-        StateError: the audit log cannot be written; what was not noted is still there.
+        StateError: the audit log cannot be written; what was not noted is kept.
     """
     log, stayed = state_dir.expanduser() / audit_log.NAME, []
     for run in runs:
@@ -110,7 +110,7 @@ def purge_state(state_dir: Path, runs: Iterable[RetainedRunState], parts: Iterab
 
 
 def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None, agreed: Callable[[], bool]) -> int:
-    """Lists what a purge would remove, and removes it if it is `agreed`. Returns the exit code. Raises ConfigError."""
+    """List what a purge would remove, and remove it if `agreed`. Returns the exit code. Raises ConfigError."""
     if not names and older_than is None:
         raise ConfigError("--older-than: expected a number of days, or --run NAME, found neither; set one of them")
     if older_than is not None and not older_than >= 0:
@@ -150,7 +150,7 @@ def offer_purge(state_dir: Path, names: Sequence[str], older_than: float | None,
 
 
 def purge_line(run: RetainedRunState) -> str:
-    """A run that is kept, on one line."""
+    """Describe a retained run on one line."""
     name = f"{sanitize(run.run, 80)}, site {sanitize(run.site, 80)}"
     return f"{name}: {run.bytes:,} bytes, last round {run.days:.1f} days ago"
 
@@ -159,7 +159,7 @@ def _seen(folder: Path, held: list[WorkerStatus]) -> RetainedRunState:
     run, site = folder.parent.name, folder.name
     size, last = 0, 0.0
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # replaced by a turn under way
+        with contextlib.suppress(FileNotFoundError):  # replaced by a client round in progress
             about = path.lstat()
             if not stat.S_ISDIR(about.st_mode) and path.name != "turn.lock":
                 last = max(last, about.st_mtime)
@@ -175,7 +175,7 @@ def _free(folder: Path) -> bool:
 def _why_not(folder: Path, last: float, held: list[WorkerStatus]) -> str:
     run, site = folder.parent.name, folder.name
     for worker in held:
-        # One that does not say what it holds may hold this run.
+        # A worker that does not report its run may hold this one.
         if worker.site == site and worker.card.key and worker.says.get("run", run) == run:
             return f"worker {worker.card.pid} holds it"
     try:

@@ -1,4 +1,4 @@
-"""Follows a run to its end: its rounds, then what became of it, its scores, its model, the next command."""
+"""Follow a run to its end: show its rounds, then its outcome, scores, model and the next command."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
-_ASK_SECONDS = 10.0  # a question to Flower costs a CPU-second
-_GRACE_SECONDS = 15.0  # of silence without a word: a server that is stopped notes the end of its runs meanwhile
-_SILENT_SECONDS = 300.0  # a server that answered is waited for: it may be started anew
-_REASON_CHARACTERS = 2000  # its end is the command that resumes the run
+_ASK_SECONDS = 10.0  # a query to Flower costs a CPU-second
+_GRACE_SECONDS = 15.0  # seconds of silence to allow: a stopping server notes the end of its runs meanwhile
+_SILENT_SECONDS = 300.0  # wait this long for a server that has answered before: it may be restarted
+_REASON_CHARACTERS = 2000  # it ends with the command that resumes the run
 _OURS = "fedveil.errors."
 _BY_FOLDER = {"completed": 0, "failed": 1, "stopped": 3}  # by status.json
 _BY_FLOWER = {"finished:completed": 0, "finished:failed": 1, "finished:stopped": 3}
@@ -58,7 +58,7 @@ class RunFollower:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def to_its_end(self, timeout: float) -> int:
-        """Prints until the run has ended; the exit code says how, as `until_ended`. `timeout`: seconds; 0 = none."""
+        """Print until the run has ended; return the exit code from `until_ended`. `timeout`: seconds; 0 = none."""
         try:
             with self._stack:
                 code, word = until_ended(self._read, self._ask, timeout, self._log, where=self._where)
@@ -86,7 +86,7 @@ class RunFollower:
         return round_stage(status, self.folder)
 
     def _filled(self, word: str) -> str:
-        """With the federation's folder in a command that resumes the run; the ServerApp cannot know it."""
+        """Insert the federation's folder into the command that resumes the run, as the ServerApp cannot know it."""
         home = self.flower.home if self.flower is not None else Path()
         return wait_for_sites(word, home.parents[1]) if home.parts[-2:] == ("server", "flower") else word
 
@@ -100,7 +100,7 @@ class RunFollower:
         return f"follow it with: fedveil watch {shlex.quote(what)}{options}; stop it with: {stop}"
 
     def _read(self) -> dict[str, Any]:
-        """Its status.json; {} until it has one, and where the run folder is another machine's."""
+        """Return its status.json; {} until it has one, or if the run folder is on another machine."""
         if self.folder is None:
             self.folder = next((place for place in [*self.places, *self._below()] if self._is_ours(place)), None)
             if self.folder is None:
@@ -135,7 +135,7 @@ class RunFollower:
         if self._silence_said:
             self.console.print("the server answers again")
         self._silent_since, self._silence_said = None, False
-        if status != self._said and self.folder is None:  # else its folder says more
+        if status != self._said and self.folder is None:  # otherwise its folder says more
             self.console.print(f"run {number}: {sanitize(status, 40)}", soft_wrap=True)
         self._said = status
         return status
@@ -156,7 +156,7 @@ class RunFollower:
             return self.number
         with file.open("rb") as noted:
             raw_number = noted.read(40).strip()
-        return raw_number.decode() if raw_number.isdigit() else ""  # it goes into a command that somebody types
+        return raw_number.decode() if raw_number.isdigit() else ""  # it goes into a command that users type
 
     def _log(self) -> str:
         """Return the output of the run's ServerApp; "" if it is not available."""
@@ -171,12 +171,12 @@ class RunFollower:
 
 
 def wait_for_sites(word: str, federation: Path) -> str:
-    """Words that name a command of a federation, with its folder in them."""
+    """Insert a federation's folder into text that names one of its commands."""
     return word.replace("--federation FOLDER ", f"--federation {shlex.quote(str(federation))} ")
 
 
 def closing_lines(folder: Path) -> list[str]:
-    """Lines under a run that has ended: rounds, scores, model, and the command that comes next."""
+    """Return the lines shown after a run: rounds, scores, model, and the next command."""
     try:
         run = load_run(folder)
     except FedVeilError as error:
@@ -201,14 +201,14 @@ def until_ended(
     sleep: Callable[[float], None] = time.sleep,
     where: Callable[[dict[str, Any]], str] = round_stage,
 ) -> tuple[int, str]:
-    """The exit code (0 completed, 1 failed, 3 stopped, 4 still going), and why in words.
+    """Wait for the end; return the exit code (0 completed, 1 failed, 3 stopped, 4 still running) and the reason.
 
     Args:
-        read: status.json, {} where there is none.
-        ask: what Flower says of the run, "" where it cannot be asked.
+        read: returns status.json, {} if there is none.
+        ask: returns Flower's status of the run, "" if Flower cannot be queried.
         timeout: seconds; 0 = none.
-        log: what the run has printed, "" where that cannot be had.
-        where: what is under way, in words, from status.json.
+        log: returns the run's output, "" if it is not available.
+        where: describes current progress, from status.json.
     """
     started, asked = clock(), clock() - _ASK_SECONDS
     status: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def until_ended(
         if died or clock() - asked >= _ASK_SECONDS:
             flower_status, asked = ask(), clock()
             if flower_status.startswith("finished"):
-                status = read()  # its last word may have come in between
+                status = read()  # its last status may have been written in between
                 if status.get("state") in _BY_FOLDER:
                     continue
                 if status and not died and flower_status == "finished:completed":
@@ -244,7 +244,7 @@ def _by_flower(said: str, log: Callable[[], str]) -> str:
     error_line = "" if said in ("finished:completed", "finished:stopped") else named_error(log())
     cause = (
         error_line.partition(": ")[2] if error_line.startswith(_OURS) else error_line
-    )  # its words are for people, its class is not
+    )  # the message is for users, the class is not
     return f"{state}: {sanitize(cause, _REASON_CHARACTERS)}" if cause else f"{state}, as reported by Flower"
 
 

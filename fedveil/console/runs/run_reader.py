@@ -1,4 +1,4 @@
-"""Reads a run folder (server_app/run_folder.py writes it): what a run was, how it went, and what it disclosed."""
+"""Read a run folder, as server_app/run_folder.py writes it: config, progress, results and disclosures of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedveil.sanitize import sanitize
 
 Row = dict[str, Any]
 _CONFIG_BYTES, _PROGRESS_BYTES = 1 << 20, 1 << 16
-_MARKS = ("status.json", "config.json")  # one of them is in every run folder
+_MARKS = ("status.json", "config.json")  # every run folder has one of them
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class RunView:
     """One run, finished or not.
 
     Attributes:
-        folder: where it lies; its last part is the run's name.
-        config: config.json; {} where the run failed before it had a valid config.
-        status: status.json; its state is "died" where that says "running" and the process is no more, and "stopped"
-            where it failed because it was told to end.
-        attempts: the lines of metrics.jsonl that are attempts at a round, in order. What came of those with "void" is
-            not in the model, for the run was resumed from before them; what they sent was sent all the same.
-        before: scores of the initial model, by view; {} where there are none.
-        messages: as `fedveil.records.disclosure_ledger.read_messages` gives them.
+        folder: its folder; the last part is the run's name.
+        config: config.json; {} if the run failed before it had a valid config.
+        status: status.json; its state is "died" if the file says "running" but the process has ended, and "stopped" if
+            it failed because it was asked to stop.
+        attempts: the attempts at a round in metrics.jsonl, in order. Those with "void" did not enter the model, because
+            the run was resumed from before them; their messages were sent all the same.
+        before: scores of the initial model, by view; {} if there are none.
+        messages: from `fedveil.records.disclosure_ledger.read_messages`.
         resumes: the lines of resumes.jsonl.
-        progress: progress.json; {} where there is none, or another's.
+        progress: progress.json; {} if there is none, or if it belongs to another run.
     """
 
     folder: Path
@@ -53,22 +53,22 @@ class RunView:
 
     @property
     def method(self) -> str:
-        """The method's name, "?" where the run had no valid config."""
+        """The method's name, "?" if the run had no valid config."""
         return str(self.config.get("method", {}).get("name", "?"))
 
     @property
     def rounds_done(self) -> int:
-        """Rounds with an attempt that reached its quorum."""
+        """The number of rounds with an attempt that reached its quorum."""
         return len(self._by_round)
 
     @property
     def seconds(self) -> float:
-        """Wall time of all attempts, evaluation on the server not counted."""
+        """Wall time of all attempts in seconds, without evaluation on the server."""
         return float(sum(attempt.get("seconds", 0.0) for attempt in self.attempts))
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes of all messages from the sites, refused ones too."""
+        """Bytes of all messages from the sites, including refused ones."""
         return self._bytes("up", "upload_bytes")
 
     @property
@@ -83,13 +83,13 @@ class RunView:
 
     @cached_property
     def view(self) -> str:
-        """The view whose scores are shown: the server's model where it is scored."""
+        """The view whose scores are shown: the server's model if it is scored."""
         views = [view for row in [{"scores": self.before}, *self.attempts] for view in row.get("scores") or {}]
         return "server" if "server" in views or not views else views[0]
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """Each metric's last value; where a score decided which round's model was kept, that model's."""
+        """Each metric's last value; if a score selected the model, that model's values."""
         final_entry = self._said("final")
         last, scores = final_entry.get("round"), dict[str, float]()
         for attempt in self._valid:
@@ -115,14 +115,14 @@ class RunView:
         return value if isinstance(value, dict) else {}
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
-        """(rounds finished, value) of a metric, from the initial model (0 rounds) on."""
+        """Return (rounds finished, value) of a metric, starting with the initial model (0 rounds)."""
         start = [(0, self.before[self.view][metric])] if metric in self.before.get(self.view, {}) else []
         rows = ((r, (row.get("scores") or {}).get(self.view, {}).get(metric)) for r, row in self._by_round.items())
         return start + [(round_ + 1, value) for round_, value in rows if value is not None]
 
     @cached_property
     def uploaded(self) -> list[tuple[int, int]]:
-        """(rounds finished, bytes uploaded so far); refused uploads, failed and repeated rounds count."""
+        """Return (rounds finished, bytes uploaded so far), including refused uploads and failed and repeated rounds."""
         total, points = 0, {0: 0}
         for attempt in self.attempts:
             total += int(attempt.get("upload_bytes", 0))
@@ -132,7 +132,7 @@ class RunView:
 
     @cached_property
     def sites(self) -> list[str]:
-        """Every site that was asked to take part, or for its keys."""
+        """Every site that was asked to take part or to send its keys."""
         keys = ("cohort", "failed", "unlisted")
         asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
@@ -156,11 +156,11 @@ class RunView:
             listed[message["round"], message["attempt"]] += (message["direction"] == direction) * int(message["bytes"])
         for attempt in self.attempts:
             recorded[int(attempt["round"]), int(attempt.get("attempt", 0))] += int(attempt.get(total, 0))
-        return (listed | recorded).total()  # of each attempt the larger: one under way has no line of its own yet
+        return (listed | recorded).total()  # the larger for each attempt: one in progress has no line yet
 
 
 def load_run(folder: Path) -> RunView:
-    """The run in `folder`. Raises StateError where there is none, or where a file cannot be read."""
+    """Load the run in `folder`. Raises StateError if there is none, or if a file cannot be read."""
     status = status_of(folder)
     rows = [_checked(row, folder / "metrics.jsonl") for row in json_lines(folder / "metrics.jsonl")]
     return RunView(
@@ -186,10 +186,10 @@ def progress_of(folder: Path) -> Row:
 
 
 def config_of(folder: Path) -> Row:
-    """The run config of the run in `folder`, as it stands there: {"train.batch-size": 16, ...}.
+    """Return the config of the run in `folder`, unparsed: {"train.batch-size": 16, ...}.
 
     Raises:
-        StateError: there is none, or one that cannot be read.
+        StateError: there is none, or it cannot be read.
     """
     file = folder / "config.json"
     _require_run(folder)
@@ -210,7 +210,7 @@ def status_of(folder: Path) -> Row:
     _require_run(folder)
     status = _json(folder / "status.json")
     if status.get("state") == "running" and process_exit.is_dead(folder):
-        status = _json(folder / "status.json")  # its last word may have come in between
+        status = _json(folder / "status.json")  # its last status may have been written in between
         if status.get("state") == "running":
             about = status.get("process")
             why = process_exit.describe_ending(about if isinstance(about, dict) else {})
@@ -247,7 +247,7 @@ def _attempts(rows: list[Row]) -> list[Row]:
 
 
 def json_lines(file: Path) -> list[Row]:
-    """The whole lines of a JSON-lines file; [] where there is none. A last line still being written is left out."""
+    """Return the complete lines of a JSON-lines file; [] if there is none. A line still being written is omitted."""
     text = ""
     with suppress(FileNotFoundError):
         text = _read(file)
@@ -259,9 +259,9 @@ def json_lines(file: Path) -> list[Row]:
 
 
 def new_lines(file: Path, start: int) -> tuple[list[Row], int]:
-    """The whole lines of a JSON-lines file from byte `start` on, and the byte that follows them.
+    """Return the complete lines of a JSON-lines file from byte `start` on, and the offset after them.
 
-    A file that has become shorter, because a torn line was cut off, is read from its end on.
+    A file that has become shorter, because a torn line was removed, is read from its end on.
     """
     if not file.is_file():
         return [], start

@@ -19,7 +19,7 @@ _COUNT, _MOST_BYTES, _MOST_CHARACTERS = 3, 1 << 20, 600
 
 @dataclass(frozen=True)
 class SampleText:
-    """A prompt of a test row, the texts of the first and of the last model, and the row's own text."""
+    """A test example's prompt, the texts from the first and the last model, and the example's own text."""
 
     prompt: str
     before: str
@@ -28,17 +28,17 @@ class SampleText:
 
 
 def write_samples(run: Path, device: str = "cpu") -> None:
-    """Writes the samples of a finished run of texts; nothing where the server has no test rows or the task no texts.
+    """Write the samples of a finished run; nothing if the server has no test examples or the task generates no texts.
 
     Raises:
-        StateError, ConfigError, TaskError: as `load_final_model` and its task.
+        StateError, ConfigError, TaskError: as `load_final_model` and its task raise.
     """
     model = final_model.load_final_model(run, max_new_tokens=40)
     config = model.config
     task, weights = model.task(device)
     if not isinstance(task, CanGenerate) or config.task.name != "text-generation" or not config.task.evaluation:
         return
-    by_prompt = dict[str, Any]()  # a prompt may have many rows: the first of each
+    by_prompt = dict[str, Any]()  # several examples may share a prompt: take the first
     for row in task.examples(Path(config.task.evaluation), "test"):
         by_prompt.setdefault(str(row.values[config.task.source_column]), row)
     prompts, rows = list(by_prompt)[:_COUNT], list(by_prompt.values())[:_COUNT]
@@ -52,10 +52,10 @@ def write_samples(run: Path, device: str = "cpu") -> None:
 
 
 def read_samples(run: Path) -> list[SampleText]:
-    """The samples of the run in that folder, each text cut; [] where there are none.
+    """Return the samples of the run in that folder, each text truncated; [] if there are none.
 
     Raises:
-        StateError: a file that `write_samples` has not written.
+        StateError: the file was not written by `write_samples`.
     """
     file = run / FILE
     if not file.is_file():

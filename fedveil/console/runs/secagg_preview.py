@@ -1,4 +1,4 @@
-"""A run with secure aggregation before it runs: what would leave a site, how exactly, and against whom it holds."""
+"""Preview secure aggregation for a run: what would leave a site, its precision, and the adversaries it resists."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class MaskedUploadPreview:
 
     @property
     def words(self) -> list[str]:
-        """Sentences on what leaves the site, and on whom that holds against."""
+        """Return sentences on what leaves the site, and against which adversaries that holds."""
         secure, ring = self.secure, self.ring
         claim = AdversaryModel(self.holders, self.threshold, secure.min_sites, self.partial)
         clear = f"; and the scalars {', '.join(self.in_clear)}" if self.in_clear else ""

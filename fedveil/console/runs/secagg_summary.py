@@ -1,4 +1,4 @@
-"""A run of secure aggregation from outside: what it claims, what came of each attempt, and what was masked."""
+"""Summarize a secure-aggregation run: its claims, the outcome of each attempt, and what was masked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_SEEN = (
 
 
 def secagg_note(unseen: Mapping[str, Any]) -> str:
-    """One attempt in a few words: "sum of 3 sites, 3 of 4 holders can open it; unresponsive: west"."""
+    """Describe an attempt briefly: "sum of 3 sites, 3 of 4 holders can open it; unresponsive: west"."""
     parts = []
     if "sites" in unseen:
         parts.append(
@@ -41,7 +41,8 @@ def secagg_note(unseen: Mapping[str, Any]) -> str:
 
 
 def attempt_rows(run: RunView) -> list[list[object]]:
-    """Each, from 1 on: round, attempt, sites in the sum, holders, threshold, who opened no shares, why no sum."""
+    """Return a row per attempt: round and attempt from 1, sites in the sum, holders, threshold, who revealed no shares,
+    and why there is no sum."""
     return [[a["round"] + 1, a.get("attempt", 0) + 1, *_of_attempt(a["unseen"])] for a in run.unseen]
 
 
@@ -58,13 +59,13 @@ def secagg_claims(run: RunView) -> list[str]:
 
 
 def not_seen(run: RunView) -> str:
-    """Return `NOT_SEEN`, with the exception that the run's method makes."""
+    """Return `NOT_SEEN`, with the exception for the run's method."""
     return " ".join(filter(None, [NOT_SEEN, single_site(_partial(run))]))
 
 
 def _partial(run: RunView) -> bool | None:
     """Return the method's `has_partial_uploads`; None where this version cannot make the run's method."""
-    from fedveil import strategies  # torch, only for the pages of a secure run
+    from fedveil import strategies  # imports torch, only for a secure run's pages
 
     try:
         fields = run.config["method"]["fields"]
@@ -94,6 +95,6 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
     holders, threshold = secagg_state.membership.count, secagg_state.membership.threshold
     claim = AdversaryModel(
         holders, threshold, site_policy.min_cohort or 2, partial=None
-    )  # a site keeps no note of the method
+    )  # a site does not record the method
     about = f"secure aggregation: {threshold} of {holders} holders open a secret; sums of at least {claim.least} sites"
     return [f"{about}, by this site's policy", *claim.words, NOT_BOUND]

@@ -1,7 +1,7 @@
 """Notes that `fedveil site start` saves next to a site's state.
 
-SITE.toml holds the site's node config, which Flower gets. SITE.federation holds the name of its federation,
-for the site's own pages only.
+SITE.toml holds the site's node config, which Flower receives. SITE.federation holds the name of its federation, only
+for the site's own pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LONGEST = 256  # bytes of a name
 
 
 def read_site_note(state_dir: Path, name: str, policy: str = "", key_file: str = "") -> SiteConfig:
-    """The config, with another policy or key file where they are named, as in a container, which has no note.
+    """Return the config, with the given policy or key file instead, as in a container, which has no note.
 
     Raises:
         ConfigError, OSError, ValueError: the note cannot be read.
@@ -32,12 +32,12 @@ def read_site_note(state_dir: Path, name: str, policy: str = "", key_file: str =
 
 
 def note_federation(state_dir: Path, name: str, federation: str) -> None:
-    """Notes it; "" where it is not known, so that a name from before does not stay."""
+    """Save the federation's name; "" if unknown, to overwrite an earlier name."""
     write_atomic(state_dir / f"{name}{_FEDERATION}", federation.encode())
 
 
 def noted_federation(state_dir: Path, name: str) -> str:
-    """The federation's name, made safe to show; "" where no file of the folder that can be read says it."""
+    """Return the federation's name, sanitized; "" if no readable file in the folder contains it."""
     note = state_dir.expanduser() / f"{name}{_FEDERATION}"
     try:
         if note.parent != state_dir.expanduser() or not note.is_file():

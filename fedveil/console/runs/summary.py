@@ -1,4 +1,4 @@
-"""Runs side by side: summary.json in the one schema of all results, and the same as a table."""
+"""Compare runs: summary.json in the schema of all results, and the same as a table."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def _row(run: RunView) -> dict[str, Any]:
 
 
 def metric_names(runs: Sequence[RunView]) -> list[str]:
-    """Every metric that some run has, the loss first."""
+    """Return every metric that any run has, the loss first."""
     names = {name for run in runs for name in run.final}
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
 def run_label(metric: str) -> str:
-    """A metric as pages call it: the server's loss on its own test data is no training loss."""
+    """Return a metric's label for pages, to distinguish the server's loss on its test data from training loss."""
     return "test loss" if metric == "loss" else metric
 
 
 def upload_ratio(run: RunView, runs: Sequence[RunView]) -> float | None:
-    """Upload bytes of a run in proportion to the FedAvg run's of equal rounds; None where there is none."""
+    """Return a run's upload bytes relative to a FedAvg run with as many rounds; None if there is none."""
     for other in runs:
         if other.method == BASELINE and other.upload_bytes and other.rounds_done == run.rounds_done:
             return run.upload_bytes / other.upload_bytes
@@ -74,7 +74,7 @@ def is_unchanged(run: RunView) -> str:
 
 
 def summary_table(runs: Sequence[RunView]) -> Table:
-    """The runs as a rich table, a column a run."""
+    """Return the runs as a rich table, one column per run."""
     table = Table("", title="After the last round, on the server's test data", title_justify="left")
     for run in runs:
         table.add_column(run.name, justify="right")

@@ -1,4 +1,4 @@
-"""The warm workers of a machine's sites: what each holds, where, since when, and how far its turn is."""
+"""The warm workers of a machine's sites: what each holds, since when, and the progress of its client round."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STEPS_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker: its site, its card, and what it says of itself."""
+    """One worker: its site, its registry record, and the status that it reports."""
 
     site: str
     card: WorkerRecord
@@ -35,14 +35,14 @@ class WorkerStatus:
 
     @property
     def where(self) -> str:
-        """Such as "fedrand/demo, round 3 of 5"."""
+        """Return what it works on, such as "fedrand/demo, round 3 of 5"."""
         if "run" not in self.says:
             return f"no run {self._since_when}"
         return f"{self.says['run']} ({self.says['method']}), round {self.says['round'] + 1} of {self.says['rounds']}"
 
     @property
     def holds(self) -> str:
-        """The base model, where it is, and how much memory that takes."""
+        """Describe the base model, its device, and its memory use."""
         model = self.says.get("model", f"no model {self._since_when}")
         memory = f"{self.says.get('memory_mb', 0):,} MB"
         if "device_memory_mb" in self.says:
@@ -56,7 +56,7 @@ class WorkerStatus:
 
     @property
     def pace(self) -> str:
-        """Loss and speed of the training under way, or what the last turn took."""
+        """Describe the loss and speed of the current training, or the duration of the last client round."""
         if self.says["state"] == "training":
             left = f", about {self.says['seconds_left']:.0f} s left" if "seconds_left" in self.says else ""
             return f"loss {self.says['loss']:.4f}, {self.says['tokens_per_second']:,} tokens/s{left}"
@@ -65,7 +65,7 @@ class WorkerStatus:
 
 
 def list_workers(state_dir: Path) -> list[WorkerStatus]:
-    """Every living worker under a state folder."""
+    """Return every running worker under a state folder."""
     workers = []
     for path in sorted((state_dir.expanduser() / "workers").glob("*")):
         folder = WorkerRegistry(state_dir, path.name)
@@ -89,7 +89,7 @@ def worker_steps(state_dirs: Iterable[Path]) -> str:
 
 
 def steps_by_and_by(state_dirs: Sequence[Path]) -> Callable[[], str]:
-    """`worker_steps`, asked every other second however often it is called."""
+    """Wrap `worker_steps` so that it queries the workers at most every two seconds."""
     steps_text, asked = "", -_STEPS_SECONDS
 
     def steps_said() -> str:
@@ -102,7 +102,7 @@ def steps_by_and_by(state_dirs: Sequence[Path]) -> Callable[[], str]:
 
 
 def last_failures(state_dir: Path) -> list[str]:
-    """A line for each site below a state folder whose last turn has failed: which turn, when and why."""
+    """Return a line for each site below a state folder whose last client round failed: which, when and why."""
     failures = []
     for path in sorted((state_dir.expanduser() / "workers").glob("*")):
         if (turn := _last(WorkerRegistry(state_dir, path.name).turns)) and "failed" in turn:
@@ -115,7 +115,7 @@ def last_failures(state_dir: Path) -> list[str]:
 
 
 def _last(turns: Path) -> dict[str, Any]:
-    """The last whole line of a site's record of turns; {} where there is none."""
+    """Return the last complete line of a site's log of client rounds; {} if there is none."""
     try:
         with turns.open("rb") as file:
             file.seek(max(0, turns.stat().st_size - _TAIL_BYTES))
@@ -129,7 +129,7 @@ def _ask(connection: Connection) -> dict[str, Any]:
     try:
         with connection.open_channel() as link:
             status = dict(json.loads(link.unary_unary(f"/{NAME}/Status")(b"", timeout=_ANSWER_SECONDS)))
-            # Run, method and model are the server's words.
+            # Run, method and model are text from the server.
             return {key: sanitize(value, 100) if isinstance(value, str) else value for key, value in status.items()}
     except RecursionError:
         raise ValueError("brackets nested too deeply") from None
@@ -138,7 +138,7 @@ def _ask(connection: Connection) -> dict[str, Any]:
 
 
 def describe_worker(worker: WorkerStatus) -> str:
-    """A few lines on one worker."""
+    """Describe one worker in a few lines."""
     since = datetime.fromtimestamp(worker.card.since).strftime("%Y-%m-%d %H:%M:%S")
     lines = [
         f"{worker.site}: process {worker.card.pid} since {since}: {worker.says['state']}",
@@ -149,7 +149,7 @@ def describe_worker(worker: WorkerStatus) -> str:
 
 
 def follow_worker(console: Console, state_dir: Path, enough: Callable[[], bool] = lambda: False) -> None:
-    """A bar a worker on a terminal, elsewhere a line whenever something changes; until `enough`, or Ctrl-C."""
+    """Show a bar per worker on a terminal, elsewhere a line on each change; until `enough`, or Ctrl-C."""
     bars = Progress(
         TextColumn("{task.fields[site]:<12} {task.fields[where]}", markup=False),
         BarColumn(bar_width=24),

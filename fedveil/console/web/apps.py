@@ -1,4 +1,4 @@
-"""Opens the two dashboards: of a folder of runs, and of a site."""
+"""Open the two dashboards: for a folder of runs, and for a site."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Ending = Callable[[], bool]
 
 
 def open_runs_dashboard(runs: Path | None, federations: Sequence[Path], host: str, port: int) -> int:
-    """Serves the runs in a folder. Raises ConfigError where a federation, the address or the port cannot be.
+    """Serve the runs in a folder. Raises ConfigError for an invalid federation, address or port.
 
-    `runs`: None for those that lie in the federations.
+    `runs`: None for the runs inside the federations' folders.
     """
     names = name_federations(federations)
     return serve_dashboard(host, port, lambda entry, ending: server_app(run_folders(runs, names), names, entry, ending))
 
 
 def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str, Path]:
-    """The folders of runs to show, by federation; "" where there is one, or whose runs they are is not known."""
+    """Return the run folders to show, by federation; "" if there is only one, or if the federation is unknown."""
     own = {name: folder / "runs" for name, folder in federations.items()}
     if runs is None:
         if not any(folder.is_dir() for folder in own.values()):
@@ -38,7 +38,7 @@ def run_folders(runs: Path | None, federations: Mapping[str, Path]) -> dict[str,
 
 
 def open_site_dashboard(state_dir: Path, policy: str, key_file: str, host: str, port: int) -> int:
-    """Serves a site's state folder. Raises ConfigError where it is none, or the address or port cannot be."""
+    """Serve a site's state folder. Raises ConfigError for an invalid folder, address or port."""
     if not state_dir.expanduser().is_dir():
         raise ConfigError(f"--state-dir: expected a site's state folder, found none at {state_dir}; name it")
     return serve_dashboard(host, port, lambda entry, ending: site_app(state_dir, policy, key_file, entry, ending))
@@ -47,12 +47,12 @@ def open_site_dashboard(state_dir: Path, policy: str, key_file: str, host: str, 
 def server_app(
     runs: Mapping[str, Path], federations: Mapping[str, Path], entry: DashboardCredentials, ending: Ending
 ) -> ASGIApp:
-    """The pages about runs and federations, by federation each, without the gate before them."""
+    """Return the pages about runs and federations, without authentication."""
     views = server_views.ServerViews(runs, federations, entry.base)
     return make_app(DashboardPages("FedVeil", server_views.LINKS, views.view, views.state), entry, ending)
 
 
 def site_app(state_dir: Path, policy: str, key_file: str, entry: DashboardCredentials, ending: Ending) -> ASGIApp:
-    """The pages about a site, without the gate before them."""
+    """Return the pages about a site, without authentication."""
     views = site_views.SiteViews(state_dir, policy, key_file)
     return make_app(DashboardPages("FedVeil site", site_views.LINKS, views.view, views.state), entry, ending)

@@ -65,7 +65,7 @@ class DashboardCredentials:
 
     @property
     def cookie(self) -> str:
-        """The cookie's name; two dashboards of a machine have two."""
+        """The cookie's name, which differs between dashboards on one machine."""
         return f"fedveil-{self.port}"
 
 
@@ -76,7 +76,7 @@ class AccessMiddleware:
         self._app, self._entry = app, entry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request. Anything but HTTP is not answered."""
+        """Answer one request; ignore anything but HTTP."""
         if scope["type"] != "http":
             return
 
@@ -90,13 +90,13 @@ class AccessMiddleware:
         await (self._refusal(scope) or self._app)(scope, receive, sealed)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to who is not to look, or is to be given the cookie; None for who may."""
+        """Return the response that refuses a request or sets the cookie; None if the request has access."""
         headers = Headers(scope=scope)
         if not _is_ours(headers.getlist("host")):
             return _said(421, f"Host: expected {' or '.join(HOSTS)}, found another; open the printed link")
         if scope["method"] not in ("GET", "HEAD"):
             return _said(405, "expected GET or HEAD: this dashboard is read-only", Allow="GET, HEAD")
-        # First, also for who has the cookie: the token does not stay in the address.
+        # Checked first, even with the cookie, so that the token does not stay in the address.
         if scope["path"] == f"{self._entry.base}/" and _same(_token(scope["query_string"]), self._entry.token):
             return self._let_in()
         if _same(_cookies(headers.getlist("cookie")).get(self._entry.cookie, ""), self._entry.session):

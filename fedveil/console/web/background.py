@@ -14,9 +14,9 @@ from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
 T = TypeVar("T")
-_MOST = 256  # answers that are kept
-_PATIENCE = 2.0  # seconds that a page waits for an answer; it is shown without it then, and anew once it is there
-_OLD = 30.0  # seconds after which an answer of another state is waited for like none
+_MOST = 256  # number of cached answers
+_PATIENCE = 2.0  # seconds that a page waits for an answer; then it is shown without it and refreshed later
+_OLD = 30.0  # seconds after which an outdated answer counts as missing
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class _Asked:
 
 
 class BackgroundQueries:
-    """Questions by key. One is looked into at a time, so that a machine that trains keeps its cores."""
+    """Queries by key. They run one at a time, to leave the cores to training."""
 
     def __init__(self, patience: float = _PATIENCE) -> None:
-        self.answered = 0  # how many answers came; pages are made anew when it grows
+        self.answered = 0  # number of answers so far; pages are rendered again when it grows
         self._patience, self._asked = patience, OrderedDict[Hashable, _Asked]()
         self._lock, self._alone = threading.Lock(), threading.Lock()
 
@@ -82,7 +82,7 @@ class BackgroundQueries:
             asked.done.wait(left)
 
     def _begun(self, key: Hashable, stamp: Hashable, find: Callable[[], T]) -> _Asked:
-        """The question, which is looked into where its answer is of another stamp."""
+        """Return the query, and start it if its answer has another stamp."""
         asked = self._asked.setdefault(key, _Asked())
         self._asked.move_to_end(key)
         if asked.stamp != stamp and not asked.is_under_way:

@@ -46,10 +46,10 @@ _OWN = (
 )
 _FAILURES = ("failed", "refused", "withheld")
 _HASH = re.compile(r"(\d+:)?[0-9a-f]{40,}")
-_WORDS = 600  # characters of one value of a log
-_SECONDS_DIGITS = 7  # of a number of seconds that the page counts on
-_MOST_POINTS = 2000  # of a curve
-DRAWING = threading.Lock()  # matplotlib's settings are one for all threads
+_WORDS = 600  # characters of one log value
+_SECONDS_DIGITS = 7  # seconds that the page counts itself
+_MOST_POINTS = 2000  # of a chart
+DRAWING = threading.Lock()  # matplotlib's settings are shared by all threads
 STATES = {"completed": "completed", "running": "running", "online": "completed", "stopped": "stopped"}
 
 
@@ -113,12 +113,12 @@ def round_progress(folder: Path) -> Html:
 
 
 def failure_count(count: int) -> object:
-    """A number of failures, in the colour of one where there are any."""
+    """Return a number of failures, colored if there are any."""
     return FormattedNumber(f'<span class="failed">{count:,}</span>') if count else count
 
 
 def format_time(value: object) -> object:
-    """A time, to the second and in UTC; text that is no time stays what it is."""
+    """Format a time to the second in UTC; text that is not a time is returned unchanged."""
     try:
         moment = (
             datetime.fromtimestamp(value, UTC) if isinstance(value, int | float) else datetime.fromisoformat(str(value))
@@ -130,7 +130,7 @@ def format_time(value: object) -> object:
 
 
 def log_rows(lines: Iterable[dict[str, Any]]) -> list[list[object]]:
-    """The lines of a log for `table(LOG_HEAD, ...)`: rounds counted from 1, long hashes cut."""
+    """Return log lines as rows for `table(LOG_HEAD, ...)`: rounds counted from 1, long hashes cut."""
     rows = []
     for line in lines:
         why = "; ".join(sanitize(line[key]) for key in ("cause", "reason") if line.get(key))
@@ -151,24 +151,24 @@ LOG_HEAD = ("line", "time (UTC)", "event", "run", "round", "site", "what")
 
 
 def _sizes(line: dict[str, Any]) -> str:
-    """The bytes that a line is about, "" without."""
+    """Return the sizes in bytes from a line, "" if it has none."""
     names = (("up_bytes", "upload bytes"), ("down_bytes", "download bytes"), ("bytes", "bytes"))
     sizes = [f"{line[key]:,} {words}" for key, words in names if type(line.get(key)) is int]
     return f"{', '.join(sizes)}." if sizes else ""
 
 
 def rounds_from_1(round_: object) -> object:
-    """A round as people count."""
+    """Return a round number counted from 1."""
     return str(round_ + 1) if type(round_) is int else sanitize("" if round_ is None else round_, 20)
 
 
 def plain_number(value: object) -> str:
-    """A number that is no count, such as that of a line: without separators."""
+    """Format a number that is not a count, such as a line number, without separators."""
     return sanitize("" if value is None else value, 20)
 
 
 def chart_with_table(title: str, x: str, y: str, points: Sequence[tuple[float, float]], name: str) -> Html:
-    """A curve, and the same as a table behind a click; "" without a point."""
+    """Return a curve and its collapsed table; "" without points."""
     known = [(x_, y_) for x_, y_ in points if _is_number(x_) and _is_number(y_)]
     every = max(1, math.ceil(len(known) / _MOST_POINTS))
     known = [point for i, point in enumerate(known) if i % every == 0 or i == len(known) - 1]

@@ -1,4 +1,4 @@
-"""The federations of a dashboard: who their members are, and whom of them Flower sees."""
+"""The federations on a dashboard: their members, and which of them Flower sees online."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fedveil.console.web.components import state_badge
 from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
-_ASK_FLOWER = 30.0  # seconds; a question costs a CPU-second
+_ASK_FLOWER = 30.0  # seconds between queries; each costs a CPU-second
 _ANSWER_FLOWER = 10.0  # seconds that a page waits for the answer
 
 
 def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
-    """The folders by their federations' names, each folder once; a second one of a name is called "NAME 2".
+    """Return the folders by federation name, each folder once; a second one with the same name is called "NAME 2".
 
-    Raises ConfigError where one is no folder of a federation.
+    Raises ConfigError if one is not a federation's folder.
     """
     federations: dict[str, Path] = {}
     for folder in {folder.resolve(): folder for folder in folders}.values():
-        own = SiteRegistry(folder).federation.name  # there, or an error that names it
+        own = SiteRegistry(folder).federation.name  # raises an error that names it if it is missing
         others = (f"{own} {number}" for number in count(2))
         federations[own if own not in federations else next(name for name in others if name not in federations)] = (
             folder
@@ -40,24 +40,24 @@ def name_federations(folders: Iterable[Path]) -> dict[str, Path]:
 
 @dataclass
 class DashboardFederations:
-    """Federations as `fedveil provision` made them, in these folders, by what they are called on the pages."""
+    """Federations created by `fedveil provision`: their folders, by the names shown on the pages."""
 
     folders: Mapping[str, Path]
     later: BackgroundQueries
 
     def seen(self) -> object:
-        """Another one, another answer: the registries' stamps, and when Flower is asked next."""
+        """Return a value that changes when the answers may: the registries' stamps, and Flower's query interval."""
         asked = int(time.time() / _ASK_FLOWER) if self.folders else 0
         files = [file for f in self.folders.values() for file in (registry_folder(f) / "members.json", f / CONTROL_LOG)]
         return safe_files.file_stamps(files), asked
 
     def logs(self) -> dict[str, Path]:
-        """The logs of who controlled which federation, by what they are called in a URL."""
+        """Return the control logs of the federations, by their names in a URL."""
         files = {f"control of {name}": folder / CONTROL_LOG for name, folder in self.folders.items()}
         return {name: file for name, file in files.items() if safe_files.file_stamps([file])}
 
     def all(self) -> list[dict[str, Any]]:
-        """Each federation for the page: `rows` of its members, `online` of how many, what is `said` of that."""
+        """Return each federation for the page: `rows` of its members, how many are `online`, and a note `said`."""
         return [{"name": name, **self._members(folder)} for name, folder in self.folders.items()]
 
     def online(self) -> dict[tuple[str, str], object]:
@@ -65,7 +65,7 @@ class DashboardFederations:
         return {(one["name"], row[0]): row[1] for one in self.all() for row in one["rows"]}
 
     def whose(self, federation: str) -> str:
-        """The federation of a run in the folder that has this name; "" where that is not known."""
+        """Return the federation of the runs in the folder with this name; "" if unknown."""
         return federation or (next(iter(self.folders)) if len(self.folders) == 1 else "")
 
     def _members(self, folder: Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class DashboardFederations:
         rows, well = [], 0
         for site, entry in sorted(members.sites.items()):
             why = why_absent(entry, online.value or {})
-            # An answer from before says nothing of a site that came since: no advice is made of it.
+            # An outdated answer does not cover sites added since, so it gives no advice.
             is_old = online.value is None or (why and not online.is_new)
             unknown = bool(is_old) and entry["state"] == "registered"
             is_online = not why and not unknown

@@ -29,12 +29,12 @@ _LONGEST_PATH = 512
 
 
 class PageNotFound(Exception):
-    """Page not found; the text is shown."""
+    """Raised when a page is not found; the text is shown."""
 
 
 @dataclass(frozen=True)
 class PageView:
-    """One page: its template, its title and what the template is given."""
+    """One page: its template, title and template variables."""
 
     template: str
     title: str
@@ -46,10 +46,10 @@ class DashboardPages:
     """All pages of a dashboard.
 
     Attributes:
-        name: what stands above each.
-        links: path below the dashboard and words of each page that is linked from every one.
-        view: makes the page at the components of a path. Raises PageNotFound, FedVeilError.
-        state: of all that pages show; while it is the same, the pages are.
+        name: heading of every page.
+        links: path and label of each page that every page links to.
+        view: builds the page for a path's components. Raises PageNotFound, FedVeilError.
+        state: digest of everything that pages show; while it is unchanged, so are the pages.
     """
 
     name: str
@@ -59,7 +59,7 @@ class DashboardPages:
 
 
 def make_app(site: DashboardPages, entry: DashboardCredentials, ending: Callable[[], bool]) -> ASGIApp:
-    """The pages below the entry's place."""
+    """Return the app with the pages below the entry's place."""
     templates = html.template_environment(f"{_ROOM}/templates", "console/web/report/templates")
     streams = EventStreams(ending)
 

@@ -1,4 +1,4 @@
-"""Files that pages are made from, found and read within bounds. A name out of a URL is looked up, never made a path."""
+"""Find and read the files behind pages within bounds. A name from a URL is looked up, never used as a path."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedveil.errors import StateError
 from fedveil.records import audit_log
 
 MOST_RUNS = 200
-MOST_BYTES = 64 << 20  # of one file
-MOST_LINES = 200  # of a log that are shown
-_MOST_ENTRIES = 10_000  # of a folder that are looked at
+MOST_BYTES = 64 << 20  # bytes of one file
+MOST_LINES = 200  # shown lines of a log
+_MOST_ENTRIES = 10_000  # inspected entries of a folder
 _TAIL_BYTES = 1 << 20
 _STATUS = ("status.json", "config.json")
 _READ = (
@@ -40,8 +40,8 @@ class RunLocation:
     """A run's folder.
 
     Attributes:
-        key: its name in a URL: that of the folder, behind its group's and ":" where it has one.
-        federation: whose run it is, where folders of several are shown; its name and ":" begin the key.
+        key: its name in a URL: the folder's name, preceded by its group's name and ":" if it has one.
+        federation: the run's federation, if several are shown; its name and ":" begin the key.
     """
 
     key: str
@@ -56,9 +56,9 @@ class RunLocation:
 
 
 def find_runs(folders: Mapping[str, Path]) -> dict[str, RunLocation]:
-    """The runs in these folders and in their folders, by key, the newest first; no link is followed.
+    """Return the runs in these folders and their subfolders, by key, the newest first; links are not followed.
 
-    `folders`: by federation, "" where there is one folder.
+    `folders`: by federation, "" if there is only one folder.
     """
     runs: dict[str, RunLocation] = {}
     for federation, folder in folders.items():
@@ -82,12 +82,12 @@ def find_logs(folders: Mapping[str, Path], places: Iterable[RunLocation]) -> dic
 
 
 def find_run(place: RunLocation) -> RunView:
-    """The run there. Raises StateError where it cannot be read, or is larger than is read here."""
+    """Load the run there. Raises StateError if it cannot be read or is too large."""
     for name, about in _regular(place.folder, _READ).items():
         require_bounded(place.folder / name, about.st_size)
     try:
         run = load_run(place.folder)
-        # What follows from its lines, once here: so a page that lists many runs finds out which one is damaged.
+        # Evaluate its lines once here, so that a page that lists many runs detects a damaged one.
         for name in run.final:
             run.curve(name)
         (
@@ -104,18 +104,18 @@ def find_run(place: RunLocation) -> RunView:
 
 
 def with_status(place: RunLocation, found: RunView) -> RunView:
-    """`found`, with what has become of it by now: a process ends without a word in any file."""
+    """Return `found` with its current status, because a process may end without writing to a file."""
     return replace(found, status=status_of(place.folder))
 
 
 def require_bounded(file: Path, size: int) -> None:
-    """Raises StateError for a file that is too large to be read here."""
+    """Raise StateError for a file that is too large to be read here."""
     if size > MOST_BYTES:
         raise StateError(f"{file.name}: expected at most {MOST_BYTES:,} bytes for display here, found {size:,}")
 
 
 def file_stamps(files: Iterable[Path]) -> Stamp:
-    """Name, size and time of the regular files among these; another stamp, another content."""
+    """Return name, size and time of the regular files among these; they change with the content."""
     stamps = []
     for file in files:
         if file.name in (about := _regular(file.parent, (file.name,))):
@@ -129,7 +129,7 @@ def run_stamp(place: RunLocation) -> Stamp:
 
 
 def tail_log(file: Path, most: int = MOST_LINES) -> list[dict[str, Any]]:
-    """The last lines of a log as they stand, the newest first: at most `most` of 1 MiB, and nothing is checked."""
+    """Return a log's last lines unverified, the newest first: at most `most`, from the last 1 MiB."""
     with file.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(0, size - _TAIL_BYTES))
@@ -166,7 +166,7 @@ def _regular(folder: Path, names: Iterable[str]) -> dict[str, os.stat_result]:
     for name in names:
         try:
             about = (folder / name).lstat()
-        except OSError:  # none there, or none that may be seen
+        except OSError:  # missing, or not readable
             continue
         if stat.S_ISREG(about.st_mode):
             file_stats[name] = about

@@ -16,10 +16,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-MOST = 16  # streams at a time
-_LIFE = 3600.0  # seconds; the browser then asks again
+MOST = 16  # concurrent streams
+_LIFE = 3600.0  # seconds; the browser then reconnects
 _POLL = 1.0
-_BEAT = 15.0  # a comment, by which a client that has gone is noticed
+_BEAT = 15.0  # seconds between comments, which detect a client that has gone
 
 
 class EventStreams:
@@ -30,7 +30,7 @@ class EventStreams:
         self.open = 0
 
     def of(self, state: Callable[[], str], seen: str) -> Response:
-        """A stream that says when `state` is not `seen` any more, and at each further change."""
+        """Return a stream that reports when `state` differs from `seen`, and each later change."""
         if self.open >= self._most:
             return PlainTextResponse("too many pages are open at once; close one\n", 503, {"Retry-After": "60"})
         self.open += 1

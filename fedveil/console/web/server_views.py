@@ -37,8 +37,8 @@ from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
 LINKS = (("", "Runs"), ("sites", "Sites"), ("logs", "Audit logs"))
-_MOST_KEPT = 64  # runs in memory
-_SUMMED = 50  # runs that the page of sites counts
+_MOST_KEPT = 64  # cached runs
+_SUMMED = 50  # runs counted on the page of sites
 _CURVES = 12
 _POLL = 0.9
 _NOT_IN_LOG = "not in the log"
@@ -66,7 +66,7 @@ class ServerViews:
         self._members = DashboardFederations(self.federations, self.later)
 
     def view(self, path: Sequence[str]) -> PageView:
-        """The page at a path. Raises PageNotFound, FedVeilError."""
+        """Return the page at a path. Raises PageNotFound, FedVeilError."""
         match list(path):
             case []:
                 return self._home()
@@ -102,7 +102,7 @@ class ServerViews:
         return places[key]
 
     def _loaded(self, place: RunLocation) -> RunView:
-        """The run, read again where a file of it has changed. Raises StateError."""
+        """Return the run, read again if one of its files has changed. Raises StateError."""
         stamp = safe_files.run_stamp(place)
         with self._lock:
             cache_entry = self._kept.get(place.key)
@@ -115,7 +115,7 @@ class ServerViews:
         return safe_files.with_status(place, cache_entry[1])
 
     def _read(self, places: Sequence[RunLocation]) -> tuple[list[tuple[RunLocation, RunView]], list[tuple[str, str]]]:
-        """The runs that can be read; of the others name and reason."""
+        """Return the readable runs, and name and reason for the others."""
         loaded_runs, broken = [], []
         for place in places:
             try:
@@ -151,7 +151,7 @@ class ServerViews:
         return PageView("home.html", "Runs", about)
 
     def _column(self) -> list[str]:
-        """The federation's, where there are several."""
+        """Return the heading of the federation column, if there are several federations."""
         return ["federation"] if len(self.federations) > 1 else []
 
     def _federation(self, place: RunLocation) -> list[str]:
@@ -196,7 +196,7 @@ class ServerViews:
         return PageView("sites.html", "Sites", about)
 
     def _last_uploads(self) -> dict[tuple[str, str], str]:
-        """The time of the last upload of each (federation, site) that the ends of the logs tell of."""
+        """Return the time of each (federation, site)'s last upload, from the ends of the logs."""
         upload_times: dict[tuple[str, str], str] = {}
         places = safe_files.find_runs(self.runs)
         for federation, file in safe_files.find_logs(self.runs, places.values()).values():

@@ -28,7 +28,7 @@ _LONGEST_HEAD = 16_384
 
 
 def require_loopback(host: str) -> None:
-    """Raises ConfigError for another address than this machine's loopback, and says why."""
+    """Raise ConfigError, with the reason, for an address other than this machine's loopback."""
     if host not in (HOST, "localhost"):
         raise ConfigError(
             f"--host: expected {HOST}, found {sanitize(host, 80)}: pages and the link's token are sent unencrypted, so "
@@ -38,12 +38,12 @@ def require_loopback(host: str) -> None:
 
 
 def open_listener(port: int) -> socket.socket:
-    """A socket on the loopback alone; 0 is any free port. Raises ConfigError where the port cannot be had."""
+    """Return a socket on the loopback only; 0 is any free port. Raises ConfigError if the port is unavailable."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
-        listener.listen()  # so that whoever opens the link at once is answered
+        listener.listen()  # so that the link works immediately
     except (OSError, OverflowError) as error:
         listener.close()
         used = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
@@ -53,7 +53,7 @@ def open_listener(port: int) -> socket.socket:
 
 
 class _Bounded(H11Protocol):
-    """A connection that is cut off where no answer of ours is on its way, every ten seconds."""
+    """A connection that is checked every ten seconds, and closed if it has no response in progress."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -69,7 +69,7 @@ class _Bounded(H11Protocol):
 
 
 class _Announced(uvicorn.Server):
-    """Says that it serves once a signal ends it in order; before, one would cut it off where it starts."""
+    """Announces that it serves only once signals end it cleanly; an earlier signal would interrupt its start."""
 
     announce: Callable[[], None] = staticmethod(lambda: None)
 
@@ -79,7 +79,7 @@ class _Announced(uvicorn.Server):
 
 
 class DashboardServer:
-    """One dashboard that listens; `run` serves it. `app_of`: its pages, given its entry and whether it is to end."""
+    """One listening dashboard; `run` serves it. `app_of` builds its pages from its credentials and an end check."""
 
     def __init__(self, port: int, app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp]) -> None:
         self._socket = open_listener(port)
@@ -93,17 +93,17 @@ class DashboardServer:
         self._server = _Announced(config)
 
     def run(self, announce: Callable[[], None] = lambda: None) -> None:
-        """Until `end`, SIGINT or SIGTERM; calls `announce` once these are heard."""
+        """Serve until `end`, SIGINT or SIGTERM; call `announce` once signals are handled."""
         self._server.announce = announce
         self._server.run(sockets=[self._socket])
 
     def end(self) -> None:
-        """Ends `run`, from another thread."""
+        """End `run` from another thread."""
         self._server.should_exit = True
 
 
 def serve_dashboard(host: str, port: int, app_of: Callable[[DashboardCredentials, Callable[[], bool]], ASGIApp]) -> int:
-    """Prints the link and serves until Ctrl-C. Raises ConfigError for an address or port that cannot be."""
+    """Print the link and serve until Ctrl-C. Raises ConfigError for an unusable address or port."""
     require_loopback(host)
     server = DashboardServer(port, app_of)
     server.run(lambda: _say(server.entry))

@@ -1,4 +1,4 @@
-"""The pages of a site: what left it, what was refused, what the ledger holds, what the worker does."""
+"""Dashboard pages of a site: uploads, refusals, the privacy ledger, and the worker's activity."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SiteViews:
     _state: tuple[float, str] = (0.0, "")
 
     def view(self, path: Sequence[str]) -> PageView:
-        """The page at a path. Raises PageNotFound, FedVeilError."""
+        """Return the page at a path. Raises PageNotFound, FedVeilError."""
         match list(path):
             case []:
                 return self._home()
@@ -64,7 +64,7 @@ class SiteViews:
     def state(self) -> str:
         """Return a digest of all page content, updated at most once a second regardless of the number of requests."""
         if time.monotonic() - self._state[0] > _POLL:
-            # That it is heard, and not when: a page that changes with each heartbeat would never be at rest.
+            # Includes whether the site is heard, not when: otherwise every heartbeat would refresh the page.
             silent = [name for name, said in self._heartbeats().items() if said.startswith("not")]
             does = [*(_where(worker) for worker in self._workers()[0]), *silent]
             files = [self._log, *self._ledgers().values(), *self.state_dir.expanduser().glob("workers/*/turns.jsonl")]
@@ -120,7 +120,7 @@ class SiteViews:
         return PageView("site.html", f"Site {about['sites']}" if sites else "This site", about)
 
     def _names(self, found: _Left | None) -> list[str]:
-        """The sites of this folder: `fedveil site start` notes their settings, the log and the ledger name them too."""
+        """Return the sites of this folder, from the settings saved by `fedveil site start`, the log and the ledger."""
         noted_ = [file.stem for file in self.state_dir.expanduser().glob("*.toml")]
         logged = [site for _, site in found.runs] if found else []
         return [sanitize(name, 80) for name in sorted({*noted_, *logged, *self._ledgers()} - {""})][:_MOST_NAMES]
@@ -147,7 +147,7 @@ class SiteViews:
         return [name, self._data(name), rows, spent if asked.is_new else f"{spent} ({asked.since})", *more]
 
     def _data(self, name: str) -> str | None:
-        """The site's data as its settings have it now; a ledger holds keyed digests of rows alone."""
+        """Return the site's data folder from its current settings; a ledger has only keyed digests of examples."""
         try:
             site = read_site_note(self.state_dir, name)
         except (FedVeilError, OSError, ValueError):
@@ -155,7 +155,7 @@ class SiteViews:
         return sanitize(site.data_set or site.data, 200) or None
 
     def _workers(self) -> tuple[list[WorkerStatus], str]:
-        """The living workers; why nothing can be said of them. What a worker says is bundled code's word."""
+        """Return the running workers, and why they are unknown. A worker's report is untrusted: bundled code."""
         try:
             return list_workers(self.state_dir), ""
         except (ValueError, TypeError, KeyError) as error:
@@ -175,7 +175,7 @@ class SiteViews:
 
 
 def _of(found: LedgerStanding) -> tuple[int, str, object, object]:
-    """Rows, what is spent, what is permitted and what is left of it, rounded down."""
+    """Return the number of charged records, the spent and permitted budget, and the rest, rounded down."""
     about = found.budget.delta, found.budget.neighbours
     spent = stated_guarantee(found.epsilon, *about)
     if found.own is not None:
@@ -186,7 +186,7 @@ def _of(found: LedgerStanding) -> tuple[int, str, object, object]:
 
 
 def _summed(file: Path) -> _Left:
-    """Reads the whole log and checks it. Raises StateError."""
+    """Read and verify the whole log. Raises StateError."""
     safe_files.require_bounded(file, file.stat().st_size)
     runs: dict[tuple[str, str], tuple[int, int, int, str]] = {}
     events, refusals = Counter[str](), []

@@ -1,10 +1,10 @@
-"""The tree of objects that a site announces with a reply, in the one form that FedVeil's sites send.
+"""Check the tree of objects that a site announces with a reply; FedVeil's sites send only one form.
 
     Message -- RecordDict -- ArrayRecord -- Array -- ArrayChunk      (a slice of the upload; many)
                           -- ConfigRecord                            (the head of the site's log; at most three)
 
-Flower registers whatever is announced, in one transaction, and its objects have one space of names for all sites. So
-a tree is checked before Flower sees it.
+Flower registers every announced object in one transaction, and all sites share one namespace of objects. So a tree is
+checked before Flower sees it.
 
 Formal guarantees, for a tree that `read_tree` returns:
 - it has at most `max_nodes` nodes, and one id stands for one type with one set of children wherever it occurs;
@@ -37,7 +37,7 @@ from fedveil.wire.flower_objects import ObjectType, is_object_id
 
 @dataclass(frozen=True)
 class AnnouncedObject:
-    """What the object of an id has to be."""
+    """The required type and children of an announced object."""
 
     type: ObjectType
     children: frozenset[str]

@@ -1,4 +1,4 @@
-"""A reply that a site announces, judged against the instruction that it answers.
+"""Check a reply that a site announces against the instruction that it answers.
 
 Flower checks of a reply that its run is running and that its instruction was sent to the node that it names. It checks
 no instruction's number, type or times, and takes a message without an instruction for an order to any other site.
@@ -43,13 +43,13 @@ _GROUP = re.compile(r"[0-9]{1,9}/([0-9]{1,13})")
 
 @dataclass(frozen=True)
 class Announcement:
-    """A reply of which the site sends the objects next.
+    """A reply whose objects the site sends next.
 
     Attributes:
-        expires: when its instruction ends, in seconds since 1970.
-        max_bytes: the sum of its objects' bodies that is taken.
-        root_body: what the body of its root object has to say.
-        request: the call as Flower is to see it, once all objects are there.
+        expires: when its instruction expires, in seconds since 1970.
+        max_bytes: maximum total size of its objects' bodies.
+        root_body: required body of its root object.
+        request: the call that Flower receives once all objects have arrived.
     """
 
     node_id: int
@@ -86,8 +86,8 @@ def read_announcement(
     """Return the reply that a call announces. Raises FleetCallRefused.
 
     Args:
-        instruction: the one with the id of `instruction_id_of`, None where Flower has none.
-        now: in seconds since 1970.
+        instruction: the one with the id from `instruction_id_of`, None if Flower has none.
+        now: current time in seconds since 1970.
         node_id: the site that signed the call.
     """
     message, tree = request.messages_list[0], request.message_object_trees[0]

@@ -1,4 +1,4 @@
-"""How often a site may call: a bucket of tokens for each site and call, filled evenly over a minute.
+"""Limit how often a site may call: a token bucket for each site and call, refilled evenly over a minute.
 
 | a site | result |
 |---|---|
@@ -7,7 +7,7 @@
 | restarts the server | its buckets are full again |
 | asks for more at once than a minute's tokens | never admitted |
 
-Only registered sites reach this place, so their number bounds the buckets.
+Only registered sites reach this code, so their number bounds the number of buckets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MINUTE = 60.0
 
 
 class CallRates:
-    """Buckets for the calls of `per_minute`, which gives the tokens of a minute by the name of a call."""
+    """Token buckets for the calls in `per_minute`, which gives the tokens per minute by call name."""
 
     def __init__(self, per_minute: Mapping[str, float], monotonic: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._monotonic = per_minute, monotonic
@@ -28,7 +28,7 @@ class CallRates:
         self._lock = threading.Lock()
 
     def admits(self, site: Hashable, call: str, tokens: float = 1.0) -> bool:
-        """Take tokens for a call of a site, if there are as many."""
+        """Take tokens for a site's call, if there are enough."""
         most = float(self._per_minute[call])
         with self._lock:
             now = self._monotonic()

@@ -1,13 +1,13 @@
-"""What was handed out to each site, so that a site pulls its own objects and no other's.
+"""Track what was delivered to each site, so that a site can pull only its own objects.
 
-The objects of all sites and runs have one space of names in Flower, and Flower gives each of them to whoever asks.
+In Flower, the objects of all sites and runs share one namespace, and any site can pull any of them.
 
 Formal guarantees:
-- `may_pull` is true only of objects in the tree of an instruction that was handed out to this very site, in this run;
+- `may_pull` is true only for objects in the tree of an instruction that was delivered to this site in this run;
 - an object is counted at most `MAX_PULLS_OF_AN_OBJECT` times for each time its instruction was handed out, and an
   instruction's deliveries at most `MAX_COUNTED_DELIVERIES` times.
 
-It is a cache: after a restart of the server, and for the fifth instruction of a site, port.py reads the database again.
+It is a cache: after a server restart, and from a site's fifth instruction on, port.py reads the database again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Delivery:
 
 
 class DeliveredInstructions:
-    """The last instructions of each site."""
+    """The last instructions delivered to each site."""
 
     def __init__(self) -> None:
         self._of_site: dict[int, OrderedDict[str, _Delivery]] = {}
@@ -57,7 +57,7 @@ class DeliveredInstructions:
             return bool(self._deliveries_of(node_id, run_id, object_id))
 
     def is_pulled_too_often(self, node_id: int, run_id: int, object_id: str) -> bool:
-        """Return whether a site has had an object as often as it may."""
+        """Return whether a site has pulled an object as often as it may."""
         with self._lock:
             return all(
                 delivery.pulls[object_id] >= limits.MAX_PULLS_OF_AN_OBJECT * delivery.times
@@ -65,19 +65,19 @@ class DeliveredInstructions:
             )
 
     def count_pull(self, node_id: int, run_id: int, object_id: str) -> None:
-        """Count that a site got an object."""
+        """Count one pull of an object by a site."""
         with self._lock:
             for delivery in self._deliveries_of(node_id, run_id, object_id):
                 delivery.pulls[object_id] += 1
 
     def is_confirmed(self, node_id: int, root: str) -> bool:
-        """Return whether a site has said that it has an instruction."""
+        """Return whether a site has confirmed an instruction."""
         with self._lock:
             delivery = self._of_site.get(node_id, OrderedDict()).get(root)
             return delivery is not None and delivery.is_confirmed
 
     def confirm(self, node_id: int, root: str) -> None:
-        """Remember that a site has an instruction."""
+        """Record that a site has confirmed an instruction."""
         with self._lock:
             if (delivery := self._of_site.get(node_id, OrderedDict()).get(root)) is not None:
                 delivery.is_confirmed = True

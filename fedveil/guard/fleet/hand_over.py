@@ -1,6 +1,6 @@
-"""One thread gives whole replies to Flower: its own `push_messages`, then its own `push_object` for each object.
+"""One thread passes complete replies to Flower: its `push_messages`, then its `push_object` for each object.
 
-It takes one object of each site in turn, so that a site's gigabyte does not stand before others' kilobytes.
+It handles one object per site in turn, so that one site's gigabyte does not delay other sites' kilobytes.
 
 Formal guarantees:
 - Flower learns of a reply only when all of its objects are there and were checked;
@@ -39,7 +39,7 @@ _MAX_PAUSE_SECONDS = 5.0
 
 
 class FlowerPushes(Protocol):
-    """Flower's own two functions, with its state."""
+    """Flower's two push functions, bound to its state."""
 
     def push_messages(self, request: PushMessagesRequest) -> Any:
         """Announce a reply."""
@@ -50,11 +50,11 @@ class FlowerPushes(Protocol):
 
 @dataclass
 class WholeReply:
-    """A reply on its way to Flower.
+    """A complete reply that waits to be passed to Flower.
 
     Attributes:
-        read_object: the bytes of an object. Raises OSError.
-        finish: called once, with whether Flower has it.
+        read_object: returns the bytes of an object. Raises OSError.
+        finish: called once with whether Flower accepted the reply.
     """
 
     announcement: Announcement
@@ -89,12 +89,12 @@ class HandOver:
             self._changed.notify()
 
     def is_idle(self) -> bool:
-        """Return whether no reply is queued or on its way."""
+        """Return whether no reply is queued or in progress."""
         with self._changed:
             return not self._queues
 
     def step(self) -> float:
-        """Do one call to Flower. Returns the seconds until the next one can be done; infinite for an empty queue."""
+        """Make one call to Flower. Returns the seconds until the next is due; infinite for an empty queue."""
         with self._changed:
             now = self._monotonic()
             due = [node for node, queue in self._queues.items() if queue[0].not_before <= now]
@@ -149,7 +149,7 @@ class HandOver:
     def _leave(self, reply: WholeReply, has_it: bool) -> None:
         try:
             reply.finish(has_it)
-        except Exception as error:  # its files stay until the next start; the other sites' replies go on
+        except Exception as error:  # its files stay until the next start; the other sites' replies continue
             log(ERROR, "finishing a reply of node %s failed", reply.announcement.node_id, exc_info=error)
         with self._changed:
             queue = self._queues[reply.announcement.node_id]

@@ -66,14 +66,14 @@ Flower = Callable[..., Any]
 
 _WITH_STORE = ("pull_messages", "confirm_message_received")
 _PUSHES = ("push_messages", "push_object")
-# Flower's own servicer of 1.39 makes an answer of a ValueError in these; in others it becomes INTERNAL.
+# In these calls, Flower 1.39's servicer converts a ValueError to an answer; in others it becomes INTERNAL.
 _VALUE_ERRORS = ("activate_node", "deactivate_node", "get_run", "get_fab")
 _RATES = {
     **limits.CALLS_A_MINUTE,
     "announced bytes": limits.ANNOUNCED_BYTES_A_MINUTE,
     "objects read again": limits.CALLS_A_MINUTE["get_run"],
 }
-# Of Flower's numbered errors the one that both lines answer with UNAVAILABLE and 503.
+# Flower's numbered error that both releases answer with UNAVAILABLE and 503.
 _UNAVAILABLE = ApiErrorCode.LINKSTATE_NOT_INITIALIZED
 
 
@@ -84,7 +84,7 @@ def install_fleet_port(release: FlowerRelease, port: FleetPort) -> None:
         module = importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(f"flwr {release.release}: expected the module {name}, found none ({error})") from None
-    functions = {call: _flower_function(module, call) for call in FLEET_CALLS}  # all of them, before one is replaced
+    functions = {call: _flower_function(module, call) for call in FLEET_CALLS}  # find all of them before replacing one
     for call, function in functions.items():
         setattr(module, call, port.guarded(call, function))
 
@@ -102,10 +102,10 @@ def _flower_function(module: Any, call: str) -> Flower:
 
 
 class FleetPort:
-    """The checks of calls, in the order in which port.py's table has them.
+    """The checks of calls, in the order of the table above.
 
     Args:
-        site_of: the name of the registered site with this public key (PEM); "" for none.
+        site_of: returns the name of the registered site with a public key (PEM); "" for none.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FleetPort:
         self._staging = ReplyStaging(spool, self._hand_over)
 
     def guarded(self, call: str, function: Flower) -> Flower:
-        """Return the function that takes the place of Flower's `function`."""
+        """Return the replacement for Flower's `function`."""
         self._functions[call] = function
         check = getattr(self, f"_{call}")
 
@@ -200,7 +200,7 @@ class FleetPort:
         if self._delivered.is_pulled_too_often(*of):
             raise FleetCallRefused(RefusalReason.PULLED_TOO_OFTEN, request.object_id)
         response = flower()
-        if response.object_content:  # an object that is not there yet is asked for again, and costs nothing
+        if response.object_content:  # an object that has not arrived yet is requested again at no cost
             self._delivered.count_pull(*of)
         return response
 
@@ -243,7 +243,7 @@ class FleetPort:
     # Parts
 
     def _start(self, state: Any) -> None:
-        """Take up what an earlier process has left, before the first call: Flower's state is not there earlier."""
+        """Recover an earlier process's state at the first call, because Flower's state does not exist before."""
         if self._state is not None:
             return
         with self._starting:
@@ -254,7 +254,7 @@ class FleetPort:
                     PeriodicSweep(self.sweep).start()
 
     def _is_registered(self, node_id: int) -> bool:
-        """Return whether a site's key is registered today; an unreadable registry takes nothing from anybody."""
+        """Return whether a site's key is valid today; if the registry is unreadable, every site keeps its access."""
         try:
             nodes = self._state.get_node_info(node_ids=[node_id])
             return bool(nodes and self._site_of(nodes[0].public_key))
@@ -263,7 +263,7 @@ class FleetPort:
             return True
 
     def _require_rate(self, call: str, request: Any) -> None:
-        """Raise FleetCallDeferred where a call comes too often that has no other answer then."""
+        """Raise FleetCallDeferred if a call comes too often and has no other answer for that case."""
         if call in limits.CALLS_A_MINUTE and call not in ("send_node_heartbeat", "pull_messages"):
             site = request.public_key if call == "activate_node" else _node_of(request)
             if not self._rates.admits(site, call):
@@ -276,7 +276,7 @@ class FleetPort:
             raise FleetCallRefused(RefusalReason.FOREIGN_RUN, str(run_id))
 
     def _read_again(self, request: Any, state: Any) -> None:
-        """Remember the site's instructions as the database has them: after a restart nothing is remembered."""
+        """Load the site's instructions from the database, because the cache is empty after a restart."""
         node_id = _node_of(request)
         if not self._rates.admits(node_id, "objects read again"):
             return
@@ -284,22 +284,22 @@ class FleetPort:
         for row in rows[: limits.REMEMBERED_INSTRUCTIONS][::-1]:
             try:
                 tree = state.object_store.get_object_tree(row.message_id)
-            except NoObjectInStoreError:  # it was confirmed, so its objects are gone
+            except NoObjectInStoreError:  # it was confirmed, so its objects were deleted
                 continue
             self._delivered.record_delivery(node_id, row.run_id, row.message_id, _object_ids(tree))
 
     def _record(self, state: Any, call: str, request: Any, refused: FleetCallRefused) -> None:
         node_id, name = _node_of(request), ""
         try:
-            if call == "activate_node":  # which names its own key, the one that signed
+            if call == "activate_node":  # the call contains the key that signed it
                 node_id = state.get_node_id_by_public_key(request.public_key) or 0
             name = self._name_of(state, node_id)
-        except (SQLAlchemyError, StateError) as error:  # the refusal stands, with the node's number
+        except (SQLAlchemyError, StateError) as error:  # the refusal stands and is logged with the node's number
             log(ERROR, "fleet port: cannot look up the name of node %s: %s", node_id, error)
         self._refusals.record_refusal(name, node_id, call, refused.reason, refused.value)
 
     def _name_of(self, state: Any, node_id: int) -> str:
-        """Return the site's name in the registry; "" while the node has none (a node keeps its key for ever)."""
+        """Return the site's name in the registry; "" while the node has none (a node's key never changes)."""
         if node_id not in self._site_names:
             nodes = state.get_node_info(node_ids=[node_id])
             if not (name := self._site_of(nodes[0].public_key) if nodes else ""):
@@ -308,20 +308,20 @@ class FleetPort:
         return self._site_names[node_id]
 
     def _after_failure(self, state: Any, call: str, request: Any, error: Exception) -> FlowerError:
-        """Return what a site is answered after an exception that has no line in the table: never INTERNAL."""
+        """Return the answer to a site after an exception that the table does not list: never INTERNAL."""
         log(ERROR, "fleet port: %s of node %s failed", call, _node_of(request), exc_info=error)
         if isinstance(error, SQLAlchemyError | OSError):
             return _flower_error(_UNAVAILABLE, call, request, DeferralReason.STORAGE.value)
         if call not in _PUSHES:
             return _flower_error(_UNAVAILABLE, call, request, DeferralReason.OWN_ERROR.value)
-        # A push that fails the same way each time would be repeated for ever.
+        # Without this limit, a push that always fails would be repeated forever.
         refused = FleetCallRefused(RefusalReason.OWN_ERROR, type(error).__name__)
         self._record(state, call, request, refused)
         return _flower_error(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, call, request, RefusalReason.OWN_ERROR.value)
 
 
 def _node_of(request: Any) -> int:
-    """Return the node that signed a call: 0 for the two that name a key instead."""
+    """Return the node that signed a call; 0 for the two calls that contain a key instead."""
     return int(request.node.node_id if hasattr(request, "node") else getattr(request, "node_id", 0))
 
 

@@ -1,4 +1,4 @@
-"""The ways in which the fleet port does not do what a site asks, and the fixed words for each.
+"""The ways in which the fleet port rejects a site's call, with a fixed text for each.
 
 | raised | the site is answered | its SuperNode |
 |---|---|---|
@@ -15,7 +15,7 @@ from enum import Enum
 
 
 class RefusalReason(Enum):
-    """Why a call is refused. The text is for the control log and for the site; it holds nothing that a site sent."""
+    """Reason for a refusal. The text goes to the control log and the site; it contains nothing that a site sent."""
 
     HEARTBEAT_INTERVAL = "heartbeat interval out of bounds"
     FOREIGN_RUN = "no instruction of this run for this site"
@@ -48,7 +48,7 @@ class RefusalReason(Enum):
 
 
 class DeferralReason(Enum):
-    """Why a site is to ask again."""
+    """Reason why a site must ask again."""
 
     RATE = "too many calls"
     NO_ROOM = "no room for the reply"
@@ -57,7 +57,7 @@ class DeferralReason(Enum):
 
 
 class FleetCallRefused(Exception):
-    """A call that is not done. `value` is what the site sent, for the log alone."""
+    """Raised for a refused call. `value` is what the site sent, only for the log."""
 
     def __init__(self, reason: RefusalReason, value: str = "") -> None:
         super().__init__(reason.value)
@@ -65,7 +65,7 @@ class FleetCallRefused(Exception):
 
 
 class FleetCallDeferred(Exception):
-    """A call that the site is to repeat."""
+    """Raised for a call that the site must repeat."""
 
     def __init__(self, reason: DeferralReason) -> None:
         super().__init__(reason.value)

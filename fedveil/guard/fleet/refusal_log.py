@@ -1,4 +1,4 @@
-"""Lines of the control log about refused calls: who sent what, so often that it is seen, so seldom that no disk fills.
+"""Log refused calls to the control log: often enough to be noticed, rarely enough not to fill the disk.
 
     {"event": "fleet-refused", "site": "east", "node": "49..", "call": "push_messages", "reason": "...", "count": 1}
     {"event": "rogue", "site": "east", "node": "49..", "count": 20}
@@ -36,14 +36,14 @@ _VALUE_CHARACTERS = 80
 
 @dataclass
 class _Line:
-    """When the last line of a kind was written, and how many refusals have none."""
+    """Time of the last line of a kind, and the number of refusals since."""
 
     at: float
     unsaid: int = 0
 
 
 class FleetRefusalLog:
-    """The lines about refused calls in `control`."""
+    """Writer of the lines about refused calls in `control`."""
 
     def __init__(self, control: ControlLog, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._control, self._monotonic = control, monotonic
@@ -91,5 +91,5 @@ class FleetRefusalLog:
     def _append(self, event: str, about: dict[str, object]) -> None:
         try:
             self._control.write(event, about)
-        except StateError as error:  # the call is refused all the same, and the operator sees that the log is broken
+        except StateError as error:  # the call is still refused, and the operator sees that the log is broken
             log(ERROR, "%s of %s could not be written to the control log: %s", event, about["site"], error)

@@ -1,4 +1,4 @@
-"""Replies of which not all objects have come, on the server's disk.
+"""Incomplete replies on the server's disk.
 
     <folder>/<node>/<session>/reply.json      the site's call, as Flower is to see it
                               <object id>     the object's bytes
@@ -44,7 +44,7 @@ _MAX_JSON_BYTES = 2 * limits.MAX_ANNOUNCEMENT_CALL_BYTES
 
 @dataclass(frozen=True)
 class SpooledReply:
-    """A reply that an earlier process has left: the call that announced it, and the objects that have files."""
+    """A reply left by an earlier process: the call that announced it, and the stored objects."""
 
     node_id: int
     session: str
@@ -53,7 +53,7 @@ class SpooledReply:
 
 
 class ReplySpool:
-    """The files of replies in `folder`. Every method raises OSError where the disk does not do it."""
+    """The files of replies in `folder`. Every method raises OSError if the disk fails."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,12 +78,12 @@ class ReplySpool:
 
     def remove_reply(self, node_id: int, session: str) -> None:
         """Remove all files of a reply, and the site's folder with its last one."""
-        shutil.rmtree(self._of(node_id, session), ignore_errors=True)  # what is left is removed at the next start
+        shutil.rmtree(self._of(node_id, session), ignore_errors=True)  # leftovers are removed at the next start
         with contextlib.suppress(OSError):  # it has other replies
             (self.folder / str(node_id)).rmdir()
 
     def free_bytes(self) -> int:
-        """Return how many more bytes the disk takes."""
+        """Return the free bytes on the disk."""
         private_folder(self.folder)
         return shutil.disk_usage(self.folder).free
 

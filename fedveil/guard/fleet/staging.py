@@ -62,9 +62,9 @@ class StagedReply:
 
     Attributes:
         present: the objects that are in the spool.
-        body_bytes: of those objects.
+        body_bytes: total size of those objects.
         active_calls: pushes that are being checked or written.
-        is_whole: it is queued for Flower.
+        is_whole: whether it is queued for Flower.
     """
 
     session: str
@@ -83,7 +83,7 @@ class StagedReply:
 
 @dataclass(frozen=True)
 class FinishedReply:
-    """A reply that Flower has: what its site may still ask about it."""
+    """A reply that Flower has accepted, kept to answer its site's repeated calls."""
 
     session: str
     announcement: Announcement
@@ -108,7 +108,7 @@ class ReplyStaging:
         self._open: dict[int, dict[str, StagedReply]] = defaultdict(dict)  # by site and session
         self._finished: dict[int, dict[str, FinishedReply]] = defaultdict(dict)
         self._uploaded: dict[tuple[int, str], tuple[int, float]] = {}  # bytes, and when the instruction ends
-        self._storage_errors: dict[tuple[int, str], tuple[int, float]] = {}  # how many, and when the last one was
+        self._storage_errors: dict[tuple[int, str], tuple[int, float]] = {}  # count, and time of the last one
         self._locks: dict[int, threading.RLock] = defaultdict(threading.RLock)
         # A site's lock comes first, then the one of room, then the one of what is kept for all sites.
         self._room, self._all = threading.Lock(), threading.Lock()
@@ -157,7 +157,7 @@ class ReplyStaging:
     # Start and sweep
 
     def recover(self, state: Any) -> None:
-        """Take up what an earlier process has left, and remove what nobody waits for."""
+        """Recover an earlier process's replies, and remove those that are no longer awaited."""
         for spooled in self._spool.read_replies():
             with self._lock_of(spooled.node_id):
                 if spooled.session in self._open[spooled.node_id]:
@@ -173,7 +173,7 @@ class ReplyStaging:
                 self._queue_if_whole(staged)
 
     def sweep(self, state: Any, is_registered: Callable[[int], bool]) -> None:
-        """Drop replies that nobody waits for or nobody sends, and forget what has expired."""
+        """Drop replies that are no longer awaited or sent, and remove expired entries."""
         for staged in self._all_open():
             node_id = staged.announcement.node_id
             with self._lock_of(node_id):
@@ -222,7 +222,7 @@ class ReplyStaging:
             self._drop(staged, "the site has announced more than two replies")
 
     def _require_room(self, announcement: Announcement) -> None:
-        """Raise FleetCallDeferred unless the whole reply has room beside what was promised to others.
+        """Raise FleetCallDeferred unless the whole reply fits next to the space reserved for others.
 
         To see to it later would leave all sites with halves, and none with room for the rest.
         """
@@ -363,7 +363,7 @@ class ReplyStaging:
 
     @contextlib.contextmanager
     def _bounded_errors(self, node_id: int, of: str) -> Iterator[None]:
-        """Let errors of the disk and the database pass; after ten for one reply they are a refusal."""
+        """Pass on disk and database errors; after ten for one reply, raise a refusal instead."""
         try:
             yield
         except (SQLAlchemyError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What is tidied up every 30 s: half replies, counts of refusals, and what Flower keeps of runs that have ended.
+"""Clean up every 30 s: incomplete replies, counts of refusals, and Flower's data on ended runs.
 
 Flower drops the objects of an ended run only when somebody lists runs, stops one or follows its log, and its database
 file never becomes smaller.
@@ -27,7 +27,7 @@ from fedveil.guard.flower import link_states
 
 
 class PeriodicSweep:
-    """A thread that calls `sweep` every `seconds`; an error of one sweep is in the log, and the next one comes."""
+    """A thread that calls `sweep` every `seconds`; an error is logged, and the next sweep still runs."""
 
     def __init__(self, sweep: Callable[[], None], seconds: float = limits.SWEEP_SECONDS) -> None:
         self._sweep, self._seconds = sweep, seconds

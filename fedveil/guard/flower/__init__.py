@@ -44,7 +44,7 @@ class RefusalBehavior(Enum):
 
 
 def release_of(version: str) -> FlowerRelease:
-    """The line of a version of Flower. Raises ConfigError for one that FedVeil does not know."""
+    """Return the release that a Flower version belongs to. Raises ConfigError for an unknown one."""
     for line in LINES:
         if version == line.release or version.startswith(f"{line.release}."):
             return line
@@ -55,7 +55,7 @@ def release_of(version: str) -> FlowerRelease:
 
 
 def installed_release() -> FlowerRelease:
-    """The line of this installation's Flower. Raises ConfigError for one that FedVeil does not know, or for none."""
+    """Return the installed Flower's release. Raises ConfigError for an unknown one, or if Flower is missing."""
     try:
         return release_of(importlib.metadata.version("flwr"))
     except importlib.metadata.PackageNotFoundError:

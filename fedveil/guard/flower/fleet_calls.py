@@ -55,7 +55,7 @@ _CODES = {
 
 
 def patch_grpc_server(interceptor: FleetCallInterceptor) -> None:
-    """From now on every gRPC server of this process has the bounds above, and `interceptor` before its own."""
+    """Make every gRPC server of this process apply the bounds above, with `interceptor` before its own."""
     original = grpc.server
 
     def server(
@@ -74,7 +74,7 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
 
     Args:
         refusal: by a key (PEM) and whether the call activates a SuperNode, what it is answered; None for a member.
-        is_known: whether a key stands in the registry, valid or not.
+        is_known: whether a key is in the registry, valid or not.
     """
 
     def __init__(self, refusal: Refusal, is_known: Callable[[bytes], bool], open_calls: OpenCalls) -> None:

@@ -60,12 +60,12 @@ def sites_only(
     is_known: Callable[[bytes], bool] = lambda key: True,
     open_calls: OpenCalls | None = None,
 ) -> App:
-    """`app`, an ASGI application, for sites alone.
+    """Wrap `app`, an ASGI application, to serve only sites.
 
     Args:
         refusal: by the key that signed (PEM) and whether the request is the first of a SuperNode, what it is answered;
             None where Flower answers it.
-        is_known: whether a key stands in the registry, valid or not.
+        is_known: whether a key is in the registry, valid or not.
         open_calls: the calls whose bodies are on their way.
     """
     calls = open_calls or OpenCalls()
@@ -128,7 +128,7 @@ def _with_body(body: bytes, receive: Any) -> Any:
 
 
 def route_by_port(port: int, sites: App, others: App) -> App:
-    """`sites` for what came in by this port of the machine, `others` for the rest, and for the start and the end."""
+    """Route requests on this local port to `sites`, and all others and the lifespan events to `others`."""
 
     async def asked(scope: Scope, receive: Any, send: Any) -> None:
         server = scope.get("server") if scope["type"] != "lifespan" else None
@@ -157,7 +157,7 @@ def add_listener(host: str, port: int) -> None:
 
 
 def _unfit(scope: Scope) -> tuple[int, str]:
-    """Status and reason where a request is none of a SuperNode's; ("" where it may be one)."""
+    """Return status and reason if no SuperNode sends such a request; a reason of "" if one may."""
     if scope["method"] != "POST" or not _PATH.fullmatch(scope["path"]):
         return 404, "this port serves sites, at /v1/fleet alone"
     length = _values(scope, "content-length")
@@ -169,7 +169,7 @@ def _unfit(scope: Scope) -> tuple[int, str]:
 
 
 def _refused(scope: Scope, refusal: Refusal, is_known: Callable[[bytes], bool]) -> tuple[int, str, bytes]:
-    """Status, reason and key of a request; ("" as the reason where Flower answers it)."""
+    """Return a request's status, reason and key; a reason of "" if Flower answers it."""
     headers = {name: _values(scope, name) for name in _HEADERS}
     if any(len(values) != 1 or len(values[0]) > _LONGEST for values in headers.values()):
         return 401, "a key, a time and a signature are needed, each once", b""

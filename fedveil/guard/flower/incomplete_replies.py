@@ -38,7 +38,7 @@ def patch_incomplete_replies() -> None:
 
 
 def _only_whole(state: Any, replies: _Replies) -> None:
-    """Changes Flower's class. `replies` gives, of each reply to the messages: the message, the reply, and whether its
+    """Patch Flower's class. `replies` gives, for each reply to the messages: the message, the reply, and whether its
     site is online and has a session for it.
     """
     one_at_a_time = threading.RLock()
@@ -57,7 +57,7 @@ def _only_whole(state: Any, replies: _Replies) -> None:
                 if link_states.is_object_missing(self.object_store, reply)
             }
             lost = {message for message, may_come in lacking.items() if not may_come}
-            self.delete_messages(lost)  # of these Flower says that they are lost
+            self.delete_messages(lost)  # Flower reports these as lost
             return find(self, message_ids - (lacking.keys() - lost), run_id)
 
     state.store_message_and_object_tree, state.get_message_res = store_message_and_object_tree, get_message_res

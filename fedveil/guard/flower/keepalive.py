@@ -39,7 +39,7 @@ def patch_supernode_keepalive(seconds: float = SECONDS, timeout: float = TIMEOUT
 
 
 def _with(make: Callable[..., grpc.Channel], more: tuple[tuple[str, int], ...]) -> Callable[..., grpc.Channel]:
-    """`make` with these options of the channel in front of those that it is given."""
+    """Wrap `make` to put these channel options before those that it is given."""
 
     def made(*args: Any, options: Any = None, **kwargs: Any) -> grpc.Channel:
         return make(*args, options=[*more, *(options or ())], **kwargs)

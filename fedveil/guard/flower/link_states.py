@@ -30,12 +30,12 @@ class InstructionRow:
 
     @property
     def expires(self) -> float:
-        """The last moment of its life, in seconds since 1970."""
+        """The time at which it expires, in seconds since 1970."""
         return self.created_at + self.ttl
 
 
 def patch_link_states(how: Callable[[Any, Of], None], in_sql: Of, in_memory: Of) -> None:
-    """Hands each of the classes to `how`, with what belongs to it."""
+    """Call `how` with each of the two classes and its own argument."""
     for module, name, of_it in (
         ("sql_linkstate", "SqlLinkState", in_sql),
         ("in_memory_linkstate", "InMemoryLinkState", in_memory),
@@ -70,7 +70,7 @@ def is_object_missing(store: Any, root: str) -> bool:
 
 
 def find_instruction(state: Any, message_id: str) -> InstructionRow | None:
-    """Return the instruction with this id, whoever it is for and whether it was delivered or not."""
+    """Return the instruction with this id, for any site, delivered or not."""
     return next(_instructions(state, message_id=message_id), None)
 
 
@@ -81,7 +81,7 @@ def instructions_of_node(state: Any, node_id: int, run_id: int) -> list[Instruct
 
 
 def runs_with_objects(state: Any) -> set[int]:
-    """Return the runs of which the store of parts has objects."""
+    """Return the runs that have objects in the object store."""
     store = state.object_store
     if isinstance(getattr(store, "store", None), dict):  # InMemoryObjectStore
         with store.lock_store:
@@ -96,7 +96,7 @@ def runs_with_objects(state: Any) -> set[int]:
 
 
 def _instructions(state: Any, **which: Any) -> Iterator[InstructionRow]:
-    """Those whose fields are `which`."""
+    """Yield the instructions whose fields match `which`."""
     if hasattr(state, "message_ins_store"):  # InMemoryLinkState
         with state.lock:
             replies = dict(state.message_ins_id_to_message_res_id)

@@ -37,7 +37,7 @@ def patch_redelivery() -> None:
 
 
 def _again(state: Any, mark: _Mark) -> None:
-    """Changes Flower's class. `mark` takes back that a node's messages were delivered, where they were not received."""
+    """Patch Flower's class. `mark` resets a node's messages to undelivered if they were not received."""
     hand_out = state.get_message_ins
 
     def get_message_ins(self: Any, node_id: int, limit: int | None, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the guard replaces of Flower and others in a running process: each is looked up before anything is replaced.
+"""The attributes of Flower and others that the guard replaces; all are looked up before anything is replaced.
 
 A release that has moved or renamed one would otherwise run without what stands in its place here: an assignment to an
 attribute that nobody reads raises nothing. So a process in which one is missing does not start. The table of
@@ -39,7 +39,7 @@ class ReplacedAttribute:
     speaks: Literal["gRPC", "HTTP", ""] = ""
 
     def fault(self) -> str:
-        """Say what is missing, "" where it is as ours needs it."""
+        """Describe what is missing, "" if the attribute is as required."""
         try:
             found: Any = importlib.import_module(self.module)
         except ImportError as error:
@@ -134,7 +134,7 @@ REPLACED = (
 
 
 def require_attributes(process: Process) -> None:
-    """Raises ConfigError where the installed Flower has not got what is replaced in such a process."""
+    """Raise ConfigError if the installed Flower lacks an attribute that is replaced in this process."""
     line = flower.installed_release()
     for attribute in REPLACED:
         if attribute.process == process and attribute.speaks in ("", line.speaks) and (fault := attribute.fault()):

@@ -1,4 +1,4 @@
-"""Which answers a SuperNode or SuperExec asks again after, beyond those of Flower's own.
+"""Make a SuperNode or SuperExec retry after more kinds of answers than Flower does.
 
 Flower asks again where nothing answers, and gives up at any other error: its SuperNode then leaves its loop for good.
 
@@ -39,7 +39,7 @@ _log = MinuteLog()
 
 
 def status_of(error: BaseException) -> str:
-    """The status of an error of gRPC ("INTERNAL") or of HTTP ("500"); "" for one without an answer."""
+    """Return the status of a gRPC ("INTERNAL") or HTTP ("500") error; "" if there was no answer."""
     response = getattr(error, "response", None)
     if response is not None:
         return str(int(response.status_code))
@@ -48,12 +48,12 @@ def status_of(error: BaseException) -> str:
 
 
 def is_unauthenticated(error: BaseException) -> bool:
-    """Whether the other side does not take this process's key."""
+    """Return whether the server rejects this process's key."""
     return status_of(error) in ("UNAUTHENTICATED", "401")
 
 
 class RetryPolicy:
-    """Decides for one of Flower's retry invokers."""
+    """Retry decisions for one of Flower's retry invokers."""
 
     def __init__(self, invoker: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._invoke, self._give_up, self._clock = invoker.invoke, invoker.should_giveup, clock
@@ -61,7 +61,7 @@ class RetryPolicy:
         self._has_succeeded = False
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As Flower's `invoke`, of a call whose request is among the arguments."""
+        """Do what Flower's `invoke` does, for a call whose request is among the arguments."""
         asked = {type(value).__name__ for value in (*args, *kwargs.values())}
         self._call.push_began = self._clock() if asked & {*_PUSHES} else None
         result = self._invoke(target, *args, **kwargs)
@@ -69,7 +69,7 @@ class RetryPolicy:
         return result
 
     def should_give_up(self, error: Exception) -> bool:
-        """As Flower's `should_giveup`."""
+        """Decide as Flower's `should_giveup` does, by the table above."""
         status = status_of(error)
         if status in AGAIN:
             began = getattr(self._call, "push_began", None)
@@ -85,7 +85,7 @@ class RetryPolicy:
 
 
 def retry_persistently(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`make`, which makes one of Flower's retry invokers, with a `RetryPolicy` in each."""
+    """Wrap `make`, which creates Flower's retry invokers, to give each a `RetryPolicy`."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
         invoker = make(*args, **kwargs)
@@ -97,7 +97,7 @@ def retry_persistently(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_retries(module: str, name: str) -> None:
-    """From now on what the function `name` of Flower's `module` makes asks again as this page says."""
+    """Make the invokers from the function `name` of Flower's `module` retry as the table above says."""
     loaded = importlib.import_module(module)
     setattr(loaded, name, retry_persistently(getattr(loaded, name)))
 

@@ -27,7 +27,7 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 _SOON = timedelta(days=30)
-_SEEN = "/roster/roster.json"  # by what runs apps, in the containers of the compose file
+_SEEN = "/roster/roster.json"  # read by the process that runs apps, in the compose file's containers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """An action that asks the server, with what to do where there is none. Raises ServerUnreachableError."""
+    """Run an action that queries the server. Raises ServerUnreachableError, which says what to do without a server."""
     try:
         return act(args)
     except ServerUnreachableError:
@@ -134,7 +134,7 @@ def _register(args: argparse.Namespace) -> int:
     members.require_new_signing(site, asked.signing)
     if args.fingerprint not in ("-", asked.fingerprint):
         raise ConfigError(
-            # Not the request's own: it would be copied from here, and nobody asked over the telephone.
+            # Not the request's own fingerprint: the user would copy it from here instead of asking by telephone.
             f"--fingerprint: expected the fingerprint of the keys in {args.request}, found another: "
             f"{sanitize(args.fingerprint, 100)}; have the site read out the one that its fedveil site init printed, "
             "and do not register this request if it still differs"
@@ -246,7 +246,7 @@ def _flower(args: argparse.Namespace) -> FlowerCli | None:
 
 
 def _unregister(flower: FlowerCli, members: SiteRegistry, site: str) -> None:
-    """Takes the site's key out of Flower, if it is in."""
+    """Unregister the site's key from Flower, if it is registered."""
     node = members.entry(site).get("node", "")
     if node and node in flower.nodes():
         flower.unregister(node)

@@ -63,10 +63,10 @@ def _add(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"--out: expected a file that does not exist yet, found {args.out}; name another")
     registry, out = OperatorRegistry(registry_folder(args.folder)), args.out.absolute()
-    write_atomic(out, b"")  # where that cannot be, nobody is let in
+    write_atomic(out, b"")  # if that fails, no operator is added
     try:
         token = registry.add(args.name, args.role, args.days, args.renew)
-    except BaseException:  # Ctrl-C and a full disk too: no empty token stays
+    except BaseException:  # also after Ctrl-C or on a full disk: leave no empty token file
         out.unlink()
         raise
     write_atomic(out, token.encode())

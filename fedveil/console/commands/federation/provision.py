@@ -33,7 +33,7 @@ from fedveil.console.provisioning.federation_folder import (
 from fedveil.console.provisioning.operator_registry import OperatorRegistry
 from fedveil.errors import ConfigError
 
-_CA_LASTS = 3  # times the server's certificate
+_CA_LASTS = 3  # times the validity of the server's certificate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the folder, whole or not at all."""
+    """Create the complete folder, or nothing."""
     federation = parse_federation(args.file)
     out = (args.out or args.file.parent / federation.name).absolute()
     if out.exists():
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def provision_federation(folder: Path, federation: FederationFile, final: Path) -> None:
-    """Everything of a new federation in `folder`, which will lie at `final`."""
+    """Write all files of a new federation to `folder`, which is later moved to `final`."""
     for name in ("ca", "server", "server/flower", "server/roster", "kits", "registry"):
         (folder / name).mkdir(mode=0o700, parents=True)
     folder.chmod(0o700)

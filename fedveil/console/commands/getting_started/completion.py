@@ -38,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def completion_script(known: Mapping[str, list[str]]) -> str:
-    """The function for the shell; `known` as `completion_words` gives them."""
+    """Return the shell's completion function; `known` comes from `completion_words`."""
     cases = [
         f'    "{key}") words="{" ".join(candidates)}" ;;' for key, candidates in known.items() if " " in key or not key
     ]
     for key, candidates in known.items():
-        if key and " " not in key:  # after those with an action, for a command's second word may be anything
+        if key and " " not in key:  # after those with an action, because a command's second word may be anything
             cases.append(f'    "{key}"|"{key} "*) words="{" ".join(candidates)}" ;;')
     return _BASH.format(cases="\n".join(cases))
 

@@ -107,11 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """One federation, one run a method, an attack on each; then the picture, summary.json and report.html."""
+    """Run each method in one federation and attack each run; write the picture, summary.json and report.html."""
     arms, settings = _arms(args.methods, args.sites), SETTINGS | parse_overrides(None, args.set)
     if args.set:
         _check(arms, settings)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else waiting threads spin on cores that others need
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not spin on cores that others need
     console, out, started = make_console(), _writable(args.out.absolute()), time.monotonic()
     if old := [arm.name for arm in arms if (out / arm.name / "status.json").is_file()]:
         console.print(f"{out} has runs of an earlier demo, which this one replaces: {', '.join(old)}", soft_wrap=True)
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     federation = LocalDeployment([LocalSite(f"site-{i}", data) for i in range(args.sites)])
     failed = False
     measured: list[Future[DemoMeasurements]] = []
-    # An attack on a run takes the time in which the next one waits for its processes.
+    # A run is attacked while the next run waits for its processes.
     with _aside(console, measured) as aside, federation:
         console.print(f"All {args.sites} sites online after {time.monotonic() - started:.1f} s")
         if words := _drawn(args.sites, float(settings.get("cohort.fraction", 1.0))):
@@ -143,8 +143,8 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _aside(console: Console, begun: Sequence[Future[DemoMeasurements]]) -> Iterator[ThreadPoolExecutor]:
-    """A thread for the attacks. Where the demo is interrupted it waits for the one under way, which cannot be stopped,
-    says so, and begins no other."""
+    """Provide a thread for the attacks. If the demo is interrupted, it says so, waits for the current attack (which
+    cannot be stopped), and starts no other."""
     pool = ThreadPoolExecutor(1)
     try:
         yield pool
@@ -181,7 +181,7 @@ def _run_arm(
 
 
 def _drawn(sites: int, fraction: float) -> str:
-    """Why not every site is in a round; "" where each is."""
+    """Return a note on how many sites each round samples; "" if every site is in every round."""
     drawn = math.ceil(round(fraction * sites, 9))  # as federation/aggregation_rules.py, which needs torch
     if drawn == sites:
         return ""
@@ -197,13 +197,13 @@ def _explain(federation: LocalDeployment, run: int, method: str, ended: RunOutco
         if reason := federation.last_error(site):
             print(f"{site}: {sanitize(reason)}", file=sys.stderr)
     print(f"All logs are in {out / 'logs'}", file=sys.stderr)
-    if not federation.status(run).get("reason"):  # else its own words, and Flower's trace of them adds none
+    if not federation.status(run).get("reason"):  # otherwise its reason was printed; Flower's traceback adds none
         print("The ServerApp's last lines:", file=sys.stderr)
         print("\n".join(map(sanitize, federation.server_log(run).splitlines())), file=sys.stderr)
 
 
 def _measure(folder: Path, data: Path, before: list[Future[DemoMeasurements]]) -> DemoMeasurements:
-    from fedveil.console.web.report import demo_report  # needs torch, a second for which the start shall not wait
+    from fedveil.console.web.report import demo_report  # imports torch, which would delay the start by a second
 
     return demo_report.measure_runs(folder, data, before[0].result().told if before else None)
 
@@ -218,14 +218,14 @@ def _results(console: Console, out: Path, arms: list[DemoRun], measured: list[Fu
     if not demo_runs:
         return
     attacked = {}
-    for arm, done in zip(arms, measured, strict=False):  # a run that failed is not measured
+    for arm, done in zip(arms, measured, strict=False):  # a failed run is not measured
         try:
             if of_run := done.result().attacked:
                 attacked[out / arm.name] = of_run
-        except FedVeilError as error:  # what was trained is worth showing all the same
+        except FedVeilError as error:  # the trained models are still worth showing
             console.print(f"{arm.name}: not attacked: {sanitize(error)}", soft_wrap=True)
     demo_report.write_comparisons(attacked)
-    for folder in attacked:  # the run's own card is of before its attack
+    for folder in attacked:  # the run's own card was written before its attack
         card_update.rewrite_card(runs.load_run(folder), DeclaredFacts())
     demo_report.write_demo_report(out, demo_runs)
     console.print(summary.summary_table(demo_runs))
@@ -238,7 +238,7 @@ def _results(console: Console, out: Path, arms: list[DemoRun], measured: list[Fu
 
 
 def _writable(out: Path) -> Path:
-    """The folder, made if need be. Raises ConfigError where no runs can be written to it."""
+    """Return the folder, created if necessary. Raises ConfigError if runs cannot be written to it."""
     problem = ""
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -252,13 +252,13 @@ def _writable(out: Path) -> Path:
 
 
 def _forget(folder: Path) -> None:
-    """Removes what an earlier demo left; a folder that is not a run's is left alone, and the run then refuses it."""
+    """Remove an earlier demo's run folder; any other folder is kept, and the run then refuses to use it."""
     if (folder / "status.json").is_file():
         shutil.rmtree(folder)
 
 
 def _arms(text: str, sites: int) -> list[DemoRun]:
-    """The runs, checked against the files of strategies/ without importing them."""
+    """Return the runs, checked against the files in strategies/ without importing them."""
     known = sorted(f.stem for f in paths.find_folder("strategies").glob("*.py") if f.stem != "__init__")
     parts = [name.strip().partition("+") for name in text.split(",") if name.strip()]
     arms = [DemoRun(method, defence) for method, _, defence in parts]
@@ -277,7 +277,7 @@ def _check(arms: list[DemoRun], settings: dict[str, Any]) -> None:
     """Raise an error for anything the ServerApp would refuse, before any process is started."""
     if own := [key for key in _OWN if key in settings]:
         raise ConfigError(f"--set {own[0]}: expected a key that the demo does not set itself; {_OWN[own[0]]}")
-    from fedveil import strategies, tasks  # torch, only where there is something to check
+    from fedveil import strategies, tasks  # imports torch, so only if there is something to check
     from fedveil.privacy.guarantee_source import check_guarantee
     from fedveil.server_app.evaluation import ModelSelection
     from fedveil.training import optimizers

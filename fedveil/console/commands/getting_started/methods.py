@@ -76,10 +76,10 @@ def _list() -> Table:
 
 
 def _installed_columns() -> dict[str, tuple[Mapping[str, str], str]]:
-    """Return what installed packages tell of the methods: by a column's name its cells by title, and a caption.
+    """Return the installed packages' columns on methods: for each column name, its cells by title and a caption.
 
     Raises:
-        ConfigError: two packages bring one column, or one does not load.
+        ConfigError: two packages provide the same column, or one does not load.
     """
     columns = {}
     for name in sorted({point.name for point in entry_points(group=_COLUMNS)}):
@@ -89,9 +89,9 @@ def _installed_columns() -> dict[str, tuple[Mapping[str, str], str]]:
 
 
 def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
-    """A row a method: who has what and what is guaranteed, in its own words, bytes by its layout, and more columns.
+    """Return a table with a row per method: who has what, its stated guarantee, its message sizes, and more columns.
 
-    `columns`: by a column's name its cells by a method's title.
+    `columns`: for each column name, its cells by method title.
     """
     table = Table(show_lines=True)
     table.add_column("method", min_width=max(map(len, strategies.list_methods())))
@@ -124,7 +124,7 @@ def shared_and_kept(words: str) -> tuple[str, str]:
 
 
 def _sentence(words: str, head: str) -> str:
-    """The sentence after `head`, "see its page" where a method of another package has none."""
+    """Return the sentence after `head`; "see its page" if a method from another package has none."""
     match = re.search(re.escape(head) + r"(.{1,300}?)(?=\. |\.$|$)", words)
     return match[1] if match else "see its page"
 
@@ -148,7 +148,7 @@ def _show(console: Console, name: str) -> None:
     words = inspect.getdoc(importlib.import_module(cls.__module__)) or ""
     if console.is_terminal:
         console.print(Markdown(f"# {render_markdown(words)}"))
-    else:  # a pipe, a file: as it stands in the code
+    else:  # a pipe or a file: unrendered
         console.print(words, markup=False, soft_wrap=True)
     console.print(_fields(cls))
     method = strategies.create_method(name)

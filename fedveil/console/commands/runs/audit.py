@@ -35,7 +35,7 @@ from fedveil.sanitize import sanitize
 if TYPE_CHECKING:
     from fedveil.attacks.audit.findings import AttackFinding
 
-_SHOWN = 5  # findings on a terminal; the file has all
+_SHOWN = 5  # findings shown on a terminal; the file has all
 _NOT_TRIED = (
     "next: the lines above say why no attack was tried; set the examples with --data or --site, the time with --minutes"
 )
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Attacks the run, prints the verdicts and the strongest findings, and writes RUN/audit.json."""
-    run_view = load_run(args.folder)  # before torch: no run is said at once
+    run_view = load_run(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.attacks.audit import findings
     from fedveil.attacks.audit.runner import audit_run
     from fedveil.attacks.audit.schedule import TimeBudget
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings_table(found: Sequence[AttackFinding], name: str) -> Table:
-    """Findings, a row each; narrow, for any terminal."""
+    """Return the findings, one row each, narrow enough for any terminal."""
     listed = Table("model", "attack", title=f"{sanitize(name, 40)}: the strongest findings (95 %)")
     listed.add_column("AUROC", justify="right", no_wrap=True)
     listed.add_column("0.5", no_wrap=True)

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _make(args: argparse.Namespace) -> int:
-    from fedveil.console.runs import card_update  # torch, which signing and checking do without
+    from fedveil.console.runs import card_update  # imports torch, which signing and checking do not need
 
     run = load_run(args.folder)
     final = args.folder / "final"
@@ -106,7 +106,7 @@ def _sign(args: argparse.Namespace) -> int:
 
 
 def _require_own(about: PrivacyCard, site: str, log: Path | None) -> None:
-    """Raises StateError unless the anchor that the card has of a site is one of that site's own log."""
+    """Raise StateError unless the card's anchor for a site comes from that site's own log."""
     if log is None:
         raise ConfigError("--site: expected --log FILE with it, the site's own audit log, found none; add it")
     anchor = about.audit_log.sites.get(site, "")

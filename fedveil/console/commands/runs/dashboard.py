@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until Ctrl-C."""
+    """Serve the dashboard until Ctrl-C."""
     if args.folder and not args.folder.is_dir():
         raise ConfigError(
             f"FOLDER: expected a folder of runs, found none at {args.folder}; name the run.dir of your runs"

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the scores."""
-    config_of(args.folder)  # before torch: no run is said at once
+    config_of(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.console.runs import final_model
 
     most = sys.maxsize if args.eval_examples is None else args.eval_examples

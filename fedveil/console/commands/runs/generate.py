@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each prompt or image; with several, after what was asked."""
-    config_of(args.folder)  # before torch: no run is said at once
+    """Print a line for each prompt or image; if there are several, the prompt or image precedes each answer."""
+    config_of(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.console.runs import final_model
     from fedveil.contract.task import CanGenerate
 

@@ -23,7 +23,7 @@ _FIRST = ("run", "round", "site", "operator", "call")
 _BYTES = ("down_bytes", "up_bytes")
 _LAST = ("cause", "reason")
 _HEX = re.compile(r"(\d+:)?[0-9a-f]{40,}")
-_HASH = 12  # characters of a hash that people see
+_HASH = 12  # characters of a hash that are shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _held_by(other: Path, site: str) -> list[LogHead]:
-    """The anchors in the other end's log: in a site's of the server, in the server's of the site `site`."""
+    """Return the anchors in the other end's log: the server's in a site's log, those of `site` in the server's log."""
     lines = audit_log.read_log(other)
     anchors = [line["site_log"] for line in lines if site and line.get("site_log") and line.get("site") == site]
     anchors += [line["server_log"] for line in lines if not site and line.get("server_log")]
@@ -88,7 +88,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _words(line: dict[str, Any]) -> str:
-    """One line for people: rounds counted from 1, bytes with commas, long hashes cut, the reason last."""
+    """Format a line for display: rounds counted from 1, bytes with commas, long hashes cut, the reason last."""
     about = {key: value for key, value in line.items() if key not in _OWN and value not in ("", None)}
     parts = [f"{sanitize(line['n'], 20):>5} {_time(line['time'])} {sanitize(line['event'], 40):<9}"]
     for key in [key for key in _FIRST if key in about]:

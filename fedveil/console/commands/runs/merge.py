@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder whole, or not at all."""
-    config_of(args.folder)  # before torch: no run is said at once
+    """Write the complete folder, or nothing."""
+    config_of(args.folder)  # before importing torch, so that a missing run is reported at once
     from fedveil.adapters import export
     from fedveil.cards import collect as cards
     from fedveil.cards.card import NAME, read_card

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the report."""
-    runs = [load_run(folder) for folder in args.runs]  # before torch: no run is said at once
+    runs = [load_run(folder) for folder in args.runs]  # before importing torch: a missing run is reported at once
     from fedveil.console.web.report import run_page
 
     missing = absent_members(args.federation) if args.federation else {}

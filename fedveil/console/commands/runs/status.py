@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 where a run failed, went silent or cannot be read, or a registered site is not online."""
+    """Return 0, or 1 if a run failed, went silent or cannot be read, or if a registered site is not online."""
     own = args.federation / "runs" if args.federation else Path("runs")
     lines, well = runs_table(args.folder or (own if own.is_dir() else Path("runs")))
     lines = [wait_for_sites(line, args.federation.absolute()) for line in lines] if args.federation else lines
-    print("\n".join(lines), flush=True)  # before Flower is asked, which may fail
+    print("\n".join(lines), flush=True)  # before querying Flower, which may fail
     if args.federation:
         lines, all_online = _sites(args.federation)
         print("\n".join(lines))
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def runs_table(folder: Path, now: float | None = None) -> tuple[list[str], bool]:
-    """A line a run under `folder`, the latest last; whether all of them are well."""
+    """Return one line per run under `folder`, the latest last, and whether all of them are well."""
     files = sorted(folder.rglob("status.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         return [f"no run under {folder}"], True

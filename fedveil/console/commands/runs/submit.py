@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code says what became of the run."""
+    """Submit the run; the exit code reports its outcome."""
     settings = parse_overrides(args.config, args.set)
     parsed = parse(settings)
     config = parsed.run
@@ -65,27 +65,27 @@ def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt(f"the run may have been submitted; list runs with: {flower.by_hand('ls')}") from None
     print(f"run {number}: submitted", flush=True)
     folder = Path(config.dir).expanduser() / (config.name or f"run-{number}")
-    # fedveil server start runs apps in the federation's folder, a container in / as this command's.
+    # fedveil server start runs apps in the federation's folder; a container runs them in /, like this command.
     return RunFollower(make_console(), number, [folder, args.federation / folder], flower).to_its_end(args.timeout)
 
 
 def _require_possible(config: RunConfig) -> None:
-    """Raises ConfigError for what the ServerApp refuses once it has started, and needs no base to be known."""
-    from fedveil import strategies, tasks  # a second of imports, which a wrong key need not wait for
+    """Raise ConfigError for a config that the ServerApp would refuse, as far as that can be checked without a base."""
+    from fedveil import strategies, tasks  # imports take a second, and a wrong key is reported without them
     from fedveil.federation import aggregation_rules
     from fedveil.privacy.guarantee_source import check_guarantee
     from fedveil.server_app.evaluation import ModelSelection
     from fedveil.training import optimizers
 
     method = strategies.create_method(config.method.name, config.method.params)
-    check_guarantee(method, config, has_row_gradients=True)  # whether the task has them, its base says
+    check_guarantee(method, config, has_row_gradients=True)  # its base determines whether the task has them
     optimizers.check_optimizer(method, config)
     ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
     aggregation_rules.check_cohort(config.secure, config.aggregate, config.cohort)
 
 
 def _require_new(federation: Path, run: RunSection) -> None:
-    """Raises StateError where fedveil server start would run the app in a folder that has a run already."""
+    """Raise StateError if fedveil server start would run the app in a folder that already has a run."""
     folder = federation / Path(run.dir).expanduser() / run.name
     if run.name and not run.resume and folder.is_dir():
         from fedveil.server_app import checkpoints  # needs torch
@@ -94,7 +94,7 @@ def _require_new(federation: Path, run: RunSection) -> None:
 
 
 def _require_sinks(config: RunConfig) -> None:
-    from fedveil.server_app.metrics import optional_deps  # Flower's import is for who names a sink
+    from fedveil.server_app.metrics import optional_deps  # Flower is imported only if a sink is named
 
     try:
         optional_deps.require_installed(config, "here, where the server normally runs its apps")

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until the run has ended."""
+    """Follow the run until it has ended."""
     folder = Path(args.run_)
     number = args.run_ if args.run_.isdecimal() and not folder.exists() else ""
     home = args.flower_home or (args.federation and args.federation.absolute() / "server" / "flower")

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder whole, or not at all."""
+    """Write the complete folder, or nothing."""
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"OUT: expected a new or empty folder, found {args.out}, which is not empty; name another")
     if not 0 < args.pairs <= pairs.MOST:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     file = tables.split_file(args.data, "train")
     rows = tables.read_table(file, (args.target_column,))
     coins = np.array([secrets.randbelow(2) == 1 for _ in range(args.pairs)])
-    # The choice is the system's too: who knows which rows are canaries could look for them.
+    # The operating system draws the choice too: anyone who knows which examples are canaries could look for them.
     made = pairs.plant_canaries(list(rows), args.target_column, coins, random.SystemRandom())
     with fill_folder(args.out) as folder:
         secret = folder / pairs.SECRET

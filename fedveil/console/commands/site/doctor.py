@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 where a check fails. With --health alone, that check alone."""
+    """Return 0, or 1 if a check fails. With --health alone, run only that check."""
     config = parse_overrides(args.config, args.set)
     if "task.model" not in config and (args.gpu_gb or args.gpus != 1 or args.shard_base or args.tflops or args.rows):
         raise ConfigError(
@@ -140,7 +140,7 @@ def _registered(folder: Path) -> CheckResult:
 
 
 def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
-    # Not above, for pydantic: --health, which a container asks every ten seconds, does without.
+    # Not imported above: --health, which a container runs every ten seconds, does not need pydantic.
     from fedveil.config import parse
     from fedveil.console.doctor import data_checks, policy_checks, secagg_checks
     from fedveil.console.provisioning import kit_reader

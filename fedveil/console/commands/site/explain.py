@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 where the policy forbids the run."""
+    """Return 0, or 1 if the policy forbids the run."""
     config = parse(parse_overrides(args.config, args.set))
     method = strategies.create_method(config.method.name, config.method.params)
     if args.permits:
@@ -97,7 +97,7 @@ def explain_run(
     masked: MaskedUploadPreview | None = None,
     policy: policies.SitePolicy | None = None,
 ) -> list[str]:
-    """Return the run in plain words, one line each; as a site without a policy would take part where it is None."""
+    """Explain the run in plain words, as lines. A `policy` of None explains it for a site without a policy."""
     rounds, share = config.run.rounds, config.cohort.fraction
     often = "in every round" if share == 1 else f"in about {100 * share:g} % of rounds"
     lines = [
@@ -194,7 +194,7 @@ def _site(policy: Path) -> SiteConfig:
 
 
 def _read(policy: Path) -> policies.SitePolicy:
-    """Raises PolicyError that names the file, which a site's own error does not: the server reads that."""
+    """Raise a PolicyError that names the file; a site's own error does not, because the server reads that one."""
     try:
         return policies.policy_of_site(_site(policy))
     except PolicyError as error:

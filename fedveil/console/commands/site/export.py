@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the folder whole, or not at all."""
+    """Write the complete folder, or nothing."""
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise ConfigError(f"OUT: expected a new or empty folder, found {args.out}, which is not empty; name another")
     model, state_dir = final_model.load_final_model(args.folder, args.base), args.state_dir.expanduser()
@@ -110,7 +110,7 @@ def _id(folder: Path) -> str:
 
 
 def _kept_at(state_dir: Path, site: str, run_id: str) -> Path:
-    """The site's folder of the run. Raises StateError where there is none."""
+    """Return the site's folder for the run. Raises StateError if there is none."""
     for folder in run_folders(state_dir):
         if folder.name == site and folder.parent.name.endswith(f"-{run_id}"):
             return folder
@@ -138,7 +138,7 @@ def _newest(store: ClientStateStore, folder: Path) -> FederatedState:
 
 
 def _fitting(weights: Weights, spec: Spec) -> Weights:
-    """The weights of the spec. Raises StateError where they are others, as of another base."""
+    """Return the weights if they match the spec. Raises StateError if not, for example with another base."""
     for name, tensor in spec.items():
         if name not in weights or tuple(weights[name].shape) != tuple(tensor.shape):
             raise StateError(

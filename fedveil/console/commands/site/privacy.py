@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     needed = [0.0] * len(plans)
     if args.epsilon is not None:
         needed = list(_needed(args, plans, costs))
-        local = shared = _rounded_up(max(needed) * math.sqrt(2))  # two releases a step share it
+        local = shared = _rounded_up(max(needed) * math.sqrt(2))  # two releases per step share it
     elif min(local, shared) < 0 or not math.isfinite(local + shared):
         raise ConfigError(f"--noise-local: expected finite numbers of at least 0, found {local} and {shared}")
     seconds = [] if args.honest is None else ["against all others together"]
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 def _needed(
     args: argparse.Namespace, plans: list[SamplingPlan], costs: list[Callable[[float], Any]]
 ) -> Iterator[float]:
-    """The multiplier of one release a step that each site needs; a terminal shows which one is looked for."""
+    """Yield each site's multiplier for one release per step; a terminal shows the progress."""
     with Console(stderr=True).status("") as status:
         for number, (plan, cost) in enumerate(zip(plans, costs, strict=True), 1):
             status.update(
@@ -144,7 +144,7 @@ def _cost(args: argparse.Namespace, plan: SamplingPlan) -> Callable[[float], Any
 
 
 def _own(args: argparse.Namespace, local: float, shared: float) -> float:
-    """The multiplier of a look with the site's own share of the noise; of noisy steps all of it is shared out."""
+    """Return the multiplier of a site's own share of the noise; noise given as a multiplier is shared out entirely."""
     root = math.sqrt(args.honest)
     return (
         joint_budget(local, shared) / root if args.noise_multiplier is not None else joint_budget(local, shared / root)

@@ -135,7 +135,7 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _in_own_folder(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """The action with the state folder that --state-dir names, or the kit, or the default."""
+    """Wrap an action to use the state folder from --state-dir, from the kit, or the default."""
 
     def run(args: argparse.Namespace) -> int:
         kits = kit_reader.node_config(args.kit) if getattr(args, "kit", None) else SiteConfig()
@@ -168,7 +168,7 @@ def _init(args: argparse.Namespace) -> int:
         f"site {sanitize(about['site'], 80)} of {sanitize(about['federation'], 80)}: keys made; they stay here",
         file=words,
     )
-    what = request.name if args.print else request  # in a container, printed, it lies where nobody looks
+    what = request.name if args.print else request  # a container prints it, because its files are hard to reach
     print(f"send {what} to the operator, and read this fingerprint to them by telephone: {fingerprint}", file=words)
     return 0
 
@@ -196,7 +196,7 @@ def _seal(args: argparse.Namespace) -> int:
 
 
 def _dashboard(args: argparse.Namespace) -> int:
-    from fedveil.console.web import apps  # with all that draws and serves
+    from fedveil.console.web import apps  # imports the web server and the plots
 
     return apps.open_site_dashboard(args.state_dir, args.policy, args.key_file, args.host, args.port)
 

@@ -1,4 +1,4 @@
-"""The part of the report that says what attacks found: audit.json, as `fedveil audit` wrote it."""
+"""Report section on the attacks' findings, from the audit.json that `fedveil audit` wrote."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MUST: dict[str, tuple[str, ...]] = {
 
 
 def findings_html(run: Path) -> Html | None:
-    """The findings about the run in that folder; None where it was not audited."""
+    """Return the findings about the run in that folder; None if it was not audited."""
     audit = AuditReport.read(run)
     if audit is None:
         return None
@@ -68,7 +68,7 @@ def findings_in_words(run: Path) -> str:
 
 
 def _below(found: Sequence[AttackFinding]) -> list[str]:
-    """A sentence on findings on the other side of a guess; [] without one."""
+    """Return a sentence on findings below chance; [] if there are none."""
     descriptions = [f"{f.attack} on {f.model} ({_interval(f.auroc)})" for f in found if f.kind == "about the run"
             and f.verdict == "below"]  # fmt: skip
     if not descriptions:
@@ -80,7 +80,7 @@ def _below(found: Sequence[AttackFinding]) -> list[str]:
 
 
 def reconstruction_images(run: Path) -> Html | None:
-    """The sheet of rebuilt pictures of the run in that folder; None where there is none."""
+    """Return the sheet of images reconstructed from the run in that folder; None if there is none."""
     file = run / findings.PICTURES
     if not file.is_file():
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PICTURE, FIGURES, SUMMARY, REPORT = "picture.svg", "picture.json", "summary.json", "report.html"
 LOGS = "logs"
-_LOG = re.compile(r"(superlink|(register-)?site-\d+)\.log")  # of the federation's processes
+_LOG = re.compile(r"(superlink|(register-)?site-\d+)\.log")  # logs of the federation's processes
 
 
 def remove_demo_files(out: Path) -> None:

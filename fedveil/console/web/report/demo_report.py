@@ -1,4 +1,4 @@
-"""The end of the demo: an attack on each run, texts before and after, and the picture of what was gained."""
+"""Finish the demo: attack each run, generate texts before and after training, and draw the trade-off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 _ROWS, _BY_HEART = 80, 12  # members and non-members of an attack, and members of its overfitted control
-# In a file of its own the picture takes the reader's light or dark, as it takes the page's inside of one.
+# A standalone picture follows the reader's light or dark theme; inside a page, it follows the page's.
 _OWN = (
     "<style>svg{color:#1f2328;background:#fff;font-family:sans-serif}"
     "@media (prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}</style>"
@@ -82,14 +82,14 @@ def write_comparisons(attacked: Mapping[Path, RunAudit]) -> None:
 
 
 def _save(folder: Path, audit: AuditReport) -> str:
-    """Writes audit.json; its SHA-256."""
+    """Write audit.json; return its SHA-256."""
     content = json.dumps(audit.to_json(), indent=1).encode()
     write_atomic(folder / findings.FILE, content)
     return hashlib.sha256(content).hexdigest()
 
 
 def write_demo_report(out: Path, runs: Sequence[RunView]) -> None:
-    """Writes SUMMARY and REPORT into the folder `out`; of several runs PICTURE and its figures as JSON."""
+    """Write SUMMARY and REPORT to the folder `out`; for several runs also PICTURE and its values as JSON."""
     summary.write_summary(out / SUMMARY, "demo", runs)
     run_page.write_run_page(out / REPORT, runs)
     arms = [tradeoff.read_tradeoff_run(run) for run in runs]
@@ -102,12 +102,12 @@ def write_demo_report(out: Path, runs: Sequence[RunView]) -> None:
 
 
 def report_single_run(svg: str) -> str:
-    """A picture of a page as a file of its own."""
+    """Return a page's picture as a standalone file."""
     return svg.replace(">", f">{_OWN}", 1)
 
 
 def summary_sentences(runs: Sequence[RunView]) -> list[str]:
-    """The verdict in words, and where more was measured; without one what each run's own audit comes to."""
+    """Return the verdict and a pointer to larger measurements; without a verdict, each run's own audit result."""
     arms = [tradeoff.read_tradeoff_run(run) for run in runs]
     audits = [(run.name, AuditReport.read(run.folder)) for run in runs]
     own = [f"{sanitize(name, 80)}: {verdict.audit_verdict(audit.findings)}" for name, audit in audits if audit]

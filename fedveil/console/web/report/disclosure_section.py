@@ -70,7 +70,7 @@ def variant_label(kind: disclosure.DisclosureKind) -> str:
 
 
 def ledger_section(run: RunView) -> Html:
-    """Every kind of message: direction, tensors, bytes; field by field folded away."""
+    """Return every kind of message with direction, tensors and bytes; the individual fields are collapsed."""
     kinds = disclosure.message_kinds(run)
     if not kinds:
         return join_markup([html_tag("h3", section_heading(run)), html_tag("p", "No message was exchanged.", "note")])
@@ -134,7 +134,7 @@ def exchange_section(run: RunView) -> list[list[object]]:
 
 
 def sites_section(run: RunView) -> Html:
-    """Each site's turns, what it told, its bytes and its failures."""
+    """Return each site's client rounds, reported values, bytes and failures."""
     report_columns = [] if run.unseen else ["examples", "loss received", "loss trained", "train seconds"]
     head = ["site", "accepted", "asked", *report_columns, "upload bytes", "download bytes", "failures"]
     rows, records = [], per_site.records_by_site(run)
@@ -155,7 +155,7 @@ def sites_section(run: RunView) -> Html:
 
 
 def last_attempt(run: RunView) -> Html:
-    """The attempt with which the run ended, or which is under way, site by site."""
+    """Return the run's last or current attempt, site by site."""
     last = per_site.last_attempt(run)
     if last is None:
         return Html("")
@@ -175,7 +175,7 @@ def _not_by_site(run: RunView, records: Sequence[per_site.SiteRecord]) -> Html:
 
 
 def held_out(run: RunView, records: Sequence[per_site.SiteRecord]) -> Html:
-    """Each site's last score on its held-out rows with the rows behind it, and their weighted mean; "" without one."""
+    """Return each site's last held-out score with its number of examples, and the weighted mean; "" without scores."""
     site_scores = [(s.name, s.held_out) for s in records if s.held_out is not None]
     if not site_scores:
         return Html("")
@@ -191,5 +191,5 @@ def held_out(run: RunView, records: Sequence[per_site.SiteRecord]) -> Html:
 
 
 def section_heading(run: RunView) -> str:
-    """A run's name in a section, with its method."""
+    """Return a run's name with its method, as a section heading."""
     return run.name if run.name == run.method else f"{run.name} ({run.method})"

@@ -1,4 +1,4 @@
-"""An audit's findings as one forest plot: a row for each attack on each model, with its controls as bands behind it."""
+"""Draw an audit's findings as a forest plot: a row per attack and model, with its controls as bands behind it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedveil.sanitize import sanitize
 MOST_ROWS = 24
 _WON, _LOST, _OPEN = COLOURS[5], COLOURS[0], "#8a8a8a"
 _NAME = 26  # characters
-_BANDS, _LEAST_BAND = {_LOST: 0.3, _WON: 0.6}, 0.012  # how dense a band is, and how wide at least, to be seen
+_BANDS, _LEAST_BAND = {_LOST: 0.3, _WON: 0.6}, 0.012  # a band's opacity, and its minimum visible width
 
 
 def forest_rows(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> list[AttackFinding]:
-    """At most `most` findings about the run, the strongest of all; attack by attack, unusable attacks last."""
+    """Return the strongest findings about the run, at most `most`, by attack, unusable attacks last."""
     lame = {attack for attack in attack_names(found) if verdict.explain_unusable(found, attack)}
     about = [f for f in found if f.kind == "about the run"]
     about = sorted(about, key=lambda f: (f.attack in lame, -f.auroc[0]))[:most]
@@ -26,7 +26,7 @@ def forest_rows(found: Sequence[AttackFinding], most: int = MOST_ROWS) -> list[A
 
 
 def forest_svg(found: Sequence[AttackFinding], name: str, most: int = MOST_ROWS) -> str:
-    """The plot of the run `name` as an SVG element; "" where there is no finding about a run."""
+    """Return the plot of the run `name` as an SVG element; "" if there is no finding about a run."""
     from matplotlib.patches import Rectangle
 
     listed = forest_rows(found, most)

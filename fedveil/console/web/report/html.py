@@ -1,4 +1,4 @@
-"""A small HTML page: escaped text, tables, and one style sheet for light and dark. Nothing is loaded from outside."""
+"""Build small HTML pages: escaped text, tables, and one style sheet for light and dark. No external resources."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ Html = Markup  # text that is HTML already; everything else is escaped
 
 
 class FormattedNumber(Markup):
-    """A number with its unit, which is set as a number is."""
+    """A number with its unit, aligned like a number."""
 
 
 def escape_text(value: object) -> Html:
-    """A value as HTML; integers with thousands separators, None as a dash."""
+    """Return a value as HTML; integers with thousands separators, None as a dash."""
     if isinstance(value, Html):
         return value
     if value is None:
@@ -81,18 +81,18 @@ def escape_text(value: object) -> Html:
 
 
 def html_tag(name: str, content: object, kind: str = "") -> Html:
-    """One element around escaped content."""
+    """Return one element around escaped content."""
     attribute = f' class="{escape_text(kind)}"' if kind else ""
     return Html(f"<{name}{attribute}>{escape_text(content)}</{name}>")
 
 
 def join_markup(parts: Iterable[object], between: str = "") -> Html:
-    """Parts one after the other."""
+    """Join parts of HTML."""
     return Html(between.join(escape_text(part) for part in parts))
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> Html:
-    """A table; columns with numbers only are set to the right. One with a caption can be reached by the keyboard."""
+    """Return a table; numeric columns are right-aligned. A table with a caption is reachable by keyboard."""
     numeric = [
         bool(rows) and all(row[i] is None or isinstance(row[i], int | float | FormattedNumber) for row in rows)
         for i in range(len(head))
@@ -123,17 +123,17 @@ def _column(title: str, kind: str) -> Html:
 
 
 def html_list(items: Iterable[object]) -> Html:
-    """A list."""
+    """Return a list."""
     return html_tag("ul", join_markup(html_tag("li", item) for item in items))
 
 
 def html_details(title: str, content: object) -> Html:
-    """Content that is shown on a click."""
+    """Return content that a click expands."""
     return html_tag("details", join_markup([html_tag("summary", title), content]))
 
 
 def html_document(title: str, body: Html) -> str:
-    """The whole page, by itself in one file."""
+    """Return the complete, self-contained page."""
     whole = template_environment("console/web/report/templates").get_template("report.html")
     return whole.render(title=title, body=body, style=Html(STYLE), permitted=_PERMITTED)
 

@@ -1,6 +1,6 @@
-"""Curves as inline SVG. Text and axes take the page's own colour, so they read in a light and in a dark page.
+"""Draw curves as inline SVG. Text and axes use the page's color, so they are readable on light and dark pages.
 
-A figure has no style of its own, only attributes: a page may forbid inline styles.
+A figure uses attributes instead of inline styles, which a page may forbid.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from fedveil.sanitize import sanitize
 
 INK = "#010203"  # replaced by `currentColor`
-COLOURS = ("#3a8fd9", "#e69f00", "#1fa187", "#cc79a7", "#8e7cc3", "#d55e00")  # read on white and on black
+COLOURS = ("#3a8fd9", "#e69f00", "#1fa187", "#cc79a7", "#8e7cc3", "#d55e00")  # readable on white and on black
 MARKERS = "osD^vP"
-_OF_RUNS = (2, 3, 4, 1, 0, 5)  # blue and orange say in other figures what an attack told
-_DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (1, 1)), (0, (9, 3)))  # a line on another shows
-MOST_CURVES = len(COLOURS)  # of a figure: the next would look like the first
+_OF_RUNS = (2, 3, 4, 1, 0, 5)  # in other figures, blue and orange mark an attack's result
+_DASHES = ("-", (0, (5, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (1, 1)), (0, (9, 3)))  # shows where lines overlap
+MOST_CURVES = len(COLOURS)  # curves per figure: the next would look like the first
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ChartCurve:
 
 
 def curves_svg(title: str, x_label: str, y_label: str, curves: Sequence[ChartCurve], integer_x: bool = False) -> str:
-    """The first MOST_CURVES curves that have a point, as an SVG element; "" where there is none."""
+    """Return the first MOST_CURVES non-empty curves as an SVG element; "" if there is none."""
     from matplotlib.ticker import MaxNLocator
 
     every = [curve for curve in curves if curve.points]
@@ -60,7 +60,7 @@ def curves_svg(title: str, x_label: str, y_label: str, curves: Sequence[ChartCur
 
 
 def _line(axes: Any, curve: ChartCurve, thin: bool) -> None:
-    """Its points, joined; dotted where `thin` and more than 1 lies between two."""
+    """Draw a curve's points and joining line; dotted across gaps of more than 1 if `thin`."""
     look = curve.colour % MOST_CURVES
     style = {"color": COLOURS[_OF_RUNS[look]], "marker": MARKERS[look], "markersize": 4.5}
     x, y = zip(*curve.points, strict=True)
@@ -75,7 +75,7 @@ def _line(axes: Any, curve: ChartCurve, thin: bool) -> None:
 
 
 def _words(curve: ChartCurve) -> str:
-    """A curve for who cannot see it."""
+    """Return a curve's text alternative."""
     (first, start), (last, end) = curve.points[0], curve.points[-1]
     return f"{sanitize(curve.label, 80)} from {start:.4g} at {first:.4g} to {end:.4g} at {last:.4g}"
 
@@ -104,7 +104,7 @@ def draw_curves(name: str, size: tuple[float, float], words: str, draw: Callable
 
 
 def _inline(text: str, name: str, words: str) -> str:
-    """Without prolog, metadata and a fixed size, and with ids that no other figure of the page has."""
+    """Return the SVG without prolog, metadata and fixed size, and with ids unique within the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
@@ -119,7 +119,7 @@ def _inline(text: str, name: str, words: str) -> str:
 
 
 def _attributes(style: re.Match[str]) -> str:
-    """A style as attributes of its element; the page's own font is taken."""
+    """Convert a style to attributes of its element, without the font, so that the page's own font applies."""
     pairs = (pair.partition(":") for pair in style[1].split(";"))
     return "".join(
         f' {name.strip()}="{value.strip()}"' for name, _, value in pairs if name.strip() not in ("", "font-family")

@@ -21,7 +21,7 @@ def privacy_statements(run: RunView) -> list[str]:
     config = run.config["config"]
     try:
         method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
-    except ConfigError as error:  # a run of another version; the rest of its report is worth having
+    except ConfigError as error:  # a run from another version; still show the rest of its report
         return [f"Unknown: this version cannot create the run's method ({error}). Treat epsilon as infinite."]
     claim = guarantee_of(method, parse(config))
     if claim is None:

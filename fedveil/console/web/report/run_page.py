@@ -34,13 +34,13 @@ PRIVACY_NOTE = (
 
 
 def write_run_page(file: Path, runs: Sequence[RunView], missing: Mapping[str, str] | None = None) -> None:
-    """Writes the page about `runs` to `file`; `missing` says of members of the federation why they are not online."""
+    """Write the page about `runs` to `file`; `missing` gives the reasons why members are not online."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(run_page_html(runs, missing), encoding="utf-8")
 
 
 def run_page_html(runs: Sequence[RunView], missing: Mapping[str, str] | None = None) -> str:
-    """The page about `runs`."""
+    """Return the page about `runs`."""
     return page.html_document(_title(runs), run_page_body(runs, missing))
 
 
@@ -91,7 +91,7 @@ def _lead(runs: Sequence[RunView]) -> str:
 
 
 def _gained(runs: Sequence[RunView]) -> Html:
-    """The answer of runs side by side, before anything else."""
+    """Return the comparison of the runs, which comes first on the page."""
     arms = [tradeoff.read_tradeoff_run(run) for run in runs]
     picture = tradeoff_plot.tradeoff_svg(arms) if any(a.attacked for a in arms) else ""
     if not picture:
@@ -269,7 +269,7 @@ def _config(runs: Sequence[RunView]) -> Html:
         [html_tag("code", key), *map(_plain, row)] for key, row in values.items() if len({str(v) for v in row}) > 1
     ]
     same = [[html_tag("code", key), _plain(row[0])] for key, row in values.items() if len({str(v) for v in row}) == 1]
-    fields = dict.fromkeys(  # runs of one method often have the same
+    fields = dict.fromkeys(  # runs of one method often have the same value
         f"{run.method}: "
         + ", ".join(_field(*of) for of in flatten_config(run.config["method"].get("fields", {})).items())
         for run in runs
@@ -297,5 +297,5 @@ def _field(name: str, value: object) -> str:
 
 
 def _plain(value: object) -> str:
-    """A config value as text: numbers here are not counts, and get no separators."""
+    """Format a config value; numbers get no separators, because they are not counts."""
     return "" if value is None else str(value)

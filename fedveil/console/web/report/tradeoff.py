@@ -62,7 +62,7 @@ class TradeoffRun:
 
     @property
     def auroc(self) -> tuple[float, float, float]:
-        """Over all sites, or of the strongest finding, which the run must have."""
+        """AUROC with interval: over all sites, or from the strongest finding, which the run must have."""
         assert self.told is not None
         site_average = self.over_sites()
         return site_average.auroc if site_average else self.told.auroc
@@ -76,7 +76,7 @@ class TradeoffRun:
 
 
 def read_tradeoff_run(run: RunView) -> TradeoffRun:
-    """One run as it is drawn. Raises StateError for an audit that cannot be read."""
+    """Read one run for the picture. Raises StateError for an unreadable audit."""
     curve, audit = run.curve("loss"), AuditReport.read(run.folder)
     before = curve[0][1] if curve and curve[0][0] == 0 else None
     plain = TradeoffRun(
@@ -164,7 +164,7 @@ def _of(a: TradeoffRun) -> str:
 
 
 def _worst(*arms: TradeoffRun) -> str:
-    """A mean over sites hides the one that gave most away; "" where the figures are no means."""
+    """Describe the worst site, which a mean over sites hides; "" if the values are not means."""
     if any(a.told is None or a.over_sites() is None for a in arms):
         return ""
     return ", at the worst site {:.0f} instead of {:.0f}".format(*(100 * a.told.auroc[0] for a in arms if a.told))
@@ -203,7 +203,7 @@ def _beside(a: TradeoffRun, base: TradeoffRun, side: str) -> str:
     outcome = {"less": "less", "more": "more", "": f"no measurable difference from {base.name}"}[side]
     if a.told.verdict != "above":
         guess = "not distinguishable from guessing"
-        if a.auroc[1] > 0.5 and a.findings > 1:  # by itself the interval says otherwise
+        if a.auroc[1] > 0.5 and a.findings > 1:  # the interval alone would suggest otherwise
             guess += f" at any site, corrected for {a.findings} findings"
         outcome = f"{outcome}, and {guess}" if side else guess
     elif side == "less":

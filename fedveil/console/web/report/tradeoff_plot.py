@@ -1,4 +1,4 @@
-"""The picture of what runs gained (trade.py): quality, what an attacker could tell, and bytes, with its legend."""
+"""Draw the trade-off of runs (tradeoff.py): quality, attacker's success, and bytes, with a legend."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fedveil.console.web.report.tradeoff import TradeoffRun
 
 MOST_ARMS = 8
 _BLUE, _ORANGE = COLOURS[0], COLOURS[5]
-_BAND, _HEART = 0.2, 0.6  # how dense the bands are; the second is thin
+_BAND, _HEART = 0.2, 0.6  # opacity of the bands; the second is thin
 
 
 def tradeoff_svg(arms: Sequence[TradeoffRun], name: str = "trade") -> str:
-    """The picture of the first MOST_ARMS arms as an SVG element; "" for less than two."""
+    """Return the picture of the first MOST_ARMS arms as an SVG element; "" for fewer than two."""
     arms = arms[:MOST_ARMS]
     if len(arms) < 2:
         return ""
@@ -23,7 +23,7 @@ def tradeoff_svg(arms: Sequence[TradeoffRun], name: str = "trade") -> str:
         figure = axes.figure
         axes.remove()
         panels = figure.subplots(1, 3, sharey=True, width_ratios=(1, 1.25, 0.8))
-        figure.get_layout_engine().set(wspace=0.09)  # or the end of an axis touches the next one's
+        figure.get_layout_engine().set(wspace=0.09)  # otherwise the ends of neighboring axes touch
         _quality(panels[0], arms)
         _attacker(panels[1], arms)
         _bytes(panels[2], arms)
@@ -116,12 +116,12 @@ def _attacker(axes: Any, arms: Sequence[TradeoffRun]) -> None:
 
 
 def _never_seen(told: Sequence[TradeoffRun]) -> tuple[float, float]:
-    """The band of the control on which the attack must lose, over all arms."""
+    """Return the band, over all arms, of the control on which the attack must fail."""
     return min(a.lost[0] for a in told), max(a.lost[1] for a in told)
 
 
 def _in_band(arms: Sequence[TradeoffRun]) -> list[TradeoffRun]:
-    """Arms that show membership by a figure no higher than what the attack finds where there is none."""
+    """Return arms that show membership, but with a value no higher than on the control without membership."""
     measured_arms = [a for a in arms if a.told]
     return [
         a for a in measured_arms if a.told and a.told.verdict == "above" and a.auroc[0] <= _never_seen(measured_arms)[1]
