@@ -115,6 +115,16 @@ def test_an_array_that_repeats_its_chunk_is_refused():
         assert why_refused(with_body(reply, "Array", json_body(body | change))).startswith("reply: expected an object")
 
 
+def test_an_array_of_more_than_one_chunk_is_refused_before_any_is_pulled():
+    reply = upload(b"abc")
+    old = reply.of_type("Array")
+    _, children, body = split(reply.objects[old])
+    reading = Reading(exchange_object(reply, old, object_bytes("Array", [*children, "ab" * 32], body)))
+    with pytest.raises(WireError, match="reply: expected an object.*children"):
+        reading.read()
+    assert not any(reading.reply.objects.get(id_, b"").startswith(b"ArrayChunk") for id_ in reading.pulls)
+
+
 def test_only_the_last_slice_may_be_short():
     reply = upload(b"a" * SLICE + b"b" * 3)
     record = reply.of_type("ArrayRecord")
