@@ -4,7 +4,7 @@
     /fedveil.Worker/Status   nothing -> JSON: what is in memory, and the progress of a turn
     /fedveil.Worker/Stop     nothing -> nothing: ends the worker, unless a turn is under way
 
-A caller of Take or Stop names its SuperNode; the worker refuses it if that is not its own.
+A caller of Take or Stop names its SuperNode; the worker refuses a call from any SuperNode but the one that owns it.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Method(ABC):
         """Return every field on the wire."""
 
     def check(self, payload: Payload, spec: Spec) -> None:  # noqa: B027  # most methods have nothing to add
-        """Check what the layout cannot express, such as two fields that must fit. Raises WireError naming the field.
+        """Check what the layout cannot express, such as two fields that must agree. Raises WireError naming the field.
 
         The server checks every upload before it adds its terms, so that a bad one is refused and the others still
         count.

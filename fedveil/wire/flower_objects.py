@@ -10,7 +10,7 @@ by them (fedveil/server_app/object_reader.py). The two bodies in protobuf, of a 
 there: this module imports neither Flower nor torch.
 
 Formal guarantees, for an object that `parse_object` returns:
-- its type is the expected one, its children are ids, each once, and its body has at most the bytes of its type.
+- its type is the expected one, its children are distinct ids, and its body is no larger than its type allows.
 
 | object | result |
 |---|---|

@@ -27,7 +27,7 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
         "--shard-base",
         action="store_true",
         default=None,
-        help="shard a frozen base across them if it is too large for one",
+        help="split a frozen base model across the GPUs of --processes if it does not fit on one",
     )
     parser.add_argument(
         "--worker-idle-seconds", type=float, metavar="S", help="idle seconds after which the worker stops; default: 900"

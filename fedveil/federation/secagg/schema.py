@@ -43,7 +43,7 @@ class SecAggMessage(BaseModel):
 
     @classmethod
     def from_bytes(cls: type[S], data: bytes | memoryview) -> S:
-        """Parse the message. Raises WireError for another form."""
+        """Parse the message. Raise WireError if the data do not match this schema."""
         if len(data) > MOST_BYTES:
             raise WireError(f"{cls.__name__}: expected at most {MOST_BYTES} bytes, found {len(data)}")
         try:

@@ -36,7 +36,10 @@ class ActivationBytes:
     inputs: int
 
     def total_bytes(self, layers: int, is_recomputed: bool) -> int:
-        """Return the bytes for a base of `layers` layers. If recomputed, one layer at a time keeps all it needs."""
+        """Return the bytes for a base of `layers` layers.
+
+        If activations are recomputed, only one layer at a time holds all of its activations.
+        """
         return self.rest + (layers * self.inputs + self.layer if is_recomputed else layers * self.layer)
 
 
