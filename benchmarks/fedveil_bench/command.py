@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file for the JSON; default: in benchmarks/results/, or results/; --quick of a preset with --small: in "
         "quick/ there",
     )
-    parser.set_defaults(run=run, form="full")
+    parser.set_defaults(run=run_command, form="full")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Lists the presets, or runs one."""
     console = Console(highlight=False)
     console.width = max(console.width, 160)  # a table that breaks its numbers helps nobody

@@ -150,7 +150,7 @@ FIGURES = {
 }
 
 
-def possible(metric: str) -> tuple[float, float]:
+def find_metric_bounds(metric: str) -> tuple[float, float]:
     """The least and the largest value that a metric can have."""
     return next((bounds for name, bounds in _POSSIBLE.items() if name.fullmatch(metric)), (-math.inf, math.inf))
 
@@ -163,7 +163,7 @@ def _metrics(preset: str) -> dict[str, Any]:
     return {row["name"]: row["metrics"] for row in json.loads(_file(preset).read_text())["rows"]}
 
 
-def points(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, float]]]]:
+def read_curves(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, float]]]]:
     """Return each row's rounds, megabytes until then, up and down, and the metric; empty without result or curve."""
     if not _file(of.preset).is_file():
         return {}
@@ -178,12 +178,12 @@ def points(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, float
     return {name: curve for name, curve in found.items() if curve}
 
 
-def found(figure: ResultFigure | ParetoFront) -> dict[str, list[dict[str, float] | None]]:
+def read_intervals(figure: ResultFigure | ParetoFront) -> dict[str, list[dict[str, float] | None]]:
     """Mean, low and high of each series at each place. Raises KeyError where the result lacks one."""
     by_name = _metrics(figure.preset)
 
     def within(row: str, metric: str) -> dict[str, float]:
-        (least, most), of = possible(metric), by_name[row][metric]
+        (least, most), of = find_metric_bounds(metric), by_name[row][metric]
         return {**of, "low": max(of["low"], least), "high": min(of["high"], most)}
 
     return {name: [within(*at) if at else None for at in ats] for name, ats in figure.series.items()}
@@ -195,21 +195,21 @@ def base_of(front: ParetoFront) -> float:
     return float(_metrics(front.preset)[row][metric]["mean"])
 
 
-def digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
+def compute_digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
     """Return a digest of the content. The picture carries it, so that a test finds one older than its result."""
     if isinstance(figure, ResultCurves):
-        return hashlib.sha256(json.dumps([figure.metric, figure.unit, points(figure)]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([figure.metric, figure.unit, read_curves(figure)]).encode()).hexdigest()
     words = [figure.unit, figure.places] if isinstance(figure, ResultFigure) else [figure.units, base_of(figure)]
-    return hashlib.sha256(json.dumps([*words, found(figure)]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*words, read_intervals(figure)]).encode()).hexdigest()
 
 
-def draw(figure: ResultFigure, file: Path) -> None:
+def draw_figure(figure: ResultFigure, file: Path) -> None:
     """Writes the figure as a PNG, the first place at the top."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 1.2 + 0.55 * len(figure.places)), dpi=110, layout="constrained")
     axes = drawn.add_subplot()
-    series = found(figure)
+    series = read_intervals(figure)
     for number, (name, points) in enumerate(series.items()):
         off = 0.16 * (number - (len(series) - 1) / 2)
         at = [(place + off, point) for place, point in enumerate(points) if point]
@@ -224,17 +224,17 @@ def draw(figure: ResultFigure, file: Path) -> None:
     axes.set_xlabel(f"{figure.unit} ({figure.preset}, 95 % intervals)")
     axes.grid(axis="x", alpha=0.3)
     drawn.legend(loc="outside right upper", fontsize=8)
-    drawn.savefig(file, metadata={"Software": None, "Description": digest(figure)})
+    drawn.savefig(file, metadata={"Software": None, "Description": compute_digest(figure)})
 
 
-def front(of: ParetoFront) -> Any:
+def draw_front(of: ParetoFront) -> Any:
     """The front as a canvas: better is left and down."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 5.2), dpi=110, layout="constrained")
     axes = drawn.add_subplot()
     base = base_of(of)
-    series = found(of)
+    series = read_intervals(of)
     for (name, points), (mark, colour) in zip(series.items(), _MARKS[: len(series)], strict=True):
         x, y = (point for point in points if point)
         sides = [[[p["mean"] - p["low"]], [p["high"] - p["mean"]]] for p in (x, y)]
@@ -269,7 +269,7 @@ def by_round_and_bytes(of: ResultCurves) -> Any:
     drawn = Canvas(figsize=(10, 4.2), dpi=110, layout="constrained")
     panels = drawn.subplots(1, 2, sharey=True)
     for panel, place, label in zip(panels, (0, 1), ("rounds", "MB up and down, all sites"), strict=True):
-        for name, curve in points(of).items():
+        for name, curve in read_curves(of).items():
             at = [point[place] for point in curve]
             panel.plot(at, [point["mean"] for *_, point in curve], marker=".", label=name)
             panel.fill_between(at, *([point[end] for *_, point in curve] for end in ("low", "high")), alpha=0.12)
@@ -284,12 +284,14 @@ def main() -> None:
     """Draws all of them, and copies those that presets draw. Raises ConfigError outside a checkout."""
     pictures = folders.require_results().parents[1] / "docs" / "pictures"
     for name, figure in FIGURES.items():
-        draw(figure, pictures / f"results-{name}.png")
+        draw_figure(figure, pictures / f"results-{name}.png")
     for name, of in FRONTS.items():
-        front(of).savefig(pictures / f"results-{name}.png", metadata={"Software": None, "Description": digest(of)})
+        draw_front(of).savefig(
+            pictures / f"results-{name}.png", metadata={"Software": None, "Description": compute_digest(of)}
+        )
     for name, curves in CURVES.items():
-        if points(curves):
-            stamp = {"Software": None, "Description": digest(curves)}
+        if read_curves(curves):
+            stamp = {"Software": None, "Description": compute_digest(curves)}
             by_round_and_bytes(curves).savefig(pictures / f"results-{name}.png", metadata=stamp)
     for name, file in COPIED.items():
         shutil.copyfile(folders.require_results() / file, pictures / f"results-{name}.png")

@@ -54,7 +54,7 @@ class PresetReadiness:
 def preset_needs(preset: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Return what the preset's runner reads with these settings."""
     module = runner.load_runner(preset)
-    found: list[data.DataRequirement] = getattr(module, "needs", data.needs)(preset["settings"])
+    found: list[data.DataRequirement] = getattr(module, "list_requirements", data.list_requirements)(preset["settings"])
     return found
 
 
@@ -89,7 +89,7 @@ def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     missing: list[str] = []
     for need in preset_needs(preset):
         try:
-            there.append(data.look(need))
+            there.append(data.describe_files(need))
         except ConfigError as error:
             missing.append(f"{error}. From: {SOURCES.get(need.name, 'your own preset')}")
     for package in getattr(runner.load_runner(preset), "PACKAGES", ()):

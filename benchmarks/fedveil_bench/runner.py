@@ -139,7 +139,7 @@ def run_preset(name: str, options: BenchOptions) -> tuple[dict[str, Any], dict[s
     if options.minutes is not None and not getattr(load_runner(preset), "IN_PIECES", False):
         raise ConfigError(f"--minutes: expected a preset whose table can have fewer rows, found {name}; leave it out")
     began = time.monotonic()
-    outcome: BenchOutcome = load_runner(preset).run(preset["settings"], options)
+    outcome: BenchOutcome = load_runner(preset).run_benchmark(preset["settings"], options)
     result = {
         "preset": name,
         "title": preset["title"],

@@ -19,17 +19,17 @@ DRAWN = figures.FIGURES | figures.FRONTS
 def test_a_committed_figure_shows_what_its_result_has(name):
     """Else run python -m fedveil_bench.figures."""
     with Image.open(ROOT / "docs" / "pictures" / f"results-{name}.png") as picture:
-        assert picture.info["Description"] == figures.digest(DRAWN[name])
+        assert picture.info["Description"] == figures.compute_digest(DRAWN[name])
 
 
 @pytest.mark.parametrize("name", figures.CURVES)
 def test_a_curve_is_drawn_if_and_only_if_its_result_has_one(name):
     """Else run python -m fedveil_bench.figures."""
     file = ROOT / "docs" / "pictures" / f"results-{name}.png"
-    assert file.is_file() == bool(figures.points(figures.CURVES[name]))
+    assert file.is_file() == bool(figures.read_curves(figures.CURVES[name]))
     if file.is_file():
         with Image.open(file) as picture:
-            assert picture.info["Description"] == figures.digest(figures.CURVES[name])
+            assert picture.info["Description"] == figures.compute_digest(figures.CURVES[name])
 
 
 def test_curves_of_a_result_are_drawn_by_round_and_by_bytes(tmp_path, monkeypatch):
@@ -50,13 +50,13 @@ def test_curves_of_a_result_are_drawn_by_round_and_by_bytes(tmp_path, monkeypatc
     monkeypatch.setattr(figures, "COPIED", {})
     there = figures.ResultCurves("a/b", "loss", "nats")
     monkeypatch.setattr(figures, "CURVES", {"there": there, "not-yet": figures.ResultCurves("c/d", "loss", "nats")})
-    assert {name: [at[:2] for at in of] for name, of in figures.points(there).items()} == {
+    assert {name: [at[:2] for at in of] for name, of in figures.read_curves(there).items()} == {
         "FedAvg": [(0, 0.0), (2, 3.0), (4, 6.0)]
     }
     figures.main()
     assert [file.name for file in (tmp_path / "docs/pictures").iterdir()] == ["results-there.png"]
     with Image.open(tmp_path / "docs/pictures/results-there.png") as picture:
-        assert picture.info["Description"] == figures.digest(there)
+        assert picture.info["Description"] == figures.compute_digest(there)
         assert len(picture.convert("RGB").getcolors(2**16)) > 20
     by_round, by_bytes = figures.by_round_and_bytes(there).axes
     assert by_round.lines[0].get_xydata().tolist() == [[0, 3], [2, 2], [4, 1]]
@@ -73,13 +73,13 @@ def test_a_figure_is_drawn_from_the_result_and_a_row_that_is_not_there_is_an_err
     figure = figures.FIGURES["fedqsn"]
     rows = json.loads((ROOT / "benchmarks/results/fedqsn_table2.json").read_text())["rows"]
     (proxy,) = (row["metrics"]["loss"] for row in rows if row["name"] == "w = 2 proxy")
-    assert figures.found(figure)["proxy as received"][1]["mean"] == proxy["mean"]
-    figures.draw(figure, tmp_path / "drawn.png")
+    assert figures.read_intervals(figure)["proxy as received"][1]["mean"] == proxy["mean"]
+    figures.draw_figure(figure, tmp_path / "drawn.png")
     with Image.open(tmp_path / "drawn.png") as picture:
         assert min(picture.size) > 300
         assert len(picture.convert("RGB").getcolors(2**16)) > 20
     with pytest.raises(KeyError):
-        figures.found(replace(figure, series={"base": (("no such row", "loss"),)}))
+        figures.read_intervals(replace(figure, series={"base": (("no such row", "loss"),)}))
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_a_figure_is_drawn_from_the_result_and_a_row_that_is_not_there_is_an_err
     ],
 )  # fmt: skip
 def test_what_a_metric_can_be(metric, bounds):
-    assert figures.possible(metric) == bounds
+    assert figures.find_metric_bounds(metric) == bounds
 
 
 def test_no_interval_is_drawn_beyond_what_is_possible():
-    row = figures.found(figures.FRONTS["lora"])["FedAvg"][1]
+    row = figures.read_intervals(figures.FRONTS["lora"])["FedAvg"][1]
     assert row["high"] == 1.0
     assert 0.9 < row["low"] < row["mean"] < 1.0
 
@@ -103,9 +103,9 @@ def test_no_interval_is_drawn_beyond_what_is_possible():
 def test_a_server_without_a_model_is_not_drawn_as_one():
     """FedSA-LoRA's server is the base: the line of the base says so, and no interval is drawn."""
     front = figures.FRONTS["lora"]
-    at_base = [name for name, (x, _) in figures.found(front).items() if x["mean"] == figures.base_of(front)]
+    at_base = [name for name, (x, _) in figures.read_intervals(front).items() if x["mean"] == figures.base_of(front)]
     assert at_base == ["FedSA-LoRA"]
-    drawn = figures.front(front)
+    drawn = figures.draw_front(front)
     shown = {text.get_text() for text in drawn.legends[0].get_texts()}
     assert "FedSA-LoRA: no model\nat the server" in shown
     assert "FedAvg" in shown

@@ -42,7 +42,7 @@ def test_a_preset_that_is_like_another_has_the_settings_of_that_one_but_for_its_
 def test_a_preset_s_runner_can_be_imported_and_run(name):
     """A runner that asks a process for each seed has what the process calls."""
     runner = importlib.import_module(f"fedveil_bench.{preset(name)['runner']}")
-    assert callable(runner.run)
+    assert callable(runner.run_benchmark)
     if hasattr(runner, "seeds"):
         assert callable(runner.of_seed)
 
@@ -68,7 +68,7 @@ def test_methods_and_claims_of_dp_fpl_exist(name):
         *rows,
         ZERO,
         *([FREQUENT] if found["runner"] == "dp_fpl.learning" else []),
-        *(federated_prompts.blind(label) for label, row in rows.items() if row.get("control") is True),
+        *(federated_prompts.name_noise_control(label) for label, row in rows.items() if row.get("control") is True),
     }
     for claim in found["settings"].get("claims", []):
         assert {claim["row"], *([claim["than"]] if isinstance(claim["than"], str) else [])} <= known
@@ -163,10 +163,10 @@ def test_the_tables_of_fedqsn_have_the_paper_s_rates_and_the_embeddings_apart():
 def test_claims_of_the_presets_can_be_judged(name):
     """A claim of equality has its margin."""
     for claim in verdicts.claims_of(preset(name)["settings"]):
-        assert verdicts.claimed(resampling.fixed(0.0), claim).word in (verdicts.HOLDS, verdicts.FAILS)
+        assert verdicts.judge_claim(resampling.from_constant(0.0), claim).word in (verdicts.HOLDS, verdicts.FAILS)
         unbounded = claim | {"margin": 0.0 if "margin" in claim else 1.0}
         with pytest.raises(ConfigError, match="margin"):
-            verdicts.claimed(resampling.fixed(0.0), unbounded)
+            verdicts.judge_claim(resampling.from_constant(0.0), unbounded)
 
 
 @pytest.mark.parametrize("name", ["april", "adaptive"])
@@ -260,7 +260,7 @@ def test_a_result_has_its_preset_its_form_and_the_seconds_of_the_whole(monkeypat
         seen.append(settings["seeds"])
         return run.BenchOutcome([{"name": "x"}])
 
-    monkeypatch.setattr(run, "load_runner", lambda preset: SimpleNamespace(run=runs))
+    monkeypatch.setattr(run, "load_runner", lambda preset: SimpleNamespace(run_benchmark=runs))
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=iter([5.0, 7.5]).__next__))
     result, files = run.run_preset("fedrand/e2e", run.BenchOptions(form="quick"))
     assert (result["preset"], result["form"], result["seconds"], files) == ("fedrand/e2e", "quick", 2.5, {})

@@ -42,7 +42,7 @@ def named(settings):
 def test_what_a_preset_names_is_needed_and_it_is_said_where_it_comes_from(name, form):
     preset = runner.read_preset(name, form)
     needed = {need.name for need in requirements.preset_needs(preset)}
-    assert needed == {pictures.source(found, "train")[0] for found in named(preset["settings"])} - {"tiny"}
+    assert needed == {pictures.find_source(found, "train")[0] for found in named(preset["settings"])} - {"tiny"}
     assert needed <= set(requirements.SOURCES) | BUNDLED
 
 
@@ -94,12 +94,14 @@ def test_what_a_runner_opens_first_is_what_it_needs(name, form, monkeypatch):
     def folder(asked):
         raise Asked(asked)
 
-    monkeypatch.setattr(data, "folder", folder)
+    monkeypatch.setattr(data, "find_data_folder", folder)
     preset = runner.read_preset(name, form)
     module = runner.load_runner(preset)
     settings, options = {**preset["settings"], **most(preset)}, BenchOptions(form=form, device="cpu")
     by_seed = hasattr(module, "of_seed")
-    start = partial(module.of_seed, settings, 0, options) if by_seed else partial(module.run, settings, options)
+    start = (
+        partial(module.of_seed, settings, 0, options) if by_seed else partial(module.run_benchmark, settings, options)
+    )
     with pytest.raises(Asked) as asked:
         start()
     assert str(asked.value) in {need.name for need in requirements.preset_needs(preset)}
@@ -118,7 +120,7 @@ def test_a_preset_is_looked_at_and_nothing_runs(name, form, monkeypatch, tmp_pat
     """With an empty folder of data all that is not bundled is missing, by name and with the way to it."""
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
     preset = runner.read_preset(name, form)
-    monkeypatch.setattr(runner.load_runner(preset), "run", None)
+    monkeypatch.setattr(runner.load_runner(preset), "run_benchmark", None)
     found = requirements.check_ready(name, BenchOptions(form=form, device="cpu"), ROOT / "benchmarks" / "results")
     for need in requirements.preset_needs(preset):
         said = [text for text in found.missing if text.startswith(f"data {need.name}: expected")]
@@ -157,15 +159,17 @@ def test_rows_that_are_missing_or_broken_are_named(files, said, monkeypatch, tmp
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
     rows(tmp_path / "viggo", **files)
     with pytest.raises(ConfigError, match=said):
-        data.look(DataRequirement("viggo", ("train", "test")))
+        data.describe_files(DataRequirement("viggo", ("train", "test")))
 
 
 def test_rows_that_are_there_are_named_with_their_size(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
     rows(tmp_path / "viggo", train_jsonl=b'{"mr": 1}\n', test_parquet=b"PAR1" + bytes(300_000) + b"PAR1")
-    assert data.look(DataRequirement("viggo", ("train", "test"))).endswith("train.jsonl 0.0 MB, test.parquet 0.3 MB")
+    assert data.describe_files(DataRequirement("viggo", ("train", "test"))).endswith(
+        "train.jsonl 0.0 MB, test.parquet 0.3 MB"
+    )
     with pytest.raises(ConfigError, match=r"test\.jsonl in"):
-        data.look(DataRequirement("viggo", ("train", "test"), (".jsonl",)))
+        data.describe_files(DataRequirement("viggo", ("train", "test"), (".jsonl",)))
 
 
 def test_a_base_has_a_config_and_all_files_of_its_weights(monkeypatch, tmp_path):
@@ -173,16 +177,16 @@ def test_a_base_has_a_config_and_all_files_of_its_weights(monkeypatch, tmp_path)
     base = tmp_path / "gpt2-medium"
     base.mkdir()
     with pytest.raises(ConfigError, match=r"config\.json"):
-        data.look(DataRequirement("gpt2-medium"))
+        data.describe_files(DataRequirement("gpt2-medium"))
     (base / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match="safetensors"):
-        data.look(DataRequirement("gpt2-medium"))
+        data.describe_files(DataRequirement("gpt2-medium"))
     (base / "model-1.safetensors").write_bytes(bytes(20_000_000))
-    assert data.look(DataRequirement("gpt2-medium")).endswith("gpt2, 0.02 GB of weights")
+    assert data.describe_files(DataRequirement("gpt2-medium")).endswith("gpt2, 0.02 GB of weights")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"model-2\.safetensors"):
-        data.look(DataRequirement("gpt2-medium"))
+        data.describe_files(DataRequirement("gpt2-medium"))
 
 
 RESULT = {
@@ -267,7 +271,7 @@ def test_a_real_run_without_its_data_says_where_each_folder_comes_from_and_train
 ):
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
     name = "fedqsn/table1"
-    monkeypatch.setattr(runner.load_runner(runner.read_preset(name, "full")), "run", None)
+    monkeypatch.setattr(runner.load_runner(runner.read_preset(name, "full")), "run_benchmark", None)
     assert main(["bench", name, "--quick", "--out", str(tmp_path / "x.json")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -285,7 +289,9 @@ def test_a_run_to_see_it_work_takes_no_measured_result_s_place(monkeypatch, tmp_
     monkeypatch.setattr(command, "_results", lambda: tmp_path)
     monkeypatch.setattr(requirements, "require_ready", lambda name, options: None)
     monkeypatch.setattr(
-        runner, "load_runner", lambda preset: SimpleNamespace(run=lambda *_: runner.BenchOutcome([{"name": "x"}]))
+        runner,
+        "load_runner",
+        lambda preset: SimpleNamespace(run_benchmark=lambda *_: runner.BenchOutcome([{"name": "x"}])),
     )
     (tmp_path / "dp_fpl_table3.json").write_text("measured")
     for name, form in (("dp_fpl/table3", "--quick"), ("dp_fpl/table2", "--small"), ("fedrand/quantised", "--quick")):
@@ -299,5 +305,5 @@ def test_a_run_to_see_it_work_takes_no_measured_result_s_place(monkeypatch, tmp_
 
 
 def test_a_preset_whose_data_are_here_is_run(monkeypatch):
-    monkeypatch.setattr(data, "look", lambda need: f"{need.name}: here")
+    monkeypatch.setattr(data, "describe_files", lambda need: f"{need.name}: here")
     requirements.require_ready("fedqsn/table1", BenchOptions(form="quick"))

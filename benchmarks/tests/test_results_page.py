@@ -137,7 +137,7 @@ def _item(item: str, by_name: dict[str, Any], sentences: list[str], wanted: list
         metric = by_name.get(match[1], {}).get("metrics", {}).get(match[2])
         if metric is None:
             return [f"no metric for {item}"]
-        least, most = figures.possible(match[2])
+        least, most = figures.find_metric_bounds(match[2])
         wanted.append(("metric", metric | {"low": max(metric["low"], least), "high": min(metric["high"], most)}))
         return [] if is_shown(match[3], metric["mean"]) else [f"{item}, the file has {metric['mean']}"]
     return [f"cannot be read: {item}"]

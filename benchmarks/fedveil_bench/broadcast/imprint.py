@@ -36,24 +36,28 @@ from fedveil.wire.capture import MessageCapture
 from fedveil.wire.payloads import payload_tensors
 from fedveil_bench.common import data, resampling, seeds
 from fedveil_bench.common import verdicts as common
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _BATCHES = 9  # the name of the draws
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each of `settings["rows"]`, averaged over batches and seeds."""
-    answers = seeds.run(__name__, settings, options)
+    answers = seeds.run_seeds(__name__, settings, options)
     figures = {
         name: {
-            metric: resampling.over_seeds([resampling.mean([b[metric] for b in of[name]], _BATCHES) for of in answers])
+            metric: resampling.over_seeds(
+                [resampling.resample_mean([b[metric] for b in of[name]], _BATCHES) for of in answers]
+            )
             for metric in batches[0]
         }
         for name, batches in answers[0].items()
     }
-    rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
-    claims = common.table(common.compared(figures, common.claims_of(settings), "+.2f"), len(answers))
+    rows = [
+        {"name": n, "metrics": {m: resampling.compute_interval(f) for m, f in of.items()}} for n, of in figures.items()
+    ]
+    claims = common.list_verdicts(common.judge_claims(figures, common.claims_of(settings), "+.2f"), len(answers))
     said = [*_verdicts({row["name"]: row["metrics"] for row in rows}, settings), *claims]
     return BenchOutcome(rows, said, [f"this run: {settings['batches']} batches a seed, {len(answers)} seeds"])
 
@@ -74,7 +78,7 @@ def _verdicts(found: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]) 
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, list[dict[str, float]]]:
-    """Return one seed's results for `run`: by row, the metrics of each batch."""
+    """Return one seed's results for `run_benchmark`: by row, the metrics of each batch."""
     out: dict[str, list[dict[str, float]]] = {}
     gate: Tensor | None = None  # depends on the base alone
     for name, row in settings["rows"].items():
@@ -102,7 +106,7 @@ class _Case:
         method = strategies.create_method(config.method.name, config.method.params)
         self._exchange = MessageExchange(method, config.method.name, self._task.spec)
         self._initial = self._task.initial(rng.initial_stream(config.run.seed, "weights"))
-        folder = data.folder(settings["data"])
+        folder = data.find_data_folder(settings["data"])
         self._rows = self._task.encode(self._task.examples(folder, "train"))
         self._public: Any = self._task.encode(self._task.examples(folder, "test"))[: settings["public"]]
         self._positions = range(*settings["positions"])
@@ -156,7 +160,7 @@ class _Case:
         prefix = tuple(self._public[0].ids[: self._positions.start])
         with tempfile.TemporaryDirectory() as folder:
             tap = MessageCapture(Path(folder))
-            federation(self._exchange, config, self._task, {site: rows}, self._sent, tap).round(0)
+            create_federation(self._exchange, config, self._task, {site: rows}, self._sent, tap).round(0)
             view = AdversaryView.server(tap, self._exchange)
             upload = next(view.uploads(site))
             asked = view.answered(upload)

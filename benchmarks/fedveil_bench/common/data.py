@@ -36,7 +36,7 @@ class DataRequirement:
     suffixes: tuple[str, ...] = ROWS
 
 
-def folder(name: str) -> Path:
+def find_data_folder(name: str) -> Path:
     """The data folder of that name. Raises ConfigError with the places where it was looked for."""
     root = folders.checkout_folder()
     looked_in = [resources.data_folder()]
@@ -56,28 +56,28 @@ def folder(name: str) -> Path:
 def with_model(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A flat run config whose `task.model` is a path: the data folder of that name, unless it is "tiny"."""
     model = flat.get("task.model", "tiny")
-    return dict(flat) if model == "tiny" else {**flat, "task.model": str(folder(model))}
+    return dict(flat) if model == "tiny" else {**flat, "task.model": str(find_data_folder(model))}
 
 
-def needs(settings: Mapping[str, Any]) -> list[DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
     """Return what the settings of a preset name: rows to train and test on, and a base."""
     rows = [DataRequirement(settings["data"], ("train", "test"))] if "data" in settings else []
-    return [*rows, *base(settings)]
+    return [*rows, *list_base_requirements(settings)]
 
 
-def base(settings: Mapping[str, Any]) -> list[DataRequirement]:
+def list_base_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
     """The base that the settings' run config names; none where it is bundled."""
     model = settings.get("config", {}).get("task.model", "tiny")
     return [] if model == "tiny" else [DataRequirement(model)]
 
 
-def look(need: DataRequirement) -> str:
+def describe_files(need: DataRequirement) -> str:
     """Describe the files found. Opens every file and reads no more than its ends.
 
     Raises:
         ConfigError: a folder or file that is missing, or that cannot be read.
     """
-    place = folder(need.name)
+    place = find_data_folder(need.name)
     try:
         return f"{need.name}: {place}, " + (_rows(place, need) if need.splits else _base(place))
     except (OSError, ValueError) as error:

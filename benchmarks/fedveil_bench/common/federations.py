@@ -43,7 +43,7 @@ def task_of(kind: type[_Task], config: RunConfig, options: BenchOptions, adapter
     return task
 
 
-def federation(
+def create_federation(
     exchange: MessageExchange,
     config: RunConfig,
     task: Task,

@@ -12,12 +12,12 @@ from fedveil.attacks.statistics import student_t
 _BLOCKS = 10
 
 
-def exponent(sizes: Sequence[float], values: Sequence[float]) -> dict[str, float]:
+def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> dict[str, float]:
     """a in value ~ size^a: the slope of log value over log size. Raises ValueError for a size or value of 0 or less."""
-    return slope([math.log(size) for size in sizes], [math.log(value) for value in values])
+    return fit_slope([math.log(size) for size in sizes], [math.log(value) for value in values])
 
 
-def slope(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
+def fit_slope(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
     """The slope of the line through the points. From two of them alone it has no interval, and says n = 2.
 
     Raises:
@@ -42,9 +42,9 @@ def slope_by_round(values: Sequence[float]) -> dict[str, float]:
     size = max(1, len(values) // _BLOCKS)
     blocks = [values[at : at + size] for at in range(0, len(values) - size + 1, size)]
     middles = [at * size + (size - 1) / 2 for at in range(len(blocks))]
-    return slope(middles, [statistics.fmean(block) for block in blocks])
+    return fit_slope(middles, [statistics.fmean(block) for block in blocks])
 
 
-def thinned(values: Sequence[float], most: int = 100) -> list[float]:
+def thin_curve(values: Sequence[float], most: int = 100) -> list[float]:
     """At most `most` of the values, evenly spread, for a curve."""
     return [round(value, 2) for value in itertools.islice(values, 0, None, -(-len(values) // most) or 1)]

@@ -18,7 +18,7 @@ from fedveil_bench.common.verdicts import ClaimSentence
 CLEAR, SITE, SUM, ONLY = "no noise", "at the site", "in the sum", "noise only"
 
 
-def label(count: int, name: str) -> str:
+def name_row(count: int, name: str) -> str:
     """A row's name."""
     return f"{count} sites, {name}"
 
@@ -34,8 +34,8 @@ def rows_of(
     rows = []
     for name, figure in figures.items():
         costs = {key: value for key, value in answers[0][name].items() if key != score}
-        metrics = {key: resampling.interval(resampling.fixed(value)) for key, value in costs.items()}
-        rows.append({"name": name, "metrics": {score: resampling.interval(figure)} | metrics})
+        metrics = {key: resampling.compute_interval(resampling.from_constant(value)) for key, value in costs.items()}
+        rows.append({"name": name, "metrics": {score: resampling.compute_interval(figure)} | metrics})
     return figures, rows
 
 
@@ -49,8 +49,8 @@ def said_of(
             text and its word.
         won: the word of a row that stands on the right `side` of its controls.
     """
-    *sentences, how = verdicts.table(found, seeds)
-    words = verdicts.words([each for _, each in found])
+    *sentences, how = verdicts.list_verdicts(found, seeds)
+    words = verdicts.decide_words([each for _, each in found])
     said, private = [], False
     for i, count in enumerate(sites):
         at = slice(4 * i, 4 * i + 4)
@@ -65,20 +65,20 @@ def said_of(
     return [*said, how, last if private else f"Not decided: no private row stands {side} its controls."]
 
 
-def honest(count: int, where: str) -> int:
+def count_honest(count: int, where: str) -> int:
     """Sites whose noise nobody else knows: two thirds of a sum's, rounded up; at the site, the site alone."""
     return math.ceil(2 * count / 3) if where == SUM else 1
 
 
-def keys(count: int, where: str) -> dict[str, Any]:
+def build_secure_keys(count: int, where: str) -> dict[str, Any]:
     """Return the run config keys that put the noise in the sum of that many sites."""
     if where != SUM:
         return {}
-    secure = {"enabled": True, "noise": "sum", "min-sites": count, "max-colluders": count - honest(count, where)}
+    secure = {"enabled": True, "noise": "sum", "min-sites": count, "max-colluders": count - count_honest(count, where)}
     return {f"secure.{key}": value for key, value in secure.items()}
 
 
-def unseeded(dp: DpConfig) -> str:
+def name_epsilon_column(dp: DpConfig) -> str:
     """Return the column name of `epsilon_of`: a benchmark draws its noise from a seed, which gives no protection."""
     return f"epsilon at delta {dp.delta:g} ({dp.adjacency}), were its noise not seeded"
 
@@ -91,7 +91,9 @@ def epsilon_of(dp: DpSgdConfig, config: RunConfig, rows: int) -> float:
     return accounting.compute_epsilon(dp.privacy_spent(plan), budget.delta, budget.neighbours)
 
 
-def costs(charges: Callable[[float], Spent], epsilon: float, delta: float, neighbours: Adjacency) -> dict[str, float]:
+def compute_noise_costs(
+    charges: Callable[[float], Spent], epsilon: float, delta: float, neighbours: Adjacency
+) -> dict[str, float]:
     """The multiplier z that an epsilon takes, and both epsilons of what is charged with it."""
     z = accounting.noise_multiplier_for(charges, epsilon, delta, neighbours)
     spent = charges(z)
@@ -102,4 +104,4 @@ def costs(charges: Callable[[float], Spent], epsilon: float, delta: float, neigh
 
 def on_the_mean(z: float, entries: int, count: int, where: str) -> float:
     """Norm of the noise on the mean over the sites, over the bound of a row's part in what one site sends."""
-    return z * math.sqrt(entries / count / honest(count, where))
+    return z * math.sqrt(entries / count / count_honest(count, where))

@@ -33,7 +33,7 @@ _OBJECT = re.compile(
 Example = Mapping[str, Any]
 
 
-def columns(name: str) -> dict[str, str]:
+def build_column_keys(name: str) -> dict[str, str]:
     """The columns of the task section for examples of that name."""
     chosen = {"task.choices-column": "choices", "task.source-column": "question", "task.target-column": "answer"}
     return {"task.label-column": "label", **(chosen if is_choice(name) else {"task.target-column": "caption"})}
@@ -44,7 +44,7 @@ def is_choice(name: str) -> bool:
     return name.endswith("-choice")
 
 
-def source(name: str, split: str) -> tuple[str, str]:
+def find_source(name: str, split: str) -> tuple[str, str]:
     """The folder and the split of it that hold the rows of that name."""
     match name:
         case "caltech-caption" | "caltech-choice":
@@ -56,9 +56,9 @@ def source(name: str, split: str) -> tuple[str, str]:
     return name, split
 
 
-def examples(name: str, split: str) -> list[Example]:
+def load_examples(name: str, split: str) -> list[Example]:
     """All rows of "train" or "test". Raises ConfigError or TaskError where the data are not there."""
-    folder, part = source(name, split)
+    folder, part = find_source(name, split)
     found = _parquet(folder, part)
     if folder == name:
         return found
@@ -73,13 +73,13 @@ def examples(name: str, split: str) -> list[Example]:
 
 
 def _parquet(folder: str, split: str) -> list[Example]:
-    table = tables.read_table(tables.split_file(data.folder(folder), split), ("image",))
+    table = tables.read_table(tables.split_file(data.find_data_folder(folder), split), ("image",))
     found: list[Example] = table.to_list()
     return found
 
 
 def _class_names(folder: str, split: str) -> list[str]:
-    table = tables.read_table(tables.split_file(data.folder(folder), split), ("label",))
+    table = tables.read_table(tables.split_file(data.find_data_folder(folder), split), ("label",))
     return list(table.features["label"].names)
 
 
@@ -105,7 +105,7 @@ def _coco(row: Example) -> Example:
     return {"image": row["image"], "caption": row["captions"], "label": named[1] if named else "none"}
 
 
-def coloured(at: Path, names: Sequence[str], each: int) -> Path:
+def write_colored_pictures(at: Path, names: Sequence[str], each: int) -> Path:
     """A folder with `each` pictures of every class in either split, whose colour says the class. Always the same."""
     from PIL import Image
 

@@ -25,7 +25,7 @@ _TEST = 5  # the name of the draws
 _NIST_N = 5
 
 
-def scores(
+def compute_scores(
     task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]], metrics: Sequence[str]
 ) -> dict[str, ResampledMetric]:
     """The `metrics` of the model on `examples`, by name.
@@ -42,17 +42,17 @@ def scores(
     for metric in metrics:
         match metric:
             case "test loss":
-                found[metric] = resampling.mean(_losses(task, weights, examples), _TEST)
+                found[metric] = resampling.resample_mean(_losses(task, weights, examples), _TEST)
             case "accuracy":
                 each = [100 * text_metrics.exact_match([c], [t]) for c, t in zip(written, targets, strict=True)]
-                found[metric] = resampling.mean(each, _TEST)
+                found[metric] = resampling.resample_mean(each, _TEST)
             case "cider" | "cider_r":
                 score = text_metrics.cider_d if metric == "cider" else text_metrics.cider_r
                 words = [text_metrics.tokenize_words(c) for c in written]
                 per_row = score(words, [[text_metrics.tokenize_words(t) for t in refs] for refs in targets])
-                found[metric] = resampling.mean([100 * c for c in per_row], _TEST)
+                found[metric] = resampling.resample_mean([100 * c for c in per_row], _TEST)
             case "rouge_l":
-                found[metric] = resampling.mean(
+                found[metric] = resampling.resample_mean(
                     [
                         100 * text_metrics.score_captions([c], [t])["rouge_l"]
                         for c, t in zip(written, targets, strict=True)
@@ -60,8 +60,8 @@ def scores(
                     _TEST,
                 )
             case "bleu_1" | "bleu_2" | "bleu_3" | "bleu_4":
-                of_order = partial(bleu, order=int(metric[-1]))
-                found[metric] = resampling.reduced(bleu_statistics(written, targets), of_order, _TEST)
+                of_order = partial(compute_bleu, order=int(metric[-1]))
+                found[metric] = resampling.resample_statistic(bleu_statistics(written, targets), of_order, _TEST)
             case _:
                 raise ValueError(
                     "metrics: expected test loss, accuracy, cider, cider_r, rouge_l or bleu_1 to bleu_4, found "
@@ -91,7 +91,7 @@ def bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) ->
     return np.array([[*f.counts, *f.totals, f.sys_len, f.ref_len] for f in found], dtype=float)
 
 
-def bleu(total: Numbers, order: int = MAX_N) -> float:
+def compute_bleu(total: Numbers, order: int = MAX_N) -> float:
     """Corpus BLEU of n-grams up to `order`, 1 to 4; 0 to 100, of the sum (10,) of `bleu_statistics`."""
     return float(
         BLEU.compute_bleu(
@@ -134,7 +134,7 @@ def nist_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) ->
     return np.array(found, dtype=float)
 
 
-def nist(total: Numbers) -> float:
+def compute_nist(total: Numbers) -> float:
     """Corpus NIST, 0 to about 10, of the sum (12,) of `nist_statistics`."""
     from nltk.translate.nist_score import nist_length_penalty
 

@@ -64,42 +64,42 @@ class ResampledMetric:
         return cls(value, np.array(replicates), count)
 
 
-def fixed(value: float, count: int = 1) -> ResampledMetric:
+def from_constant(value: float, count: int = 1) -> ResampledMetric:
     """A figure that has no rows behind it, and so an interval without width."""
     return ResampledMetric(value, np.full(REPLICATES, value), count)
 
 
-def counts(rows: int, *name: int) -> Numbers:
+def draw_counts(rows: int, *name: int) -> Numbers:
     """(REPLICATES, rows): how often each row is in each resample. The same `name` gives the same draws."""
     rng = np.random.default_rng([rows, *name])
     return rng.multinomial(rows, np.full(rows, 1 / rows), size=REPLICATES).astype(float)
 
 
-def mean(values: Sequence[float], *name: int) -> ResampledMetric:
-    """The mean over rows of one value a row; `name` is that of the draws (see `counts`)."""
+def resample_mean(values: Sequence[float], *name: int) -> ResampledMetric:
+    """The mean over rows of one value a row; `name` is that of the draws (see `draw_counts`)."""
     array = np.asarray(values, dtype=float)
-    drawn = counts(len(array), *name)
+    drawn = draw_counts(len(array), *name)
     return ResampledMetric(float(array.mean()), drawn @ array / len(array), len(array))
 
 
-def reduced(of_rows: Numbers, reduce: Callable[[Numbers], float], *name: int) -> ResampledMetric:
+def resample_statistic(of_rows: Numbers, reduce: Callable[[Numbers], float], *name: int) -> ResampledMetric:
     """A figure that `reduce` makes of the sum (k,) of what each row has, `of_rows` (rows, k), as corpus BLEU is."""
-    drawn = counts(len(of_rows), *name) @ of_rows
+    drawn = draw_counts(len(of_rows), *name) @ of_rows
     value = reduce(of_rows.sum(0))
     return ResampledMetric(value, np.array([reduce(row) for row in drawn]), len(of_rows))
 
 
-def auroc(
+def resample_auroc(
     members: Numbers, non_members: Numbers, member_name: tuple[int, ...], other_name: tuple[int, ...]
 ) -> ResampledMetric:
     """The area under the ROC curve, ties halved; members and non-members are resampled independently."""
     wins = (members[:, None] > non_members[None]) + 0.5 * (members[:, None] == non_members[None])
-    drawn = counts(len(members), *member_name) @ wins * counts(len(non_members), *other_name)
+    drawn = draw_counts(len(members), *member_name) @ wins * draw_counts(len(non_members), *other_name)
     replicates = drawn.sum(1) / wins.size
     return ResampledMetric(float(wins.mean()), replicates, min(wins.shape))
 
 
-def average(figures: Sequence[ResampledMetric]) -> ResampledMetric:
+def average_metrics(figures: Sequence[ResampledMetric]) -> ResampledMetric:
     """The mean of several figures of the same seeds, replicate by replicate and seed by seed, as over clients."""
     return ResampledMetric(
         math.fsum(f.value for f in figures) / len(figures),
@@ -116,7 +116,7 @@ def over_seeds(figures: Sequence[ResampledMetric]) -> ResampledMetric:
     return ResampledMetric(math.fsum(values) / len(values), replicates, sum(f.count for f in figures), values)
 
 
-def interval(figure: ResampledMetric) -> dict[str, Any]:
+def compute_interval(figure: ResampledMetric) -> dict[str, Any]:
     """Value and 95 % interval over rows and seeds, as a result file has them; of several seeds, each one's value."""
     low, high = (float(q) for q in np.quantile(figure.replicates, (0.025, 0.975)))
     found = {"mean": figure.value, "low": low, "high": high, "n": figure.count}
@@ -154,7 +154,7 @@ def p_value(figure: ResampledMetric, at: float = 0.0) -> float:
     return math.exp(most)
 
 
-def less(mine: ResampledMetric, other: ResampledMetric) -> ResampledMetric:
+def subtract_metrics(mine: ResampledMetric, other: ResampledMetric) -> ResampledMetric:
     """The figure `mine` less `other`, paired by resample and by seed; a figure that is not of seeds is the same in all.
 
     Raises:
@@ -168,17 +168,17 @@ def less(mine: ResampledMetric, other: ResampledMetric) -> ResampledMetric:
     return ResampledMetric(mine.value - other.value, mine.replicates - other.replicates, mine.count, paired)
 
 
-def difference(mine: ResampledMetric, other: ResampledMetric) -> dict[str, Any]:
+def compute_difference(mine: ResampledMetric, other: ResampledMetric) -> dict[str, Any]:
     """The interval of `mine` less `other`, paired."""
-    return interval(less(mine, other))
+    return compute_interval(subtract_metrics(mine, other))
 
 
-def negated(figure: ResampledMetric) -> ResampledMetric:
+def negate_metric(figure: ResampledMetric) -> ResampledMetric:
     """The figure with the other sign."""
-    return less(fixed(0.0, figure.count), figure)
+    return subtract_metrics(from_constant(0.0, figure.count), figure)
 
 
-def shown(found: Mapping[str, float], form: str = ".3f") -> str:
+def format_interval(found: Mapping[str, float], form: str = ".3f") -> str:
     """An interval in a sentence: "0.512 [0.498, 0.527]"."""
     return f"{found['mean']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
 

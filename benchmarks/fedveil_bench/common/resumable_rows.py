@@ -19,37 +19,39 @@ from fedveil.records.provenance import git_commit
 _DIGITS = 14  # hexadecimal, of a name's place among the locks: a file offset has 63 bits
 
 
-def row(pieces: Path | None, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measure_row(pieces: Path | None, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The row of that name: the file's, or else what `measure` returns, which is kept there.
 
     A row has the commit that it was measured at, so that a table of several says so.
     """
-    for found in kept(pieces):
+    for found in read_pieces(pieces):
         if found["name"] == name:
             return found
     made = {"name": name, "commit": git_commit(), **measure()}
-    keep(pieces, made)
+    append_piece(pieces, made)
     return made
 
 
-def rows(
+def measure_rows(
     pieces: Path | None, measures: Mapping[str, Callable[[], dict[str, Any]]], minutes: float | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of those names, in order, as `row` has each; without those that another process is at when this ends,
-    and without those that had not begun after so many minutes."""
+    """Return the rows of those names, in order, as `measure_row` has each.
+
+    Without those that another process is at when this ends, and those that had not begun after so many minutes.
+    """
     began, made = time.monotonic(), dict[str, dict[str, Any]]()
     for name, measure in measures.items():
         if minutes is not None and time.monotonic() - began >= 60 * minutes:
             break
-        with alone(pieces, _place(name)) as mine:
+        with lock_piece(pieces, _place(name)) as mine:
             if mine:
-                made[name] = row(pieces, name, measure)
-    made |= {found["name"]: found for found in kept(pieces)}
+                made[name] = measure_row(pieces, name, measure)
+    made |= {found["name"]: found for found in read_pieces(pieces)}
     return [made[name] for name in measures if name in made]
 
 
 @contextlib.contextmanager
-def alone(pieces: Path | None, number: int) -> Iterator[bool]:
+def lock_piece(pieces: Path | None, number: int) -> Iterator[bool]:
     """Lock the piece of that number; yields whether no other process has it. One at a time in a process."""
     if pieces is None:
         yield True
@@ -64,13 +66,13 @@ def alone(pieces: Path | None, number: int) -> Iterator[bool]:
         yield True
 
 
-def kept(pieces: Path | None) -> list[dict[str, Any]]:
+def read_pieces(pieces: Path | None) -> list[dict[str, Any]]:
     """Return the lines of the file, parsed."""
     lines = pieces.read_text().splitlines() if pieces and pieces.exists() else []
     return [dict(json.loads(line)) for line in lines]
 
 
-def keep(pieces: Path | None, made: Mapping[str, Any]) -> None:
+def append_piece(pieces: Path | None, made: Mapping[str, Any]) -> None:
     """Adds a line."""
     if pieces:
         with pieces.open("a") as file:

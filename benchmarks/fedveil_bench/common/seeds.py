@@ -33,7 +33,7 @@ from fedveil_bench.runner import BenchOptions
 OfSeed = Callable[[dict[str, Any], int, BenchOptions], Any]
 
 
-def run(module: str, settings: dict[str, Any], options: BenchOptions, in_pieces: bool = False) -> list[Any]:
+def run_seeds(module: str, settings: dict[str, Any], options: BenchOptions, in_pieces: bool = False) -> list[Any]:
     """Return the JSON results of `of_seed` of `module` for each seed, in order, counted from `first_seed`.
 
     With `in_pieces` it gets the file of pieces and the minutes that are left, and keeps its pieces there.
@@ -48,7 +48,7 @@ def run(module: str, settings: dict[str, Any], options: BenchOptions, in_pieces:
     file = None if in_pieces else _file(options.pieces)
     asked, writing = _digest(module, settings, options), threading.Lock()
     processes: list[subprocess.Popen[str]] = []
-    known = {piece["seed"]: piece["answer"] for piece in resumable_rows.kept(file) if piece["asked"] == asked}
+    known = {piece["seed"]: piece["answer"] for piece in resumable_rows.read_pieces(file) if piece["asked"] == asked}
 
     def answered(seed: int) -> Any:
         if seed in known:
@@ -58,7 +58,7 @@ def run(module: str, settings: dict[str, Any], options: BenchOptions, in_pieces:
         now = now if in_pieces else replace(now, pieces=None, minutes=None)
         answer = _one(module, settings, seed, now, processes.append)
         with writing:
-            resumable_rows.keep(file, {"seed": seed, "asked": asked, "answer": answer})
+            resumable_rows.append_piece(file, {"seed": seed, "asked": asked, "answer": answer})
         return answer
 
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
@@ -149,7 +149,7 @@ class SeedProcess(logging.Filter):
         return new
 
 
-def serve(of_seed: OfSeed) -> None:
+def serve_seed(of_seed: OfSeed) -> None:
     """Answers for one seed.
 
     It reads settings as JSON on standard input. It writes lines of progress, and then the result as one line of JSON.
@@ -178,4 +178,4 @@ def serve(of_seed: OfSeed) -> None:
 
 
 if __name__ == "__main__":
-    serve(importlib.import_module(sys.argv[1]).of_seed)
+    serve_seed(importlib.import_module(sys.argv[1]).of_seed)

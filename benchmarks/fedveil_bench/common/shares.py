@@ -22,7 +22,7 @@ from fedveil_bench.common import resampling
 from fedveil_bench.common.verdicts import FAILS, HOLDS, OPEN, ClaimSentence
 
 
-def interval(found: Sequence[bool]) -> dict[str, Any]:
+def compute_share_interval(found: Sequence[bool]) -> dict[str, Any]:
     """The share of trials that succeeded with its 95 % interval, as a result file has them; a trial is a seed."""
     low, high = clopper_pearson(sum(found), len(found))
     return {
@@ -34,7 +34,7 @@ def interval(found: Sequence[bool]) -> dict[str, Any]:
     }
 
 
-def claimed(found: Sequence[bool], side: Literal["higher", "lower"], than: float) -> ClaimSentence:
+def judge_share(found: Sequence[bool], side: Literal["higher", "lower"], than: float) -> ClaimSentence:
     """Judge whether the probability of success is on that side of `than`."""
     count, trials = sum(found), len(found)
     above = count > trials * than

@@ -32,10 +32,10 @@ _OTHERWISE = ("dart", "dialogsum")  # whose lines are not {"mr", "ref"}
 Row = dict[str, str]
 
 
-def rows(name: str, split: str) -> list[Row]:
+def load_rows(name: str, split: str) -> list[Row]:
     """Every row of "train", "validation" or "test" as {"mr", "ref"}, the source in one line. Raises ConfigError."""
     file = _file(name, split)
-    path = data.folder(name) / f"{file}.jsonl"
+    path = data.find_data_folder(name) / f"{file}.jsonl"
     if not path.is_file():
         raise ConfigError(f"data {name}: expected {path.name} in {path.parent}, found none; see benchmarks/README.md")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -45,18 +45,18 @@ def rows(name: str, split: str) -> list[Row]:
     return found
 
 
-def folder(name: str, scratch: Path) -> Path:
+def prepare_folder(name: str, scratch: Path) -> Path:
     """Return the folder with {"mr", "ref"} in a file for each split: the data folder, else `scratch`, written here."""
     if name not in _OTHERWISE:
-        return data.folder(name)
+        return data.find_data_folder(name)
     for split in ("train", "validation", "test"):
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows(name, split))
+        lines = "".join(f"{json.dumps(row)}\n" for row in load_rows(name, split))
         (scratch / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     return scratch
 
 
-def need(name: str, *splits: str, by_task: bool = False) -> data.DataRequirement:
-    """The files that `rows` reads for those splits; `by_task`: or that a task reads in `folder`, Parquet too."""
+def require_splits(name: str, *splits: str, by_task: bool = False) -> data.DataRequirement:
+    """Require the files that `load_rows` reads; `by_task`: or that a task reads in `prepare_folder`, Parquet too."""
     suffixes = data.ROWS if by_task and name not in _OTHERWISE else (".jsonl",)
     return data.DataRequirement(name, tuple(dict.fromkeys(_file(name, split) for split in splits)), suffixes)
 
@@ -80,7 +80,7 @@ def _digest(text: str) -> int:
     return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 
 
-def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
+def select_rows(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
     """The rows of `sources` sources, drawn by the seed, and of each the first `references` rows."""
     grouped: dict[str, list[Row]] = {}
     for row in found:
@@ -89,7 +89,7 @@ def chosen(found: Sequence[Row], sources: int, references: int, seed: int) -> li
     return [row for mr, rows in grouped.items() if mr in kept for row in rows[:references]]
 
 
-def scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> dict[str, ResampledMetric]:
+def compute_scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> dict[str, ResampledMetric]:
     """METRICS of the model on `test`, by name.
 
     "loss" is in nats a token. The others are of the text that the model writes for each source, in per cent but for
@@ -108,17 +108,19 @@ def scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> dict[
     )
     statistics = quality.bleu_statistics(written, references)
     return {
-        "loss": resampling.mean(losses, _TEST),
-        "bleu": resampling.reduced(statistics, quality.bleu, _TEST),
-        "nist": resampling.reduced(quality.nist_statistics(written, references), quality.nist, _TEST),
-        **{m: resampling.mean([100 * s[m] for s in each], _TEST) for m in ("rouge_l", "meteor")},
-        "cider": resampling.mean(ciders, _TEST),
+        "loss": resampling.resample_mean(losses, _TEST),
+        "bleu": resampling.resample_statistic(statistics, quality.compute_bleu, _TEST),
+        "nist": resampling.resample_statistic(
+            quality.nist_statistics(written, references), quality.compute_nist, _TEST
+        ),
+        **{m: resampling.resample_mean([100 * s[m] for s in each], _TEST) for m in ("rouge_l", "meteor")},
+        "cider": resampling.resample_mean(ciders, _TEST),
     }
 
 
-def loss(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> ResampledMetric:
-    """The "loss" of `scores` alone."""
-    return resampling.mean(losses_of(task, weights, test), _TEST)
+def compute_loss(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> ResampledMetric:
+    """The "loss" of `compute_scores` alone."""
+    return resampling.resample_mean(losses_of(task, weights, test), _TEST)
 
 
 def losses_of(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> list[float]:

@@ -61,14 +61,14 @@ class ClaimSentence:
     otherwise: str
 
 
-def told(
+def judge_sign(
     d: ResampledMetric, below: str = "lower", above: str = "higher", otherwise: str = "not told apart"
 ) -> ClaimSentence:
     """On which side of 0 a difference lies."""
     return ClaimSentence(below if d.value < 0 else above, resampling.p_value(d), otherwise)
 
 
-def claimed(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
+def judge_claim(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
     """Judge whether a difference is as `claim` states, a table of a preset with the keys "is" and, for some, "margin".
 
     Raises:
@@ -89,7 +89,7 @@ def claimed(d: ResampledMetric, claim: Mapping[str, Any]) -> ClaimSentence:
     return ClaimSentence(FAILS, resampling.p_value(d, nearest), OPEN)
 
 
-def control(
+def judge_control(
     figure: ResampledMetric, must: Must, margin: float = CONTROL_MARGIN, chance: ResampledMetric | None = None
 ) -> ClaimSentence:
     """Judge whether a control is as it must be.
@@ -98,24 +98,26 @@ def control(
         margin: how far from chance an attack may be that tells nothing; one that wins must be farther.
         chance: what is scored where nothing can be told, paired with `figure`; by default CHANCE.
     """
-    gain = resampling.less(figure, chance or resampling.fixed(CHANCE))
+    gain = resampling.subtract_metrics(figure, chance or resampling.from_constant(CHANCE))
     if must == "won":
-        said = claimed(resampling.less(gain, resampling.fixed(margin)), {"is": "higher"})
+        said = judge_claim(resampling.subtract_metrics(gain, resampling.from_constant(margin)), {"is": "higher"})
     else:
         claim = {"is": "equal" if must == "lost" else "not higher", "margin": margin}
-        said = claimed(resampling.of_rows(gain), claim)
+        said = judge_claim(resampling.of_rows(gain), claim)
     return replace(said, word=HELD if said.word == HOLDS else NOT_HELD)
 
 
-def expected(must: Must, margin: float = CONTROL_MARGIN) -> str:
+def describe_control_range(must: Must, margin: float = CONTROL_MARGIN) -> str:
     """Return the range that the AUROC of a control must be in, in words."""
     low, high = f"{CHANCE - margin:g}", f"{CHANCE + margin:g}"
     return {"won": f"above {high}", "lost": f"within {low} to {high}", "not won": f"below {high}"}[must]
 
 
-def controls(found: Sequence[tuple[str, ClaimSentence]]) -> list[str]:
+def list_control_verdicts(found: Sequence[tuple[str, ClaimSentence]]) -> list[str]:
     """A sentence for each control of a table, ending in its word, and one on how the words were found."""
-    told_ = [f"{text}: {word}." for (text, _), word in zip(found, words([said for _, said in found]), strict=True)]
+    told_ = [
+        f"{text}: {word}." for (text, _), word in zip(found, decide_words([said for _, said in found]), strict=True)
+    ]
     return [*told_, f"Words on controls are corrected for {len(found)} controls (Holm)."] if found else []
 
 
@@ -130,7 +132,7 @@ def claims_of(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [(shared if claim["is"] in _NEED_MARGIN else {}) | claim for claim in settings.get("claims", [])]
 
 
-def compared(
+def judge_claims(
     rows: Mapping[str, Mapping[str, ResampledMetric]], claims: Sequence[Mapping[str, Any]], form: str = "+.3f"
 ) -> list[tuple[str, ClaimSentence]]:
     """Return each claim of a preset, and whether it holds: on one metric of two rows, paired by resample and seed.
@@ -149,15 +151,15 @@ def compared(
                     f'claims: expected a row with that metric, found none of "{name}" with "{metric}"; '
                     "correct the claim"
                 )
-        against = rows[other][metric] if isinstance(other, str) else resampling.fixed(float(other))
-        d = resampling.less(rows[mine][metric], against)
+        against = rows[other][metric] if isinstance(other, str) else resampling.from_constant(float(other))
+        d = resampling.subtract_metrics(rows[mine][metric], against)
         than = f"that of {other}" if isinstance(other, str) else f"{other:g}"
-        text = f"{metric} of {mine} less {than}: {resampling.shown(resampling.interval(d), form)}"
-        found.append((f"{text}; the claim has {claim_in_words(claim)}", claimed(d, claim)))
+        text = f"{metric} of {mine} less {than}: {resampling.format_interval(resampling.compute_interval(d), form)}"
+        found.append((f"{text}; the claim has {claim_in_words(claim)}", judge_claim(d, claim)))
     return found
 
 
-def words(said: Sequence[ClaimSentence]) -> list[str]:
+def decide_words(said: Sequence[ClaimSentence]) -> list[str]:
     """The word of each, corrected for the others."""
     corrected = holm_correction([each.p for each in said])
     return [each.word if p <= ALPHA else each.otherwise for each, p in zip(said, corrected, strict=True)]
@@ -167,33 +169,33 @@ def all_of(
     differences: Sequence[ResampledMetric], side: Literal["lower", "higher"], word: str, otherwise: str
 ) -> ClaimSentence:
     """Judge whether every difference is on that side of 0. Each must be by itself, so none corrects another."""
-    found = [told(d) for d in differences]
+    found = [judge_sign(d) for d in differences]
     return ClaimSentence(word, max(each.p if each.word == side else 1.0 for each in found), otherwise)
 
 
-def table(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> list[str]:
+def list_verdicts(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> list[str]:
     """A sentence for each text, ending in its word, and one on how the words were found."""
     said = [each for _, each in found]
-    told_ = [f"{text}: {word}." for (text, _), word in zip(found, words(said), strict=True)]
-    return [*told_, how(f"{len(said)} comparisons", seeds)] if found else []
+    told_ = [f"{text}: {word}." for (text, _), word in zip(found, decide_words(said), strict=True)]
+    return [*told_, describe_correction(f"{len(said)} comparisons", seeds)] if found else []
 
 
-def how(comparisons: str, seeds: int) -> str:
+def describe_correction(comparisons: str, seeds: int) -> str:
     """The sentence below a table on how its words were found."""
     text = f"Intervals are of 95 % each, over rows and seeds; words are corrected for {comparisons} (Holm)"
     few = f"; {seeds} {'seed is' if seeds == 1 else 'seeds are'} too few to decide"
     return f"{text}{few if 0 < seeds < resampling.SEEDS_TO_DECIDE else ''}."
 
 
-def ordering(figures: Mapping[str, ResampledMetric], order: Sequence[str], what: str) -> str:
+def describe_ordering(figures: Mapping[str, ResampledMetric], order: Sequence[str], what: str) -> str:
     """A sentence on whether `figures` fall in the order that a paper has, from its first (highest) to its last."""
     names = [name for name in order if name in figures]
     pairs = [(high, low) for i, high in enumerate(names) for low in names[i + 1 :]]
-    differences = [resampling.less(figures[high], figures[low]) for high, low in pairs]
-    found = words([told(d) for d in differences])
+    differences = [resampling.subtract_metrics(figures[high], figures[low]) for high, low in pairs]
+    found = decide_words([judge_sign(d) for d in differences])
     held, turned = found.count("higher"), found.count("lower")
     reversed_ = [
-        f"{high} over {low} ({resampling.shown(resampling.interval(d), '+.3g')})"
+        f"{high} over {low} ({resampling.format_interval(resampling.compute_interval(d), '+.3g')})"
         for (high, low), d, word in zip(pairs, differences, found, strict=True)
         if word == "lower"
     ]

@@ -40,7 +40,7 @@ _TENSORS = 8
 _HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """The rows: our fold at each N, the plain sum, and Flower's FedAvg. Repeats are interleaved."""
     megabytes, counts = settings["megabytes"], settings["uploads"]
     cases = [("gate-and-fold", n) for n in counts] + [("fold", n) for n in counts]

@@ -88,7 +88,7 @@ class _Station:
         return self.free_at
 
 
-def simulated(sites: int, costs: ArrivalCosts, seed: int = 0) -> SimulatedRound:
+def simulate_round(sites: int, costs: ArrivalCosts, seed: int = 0) -> SimulatedRound:
     """One round of N sites."""
     draws = rng.initial_stream(seed, f"arrivals of {sites}")
     phases, works = _uniform(sites, draws), _uniform(sites, draws)

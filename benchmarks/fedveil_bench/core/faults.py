@@ -35,8 +35,8 @@ from fedveil.records.provenance import git_commit
 from fedveil.testing.messages import header_of_slices
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import resumable_rows
-from fedveil_bench.common.pictures import coloured
-from fedveil_bench.core.killer import PROGRAMS, ROUNDS, SITES, VICTIMS, KillPoint, ProcessKiller, drawn
+from fedveil_bench.common.pictures import write_colored_pictures
+from fedveil_bench.core.killer import PROGRAMS, ROUNDS, SITES, VICTIMS, KillPoint, ProcessKiller, draw_kill_point
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SECONDS = 300.0
@@ -46,7 +46,7 @@ _REASON_CHARACTERS = 400  # of a point that did not end
 _PAUSE_SECONDS = 8.0  # between two starts of a site, as compose pauses: each start costs some CPU seconds
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """One row for each case and victim: points, how many ended equal, and every other one in words.
 
     Raises:
@@ -57,26 +57,26 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     cases = sorted(settings["cases"])
     found, most = _kept(options.pieces), options.seeds or settings["points"]
     with tempfile.TemporaryDirectory() as scratch:
-        pictures = coloured(Path(scratch) / "pictures", ("cat", "dog", "ox"), 12)
+        pictures = write_colored_pictures(Path(scratch) / "pictures", ("cat", "dog", "ox"), 12)
         named = [options.launch.LocalSite(site) for site in SITES]
         with options.launch.LocalDeployment(named, Path(scratch) / "federation", database=True) as federation:
             bench = _Bench(federation, Path(scratch) / "runs", pictures, settings)
             for number in range(settings["points"]):
-                with resumable_rows.alone(options.pieces, number) as mine:
+                with resumable_rows.lock_piece(options.pieces, number) as mine:
                     found |= _kept(options.pieces)
                     if not mine or number in found or not most:
                         continue
                     most -= 1
-                    point = drawn(number, cases)
+                    point = draw_kill_point(number, cases)
                     found[number] = {**asdict(point), **bench.tried(point), "commit": git_commit()}
                     options.say(json.dumps(found[number]))
-                    resumable_rows.keep(options.pieces, found[number])
+                    resumable_rows.append_piece(options.pieces, found[number])
     return _outcome([found[number] for number in sorted(found)])
 
 
 def _kept(file: Path | None) -> dict[int, dict[str, Any]]:
     now = git_commit()
-    counts = (point for point in resumable_rows.kept(file) if point["end"] == "equal" or point["commit"] == now)
+    counts = (point for point in resumable_rows.read_pieces(file) if point["end"] == "equal" or point["commit"] == now)
     return {point["number"]: point for point in counts}
 
 

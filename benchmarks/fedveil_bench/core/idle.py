@@ -15,7 +15,7 @@ from fedveil import resources
 from fedveil.attacks.statistics import confidence_interval
 from fedveil.errors import ConfigError
 from fedveil_bench.process_monitor.no_op import held_to
-from fedveil_bench.process_monitor.usage import ProcessUsage, program
+from fedveil_bench.process_monitor.usage import ProcessUsage, classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SITE = "site-0"
@@ -39,7 +39,7 @@ class IdleWindow:
         return 100.0 * cpu / self.seconds
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """The rows "fedveil" and "flower": per cent of a core, together and by program.
 
     Raises:
@@ -56,12 +56,12 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
             for _ in range(settings["windows"]):
                 found[name].append(_window(federation, settings["seconds"]))
                 options.say(f"{name}: {found[name][-1].percent():.3f} % of a core")
-    return outcome(found, float(settings["asked_percent"]))
+    return build_outcome(found, float(settings["asked_percent"]))
 
 
 def _window(federation: Any, seconds: float) -> IdleWindow:
     started = time.monotonic()
-    with ProcessUsage(lambda: federation.processes.alive(_SITE), program, every=0.5) as usage:
+    with ProcessUsage(lambda: federation.processes.alive(_SITE), classify_program, every=0.5) as usage:
         time.sleep(seconds)
     if not federation.processes.alive(_SITE) or federation.processes.ended(_SITE) is not None:
         raise ConfigError(
@@ -70,7 +70,7 @@ def _window(federation: Any, seconds: float) -> IdleWindow:
     return IdleWindow(time.monotonic() - started, usage.cpu_by_kind())
 
 
-def outcome(found: Mapping[str, Sequence[IdleWindow]], asked: float) -> BenchOutcome:
+def build_outcome(found: Mapping[str, Sequence[IdleWindow]], asked: float) -> BenchOutcome:
     """Rows and verdicts of the windows of each way; `asked`: the most per cent of a core that a waiting site of ours
     should take.
     """

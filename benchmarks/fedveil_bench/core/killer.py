@@ -41,7 +41,7 @@ class KillPoint:
     delay: float
 
 
-def drawn(number: int, cases: list[str]) -> KillPoint:
+def draw_kill_point(number: int, cases: list[str]) -> KillPoint:
     """The point of that number."""
     stream = rng.initial_stream(number, "faults")
 

@@ -23,14 +23,14 @@ from fedveil import resources
 from fedveil.errors import ConfigError
 from fedveil_bench.common import bases
 from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, with_median
-from fedveil_bench.process_monitor.relay import TcpRelay, through
-from fedveil_bench.process_monitor.usage import program
+from fedveil_bench.process_monitor.relay import TcpRelay, insert_relay
+from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _HOPS = ("ServerApp", "SuperLink", "SuperNode", "client process", "worker")
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Two rows for each size: ours and stock Flower's.
 
     Raises:
@@ -60,12 +60,12 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
             way = bench.stock(f"bytes-{payload}", rounds, payload)
             found[_name("flower", way)] = way
             options.say(f"{_name('flower', way)}: {way.seconds}")
-    cut_off = through(options.launch.LocalDeployment, lambda port: TcpRelay(port, cut["every"]))
+    cut_off = insert_relay(options.launch.LocalDeployment, lambda port: TcpRelay(port, cut["every"]))
     ours(cut_off(named), [cut], f", cut every {cut['every']} s")
-    return outcome(found, sites)
+    return build_outcome(found, sites)
 
 
-def outcome(found: dict[str, NoOpRun], sites: int) -> BenchOutcome:
+def build_outcome(found: dict[str, NoOpRun], sites: int) -> BenchOutcome:
     """The table of these runs: first all of ours, then as many of stock Flower's, in the same order, then those cut."""
     rows, ways = [_row(name, way, sites) for name, way in found.items()], list(found.values())
     half = sum(name.startswith("flower") for name in found)
@@ -107,5 +107,5 @@ def _name(whose: str, way: NoOpRun, how: str = "") -> str:
 
 def _kind(command: list[str]) -> str:
     """A resident guard forks a child for each message: both are the client's."""
-    kind = program(command)
+    kind = classify_program(command)
     return "client process" if kind == "resident" else kind

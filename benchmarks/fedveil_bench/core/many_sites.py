@@ -84,7 +84,7 @@ class ManySitesResult:
     upload_bytes: int
 
 
-def measured(case: ManySitesCase) -> ManySitesResult:
+def measure_case(case: ManySitesCase) -> ManySitesResult:
     """Runs the case, in this process."""
     return _in_process(case) if case.way == "in-process" else _strategy(case)
 
@@ -274,7 +274,7 @@ def main() -> None:
     for name in ("sites", "rounds", "megabytes"):
         parser.add_argument(name, type=int)
     torch.set_num_threads(1)
-    found = measured(ManySitesCase(**vars(parser.parse_args())))
+    found = measure_case(ManySitesCase(**vars(parser.parse_args())))
     sys.stdout.write(json.dumps(vars(found)) + "\n")
 
 

@@ -15,7 +15,7 @@ from fedveil import resources
 from fedveil.attacks.statistics import confidence_interval
 from fedveil.errors import ConfigError
 from fedveil_bench.common import bases
-from fedveil_bench.process_monitor.usage import PROGRAMS, ProcessUsage, program
+from fedveil_bench.process_monitor.usage import PROGRAMS, ProcessUsage, classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SERVER, _WORKER = "ServerApp", "worker"
@@ -24,7 +24,7 @@ _SERVER_TIMES, _SERVER_MB = 3.0, 600  # what was asked where all weights are tra
 _WORKER_TIMES, _WORKER_MB = 1.25, 800
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """One row a run: peak MB by process, seconds of a round, and those of them outside training.
 
     Raises:
@@ -60,7 +60,10 @@ def _row(
     }
     config |= {"cohort.sites": sites, "cohort.min-sites": sites}
     file, ends = scratch / "run" / "metrics.jsonl", dict[int, float]()
-    with launch.LocalDeployment(named) as federation, ProcessUsage(federation.processes.alive, program, 0.25) as usage:
+    with (
+        launch.LocalDeployment(named) as federation,
+        ProcessUsage(federation.processes.alive, classify_program, 0.25) as usage,
+    ):
         mark = lambda status: ends.setdefault(len(_lines(file)), usage.timeline[-1][0])  # noqa: E731
         ended = federation.wait(federation.run(None, config), 3600, mark)
     if not ended.completed:

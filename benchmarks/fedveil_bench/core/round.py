@@ -17,7 +17,7 @@ from fedveil import resources
 from fedveil.errors import ConfigError
 from fedveil.records import disclosure_ledger
 from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, held_to, with_median
-from fedveil_bench.process_monitor.usage import program
+from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SITE = "site-0"  # whose processes are watched
@@ -40,7 +40,7 @@ class PairedRound:
     beyond: int
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Two rows for each number of sites: seconds a round, and the CPU seconds of one site.
 
     Raises:
@@ -54,17 +54,19 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         for name, way in (("fedveil", pair.ours), ("flower", pair.stock)):
             options.say(f"{sites} sites, {name}: {[round(s, 2) for s in way.seconds]} s")
     asked = {int(sites): float(seconds) for sites, seconds in settings["asked_seconds"].items()}
-    return outcome(pairs, asked, float(settings["asked_cpu_seconds"]))
+    return build_outcome(pairs, asked, float(settings["asked_cpu_seconds"]))
 
 
 def _pair(settings: dict[str, Any], options: BenchOptions, sites: int) -> PairedRound:
     named = [options.launch.LocalSite(f"site-{i}", resources.data_folder("e2e")) for i in range(sites)]
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalDeployment(named) as federation:
         config = settings["config"] | {"run.dir": scratch, "cohort.min-sites": sites, "cohort.sites": sites}
-        ours = NoOp(federation, Path(scratch), config, sites, program, _SITE).ours("ours", settings["rounds"], {})
+        ours = NoOp(federation, Path(scratch), config, sites, classify_program, _SITE).ours(
+            "ours", settings["rounds"], {}
+        )
         ledger = disclosure_ledger.read_messages(Path(scratch) / "ours" / disclosure_ledger.NAME)
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalDeployment(named, own_waits=True) as federation:
-        bench = NoOp(federation, Path(scratch), {}, sites, program, _SITE)
+        bench = NoOp(federation, Path(scratch), {}, sites, classify_program, _SITE)
         stock = bench.stock("stock", settings["rounds"], ours.payload_bytes)
     beyond = max(message["bytes"] - message["payload_bytes"] for message in ledger)
     return PairedRound(ours, stock, ledger[-1]["bytes"], beyond)
@@ -75,7 +77,9 @@ def beside_worker(way: NoOpRun) -> list[float]:
     return [sum(seconds for kind, seconds in of.items() if kind != _WORKER) for of in way.cpu]
 
 
-def outcome(pairs: Mapping[int, PairedRound], asked_seconds: Mapping[int, float], asked_cpu: float) -> BenchOutcome:
+def build_outcome(
+    pairs: Mapping[int, PairedRound], asked_seconds: Mapping[int, float], asked_cpu: float
+) -> BenchOutcome:
     """Rows and verdicts.
 
     Args:

@@ -34,18 +34,18 @@ _WARM_UP = 50
 _EVERY = 0.02  # seconds between two looks at the memory
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """The rows that are repeated."""
     return [data.DataRequirement(settings["data"], ("train",), (".jsonl",))]
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each number of rows and way."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for count in settings["rows"]:
             folder = Path(scratch) / str(count)
-            _write(data.folder(settings["data"]) / "train.jsonl", folder, count)
+            _write(data.find_data_folder(settings["data"]) / "train.jsonl", folder, count)
             ways = ["row by row"] if count <= settings["row_by_row"] else []
             found = {}
             for way in (*ways, "first", "later"):

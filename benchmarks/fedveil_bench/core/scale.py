@@ -25,9 +25,9 @@ from fedveil.attacks.statistics import confidence_interval
 from fedveil.errors import ConfigError
 from fedveil_bench import folders
 from fedveil_bench.common import resumable_rows
-from fedveil_bench.common.growth_rates import exponent
-from fedveil_bench.core.arrivals import ArrivalCosts, simulated
-from fedveil_bench.process_monitor.usage import named, program
+from fedveil_bench.common.growth_rates import fit_exponent
+from fedveil_bench.core.arrivals import ArrivalCosts, simulate_round
+from fedveil_bench.process_monitor.usage import classify_program, read_command_line
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _FIRST_STEADY = 1  # in round 0 all sites are new
@@ -35,7 +35,7 @@ _LEAST_MB = 1.0  # what grew by less than that did not grow: the kernel counts p
 _ARRIVALS = "arrivals"
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each way, method and N, and a row with the exponents of each way and method.
 
     Raises:
@@ -48,7 +48,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         for case in settings[way]["cases"]:
             for sites in settings[way]["sites"]:
                 name = _name(way, case, sites, settings)
-                rows.append(resumable_rows.row(options.pieces, name, partial(_row, way, case, sites, settings)))
+                rows.append(resumable_rows.measure_row(options.pieces, name, partial(_row, way, case, sites, settings)))
                 options.say(_said(rows[-1]))
     relay = _superlink_seconds(settings, options)
     options.say(f"a SuperLink's CPU for a message of {settings['megabytes']} MB each way: {relay:.3f} s")
@@ -107,7 +107,11 @@ def _superlink_seconds(settings: Mapping[str, Any], options: BenchOptions) -> fl
 
 
 def _superlink_cpu(federation: Any) -> float:
-    found = [process for process in federation.processes.alive("superlink") if program(named(process)) == "SuperLink"]
+    found = [
+        process
+        for process in federation.processes.alive("superlink")
+        if classify_program(read_command_line(process)) == "SuperLink"
+    ]
     times = [process.cpu_times() for process in found]
     return sum((float(spent.user + spent.system) for spent in times), 0.0)
 
@@ -123,7 +127,7 @@ def _arrivals(rows: Sequence[Mapping[str, Any]], relay: float, settings: Mapping
     )  # fmt: skip
     found = []
     for sites in asked["sites"]:
-        drawn = [simulated(sites, costs, seed) for seed in range(asked["seeds"])]
+        drawn = [simulate_round(sites, costs, seed) for seed in range(asked["seeds"])]
         beyond = [one.seconds - one.training for one in drawn]
         metrics = {
             "seconds a round": confidence_interval([one.seconds for one in drawn]),
@@ -153,10 +157,10 @@ def _fit(group: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     metrics = {}
     for what in rows[0]["points"]:
         points = [(row["sites"], max(seconds, 1e-9)) for row in rows for seconds in row["points"][what]]
-        metrics[f"a of {what} ~ N^a"] = exponent([n for n, _ in points], [seconds for _, seconds in points])
+        metrics[f"a of {what} ~ N^a"] = fit_exponent([n for n, _ in points], [seconds for _, seconds in points])
     if "grown MB" in rows[0]["metrics"]:
         grown = [max(row["metrics"]["grown MB"]["mean"], _LEAST_MB) for row in rows]
-        metrics["b of memory ~ N^b"] = exponent([row["sites"] for row in rows], grown)
+        metrics["b of memory ~ N^b"] = fit_exponent([row["sites"] for row in rows], grown)
     return {"name": f"{group}: exponents", "metrics": metrics}
 
 

@@ -16,14 +16,14 @@ from fedveil import resources
 from fedveil.attacks.statistics import confidence_interval
 from fedveil.errors import ConfigError
 from fedveil_bench.common import resumable_rows
-from fedveil_bench.common.growth_rates import exponent
+from fedveil_bench.common.growth_rates import fit_exponent
 from fedveil_bench.process_monitor.usage import ProcessUsage
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 PACKAGES = ("ray",)
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """One row for each number of nodes, and the exponents.
 
     Raises:
@@ -34,13 +34,13 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     rows = []
     for nodes in settings["nodes"]:
         name = f"{nodes} nodes, {settings['rounds']} rounds"
-        rows.append(resumable_rows.row(options.pieces, name, partial(_row, nodes, settings, options)))
+        rows.append(resumable_rows.measure_row(options.pieces, name, partial(_row, nodes, settings, options)))
         told = ", ".join(f"{name} {m['mean']:.1f}" for name, m in rows[-1]["metrics"].items())
         options.say(f"{nodes} nodes: {told}")
     points = [(row["nodes"], s) for row in rows for s in row["points"]]
     metrics = {
-        "a of seconds ~ N^a": exponent([n for n, _ in points], [s for _, s in points]),
-        "b of memory ~ N^b": exponent(
+        "a of seconds ~ N^a": fit_exponent([n for n, _ in points], [s for _, s in points]),
+        "b of memory ~ N^b": fit_exponent(
             [row["nodes"] for row in rows], [row["metrics"]["all processes MB"]["mean"] for row in rows]
         ),
     }

@@ -21,8 +21,8 @@ import psutil
 from fedveil import resources
 from fedveil.attacks.statistics import confidence_interval
 from fedveil.errors import ConfigError
-from fedveil_bench.common.growth_rates import slope_by_round, thinned
-from fedveil_bench.process_monitor.usage import HeldResources, named, program
+from fedveil_bench.common.growth_rates import slope_by_round, thin_curve
+from fedveil_bench.process_monitor.usage import HeldResources, classify_program, read_command_line
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SUPERLINK = "superlink"
@@ -53,7 +53,7 @@ class ProcessSamples:
             for process in federation.processes.alive(owner):
                 alive += 1
                 with suppress(psutil.Error):  # it may end meanwhile
-                    name = f"{owner} {program(named(process))} {process.pid}"
+                    name = f"{owner} {classify_program(read_command_line(process))} {process.pid}"
                     self.held.setdefault(name, []).append(HeldResources.of(process))
         self.alive.append(alive)
         for name, folder in (("run folder", run), ("federation's folder", federation.folder)):
@@ -67,7 +67,7 @@ class ProcessSamples:
         return {s if short.count(s) == 1 else n: held for s, (n, held) in zip(short, found.items(), strict=True)}
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """One row a process, one of all together and one a folder: what it holds and the slope a round.
 
     Raises:
@@ -124,7 +124,7 @@ def _rows(samples: ProcessSamples, out: int) -> list[dict[str, Any]]:
             metrics[title] = slope_by_round([unit * value for value in series[key]])
             later = series[key][len(held) // 2 :]
             metrics[f"{title}{_LATER}"] = slope_by_round([unit * value for value in later])
-        curve = {"rss_mb": thinned(series["rss_mb"]), "files": thinned(series["files"])}
+        curve = {"rss_mb": thin_curve(series["rss_mb"]), "files": thin_curve(series["files"])}
         rows.append({"name": name, "rounds": len(held), "metrics": metrics, "curve": curve})
     counts = [float(n) for n in samples.alive[out:]]
     alive = {"processes": confidence_interval(counts), "processes a round": slope_by_round(counts)}

@@ -50,7 +50,7 @@ class _Measured:
     working_mb: float = 0.0
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each variant, ours beside the bare loop. `options.device` chooses the device, and with it the size."""
     device = loading.pick_device(options.device)
     is_cuda = device.type == "cuda"

@@ -17,14 +17,14 @@ from fedveil import resources
 from fedveil.attacks.statistics import confidence_interval
 from fedveil.errors import ConfigError
 from fedveil_bench.common import bases
-from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, lines, with_median
-from fedveil_bench.process_monitor.usage import program
+from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, read_rounds, with_median
+from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SITE = "site-0"  # whose memory is watched
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """The rows: small messages three ways, the large base, and the large message two ways.
 
     Raises:
@@ -46,14 +46,14 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         base_mb = sum(file.stat().st_size for file in base.iterdir()) / 1e6
         bench.ours("base", rounds, {"task.model": str(base)})
         turns = federation.folder / "sites" / _SITE / "workers" / _SITE / "turns.jsonl"
-        loads = [line["load_seconds"] for line in lines(turns) if line["run"].startswith("base-")]
+        loads = [line["load_seconds"] for line in read_rounds(turns) if line["run"].startswith("base-")]
         options.say(f"base of {base_mb:.0f} MB: {loads} s of loading")
         narrow = bases.random_gpt2(folder / "narrow", settings["narrow_base"])
         rank = f"adapter = {{kind = 'lora', rank = {settings['large_rank']}}}"
         changes = {"task.model": str(narrow), "method.params": rank}
         large = {"worker": bench.ours("large", settings["large_rounds"], changes, every=0.01)}
         payload = large["worker"].payload_bytes
-        held_turns = [line for line in lines(turns) if line["run"].startswith("large-")]
+        held_turns = [line for line in read_rounds(turns) if line["run"].startswith("large-")]
     with tempfile.TemporaryDirectory() as scratch, options.launch.LocalDeployment(named, own_waits=True) as federation:
         bench = NoOp(federation, Path(scratch), config, sites, _kind, _SITE)
         small["flower"] = bench.stock("flower", rounds, small["worker"].payload_bytes)
@@ -99,7 +99,7 @@ _SHIM, _WORKER = "client process", "worker"
 
 
 def _kind(command: list[str]) -> str:
-    kind = program(command)
+    kind = classify_program(command)
     return kind if kind in (_SHIM, _WORKER) else "supernode"
 
 

@@ -36,7 +36,7 @@ _MB = 1e6
 _SEED = 20261126
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each training: MB planned and measured, their ratio, tokens a second, and parts on a GPU."""
     device = loading.pick_device(options.device)
     if device.type != "cuda":
@@ -62,7 +62,7 @@ def _each(
     pool = context.Pool(1, maxtasksperchild=None if device.type == "cuda" else 1)
     with pool:
         for name, keys in settings["runs"].items():
-            yield name, pool.apply(measured, (folder, settings, keys, str(device)))
+            yield name, pool.apply(measure_training, (folder, settings, keys, str(device)))
 
 
 def _verdict(name: str, found: Mapping[str, float], within: float) -> str:
@@ -78,15 +78,17 @@ def _save(folder: str, kind: str, shape: Mapping[str, Any], device: str) -> None
         {"gpt2": bases.random_gpt2, "llama": bases.random_llama}[kind](Path(folder), shape)
 
 
-def chosen(keys: Mapping[str, Any]) -> tuple[Adapter, dict[str, Any]]:
+def choose_adapter(keys: Mapping[str, Any]) -> tuple[Adapter, dict[str, Any]]:
     """Return the adapter that a row of the preset trains, and its keys of the run config."""
     adapter: Adapter = AllWeightsAdapter() if keys.get("adapter") == "all" else LoraAdapter()
     return adapter, {key: value for key, value in keys.items() if key != "adapter"}
 
 
-def measured(folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], device: str) -> dict[str, float]:
+def measure_training(
+    folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], device: str
+) -> dict[str, float]:
     """One turn: what was planned for it and what it took, in MB, and its tokens a second."""
-    adapter, chosen_keys = chosen(keys)
+    adapter, chosen_keys = choose_adapter(keys)
     fixed = {"task.model": folder, "train.max-steps": settings["steps"]}
     run_config = config.parse(fixed | settings["config"] | chosen_keys)
     on_gpu = device != "cpu"

@@ -42,9 +42,9 @@ ZERO = "zero-shot"
 SIDES = ("local", "neighbour")
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every row of the preset, one run for each seed."""
-    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures: dict[str, dict[str, ResampledMetric]] = {}
     rows = []
     for name in answers[0]:
@@ -55,9 +55,13 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
             )
             for side in SIDES
         }
-        metrics = {side: resampling.interval(f) for side, f in figures[name].items()}
+        metrics = {side: resampling.compute_interval(f) for side, f in figures[name].items()}
         costs = {k: [each["costs"][k] for each in of_seeds] for k in of_seeds[0].get("costs", {})}
-        metrics |= {k: resampling.interval(resampling.fixed(max(v))) for k, v in costs.items() if max(v) < math.inf}
+        metrics |= {
+            k: resampling.compute_interval(resampling.from_constant(max(v)))
+            for k, v in costs.items()
+            if max(v) < math.inf
+        }
         row: dict[str, Any] = {"name": name, "metrics": metrics}
         if "privacy" in of_seeds[0]:
             row["privacy"] = of_seeds[0]["privacy"]
@@ -69,43 +73,44 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         f"this run: {settings['clients']} sites, {config['run.rounds']} rounds of at most "
         f"{config['train.max-steps'] or 'all'} steps of {config['train.batch-size']} rows; {len(answers)} seeds"
     )
-    return BenchOutcome(rows, verdicts(figures, settings), [done])
+    return BenchOutcome(rows, list_verdicts(figures, settings), [done])
 
 
-def verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Mapping[str, Any]) -> list[str]:
+def list_verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Mapping[str, Any]) -> list[str]:
     """Sentences on what every row learned beyond its controls, and on whether the preset's claims hold."""
     found: list[tuple[str, ClaimSentence]] = []
     for name in settings["rows"]:
-        for control in (ZERO, federated_prompts.blind(name)):
+        for control in (ZERO, federated_prompts.name_noise_control(name)):
             if control in figures and settings["rows"][name].get("learns", True):
                 text, d = _compared(figures, name, control, "local")
-                found.append((text, common.told(d)))
+                found.append((text, common.judge_sign(d)))
     for claim in settings.get("claims", []):
         text, d = _compared(figures, claim["row"], claim["than"], claim["side"])
-        found.append((f"{text}; the paper has {common.claim_in_words(claim)}", common.claimed(d, claim)))
-    return common.table(found, max(len(f.seeds) for of_row in figures.values() for f in of_row.values()))
+        found.append((f"{text}; the paper has {common.claim_in_words(claim)}", common.judge_claim(d, claim)))
+    return common.list_verdicts(found, max(len(f.seeds) for of_row in figures.values() for f in of_row.values()))
 
 
 def _compared(
     figures: Mapping[str, Mapping[str, ResampledMetric]], mine: str, other: str, side: str
 ) -> tuple[str, ResampledMetric]:
-    d = resampling.less(figures[mine][side], figures[other][side])
-    shown = resampling.shown(resampling.interval(d), "+.1f")
+    d = resampling.subtract_metrics(figures[mine][side], figures[other][side])
+    shown = resampling.format_interval(resampling.compute_interval(d), "+.1f")
     return f"{side.capitalize()} accuracy of {mine} less that of {other}: {shown} points", d
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
-    sites = federated_prompts.load(settings, seed, options)
+    """Return one seed's results for `run_benchmark`."""
+    sites = federated_prompts.load_sites(settings, seed, options)
     rows: dict[str, Any] = {ZERO: _scored([sites.zero_shot()] * len(sites.names), sites)}
     for name, chosen in settings["rows"].items():
-        for label, dark in ((name, False), (federated_prompts.blind(name), True)):
+        for label, dark in ((name, False), (federated_prompts.name_noise_control(name), True)):
             if dark and not chosen.get("control", False):
                 continue
             started = time.perf_counter()
-            federated = federated_prompts.federate(sites, chosen, sites.rows, dark)
+            federated = federated_prompts.federate_prompts(sites, chosen, sites.rows, dark)
             right = [
-                federated_prompts.right(federated.task, federated.models[site], sites.test) for site in sites.names
+                federated_prompts.mark_correct(federated.task, federated.models[site], sites.test)
+                for site in sites.names
             ]
             rows[label] = _scored(right, sites) | {
                 "costs": federated.costs,
@@ -121,12 +126,13 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 def _scored(right: Sequence[Numbers], sites: PromptSites) -> dict[str, Any]:
     labels = [row.label for row in sites.test]
     found = {
-        side: accuracy(right, labels, [sites.classes[site] for site in sites.names], side == "local") for side in SIDES
+        side: compute_accuracy(right, labels, [sites.classes[site] for site in sites.names], side == "local")
+        for side in SIDES
     }
     return {side: f.to_json() for side, f in found.items()}
 
 
-def accuracy(
+def compute_accuracy(
     right: Sequence[Numbers], labels: Sequence[int], classes: Sequence[Collection[int]], local: bool
 ) -> ResampledMetric:
     """Per cent of test rows that are right, of each site's own classes or of the others; the mean over sites.
@@ -137,7 +143,7 @@ def accuracy(
         classes: each site's own.
         local: whether rows of the own classes count, or of the others.
     """
-    drawn = resampling.counts(len(labels), _TEST)
+    drawn = resampling.draw_counts(len(labels), _TEST)
     values, replicates, seen = [], [], 0
     for said, own in zip(right, classes, strict=True):
         counted = np.array([(label in own) == local for label in labels], dtype=float)

@@ -51,9 +51,9 @@ from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.strategies.dp_fpl import DPFPL
 from fedveil_bench.common import noise_tables, resampling, seeds
 from fedveil_bench.common import verdicts as common
-from fedveil_bench.common.federations import federation
+from fedveil_bench.common.federations import create_federation
 from fedveil_bench.common.noise_only_trainer import NoiseOnlyTrainer
-from fedveil_bench.common.noise_tables import CLEAR, SITE, SUM, label
+from fedveil_bench.common.noise_tables import CLEAR, SITE, SUM, name_row
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.common.verdicts import ClaimSentence
 from fedveil_bench.dp_fpl import accuracy, federated_prompts
@@ -65,9 +65,9 @@ ABOVE = "above all of them"
 _DRAW = "rows"
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every number of sites, one run for each seed."""
-    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures, rows = noise_tables.rows_of(answers, "right")
     config = settings["config"]
     said = (
@@ -75,32 +75,34 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         f"the last {settings['averaged']} averaged, {settings['classes']} classes, epsilon {settings['epsilon']:g}; "
         f"{len(answers)} seeds"
     )
-    return BenchOutcome(rows, verdicts(figures, settings["sites"]), [said])
+    return BenchOutcome(rows, list_verdicts(figures, settings["sites"]), [said])
 
 
-def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
+def list_verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
     """Judge whether each row is above its controls, and the noise in the sum above that at the site."""
     found: list[tuple[str, ClaimSentence]] = []
     for count in sites:
-        pairs = [(CLEAR, None), *((where, federated_prompts.blind(where)) for where in (SITE, SUM))]
+        pairs = [(CLEAR, None), *((where, federated_prompts.name_noise_control(where)) for where in (SITE, SUM))]
         for mine, control in pairs:
-            others = [ZERO, ONE, label(count, START), *([label(count, control)] if control else [])]
-            less = [resampling.less(figures[label(count, mine)], figures[other]) for other in others]
+            others = [ZERO, ONE, name_row(count, START), *([name_row(count, control)] if control else [])]
+            less = [resampling.subtract_metrics(figures[name_row(count, mine)], figures[other]) for other in others]
             shown = "; ".join(
-                f"less {other}: {resampling.shown(resampling.interval(d), '+.1f')}"
+                f"less {other}: {resampling.format_interval(resampling.compute_interval(d), '+.1f')}"
                 for other, d in zip(others, less, strict=True)
             )
-            found.append((f"{label(count, mine)}: {shown}", common.all_of(less, "higher", ABOVE, "not told from all")))
-        d = resampling.less(figures[label(count, SUM)], figures[label(count, SITE)])
-        shown = resampling.shown(resampling.interval(d), "+.1f")
-        found.append((f"{label(count, SUM)} less {SITE}: {shown}", common.told(d)))
+            found.append(
+                (f"{name_row(count, mine)}: {shown}", common.all_of(less, "higher", ABOVE, "not told from all"))
+            )
+        d = resampling.subtract_metrics(figures[name_row(count, SUM)], figures[name_row(count, SITE)])
+        shown = resampling.format_interval(resampling.compute_interval(d), "+.1f")
+        found.append((f"{name_row(count, SUM)} less {SITE}: {shown}", common.judge_sign(d)))
     return noise_tables.said_of(found, sites, ABOVE, "above", len(figures[ZERO].seeds))
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
+    """Return one seed's results for `run_benchmark`."""
     most = max(settings["sites"])
-    loaded = federated_prompts.load({**settings, "clients": 1}, seed, options)
+    loaded = federated_prompts.load_sites({**settings, "clients": 1}, seed, options)
     pool = [row for rows in loaded.rows.values() for row in rows]
     random.Random(seed).shuffle(pool)
     each = min(settings["rows_a_site"], len(pool) // most)
@@ -112,10 +114,17 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
     rows: dict[str, Any] = {name: {"right": _figure(right, loaded)} for name, right in always.items()}
     for count in settings["sites"]:
         sites = replace(loaded, rows=dict(list(parts.items())[:count]))
-        for name in (START, CLEAR, SITE, federated_prompts.blind(SITE), SUM, federated_prompts.blind(SUM)):
+        for name in (
+            START,
+            CLEAR,
+            SITE,
+            federated_prompts.name_noise_control(SITE),
+            SUM,
+            federated_prompts.name_noise_control(SUM),
+        ):
             started = time.perf_counter()
             found = _federated(sites, settings, name)
-            row = label(count, name)
+            row = name_row(count, name)
             rows[row] = {"right": _figure(found.pop("right"), sites), **found}
             options.say(f"seed {seed}: {row}: {rows[row]['right'][0]:.1f}; {time.perf_counter() - started:.0f} s")
     return rows
@@ -129,7 +138,7 @@ def _federated(sites: PromptSites, settings: Mapping[str, Any], name: str) -> di
         **sites.flat, **settings["config"], "train.batch-size": each, "train.max-steps": 1, "method.name": "dp_fpl",
         "method.params": settings["fields"],
     }  # fmt: skip
-    flat |= noise_tables.keys(count, where)
+    flat |= noise_tables.build_secure_keys(count, where)
     if where == START:
         flat["run.rounds"] = 1
     task = federated_prompts.prompt_task(sites, {"name": "dp_fpl", "fields": settings["fields"], "config": flat})
@@ -141,7 +150,7 @@ def _federated(sites: PromptSites, settings: Mapping[str, Any], name: str) -> di
         return NoiseOnlyTrainer(local) if dark else local
 
     initial = task.initial(rng.initial_stream(sites.seed, "weights"))
-    done = federation(exchange, task.config, task, sites.rows, initial, around=around)
+    done = create_federation(exchange, task.config, task, sites.rows, initial, around=around)
     published = deque[Weights](maxlen=settings["averaged"])
     if where == START:
         published.append(done.models()["server"])
@@ -151,7 +160,7 @@ def _federated(sites: PromptSites, settings: Mapping[str, Any], name: str) -> di
     if "z" in costs:
         entries = sum(math.prod(t.shape) for t in task.spec.values())
         costs["noise on the mean"] = noise_tables.on_the_mean(costs["z"], entries, count, where)
-    return {"right": federated_prompts.right(task, federated_prompts.mean(published), test), **costs}
+    return {"right": federated_prompts.mark_correct(task, federated_prompts.average_models(published), test), **costs}
 
 
 def _plain(settings: Mapping[str, Any]) -> DPFPL:
@@ -176,10 +185,10 @@ def _noised(
         assert claim is not None
         return claim.privacy_spent(plan)
 
-    costs = noise_tables.costs(charges, settings["epsilon"], plain.delta, plain.neighbours)
+    costs = noise_tables.compute_noise_costs(charges, settings["epsilon"], plain.delta, plain.neighbours)
     return noisy(costs["z"]), costs
 
 
 def _figure(right: Any, sites: PromptSites) -> Any:
     labels = [row.label for row in sites.test]
-    return accuracy.accuracy([right], labels, [set(labels)], True).to_json()
+    return accuracy.compute_accuracy([right], labels, [set(labels)], True).to_json()

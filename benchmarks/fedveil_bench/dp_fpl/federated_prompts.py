@@ -40,7 +40,7 @@ from fedveil.tasks.clip_prompt import ClipPrompt
 from fedveil.testing.pretraining import PUBLIC_DIGITS, is_public
 from fedveil.training import per_example
 from fedveil_bench.common import data
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.common.noise_only_trainer import NoiseOnlyTrainer
 from fedveil_bench.common.resampling import Numbers
 from fedveil_bench.runner import BenchOptions
@@ -105,9 +105,9 @@ class FederatedPrompts:
     plans: Sequence[SamplingPlan]
 
 
-def load(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> PromptSites:
+def load_sites(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> PromptSites:
     """The sites of a seed. Every picture goes through the image tower here, once. Raises ConfigError without data."""
-    folder = data.folder(settings["data"])
+    folder = data.find_data_folder(settings["data"])
     flat = {
         "task.name": "clip-prompt", "task.target-column": "label", "task.label-column": "label", **_CUT,
         **settings["config"], "run.seed": seed,
@@ -158,7 +158,7 @@ def prompt_task(sites: PromptSites, chosen: Mapping[str, Any]) -> ClipPrompt:
     return task_of(ClipPrompt, parse(flat), sites.options)
 
 
-def federate(
+def federate_prompts(
     sites: PromptSites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[EncodedImage]], dark: bool
 ) -> FederatedPrompts:
     """Runs one row of a table on these rows of the sites.
@@ -191,14 +191,14 @@ def federate(
     def keep(running: InProcessFederation, round_: int) -> None:
         last.append({site: (views := running.models(site)).get("client", views["server"]) for site in rows})
 
-    done = federation(exchange, config, task, rows, initial, around=around)
+    done = create_federation(exchange, config, task, rows, initial, around=around)
     done.run(keep)
-    models = {site: mean([models[site] for models in last]) for site in rows}
+    models = {site: average_models([models[site] for models in last]) for site in rows}
     costs, words = _costs(claim, plans)
     return FederatedPrompts(task, models, last[-1], costs, words, done.upload_bytes, claim, plans)
 
 
-def mean(models: Sequence[Weights]) -> Weights:
+def average_models(models: Sequence[Weights]) -> Weights:
     """The mean of models, tensor by tensor."""
     return {name: torch.stack([model[name] for model in models]).mean(0) for name in models[0]}
 
@@ -286,11 +286,11 @@ def epsilon_of(done: FederatedPrompts, times: int) -> float:
     return max(accounting.compute_epsilon(done.claim.privacy_spent(p), budget.delta, budget.neighbours) for p in plans)
 
 
-def right(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:
+def mark_correct(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:
     """(rows,) 1 where the model names the row's class, else 0."""
     return np.array([float(int(p.logits["target"].argmax()) == int(p.wanted)) for p in task.predict(weights, rows)])
 
 
-def blind(name: str) -> str:
+def name_noise_control(name: str) -> str:
     """The name of a row's control that sees no row."""
     return f"{name}, noise only"

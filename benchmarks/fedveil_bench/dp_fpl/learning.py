@@ -53,9 +53,9 @@ Rows = Mapping[str, Sequence[EncodedImage]]
 _Row = TypeVar("_Row")
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every row of the preset at every learning rate, one run for each seed."""
-    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures: dict[str, dict[str, ResampledMetric]] = {}
     rows = []
     for name, first in answers[0].items():
@@ -64,9 +64,11 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
             metric: resampling.over_seeds([ResampledMetric.from_json(each["figures"][metric]) for each in of_seeds])
             for metric in first["figures"]
         }
-        metrics = {metric: resampling.interval(figure) for metric, figure in figures[name].items()}
+        metrics = {metric: resampling.compute_interval(figure) for metric, figure in figures[name].items()}
         costs = {k: max(each["costs"][k] for each in of_seeds) for k in first["costs"]}
-        metrics |= {k: resampling.interval(resampling.fixed(v)) for k, v in costs.items() if np.isfinite(v)}
+        metrics |= {
+            k: resampling.compute_interval(resampling.from_constant(v)) for k, v in costs.items() if np.isfinite(v)
+        }
         row: dict[str, Any] = {"name": name, "metrics": metrics}
         if "privacy" in first:
             row |= {key: first[key] for key in ("privacy", "upload_bytes")}
@@ -79,37 +81,37 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         f"{config['run.rounds']} rounds of {config['train.max-steps']} steps of {config['train.batch-size']} rows, "
         f"the last {settings['averaged']} rounds averaged; {len(answers)} seeds"
     )
-    said = common.table(common.compared(figures, common.claims_of(settings), "+.1f"), len(answers))
+    said = common.list_verdicts(common.judge_claims(figures, common.claims_of(settings), "+.1f"), len(answers))
     return BenchOutcome(rows, said, [done])
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
-    loaded = federated_prompts.load(settings, seed, options)
-    train, validation = parted(loaded.rows, settings["validation"], seed)
+    """Return one seed's results for `run_benchmark`."""
+    loaded = federated_prompts.load_sites(settings, seed, options)
+    train, validation = split_rows(loaded.rows, settings["validation"], seed)
     sites = replace(loaded, rows=train)
-    always = [frequent(train[site], sites.test) for site in sites.names]
+    always = [mark_most_frequent(train[site], sites.test) for site in sites.names]
     rows: dict[str, Any] = {
         ZERO: {"figures": {RIGHT: _figure([sites.zero_shot()] * len(sites.names), sites)}, "costs": {}},
         FREQUENT: {"figures": {RIGHT: _figure(always, sites)}, "costs": {}},
     }
     for name, chosen in settings["rows"].items():
         count = chosen.get("sites", len(train))
-        fewer, kept = merged(sites, count), joined(validation, count)
+        fewer, kept = merge_sites(sites, count), merge_rows(validation, count)
         rows[name] = _best(fewer, kept, name, chosen, False)
         if chosen.get("control", False):
-            rows[federated_prompts.blind(name)] = _best(fewer, kept, name, chosen, True)
+            rows[federated_prompts.name_noise_control(name)] = _best(fewer, kept, name, chosen, True)
     return rows
 
 
-def merged(sites: PromptSites, count: int) -> PromptSites:
-    """`count` sites with the rows and classes of all. Raises ConfigError as `joined`."""
-    classes = joined({site: sorted(own) for site, own in sites.classes.items()}, count)
+def merge_sites(sites: PromptSites, count: int) -> PromptSites:
+    """`count` sites with the rows and classes of all. Raises ConfigError as `merge_rows`."""
+    classes = merge_rows({site: sorted(own) for site, own in sites.classes.items()}, count)
     found = {site: frozenset(own) for site, own in classes.items()}
-    return replace(sites, rows=joined(sites.rows, count), classes=found)
+    return replace(sites, rows=merge_rows(sites.rows, count), classes=found)
 
 
-def joined(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Row]]:
+def merge_rows(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Row]]:
     """The rows of all sites at `count` of them, those of equally many at each.
 
     Raises:
@@ -123,7 +125,7 @@ def joined(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Ro
     return {names[i]: [row for name in names[i::count] for row in rows[name]] for i in range(count)}
 
 
-def parted(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
+def split_rows(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
     """Each site's rows to train on, and `kept_apart` of them, drawn at random, to choose by."""
     train, validation = {}, {}
     for site, of_site in rows.items():
@@ -132,7 +134,7 @@ def parted(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
     return train, validation
 
 
-def frequent(train: Sequence[EncodedImage], test: Sequence[EncodedImage]) -> Numbers:
+def mark_most_frequent(train: Sequence[EncodedImage], test: Sequence[EncodedImage]) -> Numbers:
     """(test rows,) 1 where the row's class is the most frequent of `train`, else 0."""
     most = np.bincount([row.label for row in train]).argmax()
     return np.array([float(row.label == most) for row in test])
@@ -153,11 +155,13 @@ def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str
 
 def _best(sites: PromptSites, validation: Rows, name: str, chosen: Mapping[str, Any], dark: bool) -> dict[str, Any]:
     """The run of the learning rate that is best on the validation rows, the least of equals, scored on test rows."""
-    settings, label = sites.settings, federated_prompts.blind(name) if dark else name
+    settings, label = sites.settings, federated_prompts.name_noise_control(name) if dark else name
     started, tried = time.perf_counter(), list[tuple[float, float, FederatedPrompts]]()
     for rate in sorted(settings["learning_rates"]):
-        done = federated_prompts.federate(sites, with_rate(chosen, rate, settings["averaged"]), sites.rows, dark)
-        right = [federated_prompts.right(done.task, done.models[s], validation[s]).mean() for s in sites.names]
+        done = federated_prompts.federate_prompts(
+            sites, with_rate(chosen, rate, settings["averaged"]), sites.rows, dark
+        )
+        right = [federated_prompts.mark_correct(done.task, done.models[s], validation[s]).mean() for s in sites.names]
         tried.append((float(np.mean(right)), rate, done))
         sites.options.say(f"seed {sites.seed}: {label}: rate {rate:g}: {100 * tried[-1][0]:.1f} on validation rows")
     _, rate, best = max(tried, key=lambda each: each[0])
@@ -177,9 +181,9 @@ def _best(sites: PromptSites, validation: Rows, name: str, chosen: Mapping[str, 
 
 
 def _right(done: FederatedPrompts, models: Mapping[str, Weights], sites: PromptSites) -> list[Numbers]:
-    return [federated_prompts.right(done.task, models[site], sites.test) for site in sites.names]
+    return [federated_prompts.mark_correct(done.task, models[site], sites.test) for site in sites.names]
 
 
 def _figure(right: Sequence[Numbers], sites: PromptSites) -> list[Any]:
     labels = [row.label for row in sites.test]
-    return accuracy.accuracy(right, labels, [sites.classes[site] for site in sites.names], True).to_json()
+    return accuracy.compute_accuracy(right, labels, [sites.classes[site] for site in sites.names], True).to_json()

@@ -61,29 +61,31 @@ _ALL = "all"  # the site of a row with `together`
 _PARTS = ("members", "others", "pool")
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every target, one run for each seed."""
-    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     rows, figures = [], dict[str, dict[str, ResampledMetric]]()
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
         figures[name] = {
-            metric: resampling.over_seeds([estimated(each["nets"][metric], each["rows"]) for each in of_seeds])
+            metric: resampling.over_seeds([from_estimate(each["nets"][metric], each["rows"]) for each in of_seeds])
             for metric in of_seeds[0]["nets"]
         }
         for metric in (m for m in (LOSS, LIRA, RIGHT) if m in of_seeds[0]):
             figures[name][metric] = resampling.over_seeds(
                 [ResampledMetric.from_json(each[metric]) for each in of_seeds]
             )
-        metrics = {metric: resampling.interval(figure) for metric, figure in figures[name].items()}
+        metrics = {metric: resampling.compute_interval(figure) for metric, figure in figures[name].items()}
         costs = {k: max(each["costs"][k] for each in of_seeds) for k in of_seeds[0]["costs"]}
-        metrics |= {k: resampling.interval(resampling.fixed(v)) for k, v in costs.items() if v < math.inf}
+        metrics |= {
+            k: resampling.compute_interval(resampling.from_constant(v)) for k, v in costs.items() if v < math.inf
+        }
         rows.append({"name": name, "metrics": metrics, "privacy": of_seeds[0]["privacy"]})
     done = f"this run: {settings['clients']} sites, {settings['shadows']} shadows a target, {len(answers)} seeds"
-    return BenchOutcome(rows, verdicts(figures, settings), [done])
+    return BenchOutcome(rows, list_verdicts(figures, settings), [done])
 
 
-def estimated(estimate: Sequence[float], rows: int) -> ResampledMetric:
+def from_estimate(estimate: Sequence[float], rows: int) -> ResampledMetric:
     """A figure with that value and 95 % interval, given as [value, low, high]: normal on either side, like all others.
 
     The replicates of several such figures rise together, so their mean is as wide as they are.
@@ -94,9 +96,9 @@ def estimated(estimate: Sequence[float], rows: int) -> ResampledMetric:
     return ResampledMetric(value, value + z * np.where(z < 0, value - low, high - value), rows)
 
 
-def verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Mapping[str, Any]) -> list[str]:
+def list_verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Mapping[str, Any]) -> list[str]:
     """Sentences on where each target stands, on whether the controls hold, and on the preset's claims."""
-    blind = {federated_prompts.blind(name) for name in settings["rows"]} | {ZERO}
+    blind = {federated_prompts.name_noise_control(name) for name in settings["rows"]} | {ZERO}
     winners = {name for name, row in settings["rows"].items() if row.get("control") == "win"}
     margin = settings.get("control_margin", common.CONTROL_MARGIN)
     controls, found = list[tuple[str, ClaimSentence]](), list[tuple[str, ClaimSentence]]()
@@ -104,31 +106,36 @@ def verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Map
         for metric in ("AUROC, per class", "AUROC, global", LOSS, LIRA):
             if (figure := of_row.get(metric)) is None:  # a row without shadows
                 continue
-            i = resampling.interval(resampling.of_rows(figure) if name in blind else figure)
-            text = f"{name}, {metric}: {resampling.shown(i)}"
+            i = resampling.compute_interval(resampling.of_rows(figure) if name in blind else figure)
+            text = f"{name}, {metric}: {resampling.format_interval(i)}"
             if name in winners or name in blind:
                 must: Must = "won" if name in winners else "lost"
-                text += f"; a control, expected {common.expected(must, margin)}"
-                controls.append((text, common.control(figure, must, margin)))
+                text += f"; a control, expected {common.describe_control_range(must, margin)}"
+                controls.append((text, common.judge_control(figure, must, margin)))
             else:
                 sides = ("below 0.5", "above 0.5", "not told from 0.5")
-                found.append((text, common.told(resampling.less(figure, resampling.fixed(0.5)), *sides)))
-    found += common.compared(figures, common.claims_of(settings))
-    said = common.table(found, max(len(of_row[LOSS].seeds) for of_row in figures.values()))
-    return [*common.controls(controls), *said]
+                found.append(
+                    (
+                        text,
+                        common.judge_sign(resampling.subtract_metrics(figure, resampling.from_constant(0.5)), *sides),
+                    )
+                )
+    found += common.judge_claims(figures, common.claims_of(settings))
+    said = common.list_verdicts(found, max(len(of_row[LOSS].seeds) for of_row in figures.values()))
+    return [*common.list_control_verdicts(controls), *said]
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
-    sites = federated_prompts.load(settings, seed, options)
-    parts = parted(sites.rows, np.random.default_rng(seed), settings.get("members_a_class"))
+    """Return one seed's results for `run_benchmark`."""
+    sites = federated_prompts.load_sites(settings, seed, options)
+    parts = split_members(sites.rows, np.random.default_rng(seed), settings.get("members_a_class"))
     joined = {part: {_ALL: [row for rows in of_site.values() for row in rows]} for part, of_site in parts.items()}
     said: dict[str, Any] = {ZERO: _attacked(settings, sites, parts, None, False, options)}
     for name, chosen in settings["rows"].items():
         at = (_together(sites), joined) if chosen.get("together", False) else (sites, parts)
         said[name] = _attacked(settings, *at, chosen, False, options)
         if chosen.get("control") is True:
-            said[federated_prompts.blind(name)] = _attacked(settings, *at, chosen, True, options)
+            said[federated_prompts.name_noise_control(name)] = _attacked(settings, *at, chosen, True, options)
     return said
 
 
@@ -138,7 +145,7 @@ def _together(sites: PromptSites) -> PromptSites:
     return replace(sites, rows=rows, classes={_ALL: frozenset[int]().union(*sites.classes.values())})
 
 
-def parted(
+def split_members(
     rows: Mapping[str, Sequence[EncodedImage]], generator: np.random.Generator, most: int | None = None
 ) -> dict[str, dict[str, list[EncodedImage]]]:
     """Members, others and pool of each site: of every class a quarter, a quarter and a half.
@@ -180,7 +187,7 @@ def _attacked(
     def trained(rows: Mapping[str, Sequence[EncodedImage]]) -> Weights:
         if chosen is None:
             return {}
-        federated.append(federated_prompts.federate(sites, chosen, rows, dark))
+        federated.append(federated_prompts.federate_prompts(sites, chosen, rows, dark))
         models.append({f"{site}/{n}": w for site, model in federated[-1].models.items() for n, w in model.items()})
         return models[-1]
 
@@ -209,7 +216,7 @@ def _attacked(
             nets, count = _of_nets(shadow_models.run_shadow_attack(found, at, how, generator))
     of_shadows = [(says(model, members), says(model, others)) for model in models[1:]]
     attacked = _of_losses(at, of_shadows)
-    right = resampling.mean(100.0 * (at.others.argmax(-1) == np.asarray(at.other_labels)), _OTHERS)
+    right = resampling.resample_mean(100.0 * (at.others.argmax(-1) == np.asarray(at.other_labels)), _OTHERS)
     name = f"{'zero-shot' if chosen is None else chosen['name']}{', noise only' if dark else ''}"
     found_here = ", ".join(f"{metric} {figure.value:.3f}" for metric, figure in attacked.items())
     seconds = time.perf_counter() - started
@@ -250,7 +257,7 @@ def _of_losses(
         on_mine = [_confidence(vectors, at.member_labels) for vectors, _ in of_shadows]
         on_theirs = [_confidence(vectors, at.other_labels) for _, vectors in of_shadows]
         scores[LIRA] = (_ratios(mine, on_mine), _ratios(theirs, on_theirs))
-    return {metric: resampling.auroc(*pair, (_MEMBERS,), (_OTHERS,)) for metric, pair in scores.items()}
+    return {metric: resampling.resample_auroc(*pair, (_MEMBERS,), (_OTHERS,)) for metric, pair in scores.items()}
 
 
 def _ratios(of_target: resampling.Numbers, of_shadows: Sequence[resampling.Numbers]) -> resampling.Numbers:

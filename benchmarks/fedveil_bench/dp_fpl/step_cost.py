@@ -49,9 +49,9 @@ PACKAGES = ("opacus",)
 WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every way at every batch size, in one process of one thread."""
-    found = seeds.run(__name__, settings | {"seeds": 1}, options)[0]
+    found = seeds.run_seeds(__name__, settings | {"seeds": 1}, options)[0]
     rows, batches = [], settings["batches"]
     clock = "seconds" if loading.pick_device(options.device).type == "cuda" else "cpu seconds"
     for way in WAYS:
@@ -135,9 +135,9 @@ class _First:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
+    """Return one seed's results for `run_benchmark`."""
     torch.set_num_threads(1)
-    sites = federated_prompts.load(settings, seed, options)
+    sites = federated_prompts.load_sites(settings, seed, options)
     rows = [row for of_site in sites.rows.values() for row in of_site]
     found: dict[str, dict[str, Any]] = {}
     is_cuda = loading.pick_device(options.device).type == "cuda"

@@ -42,18 +42,18 @@ from fedveil.strategies.fedqsn import FedQSN
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import resampling, seeds, texts, verdicts
-from fedveil_bench.common.federations import federation, method_of, task_of
+from fedveil_bench.common.federations import create_federation, method_of, task_of
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.common.verdicts import ClaimSentence
-from fedveil_bench.fedqsn.similarity import merged
-from fedveil_bench.fedqsn.text_partition import TextPartition, configured, cut
-from fedveil_bench.fedqsn.text_partition import needs as needs
+from fedveil_bench.fedqsn.similarity import collect_matrices
+from fedveil_bench.fedqsn.text_partition import TextPartition, build_run_config, partition_rows
+from fedveil_bench.fedqsn.text_partition import list_requirements as list_requirements
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every setting of `settings["methods"]`, one run for each seed."""
-    answers = seeds.run(__name__, settings, options)
+    answers = seeds.run_seeds(__name__, settings, options)
     rows, last = [], {}
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
@@ -63,12 +63,12 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         ]
         last[name] = curve[-1]
         fixed = {m: float(np.mean([a[m] for a in of_seeds])) for m in of_seeds[0] if m not in ("loss", "seconds")}
-        figures = {"loss": curve[-1], **{m: resampling.fixed(v) for m, v in fixed.items()}}
+        figures = {"loss": curve[-1], **{m: resampling.from_constant(v) for m, v in fixed.items()}}
         rows.append(
             {
                 "name": name,
-                "metrics": {m: resampling.interval(f) for m, f in figures.items()},
-                "curve": [resampling.interval(f) for f in curve],
+                "metrics": {m: resampling.compute_interval(f) for m, f in figures.items()},
+                "curve": [resampling.compute_interval(f) for f in curve],
             }
         )
     said: list[tuple[str, ClaimSentence]] = []
@@ -77,18 +77,18 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
             if name.startswith(f"{label}, ") and name.endswith("fine-tuned"):
                 said.append(_told(name, figure, last["public base, fine-tuned"], "the public base fine-tuned"))
                 said.append(_told(name, figure, last[f"{label}, server"], "the server's model"))
-    return BenchOutcome(rows, verdicts.table(said, len(answers)), [f"this run: {len(answers)} seeds"])
+    return BenchOutcome(rows, verdicts.list_verdicts(said, len(answers)), [f"this run: {len(answers)} seeds"])
 
 
 def _told(name: str, mine: ResampledMetric, other: ResampledMetric, what: str) -> tuple[str, ClaimSentence]:
-    d = resampling.less(mine, other)
-    shown = resampling.shown(resampling.interval(d), "+.3f")
-    return f"{name}: loss {shown} beside {what}", verdicts.told(d, "better", "worse")
+    d = resampling.subtract_metrics(mine, other)
+    shown = resampling.format_interval(resampling.compute_interval(d), "+.3f")
+    return f"{name}: loss {shown} beside {what}", verdicts.judge_sign(d, "better", "worse")
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
-    found = cut(settings["data"], settings, seed)
+    """Return one seed's results for `run_benchmark`."""
+    found = partition_rows(settings["data"], settings, seed)
     rows: dict[str, Any] = {}
     for label, chosen in settings["methods"].items():
         started = time.perf_counter()
@@ -111,16 +111,16 @@ def _method(
     rows: dict[str, Any],
 ) -> None:
     """Adds to `rows` what the clients know after each round."""
-    config = configured(settings, chosen, seed)
+    config = build_run_config(settings, chosen, seed)
     method = method_of(FedQSN, config)
     task = task_of(TextGeneration, config, options)
     clients = {site: task.encode(Example.from_columns(of_site)) for site, of_site in found.clients.items()}
     base = task.initial(rng.initial_stream(seed, "weights"))
-    own, matrices = min(clients), list(merged(task, base))
+    own, matrices = min(clients), list(collect_matrices(task, base))
 
     def note(name: str, weights: Weights, **more: float) -> None:
         row = rows.setdefault(name, {"loss": []})
-        row["loss"].append(texts.loss(task, weights, found.test).to_json())
+        row["loss"].append(texts.compute_loss(task, weights, found.test).to_json())
         row |= more
 
     def tuned(weights: Weights) -> Weights:
@@ -131,7 +131,7 @@ def _method(
     alone = tuned(base)
     with tempfile.TemporaryDirectory() as folder:
         exchange, tap = MessageExchange(method, "fedqsn", task.spec), MessageCapture(Path(folder))
-        running = federation(exchange, config, task, clients, base, tap)
+        running = create_federation(exchange, config, task, clients, base, tap)
         for round_ in range(config.run.rounds):
             server = running.models()["server"]
             running.round(round_)

@@ -44,9 +44,9 @@ from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil_bench.common import data, noise_tables, resampling, seeds, texts
 from fedveil_bench.common import verdicts as common
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.common.noise_only_trainer import NoiseOnlyTrainer
-from fedveil_bench.common.noise_tables import CLEAR, ONLY, SITE, SUM, label
+from fedveil_bench.common.noise_tables import CLEAR, ONLY, SITE, SUM, name_row
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.common.verdicts import ClaimSentence
 from fedveil_bench.runner import BenchOptions, BenchOutcome
@@ -56,37 +56,40 @@ BELOW = "below all of them"
 _METHOD = "fedqsn"
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Rows to train and test on, and the base."""
-    return [texts.need(settings["data"], "train", "test"), *data.base(settings)]
+    return [texts.require_splits(settings["data"], "train", "test"), *data.list_base_requirements(settings)]
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every number of sites, one run for each seed."""
-    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures, rows = noise_tables.rows_of(answers, "loss")
     said = (
         f"this run: {settings['rows_a_site']} rows a site, {settings['config']['run.rounds']} rounds of one step on "
         f"all of them, epsilon {settings['epsilon']:g}; {len(answers)} seeds"
     )
-    return BenchOutcome(rows, verdicts(figures, settings["sites"]), [said])
+    return BenchOutcome(rows, list_verdicts(figures, settings["sites"]), [said])
 
 
-def verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
+def list_verdicts(figures: Mapping[str, ResampledMetric], sites: Sequence[int]) -> list[str]:
     """Judge whether each row is below its controls, and the noise in the sum below that at the site."""
     found: list[tuple[str, ClaimSentence]] = []
     for count in sites:
         for mine in (CLEAR, SITE, SUM):
-            controls = [BASE] if mine == CLEAR else [BASE, label(count, f"{mine}, {ONLY}")]
-            less = [resampling.less(figures[c], figures[label(count, mine)]) for c in controls]
+            controls = [BASE] if mine == CLEAR else [BASE, name_row(count, f"{mine}, {ONLY}")]
+            less = [resampling.subtract_metrics(figures[c], figures[name_row(count, mine)]) for c in controls]
             shown = "; ".join(
-                f"{c} less it: {resampling.shown(resampling.interval(d), '+.2f')}"
+                f"{c} less it: {resampling.format_interval(resampling.compute_interval(d), '+.2f')}"
                 for c, d in zip(controls, less, strict=True)
             )
-            found.append((f"{label(count, mine)}: {shown}", common.all_of(less, "higher", BELOW, "not told from all")))
-        d = resampling.less(figures[label(count, SITE)], figures[label(count, SUM)])
-        text = f"{label(count, SITE)} less {SUM}, loss: {resampling.shown(resampling.interval(d), '+.2f')}"
-        found.append((text, common.told(d, "the site is better", "the sum is better")))
+            found.append(
+                (f"{name_row(count, mine)}: {shown}", common.all_of(less, "higher", BELOW, "not told from all"))
+            )
+        d = resampling.subtract_metrics(figures[name_row(count, SITE)], figures[name_row(count, SUM)])
+        interval = resampling.format_interval(resampling.compute_interval(d), "+.2f")
+        text = f"{name_row(count, SITE)} less {SUM}, loss: {interval}"
+        found.append((text, common.judge_sign(d, "the site is better", "the sum is better")))
     return noise_tables.said_of(found, sites, BELOW, "below", len(figures[BASE].seeds))
 
 
@@ -102,20 +105,22 @@ class _Seed:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
-    train, each, most = texts.rows(settings["data"], "train"), settings["rows_a_site"], max(settings["sites"])
+    """Return one seed's results for `run_benchmark`."""
+    train, each, most = texts.load_rows(settings["data"], "train"), settings["rows_a_site"], max(settings["sites"])
     random.Random(seed).shuffle(train)
     parts = {f"site-{i:02d}": train[i * each : (i + 1) * each] for i in range(most)}
-    test = texts.chosen(texts.rows(settings["data"], "test"), settings["test_sources"], settings["references"], seed)
+    test = texts.select_rows(
+        texts.load_rows(settings["data"], "test"), settings["test_sources"], settings["references"], seed
+    )
     found = _Seed(settings, seed, parts, test, options)
     task, base = _task(found, _flat(found, 1, CLEAR))
-    rows: dict[str, Any] = {BASE: {"loss": texts.loss(task, base, test).to_json()}}
+    rows: dict[str, Any] = {BASE: {"loss": texts.compute_loss(task, base, test).to_json()}}
     for count in settings["sites"]:
         for name in (CLEAR, SITE, f"{SITE}, {ONLY}", SUM, f"{SUM}, {ONLY}"):
             started = time.perf_counter()
-            rows[label(count, name)] = _federated(found, count, name)
-            loss, seconds = rows[label(count, name)]["loss"][0], time.perf_counter() - started
-            options.say(f"seed {seed}: {label(count, name)}: loss {loss:.3f}; {seconds:.0f} s")
+            rows[name_row(count, name)] = _federated(found, count, name)
+            loss, seconds = rows[name_row(count, name)]["loss"][0], time.perf_counter() - started
+            options.say(f"seed {seed}: {name_row(count, name)}: loss {loss:.3f}; {seconds:.0f} s")
     return rows
 
 
@@ -124,7 +129,7 @@ def _flat(found: _Seed, count: int, where: str) -> dict[str, Any]:
         **found.settings["config"], "run.seed": found.number, "train.batch-size": found.settings["rows_a_site"],
         "train.max-steps": 1, "method.name": _METHOD, "method.params": found.settings["fields"],
     }  # fmt: skip
-    return data.with_model(flat | noise_tables.keys(count, where))
+    return data.with_model(flat | noise_tables.build_secure_keys(count, where))
 
 
 def _task(found: _Seed, flat: Mapping[str, Any]) -> tuple[TextGeneration, Weights]:
@@ -149,13 +154,13 @@ def _federated(found: _Seed, count: int, name: str) -> dict[str, Any]:
     def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
         return NoiseOnlyTrainer(local) if dark else local
 
-    done = federation(exchange, parse(flat), task, rows, base, around=around)
+    done = create_federation(exchange, parse(flat), task, rows, base, around=around)
     done.run()
     if costs:
         entries = sum(math.prod(t.shape) for t in task.spec.values())
         of_sums = noise_tables.on_the_mean(costs["z"], entries, count, where)
         costs["noise on the mean"] = of_sums / found.settings["rows_a_site"]
-    return {"loss": texts.loss(task, done.models()["server"], found.test).to_json(), **costs}
+    return {"loss": texts.compute_loss(task, done.models()["server"], found.test).to_json(), **costs}
 
 
 def _costs(flat: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
@@ -170,4 +175,4 @@ def _costs(flat: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, fl
         assert claim is not None, "dp.clip-norm is set"
         return claim.privacy_spent(plan)
 
-    return noise_tables.costs(spent, settings["epsilon"], delta, relation)
+    return noise_tables.compute_noise_costs(spent, settings["epsilon"], delta, relation)

@@ -46,28 +46,28 @@ def less_controls(rows: Rows, controls: Mapping[str, str]) -> dict[str, dict[str
         for kind in ("gap", "tuned gap")
     }
     return {
-        name: {metric: resampling.less(mine[metric], nothing[metric]) for metric in mine}
+        name: {metric: resampling.subtract_metrics(mine[metric], nothing[metric]) for metric in mine}
         for name, (mine, nothing) in pairs.items()
     }
 
 
-def judged(rows: Rows, controls: Mapping[str, str], seeds_: int) -> list[str]:
+def judge_gaps(rows: Rows, controls: Mapping[str, str], seeds_: int) -> list[str]:
     """Sentences on gaps, each beside its control, and on tuned proxies beside the base that one client trained."""
     plain, found = [], list[tuple[str, ClaimSentence]]()
     for name, figures in rows.items():
         if "loss" not in figures:
             continue
-        text = f"{name}, loss: {resampling.shown(resampling.interval(figures['loss']), '+.3f')}"
+        text = f"{name}, loss: {resampling.format_interval(resampling.compute_interval(figures['loss']), '+.3f')}"
         if name.endswith(LESS):
             words = ("less than where nothing is hidden", "a gap", "no gap can be told")
-            found.append((text, verdicts.told(figures["loss"], *words)))
+            found.append((text, verdicts.judge_sign(figures["loss"], *words)))
         elif name.endswith(" gap") and f"{name}{LESS}" not in rows:
             is_control = name.removesuffix(" gap").removesuffix(" tuned") in controls.values()
             why = "the control: nothing is hidden" if is_control else "not judged, for no control stands beside it"
             plain.append(f"{text}; {why}.")
         elif name.endswith(" tuned"):
-            d = resampling.less(rows["public base, fine-tuned"]["loss"], figures["loss"])
-            shown = resampling.shown(resampling.interval(d), "+.3f")
+            d = resampling.subtract_metrics(rows["public base, fine-tuned"]["loss"], figures["loss"])
+            shown = resampling.format_interval(resampling.compute_interval(d), "+.3f")
             text = f"{name} against the public base fine-tuned alone, loss: {shown} lower"
-            found.append((text, verdicts.told(d, "worse", "better")))
-    return [*plain, *verdicts.table(found, seeds_)]
+            found.append((text, verdicts.judge_sign(d, "worse", "better")))
+    return [*plain, *verdicts.list_verdicts(found, seeds_)]

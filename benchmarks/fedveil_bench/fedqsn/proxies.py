@@ -42,23 +42,23 @@ from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.testing.server_loop import ServerDistillation
 from fedveil_bench.common import noise_tables, resampling, seeds, texts
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.common.noise_only_trainer import NoiseOnlyTrainer
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.fedqsn import gaps, similarity
-from fedveil_bench.fedqsn.text_partition import TextPartition, configured, cut
-from fedveil_bench.fedqsn.text_partition import needs as needs
+from fedveil_bench.fedqsn.text_partition import TextPartition, build_run_config, partition_rows
+from fedveil_bench.fedqsn.text_partition import list_requirements as list_requirements
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every method of `settings["methods"]` on each of `settings["data"]`, one run for each seed.
 
     Raises:
         ConfigError: a control that is no method of the preset, before anything is trained.
     """
     controls = gaps.controls_of(settings["methods"])
-    answers = seeds.run(__name__, settings, options)
+    answers = seeds.run_seeds(__name__, settings, options)
     rows: dict[str, dict[str, ResampledMetric]] = {}
     for name in answers[0]:
         of_seeds = [answer[name] for answer in answers]
@@ -72,7 +72,10 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     rows |= gaps.less_controls(rows, controls)
     listed = []
     for name, figures in rows.items():
-        shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures.items()}}
+        shown: dict[str, Any] = {
+            "name": name,
+            "metrics": {m: resampling.compute_interval(f) for m, f in figures.items()},
+        }
         of_seeds = [answer.get(name, {}) for answer in answers]
         for key in ("upload_bytes", "download_bytes", "seconds"):
             if of_seeds[0].get(key):
@@ -84,13 +87,13 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         f"{config['run.rounds']} rounds, at most {config.get('train.max-steps') or 'all'} steps of "
         f"{config['train.batch-size']} rows; {len(answers)} seeds"
     )
-    return BenchOutcome(listed, gaps.judged(rows, controls, len(answers)), [done])
+    return BenchOutcome(listed, gaps.judge_gaps(rows, controls, len(answers)), [done])
 
 
 def _over_data(figures: Mapping[str, ResampledMetric], names: Sequence[str]) -> dict[str, ResampledMetric]:
     """The mean over data sets of every metric that all of them have."""
     shared = [m.removeprefix(f"{names[0]} ") for m in figures if m.startswith(f"{names[0]} ")]
-    return {m: resampling.average([figures[f"{n} {m}"] for n in names]) for m in shared}
+    return {m: resampling.average_metrics([figures[f"{n} {m}"] for n in names]) for m in shared}
 
 
 @dataclass
@@ -139,10 +142,10 @@ class _Watched(TrainerWrapper):
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
+    """Return one seed's results for `run_benchmark`."""
     rows: dict[str, Any] = {}
     for name in settings["data"]:
-        found = cut(name, settings, seed)
+        found = partition_rows(name, settings, seed)
         for row, answer in _part(name, found, settings, seed, options).items():
             kept = rows.setdefault(row, {"figures": {}, "upload_bytes": 0, "download_bytes": 0, "seconds": 0.0})
             kept["figures"] |= {f"{name} {m}": f.to_json() for m, f in answer["figures"].items()}
@@ -154,17 +157,17 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 def _part(
     name: str, found: TextPartition, settings: Mapping[str, Any], seed: int, options: BenchOptions
 ) -> dict[str, dict[str, Any]]:
-    config = configured(settings, {"name": "fedqsn"}, seed)
+    config = build_run_config(settings, {"name": "fedqsn"}, seed)
     bare = task_of(TextGeneration, config, options, AllWeightsAdapter())
     base = bare.initial(rng.initial_stream(seed, "weights"))
-    rows = {"public base": {"figures": texts.scores(bare, base, found.test)}}
+    rows = {"public base": {"figures": texts.compute_scores(bare, base, found.test)}}
     longer = {"train.max-steps": config.train.max_steps * config.run.rounds, "train.epochs": config.run.rounds}
     alone = task_of(TextGeneration, parse({**config.flat(), **longer}), options, AllWeightsAdapter())
     first = alone.encode(Example.from_columns(next(iter(found.clients.values()))))
     tuned = alone.trainer(first, rng.initial_stream(seed, "alone")).train(base).weights
-    rows["public base, fine-tuned"] = {"figures": texts.scores(alone, tuned, found.test)}
+    rows["public base, fine-tuned"] = {"figures": texts.compute_scores(alone, tuned, found.test)}
     for label, chosen in settings["methods"].items():
-        rows |= _method(label, configured(settings, chosen, seed), chosen, found, base, settings, seed, options)
+        rows |= _method(label, build_run_config(settings, chosen, seed), chosen, found, base, settings, seed, options)
         heads = {kind: rows[f"{label} {kind}"]["figures"]["loss"].value for kind in ("global", "proxy", "tuned")}
         options.say(f"seed {seed}: {name}: {label}: loss {', '.join(f'{k} {v:.3f}' for k, v in heads.items())}")
     return rows
@@ -203,7 +206,7 @@ def _method(
         )
         weights = method.before_round_0(weights, distilling)
     exchange = MessageExchange(method, config.method.name, task.spec)
-    running = federation(exchange, undefended, task, clients, weights, around=around)
+    running = create_federation(exchange, undefended, task, clients, weights, around=around)
     best, scored = BestProxy(task, task.encode(Example.from_columns(found.validation))), settings["clients_scored"]
     for round_ in range(config.run.rounds):
         watched.clear()
@@ -220,18 +223,18 @@ def _method(
     }  # fmt: skip
     if dp and dp.noise:
         fewest = min(map(len, clients.values()))  # its rows are drawn most often
-        epsilon = resampling.fixed(noise_tables.epsilon_of(dp, config, fewest))
-        rows[f"{label} global"]["figures"][noise_tables.unseeded(config.dp)] = epsilon
+        epsilon = resampling.from_constant(noise_tables.epsilon_of(dp, config, fewest))
+        rows[f"{label} global"]["figures"][noise_tables.name_epsilon_column(config.dp)] = epsilon
     if settings.get("similarity"):
         last = [at.received for at in watched.values()]
-        rows[f"{label} similarity"] = {"figures": similarity.figures(task, method, last, server, base)}
+        rows[f"{label} similarity"] = {"figures": similarity.compute_similarities(task, method, last, server, base)}
     return rows
 
 
 def _scored(label: str, best: BestProxy, model: TextGeneration, found: TextPartition) -> dict[str, dict[str, Any]]:
     """The best models on the test rows, and the gaps between them. `model` is the server's task."""
     figures = {
-        kind: texts.scores(model if kind == "global" else best.task, weights, found.test)
+        kind: texts.compute_scores(model if kind == "global" else best.task, weights, found.test)
         for kind, (_, weights) in best.found.items()
     }
     apart = {
@@ -241,4 +244,9 @@ def _scored(label: str, best: BestProxy, model: TextGeneration, found: TextParti
 
 
 def _gap(mine: Mapping[str, ResampledMetric], other: Mapping[str, ResampledMetric]) -> dict[str, ResampledMetric]:
-    return {m: resampling.less(other[m], mine[m]) if m == "loss" else resampling.less(mine[m], other[m]) for m in other}
+    return {
+        m: resampling.subtract_metrics(other[m], mine[m])
+        if m == "loss"
+        else resampling.subtract_metrics(mine[m], other[m])
+        for m in other
+    }

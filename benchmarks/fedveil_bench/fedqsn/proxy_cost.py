@@ -40,13 +40,13 @@ _MOST_COPIES = 5.0  # of a large model on a GPU
 _ROOM = 3  # times the weights: themselves, the clone, and codes with what is not coded
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Measures with every number of threads, then the size of a message. On a GPU their number says nothing: once."""
     rows: list[dict[str, Any]] = []
     said = []
     for threads in settings["threads"][-1:] if options.device == "cuda" else settings["threads"]:
         asked = settings | {"seeds": 1, "now": threads}
-        found = seeds.run(__name__, asked, options)[0]
+        found = seeds.run_seeds(__name__, asked, options)[0]
         for name, metrics in found["rows"].items():
             rows.append({"name": name, "metrics": {m: confidence_interval(v) for m, v in metrics.items()}})
         speed, copy = (statistics.median(m["GB/s"]) for m in found["rows"].values())
@@ -56,7 +56,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         held = f"; asked: {_ASKED} on two cores: {'held' if speed >= _ASKED else 'NOT HELD'}"
         said.append(text + (held if threads == 2 and options.device != "cuda" else "") + ".")
     if options.device == "cuda":
-        large = seeds.run(__name__, settings | {"seeds": 1, "now": "large"}, options)[0]
+        large = seeds.run_seeds(__name__, settings | {"seeds": 1, "now": "large"}, options)[0]
         rows += [
             {"name": n, "metrics": {m: confidence_interval(v) for m, v in of.items()}}
             for n, of in large["rows"].items()
@@ -84,7 +84,7 @@ def _in_copies(found: dict[str, Any], repeats: int) -> str:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
+    """Return one seed's results for `run_benchmark`."""
     if settings["now"] == "large":
         return of_large(settings, seed, options)
     torch.set_num_threads(settings["now"])
@@ -114,9 +114,10 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
         ctx = RoundContext(0, "a", True, bytes(32))
         found = len(MessageExchange(method, "fedqsn", spec).broadcast(server, ctx))
         visible = {n: v for n, v in method.broadcast(server, ctx).fields.items() if n.startswith("visible.")}
+        masks = {n.removeprefix("visible."): v for n, v in visible.items()}
         sizes = {
             "download_bytes": found,
-            "counted_bytes": round(counted(method, spec, {n.removeprefix("visible."): v for n, v in visible.items()})),  # type: ignore[misc]
+            "counted_bytes": round(count_bytes(method, spec, masks)),  # type: ignore[arg-type]
             "fedavg_bytes": nbytes,
         }
     return {"rows": rows, "bytes": sizes}
@@ -193,7 +194,7 @@ def _spec_of(config: Any) -> Spec:
     return {n: ParamSpec(tuple(p.shape), place=found.get(n)) for n, p in trained.items()}
 
 
-def counted(method: FedQSN, spec: Spec, visible: Weights) -> float:
+def count_bytes(method: FedQSN, spec: Spec, visible: Weights) -> float:
     """Bytes of a message by hand; `visible` are the masks of columns, by name.
 
     They are w-bit codes and a scale for each block of visible columns, bitmaps, and 4 bytes for every other weight.

@@ -21,7 +21,7 @@ _FORMS = ("whole", "visible", "mean")
 _SITES = 9  # the name of the draws over proxies
 
 
-def figures(
+def compute_similarities(
     task: TextGeneration, method: Method, received: Sequence[ProxyModel], server: Weights, base: Weights
 ) -> dict[str, ResampledMetric]:
     """Each form of similarity of the proxies to the server's weights, and of their differences to the base.
@@ -30,7 +30,7 @@ def figures(
     """
     alike = _similarities(task, method, received, server, base)
     return {
-        f"{form}{suffix}": resampling.mean([getattr(s, form) for s in side], _SITES)
+        f"{form}{suffix}": resampling.resample_mean([getattr(s, form) for s in side], _SITES)
         for suffix, side in (("", alike[0::2]), (" of the difference to the base", alike[1::2]))
         for form in _FORMS
     }
@@ -42,15 +42,15 @@ def _similarities(
     """For every client two: to the server's weights, and of the differences to the base."""
     found = []
     scale = getattr(method, "scale", 1.0) if isinstance(method.adapter, AllWeightsAdapter) else 1.0
-    true = merged(task, server)
+    true = collect_matrices(task, server)
     for at in received:
-        proxy = ProxyModel(merged(task, at.weights), at.missing, scale)
+        proxy = ProxyModel(collect_matrices(task, at.weights), at.missing, scale)
         names = [n for n in true if n in base]
         found += [attack.proxy_similarity(proxy, true, names), attack.proxy_similarity(proxy, true, names, base)]
     return found
 
 
-def merged(task: TextGeneration, weights: Weights) -> Weights:
+def collect_matrices(task: TextGeneration, weights: Weights) -> Weights:
     """The matrices of attention and MLP layers by their names in the bare model; W_0 + scale B A under LoRA."""
     if not isinstance(task.adapter, LoraAdapter):
         return {n: w for n, w in weights.items() if (p := task.spec[n].place) and p.part == "linear" and w.ndim == 2}

@@ -28,28 +28,33 @@ class TextPartition:
     server: list[texts.Row]
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """The three splits of every data set, and the base."""
     names = [settings["data"]] if isinstance(settings["data"], str) else settings["data"]
-    return [*(texts.need(name, "train", "validation", "test") for name in names), *data.base(settings)]
+    return [
+        *(texts.require_splits(name, "train", "validation", "test") for name in names),
+        *data.list_base_requirements(settings),
+    ]
 
 
-def cut(name: str, settings: Mapping[str, Any], seed: int) -> TextPartition:
+def partition_rows(name: str, settings: Mapping[str, Any], seed: int) -> TextPartition:
     """Cuts the rows by the seed: the server's, then equal parts for the clients. Raises ConfigError without data."""
-    train = texts.rows(name, "train")
+    train = texts.load_rows(name, "train")
     random.Random(seed).shuffle(train)
     train = train[: settings["rows"] + settings["server_rows"]] if settings["rows"] else train
     server, rest = train[: settings["server_rows"]], train[settings["server_rows"] :]
     count = settings["clients"]
     return TextPartition(
         {f"client-{i:02d}": rest[i::count] for i in range(count)},
-        texts.chosen(texts.rows(name, "validation"), settings["validation_sources"], settings["references"], seed),
-        texts.chosen(texts.rows(name, "test"), settings["test_sources"], settings["references"], seed),
+        texts.select_rows(
+            texts.load_rows(name, "validation"), settings["validation_sources"], settings["references"], seed
+        ),
+        texts.select_rows(texts.load_rows(name, "test"), settings["test_sources"], settings["references"], seed),
         server,
     )
 
 
-def configured(settings: Mapping[str, Any], chosen: Mapping[str, Any], seed: int) -> RunConfig:
+def build_run_config(settings: Mapping[str, Any], chosen: Mapping[str, Any], seed: int) -> RunConfig:
     """The run config of one method."""
     flat = {**settings["config"], **chosen.get("config", {}), "run.seed": seed, "run.deterministic": True}
     flat |= {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}

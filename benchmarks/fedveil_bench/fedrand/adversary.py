@@ -102,7 +102,7 @@ class FedRandAdversary:
         for target in targets:
             for attack, figure in self._of_model(task, target).items():
                 figures.setdefault(attack, []).append(figure)
-        return {attack: resampling.average(each) for attack, each in figures.items()}
+        return {attack: resampling.average_metrics(each) for attack, each in figures.items()}
 
     def _of_model(self, task: Task, target: AttackTarget) -> Figures:
         members, labels = self._some(target)
@@ -138,7 +138,7 @@ class FedRandAdversary:
     def _auroc(
         self, members: Numbers, non_members: Numbers, name: tuple[int, ...], draw: int = _HELD_OUT
     ) -> ResampledMetric:
-        return resampling.auroc(members, non_members, (_MEMBERS, *name), (draw,))
+        return resampling.resample_auroc(members, non_members, (_MEMBERS, *name), (draw,))
 
     def aligned(
         self, view: AdversaryView, task: Task, initial: Weights, clients: Mapping[str, tuple[Rows, Sequence[str]]]
@@ -164,7 +164,7 @@ class FedRandAdversary:
                 pair = membership.center_scores(scores[0], scores[1], labels, other_labels)
                 if min(map(len, pair)) and len({*scores[0], *scores[1]}) > 1:
                     figures.setdefault(name, []).append(self._auroc(*pair, (10 + i,)))
-        return {name: resampling.average(each) for name, each in figures.items()}
+        return {name: resampling.average_metrics(each) for name, each in figures.items()}
 
     def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, TrainedControl]:
         """Every attack on the control, a FedAvg that knows `members` by heart, and the control.

@@ -1,9 +1,9 @@
 """Curves of the server's model by round, and the bytes that a quality costs (FedRand, Figures 2 and 3).
 
-A runner whose preset has `curve_every` runs its federations by `followed`. Each row of the result then has a `curve`:
-a list of {round, upload_bytes, download_bytes, metrics: {name: interval}}, from round 0, the model before any, to the
-last. Each of `curve_targets`, {row, metric, margin}, asks every row with a curve after how many bytes its metric, of
-which less is better, is down to what that row has at the end, plus the margin (`costs`).
+A runner whose preset has `curve_every` runs its federations by `run_and_score`. Each row of the result then has a
+`curve`: a list of {round, upload_bytes, download_bytes, metrics: {name: interval}}, from round 0, the model before any,
+to the last. Each of `curve_targets`, {row, metric, margin}, asks every row with a curve after how many bytes its
+metric, of which less is better, is down to what that row has at the end, plus the margin (`compare_costs`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class FollowedRun:
-    """The result of `followed`.
+    """The result of `run_and_score`.
 
     Attributes:
         points: from round 0 to the last; none where no curve was asked for.
@@ -66,7 +66,7 @@ class FollowedRun:
     seconds: float
 
 
-def followed(
+def run_and_score(
     running: InProcessFederation,
     every: int,
     score: Callable[[Weights], Mapping[str, ResampledMetric]],
@@ -110,7 +110,7 @@ def in_result(of_seeds: Sequence[Sequence[CurvePoint]]) -> list[dict[str, Any]]:
             "upload_bytes": round(statistics.fmean(p.upload_bytes for p in points)),
             "download_bytes": round(statistics.fmean(p.download_bytes for p in points)),
             "metrics": {
-                metric: resampling.interval(resampling.over_seeds([p.figures[metric] for p in points]))
+                metric: resampling.compute_interval(resampling.over_seeds([p.figures[metric] for p in points]))
                 for metric in points[0].figures
             },
         }
@@ -118,7 +118,9 @@ def in_result(of_seeds: Sequence[Sequence[CurvePoint]]) -> list[dict[str, Any]]:
     ]
 
 
-def costs(curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequence[Mapping[str, Any]]) -> list[str]:
+def compare_costs(
+    curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequence[Mapping[str, Any]]
+) -> list[str]:
     """Sentences on the bytes that each row took to a quality, and whether they are fewer than another row's.
 
     Every seed has its own target, that of the row asked about in the same seed, so each row can reach it. Between two
@@ -147,14 +149,14 @@ def costs(curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequenc
         said.append(f"The target, {what} in the mean, is that of {row} at the end plus {margin:g}, in each seed.")
         seeds = max(seeds, len(wanted))
         spent = {
-            name: [reached(points, metric, at) for points, at in zip(each, wanted, strict=True)]
+            name: [find_spent_bytes(points, metric, at) for points, at in zip(each, wanted, strict=True)]
             for name, each in of_rows.items()
         }
         for name, of_seeds in spent.items():
             said.append(f"Bytes to {what}: {name}: {_in_words(of_seeds, of_rows[name])}.")
             if name != row and None not in of_seeds:
                 compared += _compared(f"to {what}", name, of_seeds, row, spent[row])
-    return [*said, *verdicts.table(compared, seeds)]
+    return [*said, *verdicts.list_verdicts(compared, seeds)]
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class SpentBytes:
     download: float
 
 
-def reached(points: Sequence[CurvePoint], metric: str, at: float) -> SpentBytes | None:
+def find_spent_bytes(points: Sequence[CurvePoint], metric: str, at: float) -> SpentBytes | None:
     """Return what was spent when the metric was first at or below `at`; None where it never was."""
     for before, after in pairwise([points[0], *points]):
         above, below = before.figures[metric].value, after.figures[metric].value
@@ -197,11 +199,11 @@ def _compared(
     found = []
     for side, of in (("Uploads", _uploads), ("Uploads and downloads", _both)):
         pair = [_figure([of(s) / _MEGA for s in each if s]) for each in (mine, other)]
-        d = resampling.less(*pair)
-        less = resampling.shown(resampling.interval(d), "+.3g")
+        d = resampling.subtract_metrics(*pair)
+        less = resampling.format_interval(resampling.compute_interval(d), "+.3g")
         share = f", {pair[0].value / pair[1].value:.2f} of them" if pair[1].value else ""
         text = f"{side} {what}, of {name} less those of {row}: {less} MB{share}"
-        found.append((text, verdicts.told(d, "fewer", "more")))
+        found.append((text, verdicts.judge_sign(d, "fewer", "more")))
     return found
 
 
@@ -214,8 +216,8 @@ def _both(spent: SpentBytes) -> float:
 
 
 def _figure(values: Sequence[float]) -> ResampledMetric:
-    return resampling.over_seeds([resampling.fixed(value) for value in values])
+    return resampling.over_seeds([resampling.from_constant(value) for value in values])
 
 
 def _shown(values: Sequence[float]) -> str:
-    return resampling.shown(resampling.interval(_figure(values)), ".3g")
+    return resampling.format_interval(resampling.compute_interval(_figure(values)), ".3g")

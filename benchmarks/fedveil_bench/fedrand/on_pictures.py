@@ -46,12 +46,12 @@ from fedveil.federation.exchange import MessageExchange
 from fedveil.tasks.vision_language import VisionLanguage
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import data, pictures, quality, resampling, seeds
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.fedrand import curves
 from fedveil_bench.fedrand.adversary import AttackTarget, ControlYardstick, FedRandAdversary, Figures, NonMembers
-from fedveil_bench.fedrand.picture_partition import PicturePartition, drawn
-from fedveil_bench.fedrand.verdicts import verdicts
+from fedveil_bench.fedrand.picture_partition import PicturePartition, draw_partition
+from fedveil_bench.fedrand.verdicts import list_verdicts
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SITES = 4  # the name of the draws over sites
@@ -69,19 +69,22 @@ class _Row:
     curve: list[curves.CurvePoint] = field(default_factory=list)
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """The folders behind the pictures of every part, and the base."""
     asked = [(part["data"], "train") for part in settings["parts"]]
     asked += [(part[key], "test") for part in settings["parts"] for key in ("test", "shifted") if part.get(key)]
     splits: dict[str, dict[str, None]] = {}
-    for folder, split in itertools.starmap(pictures.source, asked):
+    for folder, split in itertools.starmap(pictures.find_source, asked):
         splits.setdefault(folder, {})[split] = None
-    return [*(data.DataRequirement(folder, tuple(found)) for folder, found in splits.items()), *data.base(settings)]
+    return [
+        *(data.DataRequirement(folder, tuple(found)) for folder, found in splits.items()),
+        *data.list_base_requirements(settings),
+    ]
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every part of `settings["parts"]` under every method of `settings["methods"]`, a run a seed."""
-    answers = [_from_json(answer) for answer in seeds.run(__name__, settings, options)]
+    answers = [_from_json(answer) for answer in seeds.run_seeds(__name__, settings, options)]
     rows: dict[str, Figures] = {}
     listed = []
     for name in answers[0]:
@@ -89,7 +92,10 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         shared = [m for m in of_seeds[0].figures if all(m in row.figures for row in of_seeds)]
         figures = {m: resampling.over_seeds([row.figures[m] for row in of_seeds]) for m in shared}
         rows[name] = figures
-        shown: dict[str, Any] = {"name": name, "metrics": {m: resampling.interval(f) for m, f in figures.items()}}
+        shown: dict[str, Any] = {
+            "name": name,
+            "metrics": {m: resampling.compute_interval(f) for m, f in figures.items()},
+        }
         if of_seeds[0].upload_bytes:
             shown |= {
                 "upload_bytes": round(statistics.fmean(r.upload_bytes for r in of_seeds)),
@@ -107,7 +113,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         f"at most {config.get('train.max-steps') or 'all'} steps of {config['train.batch-size']} rows, at "
         f"{config['train.learning-rate']:g}; {len(answers)} seeds"
     )
-    said = [*verdicts(rows, settings), *curves.costs(followed, settings.get("curve_targets", []))]
+    said = [*list_verdicts(rows, settings), *curves.compare_costs(followed, settings.get("curve_targets", []))]
     return BenchOutcome(listed, said, [done])
 
 
@@ -125,7 +131,7 @@ class _Remembering(TrainerWrapper):
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
+    """Return one seed's results for `run_benchmark`."""
     rows: dict[str, _Row] = {}
     for part in settings["parts"]:
         for name, row in _part(settings, part, seed, options).items():
@@ -142,11 +148,11 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, _Row]:
     flat = {"task.name": "vision-language", **settings["config"], **part.get("config", {})}
-    flat |= pictures.columns(part["data"]) | {"run.seed": seed, "run.deterministic": True}
+    flat |= pictures.build_column_keys(part["data"]) | {"run.seed": seed, "run.deterministic": True}
     flat = data.with_model(flat)
     config = parse(flat)
     task = task_of(VisionLanguage, parse(flat | {"method.name": "fedavg"}), options)
-    found = drawn(settings, part, task, seed)
+    found = draw_partition(settings, part, task, seed)
     rows: dict[str, _Row] = {"round 0": _Row()}
     initial = task.initial(rng.initial_stream(seed, "weights"))
     rows["round 0"].figures |= _quality(task, [initial], found, part)
@@ -217,9 +223,11 @@ def _method(
         truth: dict[str, Weights] = {}
         started, initial = time.perf_counter(), task.initial(rng.initial_stream(seed, "weights"))
         remembering = partial(_Remembering, truth)
-        running = federation(exchange, config, task, found.clients, initial, tap, remembering)
+        running = create_federation(exchange, config, task, found.clients, initial, tap, remembering)
         every = settings.get("curve_every", 0) if found.test else 0
-        followed = curves.followed(running, every, lambda weights: quality.scores(task, weights, found.test, _CURVE))
+        followed = curves.run_and_score(
+            running, every, lambda weights: quality.compute_scores(task, weights, found.test, _CURVE)
+        )
         seconds = time.perf_counter() - started - followed.seconds
         server = running.models()["server"]
         view = AdversaryView.server(tap, exchange)
@@ -262,7 +270,7 @@ def _rebuilt(
         "tensor error": [e.tensors for e in errors],
         "coverage": [rebuilt.coverage for rebuilt in latest.values()],
     }
-    return {name: resampling.mean(each, _SITES) for name, each in values.items()}
+    return {name: resampling.resample_mean(each, _SITES) for name, each in values.items()}
 
 
 def _quality(
@@ -271,8 +279,8 @@ def _quality(
     """Scores of the mean model, each on the same test rows."""
     if not found.test or not models:
         return {}
-    each = [quality.scores(task, weights, found.test, part["metrics"]) for weights in models]
-    return {name: resampling.average([scores[name] for scores in each]) for name in each[0]}
+    each = [quality.compute_scores(task, weights, found.test, part["metrics"]) for weights in models]
+    return {name: resampling.average_metrics([scores[name] for scores in each]) for name in each[0]}
 
 
 def _brief(rows: Mapping[str, _Row]) -> str:

@@ -47,37 +47,39 @@ Settings = Mapping[str, Any]
 Asked = tuple[str, int, float]  # row, seed, learning rate
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """The rows "round 0", "one client alone", and one for each of `settings["methods"]`, over the seeds."""
     began = time.monotonic()
-    chosen = rates(settings, options)
+    chosen = choose_rates(settings, options)
     asked = settings | {"chosen": chosen}
-    answers = seeds.run(__name__, asked, options.after(time.monotonic() - began), in_pieces=True)
-    return outcome(
+    answers = seeds.run_seeds(__name__, asked, options.after(time.monotonic() - began), in_pieces=True)
+    return build_outcome(
         [{name: TextFederationRun(**measured) for name, measured in each.items()} for each in answers], asked
     )
 
 
-def rates(settings: dict[str, Any], options: BenchOptions) -> dict[str, float]:
+def choose_rates(settings: dict[str, Any], options: BenchOptions) -> dict[str, float]:
     """The learning rate of each method. One of whose trials some are missing has none yet."""
     given = settings.get("learning_rates", [settings["config"][RATE_KEY]])
     if len(given) == 1:
         return dict.fromkeys(settings["methods"], given[0])
     # A process for each rate, in the place of a seed's.
-    trials = seeds.run(__name__, settings | {"seeds": len(given)}, replace(options, seeds=0), in_pieces=True)
+    trials = seeds.run_seeds(__name__, settings | {"seeds": len(given)}, replace(options, seeds=0), in_pieces=True)
     return {
-        method: least([(trial[method]["scores"][VALIDATION], rate) for trial, rate in zip(trials, given, strict=True)])
+        method: find_best_rate(
+            [(trial[method]["scores"][VALIDATION], rate) for trial, rate in zip(trials, given, strict=True)]
+        )
         for method in settings["methods"]
         if all(method in trial for trial in trials)
     }
 
 
-def least(tried: Sequence[tuple[float, float]]) -> float:
+def find_best_rate(tried: Sequence[tuple[float, float]]) -> float:
     """The rate of least loss; the first of equals. A loss that is not finite is never the least."""
     return min(tried, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)[1]
 
 
-def outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Settings) -> BenchOutcome:
+def build_outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Settings) -> BenchOutcome:
     """The table of the seeds of which every row is there. `settings` have the rates that were "chosen"."""
     names = [BEFORE, ALONE, *settings["methods"]]
     whole = [of_seed for of_seed in done if set(names) <= set(of_seed)]
@@ -87,30 +89,30 @@ def outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Settings)
     runs = {name: [of_seed[name] for of_seed in whole] for name in names}
     figures = {name: figures_of([r.scores for r in measured]) for name, measured in runs.items()}
     rows = [_row(name, measured, figures[name]) for name, measured in runs.items()]
-    claims = common.table(common.compared(figures, common.claims_of(settings)), len(whole))
+    claims = common.list_verdicts(common.judge_claims(figures, common.claims_of(settings)), len(whole))
     followed = {name: [_curve(r) for r in measured] for name, measured in runs.items()}
-    costs = curves.costs(followed, settings.get("curve_targets", []))
+    costs = curves.compare_costs(followed, settings.get("curve_targets", []))
     return BenchOutcome(rows, [*_verdicts(runs, settings), *claims, *costs, *said], [f"this run: {len(whole)} seeds"])
 
 
-def needs(settings: Settings) -> list[data.DataRequirement]:
+def list_requirements(settings: Settings) -> list[data.DataRequirement]:
     """Rows to train and test on, and to choose learning rates on; the base."""
     splits = ("train", "validation", "test") if "learning_rates" in settings else ("train", "test")
-    return [texts.need(settings["data"], *splits, by_task=True), *data.base(settings)]
+    return [texts.require_splits(settings["data"], *splits, by_task=True), *data.list_base_requirements(settings)]
 
 
 def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, ResampledMetric]:
     """Return, for every score that all seeds have, a figure with each one's value. Test rows count as given."""
     shared = [name for name in scores[0] if all(name in each for each in scores)]
-    return {name: resampling.over_seeds([resampling.fixed(each[name]) for each in scores]) for name in shared}
+    return {name: resampling.over_seeds([resampling.from_constant(each[name]) for each in scores]) for name in shared}
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
-    """Return one seed's results for `run`, or one rate's for `rates`: the rows that are there, by name."""
+    """Return one seed's results for `run_benchmark`, or one rate's for `choose_rates`: the rows there are, by name."""
     measures = dict(_rows(settings, seed, options) if "chosen" in settings else _trials(settings, seed, options))
     names = {_name(settings, asked): asked[0] for asked in measures}
     named = {_name(settings, asked): partial(_measured, measure) for asked, measure in measures.items()}
-    found = resumable_rows.rows(options.pieces, named, options.minutes)
+    found = resumable_rows.measure_rows(options.pieces, named, options.minutes)
     return {names[piece["name"]]: piece["run"] | {"commit": piece["commit"]} for piece in found}
 
 
@@ -154,7 +156,7 @@ def _curve(done: TextFederationRun) -> list[curves.CurvePoint]:
 def _row(name: str, done: list[TextFederationRun], figures: Mapping[str, ResampledMetric]) -> dict[str, Any]:
     shown = {
         "name": name,
-        "metrics": {metric: resampling.interval(figure) for metric, figure in figures.items()},
+        "metrics": {metric: resampling.compute_interval(figure) for metric, figure in figures.items()},
         "upload_bytes": round(sum(r.upload_bytes for r in done) / len(done)),
         "download_bytes": round(sum(r.download_bytes for r in done) / len(done)),
         "rounds": done[0].rounds,

@@ -39,12 +39,14 @@ class PicturePartition:
         return [row for of_client in self.clients.values() for row in of_client]
 
 
-def drawn(settings: Mapping[str, Any], part: Mapping[str, Any], task: VisionLanguage, seed: int) -> PicturePartition:
+def draw_partition(
+    settings: Mapping[str, Any], part: Mapping[str, Any], task: VisionLanguage, seed: int
+) -> PicturePartition:
     """The rows of one part and seed. Raises ConfigError or TaskError where the data are not there."""
-    pool = _shuffled(pictures.examples(part["data"], "train"), seed)
+    pool = _shuffled(pictures.load_examples(part["data"], "train"), seed)
     members, held_out = part["members"], part["held_out"]
-    test = _shuffled(pictures.examples(part["test"], "test"), 0) if part.get("test") else pool[members:]
-    shifted = pictures.examples(part["shifted"], "test") if part.get("shifted") else []
+    test = _shuffled(pictures.load_examples(part["test"], "test"), 0) if part.get("test") else pool[members:]
+    shifted = pictures.load_examples(part["shifted"], "test") if part.get("shifted") else []
     shifted = _shuffled(shifted, 0)[: part.get("shifted_rows", held_out)]
     table = Dataset.from_list([dict(row) for row in pool[:members]])
     parts = [

@@ -20,7 +20,7 @@ from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.testing.tensor_ops import aggregation_gap
 from fedveil_bench.common import resampling, texts
-from fedveil_bench.common.federations import federation
+from fedveil_bench.common.federations import create_federation
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.fedrand import curves
 from fedveil_bench.runner import BenchOptions
@@ -64,7 +64,7 @@ class TextFederationSeed:
     def __init__(self, settings: Mapping[str, Any], number: int, options: BenchOptions) -> None:
         self._settings, self._number, self._options = settings, number, options
         self._scratch = tempfile.TemporaryDirectory(prefix="fedveil-")
-        self._folder = texts.folder(settings["data"], Path(self._scratch.name))
+        self._folder = texts.prepare_folder(settings["data"], Path(self._scratch.name))
         self._flat = settings["config"] | {"run.seed": number, "run.deterministic": True}
 
     def before(self) -> TextFederationRun:
@@ -135,12 +135,12 @@ class TextFederationSeed:
                 self._options.say(f"seed {self._number}: {exchange.name}: round {round_ + 1} of {config.run.rounds}")
 
         def score(weights: Weights) -> dict[str, ResampledMetric]:
-            return {"loss": resampling.fixed(task.evaluate(weights, self._curve_test, generate=False)["loss"])}
+            return {"loss": resampling.from_constant(task.evaluate(weights, self._curve_test, generate=False)["loss"])}
 
         rows = {site: task.encode(self._rows[site]) for site in sites}
         started = time.perf_counter()
-        done = federation(exchange, config, task, rows, self._initial(task))
-        followed = curves.followed(done, every, score, tell)
+        done = create_federation(exchange, config, task, rows, self._initial(task))
+        followed = curves.run_and_score(done, every, score, tell)
         return done, time.perf_counter() - started - followed.seconds, followed.points
 
     def _config(self, label: str, rate: float) -> RunConfig:

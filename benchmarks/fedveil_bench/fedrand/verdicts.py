@@ -16,7 +16,7 @@ from fedveil_bench.fedrand.adversary import Figures
 _MUST: Mapping[str, Must] = {OVERFITTED: "won", ROUND_0: "lost", OTHER_ROWS: "lost"}
 
 
-def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
+def list_verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
     """Sentences on the orders of the paper, the controls and the errors that the preset asks about.
 
     `rows` are the figures of each row of the result, over all seeds.
@@ -26,25 +26,27 @@ def verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[s
     for order in settings.get("orders", []):
         metric, view = order["metric"], order["view"]
         figures = {
-            name: f if order["better"] == "higher" else resampling.negated(f)
+            name: f if order["better"] == "higher" else resampling.negate_metric(f)
             for name in settings["methods"]
             if (f := rows[f"{name} {view}".strip()].get(metric)) is not None
         }
         what = f"{metric} of {view or 'the method'} ({order['better']} first)"
         if len(figures) > 1:
-            said.append(common.ordering(figures, order["rows"], what))
+            said.append(common.describe_ordering(figures, order["rows"], what))
             seeds = max(len(f.seeds) for f in figures.values())
     if said:
-        said.append(common.how("all pairs of an order", seeds))
+        said.append(common.describe_correction("all pairs of an order", seeds))
     said += _controls(rows, settings)
     of_claims = max((len(f.seeds) for of_row in rows.values() for f in of_row.values()), default=0)
-    said += common.table(common.compared(rows, common.claims_of(settings)), of_claims)
+    said += common.list_verdicts(common.judge_claims(rows, common.claims_of(settings)), of_claims)
     pairs = settings.get("errors", [])
     errors = [[rows[f"{name} client"]["reconstruction error"] for name in pair] for pair in pairs]
-    less = [resampling.less(smaller, larger) for smaller, larger in errors]
+    less = [resampling.subtract_metrics(smaller, larger) for smaller, larger in errors]
     sides = ("is smaller than", "is larger than", "is not told from")
-    for pair, d, word in zip(pairs, less, common.words([common.told(d, *sides) for d in less]), strict=True):
-        shown = resampling.shown(resampling.interval(d), "+.3g")
+    for pair, d, word in zip(
+        pairs, less, common.decide_words([common.judge_sign(d, *sides) for d in less]), strict=True
+    ):
+        shown = resampling.format_interval(resampling.compute_interval(d), "+.3g")
         said.append(f"Reconstruction error: {pair[0]} {word} {pair[1]} (difference {shown}).")
     return said
 
@@ -66,7 +68,7 @@ def _controls(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[
         if must == "lost" and np.ptp(figure.replicates) == 0 and figure.value == common.CHANCE:
             none.append(f"{text}: all rows score the same, so it cannot fail: no control.")
             continue
-        i = resampling.interval(figure if must == "won" else resampling.of_rows(figure))
-        text += f": {resampling.shown(i)}, expected {common.expected(must, margin)}"
-        found.append((text, common.control(figure, must, margin)))
-    return [*none, *common.controls(found)]
+        i = resampling.compute_interval(figure if must == "won" else resampling.of_rows(figure))
+        text += f": {resampling.format_interval(i)}, expected {common.describe_control_range(must, margin)}"
+        found.append((text, common.judge_control(figure, must, margin)))
+    return [*none, *common.list_control_verdicts(found)]

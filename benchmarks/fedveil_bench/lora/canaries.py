@@ -41,24 +41,24 @@ from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training import per_example
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import data, seeds
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.lora import tables
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row of the table for each of `settings["rows"]`, and whether any seed contradicts what is claimed of it."""
-    answers = seeds.run(__name__, settings, options)
-    return tables.outcome(answers, settings, _contradictions(answers))
+    answers = seeds.run_seeds(__name__, settings, options)
+    return tables.build_outcome(answers, settings, _contradictions(answers))
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Rows of the sites; the base."""
-    return [data.DataRequirement(settings["data"], ("train", "test")), *data.base(settings)]
+    return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, float]]:
-    """Return one seed's results for `run`: the metrics of each row of the table."""
+    """Return one seed's results for `run_benchmark`: the metrics of each row of the table."""
     found = {}
     for name, row in settings["rows"].items():
         method = {"method.name": row["name"], "method.params": row.get("fields", "")}
@@ -72,7 +72,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, Any]) -> dict[str, float]:
     method, seed = strategies.create_method(config.method.name, config.method.params), config.run.seed
     initial = task.initial(rng.initial_stream(seed, "weights"))
-    examples = task.examples(data.folder(settings["data"]), "train")
+    examples = task.examples(data.find_data_folder(settings["data"]), "train")
     size, count, canaries = settings["rows_a_site"] + settings["pairs"], settings["clients"], settings["pairs"]
     stream = rng.RandomStream.derive(bytes(32), seed, "", "canaries")
     drawn = [dict(examples[int(i)].values) for i in stream.choice(len(examples), (count + 1) * size)]
@@ -84,7 +84,7 @@ def _measured(task: TextGeneration, config: RunConfig, settings: Mapping[str, An
     }
     with tempfile.TemporaryDirectory() as scratch:
         tap, exchange = MessageCapture(Path(scratch)), MessageExchange(method, config.method.name, task.spec)
-        trained = federation(exchange, config, task, rows, initial, tap)
+        trained = create_federation(exchange, config, task, rows, initial, tap)
         trained.run()
         server = trained.models()["server"]
         view, sums, _ = secagg_views(tap, exchange, config, server)

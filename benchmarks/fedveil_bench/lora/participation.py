@@ -36,33 +36,35 @@ from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import data, noise_tables, seeds
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.lora import tables
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _NOBODY = "nobody"
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row of the table for each of `settings["rows"]`."""
-    answers = seeds.run(__name__, settings, options)
-    return tables.outcome(answers, settings)
+    answers = seeds.run_seeds(__name__, settings, options)
+    return tables.build_outcome(answers, settings)
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Rows of the sites and of the attacker; the base."""
-    return [data.DataRequirement(settings["data"], ("train", "test")), *data.base(settings)]
+    return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, float]]:
-    """Return one seed's results for `run`: the metrics of each row of the table."""
+    """Return one seed's results for `run_benchmark`: the metrics of each row of the table."""
     found = {}
     for name, row in settings["rows"].items():
         method = {"method.name": row["name"], "method.params": row.get("fields", "")}
         flat = settings["config"] | row.get("config", {}) | method | {"run.seed": seed, "run.deterministic": True}
         config = parse(flat)
         task = task_of(TextGeneration, config, options)
-        cut = _Cut.of(task.examples(data.folder(settings["data"]), "train"), settings, seed, row.get("alike", False))
+        cut = _Cut.of(
+            task.examples(data.find_data_folder(settings["data"]), "train"), settings, seed, row.get("alike", False)
+        )
         found[name] = _measured(task, config, cut, row.get("sees", "uploads"), settings)
         options.say(f"seed {seed}: {name}: " + ", ".join(f"{m} {value:.3f}" for m, value in found[name].items()))
     return found
@@ -119,7 +121,9 @@ def _measured(
     initial = task.initial(rng.initial_stream(config.run.seed, "weights"))
     with tempfile.TemporaryDirectory() as scratch:
         tap = MessageCapture(Path(scratch))
-        run = federation(exchange, config, task, {s: task.encode(of) for s, of in cut.trained.items()}, initial, tap)
+        run = create_federation(
+            exchange, config, task, {s: task.encode(of) for s, of in cut.trained.items()}, initial, tap
+        )
         run.run()
         knowledge = AdversaryKnowledge(task, initial, run.models()["server"])
         view = (

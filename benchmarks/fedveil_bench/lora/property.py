@@ -41,24 +41,24 @@ from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import data, noise_tables, seeds
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.lora import tables
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row of the table for each of `settings["rows"]`."""
-    answers = seeds.run(__name__, settings, options)
-    return tables.outcome(answers, settings)
+    answers = seeds.run_seeds(__name__, settings, options)
+    return tables.build_outcome(answers, settings)
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Rows of the sites and of the attacker; the base."""
-    return [data.DataRequirement(settings["data"], ("train", "test")), *data.base(settings)]
+    return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, float]]:
-    """Return one seed's results for `run`: the metrics of each row of the table."""
+    """Return one seed's results for `run_benchmark`: the metrics of each row of the table."""
     cuts: dict[bool, _Cut] = {}
     found = {}
     for name, row in settings["rows"].items():
@@ -66,7 +66,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
         task = task_of(TextGeneration, config, options)
         meaningless = row.get("meaningless", False)
         if meaningless not in cuts:
-            examples = task.examples(data.folder(settings["data"]), "train")
+            examples = task.examples(data.find_data_folder(settings["data"]), "train")
             cuts[meaningless] = _Cut.of(examples, settings, seed, meaningless)
         found[name] = _measured(task, config, cuts[meaningless], row.get("sees", "uploads"), settings)
         options.say(f"seed {seed}: {name}: " + ", ".join(f"{m} {value:.3f}" for m, value in found[name].items()))
@@ -136,7 +136,7 @@ def _measured(
     having, lacking = list(task.encode(cut.having)), list(task.encode(cut.lacking))
     with tempfile.TemporaryDirectory() as scratch:
         tap = MessageCapture(Path(scratch))
-        run = federation(exchange, config, task, rows, initial, tap)
+        run = create_federation(exchange, config, task, rows, initial, tap)
         run.run()
         knowledge = AdversaryKnowledge(task, initial, run.models()["server"])
         view = (
@@ -155,7 +155,9 @@ def _measured(
     for name, weights in (("loss", knowledge.server or {}), ("loss of round 0", initial)):
         metrics[name] = task.evaluate(weights, [*cut.having, *cut.lacking], generate=False)["loss"]
     if dp := DpSgdConfig.from_config(config.dp):
-        metrics[noise_tables.unseeded(config.dp)] = noise_tables.epsilon_of(dp, config, settings["rows_a_site"])
+        metrics[noise_tables.name_epsilon_column(config.dp)] = noise_tables.epsilon_of(
+            dp, config, settings["rows_a_site"]
+        )
     return metrics
 
 

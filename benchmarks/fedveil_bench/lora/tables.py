@@ -12,12 +12,16 @@ from fedveil_bench.runner import BenchOutcome
 Answers = Sequence[Mapping[str, Mapping[str, float]]]
 
 
-def outcome(answers: Answers, settings: Mapping[str, Any], said: Sequence[str] = ()) -> BenchOutcome:
+def build_outcome(answers: Answers, settings: Mapping[str, Any], said: Sequence[str] = ()) -> BenchOutcome:
     """A row for each that the seeds answered with, and the preset's claims; `said` stands before their sentences."""
     figures = {
-        name: {m: resampling.over_seeds([resampling.fixed(answer[name][m]) for answer in answers]) for m in metrics}
+        name: {
+            m: resampling.over_seeds([resampling.from_constant(answer[name][m]) for answer in answers]) for m in metrics
+        }
         for name, metrics in answers[0].items()
     }
-    rows = [{"name": n, "metrics": {m: resampling.interval(f) for m, f in of.items()}} for n, of in figures.items()]
-    claims = common.table(common.compared(figures, common.claims_of(settings), "+.2f"), len(answers))
+    rows = [
+        {"name": n, "metrics": {m: resampling.compute_interval(f) for m, f in of.items()}} for n, of in figures.items()
+    ]
+    claims = common.list_verdicts(common.judge_claims(figures, common.claims_of(settings), "+.2f"), len(answers))
     return BenchOutcome(rows, [*said, *claims], [f"this run: {len(answers)} seeds"])

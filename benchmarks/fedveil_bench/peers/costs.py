@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fedveil.errors import ConfigError
-from fedveil_bench.process_monitor.usage import ProcessUsage, program
+from fedveil_bench.process_monitor.usage import ProcessUsage, classify_program
 
 T = TypeVar("T")
 COSTS = ("s a round", "s", "MB up", "MB down", "server MB", "site MB")
@@ -46,7 +46,7 @@ class PeerCosts:
         return {"loss": loss, **dict(zip(COSTS, (*values, self.server_mb, self.site_mb), strict=True))}
 
 
-def watched(federation: Any, server: str, site: str, run: Callable[[], T]) -> tuple[T, PeerCosts]:
+def measure_costs(federation: Any, server: str, site: str, run: Callable[[], T]) -> tuple[T, PeerCosts]:
     """Return what `run` returns, and what it cost.
 
     Args:
@@ -56,7 +56,7 @@ def watched(federation: Any, server: str, site: str, run: Callable[[], T]) -> tu
     """
 
     def memory(name: str) -> ProcessUsage:
-        return ProcessUsage(lambda: federation.processes.alive(name), program, 0.5, shared=True)
+        return ProcessUsage(lambda: federation.processes.alive(name), classify_program, 0.5, shared=True)
 
     with memory(server) as of_server, memory(site) as of_site:
         up, down, began = federation.relay.up, federation.relay.down, time.monotonic()

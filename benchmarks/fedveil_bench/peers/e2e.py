@@ -31,10 +31,10 @@ from fedveil_bench import folders
 from fedveil_bench.common import resampling, verdicts
 from fedveil_bench.fedrand.on_texts import figures_of
 from fedveil_bench.peers import environments, nvflare
-from fedveil_bench.peers.costs import COSTS, TIMEOUT, PeerCosts, PeerRun, watched
+from fedveil_bench.peers.costs import COSTS, TIMEOUT, PeerCosts, PeerRun, measure_costs
 from fedveil_bench.peers.nvflare import NVFLARE
-from fedveil_bench.peers.shared import SharedInputs, factors
-from fedveil_bench.process_monitor.relay import TcpRelay, through
+from fedveil_bench.peers.shared import SharedInputs, describe_factors
+from fedveil_bench.process_monitor.relay import TcpRelay, insert_relay
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 FLOWER, BEFORE = "Flower FedAvg", "before training"
@@ -42,7 +42,7 @@ PEERS = (FLOWER, NVFLARE)
 _SITE, _SERVER = "site-0", "superlink"  # whose memory is watched
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each way, over the seeds.
 
     Raises:
@@ -51,7 +51,7 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     seeds = [SharedInputs(settings, seed, options) for seed in range(options.seeds or settings["seeds"])]
     if options.launch is None:
         raise ConfigError("peers/e2e: expected a launcher, found none; run it as `fedveil bench peers/e2e`")
-    environment = environments.found(nvflare.PEER, os.environ)
+    environment = environments.find_environment(nvflare.PEER, os.environ)
     if environment.said:
         options.say(environment.said)
     done: dict[str, list[PeerRun]] = {BEFORE: []}
@@ -60,14 +60,14 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
         for label in (*settings["methods"], FLOWER, *([NVFLARE] if environment.python else [])):
             with tempfile.TemporaryDirectory() as scratch:
                 if label == NVFLARE and environment.python:
-                    found = nvflare.run(shared, settings, Path(scratch), options, environment.python)
+                    found = nvflare.run_federation(shared, settings, Path(scratch), options, environment.python)
                 else:
                     one = _stock if label == FLOWER else _ours
                     found = one(shared, settings, label, Path(scratch), options)
             done.setdefault(label, []).append(found)
             told = ", ".join(f"{name} {value:.4g}" for name, value in found.scores.items())
             options.say(f"seed {seed}: {label}: {told}")
-    return outcome(done, settings, environment.said)
+    return build_outcome(done, settings, environment.said)
 
 
 def _ours(
@@ -81,7 +81,7 @@ def _ours(
     seconds = [line["seconds"] for line in lines if line["round"] >= 0]
     weights: Weights = load_state(folder / "final" / "server.safetensors").tensors
     uploads = [m for m in disclosure_ledger.read_messages(folder / disclosure_ledger.NAME) if m["direction"] == "up"]
-    seen = [factors(field[0] for field in message["fields"]) for message in uploads]
+    seen = [describe_factors(field[0] for field in message["fields"]) for message in uploads]
     return PeerRun(ran.scores(shared.loss(weights), seconds), seen)
 
 
@@ -95,7 +95,7 @@ def _stock(
     ran = _run(app, config, None, settings, options)
     noted = json.loads((scratch / "server.json").read_text())
     loss = shared.loss(shared.read(scratch / "weights.safetensors"))
-    return PeerRun(ran.scores(loss, noted["seconds"]), [factors(names) for names in noted["seen"]])
+    return PeerRun(ran.scores(loss, noted["seconds"]), [describe_factors(names) for names in noted["seen"]])
 
 
 def _run(
@@ -104,8 +104,8 @@ def _run(
     """A run of `app`, or of FedVeil, in a federation of its own; stock Flower has its own programs and waits."""
     launch = options.launch
     sites = [launch.LocalSite(f"site-{i}", data) for i in range(settings["sites"])]
-    with through(launch.LocalDeployment, TcpRelay)(sites, own_waits=app is not None) as federation:
-        ended, found = watched(
+    with insert_relay(launch.LocalDeployment, TcpRelay)(sites, own_waits=app is not None) as federation:
+        ended, found = measure_costs(
             federation, _SERVER, _SITE, lambda: federation.wait(federation.run(app, config), TIMEOUT)
         )
         if not ended.completed:
@@ -113,7 +113,7 @@ def _run(
     return found
 
 
-def outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, Any], note: str = "") -> BenchOutcome:
+def build_outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, Any], note: str = "") -> BenchOutcome:
     """Rows and verdicts of the runs, by way and seed; what a peer does with less is said as the claims are.
 
     Args:
@@ -122,24 +122,26 @@ def outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, Any], 
     figures = {label: figures_of([run.scores for run in runs]) for label, runs in done.items()}
     rows = []
     for label, runs in done.items():
-        metrics = {name: resampling.interval(figure) for name, figure in figures[label].items()}
+        metrics = {name: resampling.compute_interval(figure) for name, figure in figures[label].items()}
         seen = Counter(what for run in runs for what in run.seen)
         rows.append({"name": label, "metrics": metrics, **({"server_sees": dict(seen)} if seen else {})})
     peers = [peer for peer in PEERS if peer in done]
     out = set(PEERS) - set(peers)
     claims = [claim for claim in settings["claims"] if not {claim["row"], claim["than"]} & out]
-    said = verdicts.compared(figures, claims, "+.4f")
+    said = verdicts.judge_claims(figures, claims, "+.4f")
     for label, peer, cost in itertools.product(settings["methods"], peers, COSTS):
         mine, theirs = figures[label][cost], figures[peer][cost]
-        less = resampling.less(mine, theirs)
+        less = resampling.subtract_metrics(mine, theirs)
         text = f"{cost}: {label} {mine.value:.4g}, {peer} {theirs.value:.4g}, the difference {_shown(less)}"
-        said.append((text, verdicts.told(less, "FedVeil is ahead", f"{peer} is ahead")))
+        said.append((text, verdicts.judge_sign(less, "FedVeil is ahead", f"{peer} is ahead")))
     sees = [f"The server sees of a site: {label}: {_uploads(runs)}." for label, runs in done.items() if label != BEFORE]
-    return BenchOutcome(rows, [*verdicts.table(said, len(done[FLOWER])), *sees, *([f"{note}."] if note else [])])
+    return BenchOutcome(
+        rows, [*verdicts.list_verdicts(said, len(done[FLOWER])), *sees, *([f"{note}."] if note else [])]
+    )
 
 
 def _shown(figure: resampling.ResampledMetric) -> str:
-    return resampling.shown(resampling.interval(figure), "+.3g")
+    return resampling.format_interval(resampling.compute_interval(figure), "+.3g")
 
 
 def _uploads(runs: Sequence[PeerRun]) -> str:

@@ -56,9 +56,9 @@ class PeerEnvironment:
     said: str
 
 
-def found(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
+def find_environment(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
     """The environment that the peer's variable names, tried by importing it there. No sentence names a path."""
-    expected, program = pins((folders.find_folder(peer.folder) / "requirements.txt").read_text()), peer.imports[0]
+    expected, program = parse_pins((folders.find_folder(peer.folder) / "requirements.txt").read_text()), peer.imports[0]
     out = (
         f"{peer.name} is left out: {peer.variable}: expected the Python of an environment with {program.split('.')[0]}"
     )
@@ -68,7 +68,7 @@ def found(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
     try:
         done = subprocess.run(
             [python, "-c", _PROBE, ",".join(peer.imports), *expected],
-            capture_output=True, text=True, timeout=_READY, env=inherited(variables),
+            capture_output=True, text=True, timeout=_READY, env=select_variables(variables),
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return PeerEnvironment(
@@ -77,13 +77,13 @@ def found(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
     if done.returncode:
         why = re.sub(r"\S*/\S*", "...", (done.stderr.strip().splitlines() or ["no output"])[-1])
         return PeerEnvironment(None, f"{out}, found one where the import fails ({why}); {_HOWTO}")
-    others = differing(expected, json.loads(done.stdout.splitlines()[-1]))
+    others = list_differences(expected, json.loads(done.stdout.splitlines()[-1]))
     return PeerEnvironment(
         python, f"{peer.name} ran with versions other than those in requirements.txt: {others}" * bool(others)
     )
 
 
-def pins(text: str) -> dict[str, str]:
+def parse_pins(text: str) -> dict[str, str]:
     """The versions that a requirements.txt pins. Raises ConfigError for a line that pins none."""
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     for line in lines:
@@ -92,7 +92,7 @@ def pins(text: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines)
 
 
-def differing(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
+def list_differences(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
     """Return what is installed in another version than expected; a build ("+cpu") does not count."""
     return ", ".join(
         f"{name} {versions[name]} in place of {version}"
@@ -101,6 +101,6 @@ def differing(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
     )
 
 
-def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+def select_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this environment that a peer gets: none that leads Python to FedVeil's packages."""
     return {key: value for key, value in variables.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR_"))}

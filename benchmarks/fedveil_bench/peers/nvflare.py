@@ -17,8 +17,8 @@ from typing import Any, Self
 from fedveil.errors import ConfigError
 from fedveil_bench import folders
 from fedveil_bench.peers import environments
-from fedveil_bench.peers.costs import TIMEOUT, PeerRun, watched
-from fedveil_bench.peers.shared import SharedInputs, factors
+from fedveil_bench.peers.costs import TIMEOUT, PeerRun, measure_costs
+from fedveil_bench.peers.shared import SharedInputs, describe_factors
 from fedveil_bench.process_monitor.relay import TcpRelay
 from fedveil_bench.runner import BenchOptions
 
@@ -30,7 +30,7 @@ _READY, _PREPARED = 180.0, 300.0
 PEER = environments.PeerPackage(NVFLARE, VARIABLE, JOB, ("nvflare.recipe", "peft", "torch", "transformers"))
 
 
-def project(port: int, relay: int, sites: int) -> str:
+def build_project(port: int, relay: int, sites: int) -> str:
     """NVFlare's description of a federation, in JSON, which is YAML; its default scheme would be HTTP.
 
     Args:
@@ -57,7 +57,7 @@ def project(port: int, relay: int, sites: int) -> str:
     )
 
 
-def stored(resources: str, folder: Path) -> str:
+def redirect_stores(resources: str, folder: Path) -> str:
     """The server's resources, with jobs and snapshots below `folder`.
 
     By default all servers on a machine share a folder, and a server first runs what a killed one has left there.
@@ -73,7 +73,7 @@ def stored(resources: str, folder: Path) -> str:
 def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
     """The environment of NVFlare's processes: their own Python first, and for the rest what the other sides have."""
     return {
-        **environments.inherited(os.environ),
+        **environments.select_variables(os.environ),
         "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
         "HOME": str(home),
         "OMP_NUM_THREADS": str(threads),
@@ -85,7 +85,7 @@ def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
     }
 
 
-def run(
+def run_federation(
     shared: SharedInputs, settings: Mapping[str, Any], scratch: Path, options: BenchOptions, python: Path
 ) -> PeerRun:
     """One run in a federation of its own. Raises ConfigError or the launcher's error where it does not complete."""
@@ -94,17 +94,17 @@ def run(
     shared.write(scratch / "task")
     with NVFlareFederation(options.launch, python, sites, scratch / "nvflare") as federation:
         job = federation.export(scratch / "task", out, settings["config"]["run.rounds"])
-        said, costs = watched(federation, _SERVER, _SITE, lambda: federation.admin("run", job, timeout=TIMEOUT))
-        name, status = ended(said)
+        said, costs = measure_costs(federation, _SERVER, _SITE, lambda: federation.admin("run", job, timeout=TIMEOUT))
+        name, status = parse_job_status(said)
         if status != "FINISHED:COMPLETED":
             raise ConfigError(f"{NVFLARE}: expected a completed run, found: {status}; {federation.tails()}")
         federation.admin("result", name, out, timeout=_READY)
-    seconds, seen = noted((out / "server.json").read_text(), settings["config"]["run.rounds"], sites)
+    seconds, seen = parse_notes((out / "server.json").read_text(), settings["config"]["run.rounds"], sites)
     loss = shared.loss(shared.read(out / "weights.safetensors"))
     return PeerRun(costs.scores(loss, seconds), seen)
 
 
-def ended(said: str) -> tuple[str, str]:
+def parse_job_status(said: str) -> tuple[str, str]:
     """The id and the status of the job, which are the last line of what the console printed."""
     last = said.strip().splitlines()[-1:] or [""]
     name, _, status = last[0].partition(" ")
@@ -113,10 +113,10 @@ def ended(said: str) -> tuple[str, str]:
     return name, status
 
 
-def noted(text: str, rounds: int, sites: int) -> tuple[list[float], list[str]]:
+def parse_notes(text: str, rounds: int, sites: int) -> tuple[list[float], list[str]]:
     """The seconds of each round and what was seen of each upload. Raises ConfigError where one of them is missing."""
     notes = json.loads(text)
-    seconds, seen = notes["seconds"], [factors(names) for names in notes["seen"]]
+    seconds, seen = notes["seconds"], [describe_factors(names) for names in notes["seen"]]
     if (len(seconds), len(seen)) != (rounds, rounds * sites):
         raise ConfigError(
             f"server.json: expected {rounds} rounds and {rounds * sites} uploads, found {len(seconds)} and "
@@ -149,10 +149,10 @@ class NVFlareFederation:
     def __enter__(self) -> Self:
         self.relay = TcpRelay(self._port)
         try:
-            (self._folder / "project.yml").write_text(project(self._port, self.relay.port, len(self._sites)))
+            (self._folder / "project.yml").write_text(build_project(self._port, self.relay.port, len(self._sites)))
             self._call("provision", "-p", "project.yml", "-w", "kits", program="nvflare", timeout=_PREPARED)
             resources = self._kit(_SERVER) / "local" / "resources.json.default"
-            resources.write_text(stored(resources.read_text(), self._folder))
+            resources.write_text(redirect_stores(resources.read_text(), self._folder))
             for name in (_SERVER, *self._sites):
                 # --once: the process itself, without the loop that starts it again after its end.
                 script = self._kit(name) / "startup" / "sub_start.sh"

@@ -44,7 +44,7 @@ class SharedInputs:
     """
 
     def __init__(self, settings: Mapping[str, Any], seed: int, options: BenchOptions) -> None:
-        self.data = data.folder(settings["data"])
+        self.data = data.find_data_folder(settings["data"])
         self.flat = data.with_model(settings["config"]) | {"run.seed": seed, "method.name": "fedavg"}
         self._config, self._sites, self._options = parse(self.flat), settings["sites"], options
         self._peers = of_peers(self._config)
@@ -127,7 +127,7 @@ def from_peft(name: str) -> str:
     return name.removeprefix(_BEFORE).removesuffix(_AFTER)
 
 
-def factors(names: Iterable[str]) -> str:
+def describe_factors(names: Iterable[str]) -> str:
     """Return the LoRA factors in a message with these fields, in words; the names are FedVeil's or PEFT's."""
     kinds = {part for name in names for part in name.split(".") if part in ("lora_A", "lora_B")}
     match sorted(kinds):

@@ -34,7 +34,7 @@ from fedveil.tasks.image_classification import ImageClassification, ImageExample
 from fedveil.testing.training import limit_threads
 from fedveil_bench import folders
 from fedveil_bench.common import data, resampling, verdicts
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.fedrand.on_texts import figures_of
 from fedveil_bench.peers import environments
 from fedveil_bench.random_binary.vit import from_scratch
@@ -45,7 +45,7 @@ PEER = environments.PeerPackage("pfl-research", "FEDVEIL_PFL_PYTHON", "peers/sto
 _TIMEOUT = 1800.0  # seconds of one run
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Pictures."""
     return [data.DataRequirement(settings["data"], ("train", "test"))]
 
@@ -68,7 +68,7 @@ class SimulatedWork:
         flat |= {"method.params": 'adapter = { kind = "all" }', "run.rounds": settings["rounds"]}
         self._folder, self._settings, self._config = folder, settings, parse(flat)
         self._task = task_of(ImageClassification, self._config, options)
-        where, wanted = data.folder(settings["data"]), settings["sites"] * settings["rows_a_site"]
+        where, wanted = data.find_data_folder(settings["data"]), settings["sites"] * settings["rows_a_site"]
         examples = list(self._task.examples(where, "train"))
         if len(examples) < wanted:
             raise ConfigError(f"{settings['data']}: expected {wanted} rows, found {len(examples)}; lower sites")
@@ -82,7 +82,7 @@ class SimulatedWork:
         method = strategies.create_method("fedavg", self._config.method.params)
         exchange, seconds = MessageExchange(method, "fedavg", self._task.spec), list[float]()
         with limit_threads(self._config):
-            running = federation(exchange, self._config, self._task, self._sites, self.initial)
+            running = create_federation(exchange, self._config, self._task, self._sites, self.initial)
             for round_ in range(self._settings["rounds"]):
                 began = time.perf_counter()
                 running.round(round_)
@@ -110,7 +110,7 @@ class SimulatedWork:
             done = subprocess.run(
                 [python, folders.find_folder(PEER.folder) / "train.py", folder],
                 capture_output=True, text=True, timeout=_TIMEOUT,
-                env=environments.inherited(os.environ) | {"OMP_NUM_THREADS": "1"},
+                env=environments.select_variables(os.environ) | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise ConfigError(
@@ -138,9 +138,9 @@ class SimulatedWork:
         return scores
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each, over the seeds; without pfl-research's environment FedVeil's alone."""
-    environment = environments.found(PEER, os.environ)
+    environment = environments.find_environment(PEER, os.environ)
     if environment.said:
         options.say(environment.said)
     done: dict[str, list[dict[str, float]]] = {}
@@ -154,20 +154,20 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
             for name, (weights, seconds) in runs.items():
                 done.setdefault(name, []).append(scores := work.scores(weights, seconds))
                 options.say(f"seed {seed}: {name}: " + ", ".join(f"{m} {value:.4g}" for m, value in scores.items()))
-    return outcome(done, settings, environment.said)
+    return build_outcome(done, settings, environment.said)
 
 
-def outcome(
+def build_outcome(
     done: Mapping[str, Sequence[Mapping[str, float]]], settings: Mapping[str, Any], note: str = ""
 ) -> BenchOutcome:
     """Rows and verdicts. `note`: on the peer's environment; of a peer that is left out no claim is made."""
     figures = {name: figures_of(runs) for name, runs in done.items()}
     rows = [
-        {"name": name, "metrics": {metric: resampling.interval(figure) for metric, figure in of.items()}}
+        {"name": name, "metrics": {metric: resampling.compute_interval(figure) for metric, figure in of.items()}}
         for name, of in figures.items()
     ]
     claims = [claim for claim in settings["claims"] if {claim["row"], claim["than"]} <= done.keys()]
-    said = verdicts.table(verdicts.compared(figures, claims, "+.3f"), len(done[OURS]))
+    said = verdicts.list_verdicts(verdicts.judge_claims(figures, claims, "+.3f"), len(done[OURS]))
     config = settings["config"]
     what = (
         f"this run: {settings['sites']} sites of {settings['rows_a_site']} rows, all in each of {settings['rounds']} "

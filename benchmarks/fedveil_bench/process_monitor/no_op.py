@@ -66,7 +66,7 @@ class NoOp:
         file = self.folder / name / "metrics.jsonl"
         overrides = self.config | changes | {"run.rounds": rounds + 1, "run.name": name}
         usage, cpu = self._watch(None, overrides, file, every)
-        seconds = [m["seconds"] for m in lines(file) if m["round"] > 0]
+        seconds = [m["seconds"] for m in read_rounds(file) if m["round"] > 0]
         return NoOpRun(
             seconds,
             cpu,
@@ -91,7 +91,7 @@ class NoOp:
             ended = self.federation.wait(
                 self.federation.run(app, overrides),
                 1800,
-                lambda status: marks.setdefault(len(lines(rounds)) if rounds else 0, usage.cpu_by_kind()),
+                lambda status: marks.setdefault(len(read_rounds(rounds)) if rounds else 0, usage.cpu_by_kind()),
             )
         if not ended.completed:
             raise ConfigError(f"{(app.name if app else 'fedveil')}: expected a completed run, found: {ended.reason}")
@@ -116,7 +116,7 @@ def held_to(found: Mapping[str, float], at_most: float) -> str:
     return verdicts.FAILS if found["n"] > 1 and found["low"] > at_most else verdicts.OPEN
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
+def read_rounds(file: Path) -> list[dict[str, Any]]:
     """The rounds of a metrics.jsonl; [] where there is none yet."""
     return (
         [line for line in map(json.loads, file.read_text().splitlines()) if line["round"] >= 0] if file.exists() else []

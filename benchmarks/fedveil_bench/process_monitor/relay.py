@@ -80,7 +80,7 @@ class TcpRelay:
             end.close()
 
 
-def through(federation: Any, make: Callable[[int], TcpRelay]) -> Any:
+def insert_relay(federation: Any, make: Callable[[int], TcpRelay]) -> Any:
     """`federation`, a class, whose sites reach the SuperLink through the relay that `make` puts before its port.
 
     Its objects have the relay as `relay`, None before the first site starts.

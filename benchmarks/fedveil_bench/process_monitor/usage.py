@@ -26,13 +26,13 @@ PROGRAMS = {
 }
 
 
-def program(command: list[str]) -> str:
+def classify_program(command: list[str]) -> str:
     """Return the kind of a federation's process, from its name and command line; "other" for any other process."""
     text = " ".join(command[:6])
     return next((kind for part, kind in PROGRAMS.items() if part in text), "other")
 
 
-def named(process: psutil.Process) -> list[str]:
+def read_command_line(process: psutil.Process) -> list[str]:
     """The name of a process, and its command line; a fork has a name of its own, but its parent's line."""
     return [process.name(), *process.cmdline()]
 
@@ -135,7 +135,7 @@ class ProcessUsage:
         for process in self.find():
             if process.pid not in self.seen:
                 with contextlib.suppress(psutil.Error):
-                    self.seen[process.pid] = WatchedProcess(process, self.kind(named(process)))
+                    self.seen[process.pid] = WatchedProcess(process, self.kind(read_command_line(process)))
 
 
 def _read(seen: WatchedProcess, shared: bool) -> None:

@@ -52,28 +52,28 @@ Piece = Mapping[str, Any]
 Settings = Mapping[str, Any]
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each base and method, over the seeds that there are, and the figures."""
     asked = list(_asked(settings, options))
     with tempfile.TemporaryDirectory() as folder:
         vit = from_scratch(settings["model"], settings["classes"], Path(folder) / "vit")
         # The methods of a base and a seed follow each other.
-        begun = lru_cache(1)(lambda base, seed: federation.start(settings, vit, base, seed, options))
+        begun = lru_cache(1)(lambda base, seed: federation.prepare_start(settings, vit, base, seed, options))
 
         def measure(base: str, method: str, seed: int) -> dict[str, Any]:
             chosen = settings["methods"][method]
-            found = federation.row(settings, vit, chosen, begun(base, seed), seed, options)
+            found = federation.run_row(settings, vit, chosen, begun(base, seed), seed, options)
             options.say(f"{base}, {method}, seed {seed}: {' '.join(f'{a:.1f}' for a in found['curve'])}")
             return {"base": base, "method": method, "seed": seed, **found}
 
         measures: dict[str, Callable[[], dict[str, Any]]] = {
             _name(settings, *which): partial(measure, *which) for which in asked
         }
-        found = resumable_rows.rows(options.pieces, measures, options.minutes)
-    return outcome(found, settings, len(asked))
+        found = resumable_rows.measure_rows(options.pieces, measures, options.minutes)
+    return build_outcome(found, settings, len(asked))
 
 
-def needs(settings: Settings) -> list[data.DataRequirement]:
+def list_requirements(settings: Settings) -> list[data.DataRequirement]:
     """Pictures, and the folders with weights that bases name."""
     named = [of["task.model"] for of in settings["bases"].values() if "task.model" in of]
     return [data.DataRequirement(settings["data"], ("train", "test")), *map(data.DataRequirement, named)]
@@ -94,7 +94,7 @@ def _name(settings: Settings, base: str, method: str, seed: int) -> str:
     return f"{base}, {method}, seed {seed}, settings {digest}"
 
 
-def outcome(found: Sequence[Piece], settings: Settings, asked: int) -> BenchOutcome:
+def build_outcome(found: Sequence[Piece], settings: Settings, asked: int) -> BenchOutcome:
     """The table of these pieces. `asked`: how many there are to be."""
     groups: dict[tuple[str, str], dict[int, Piece]] = {}
     for piece in found:
@@ -109,11 +109,11 @@ def outcome(found: Sequence[Piece], settings: Settings, asked: int) -> BenchOutc
     ]
     steps = settings["epochs"] * settings["exchanges"]
     done = f"this run: {settings['clients']} clients, {steps} steps of the server in {settings['epochs']} epochs"
-    return BenchOutcome(rows, said, [done], {"png": figures.drawn(rows, laws)} if rows else {})
+    return BenchOutcome(rows, said, [done], {"png": figures.draw_figure(rows, laws)} if rows else {})
 
 
 def _row(of: Sequence[Piece], settings: Settings, law: Sequence[float] | None) -> dict[str, Any]:
-    metrics = {"accuracy": resampling.interval(_accuracy(of, settings))}
+    metrics = {"accuracy": resampling.compute_interval(_accuracy(of, settings))}
     if law is not None:
         epochs = settings["epochs"]
         moved = [sum(k * share for k, share in enumerate(piece["counts"])) / epochs for piece in of]
@@ -132,8 +132,8 @@ def _row(of: Sequence[Piece], settings: Settings, law: Sequence[float] | None) -
 
 
 def _accuracy(of: Sequence[Piece], settings: Settings) -> ResampledMetric:
-    right = [federation.unpacked(piece["right"], settings["test_rows"]) for piece in of]
-    return resampling.over_seeds([resampling.mean(each, _TEST) for each in right])
+    right = [federation.unpack_correct(piece["right"], settings["test_rows"]) for piece in of]
+    return resampling.over_seeds([resampling.resample_mean(each, _TEST) for each in right])
 
 
 def _claims(groups: Mapping[tuple[str, str], Mapping[int, Piece]], settings: Settings) -> list[str]:
@@ -145,14 +145,16 @@ def _claims(groups: Mapping[tuple[str, str], Mapping[int, Piece]], settings: Set
             if not (both := sorted(set(mine) & set(other))):
                 continue
             seeds = max(seeds, len(both))
-            d = resampling.less(*(_accuracy([side[seed] for seed in both], settings) for side in (mine, other)))
-            shown = resampling.shown(resampling.interval(d), "+.1f")
+            d = resampling.subtract_metrics(
+                *(_accuracy([side[seed] for seed in both], settings) for side in (mine, other))
+            )
+            shown = resampling.format_interval(resampling.compute_interval(d), "+.1f")
             text = (
                 f"Accuracy of {base}, {claim['row']} less that of {claim['than']}: {shown} points, seeds: {len(both)}; "
             )
             text += "a control, which must have " if claim.get("control") else "the paper has "
-            found.append((text + verdicts.claim_in_words(claim), verdicts.claimed(d, claim)))
-    return verdicts.table(found, seeds)
+            found.append((text + verdicts.claim_in_words(claim), verdicts.judge_claim(d, claim)))
+    return verdicts.list_verdicts(found, seeds)
 
 
 def _law(settings: Settings, method: str) -> list[float]:

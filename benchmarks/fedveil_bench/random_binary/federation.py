@@ -28,8 +28,8 @@ from fedveil.federation.exchange import MessageExchange
 from fedveil.tasks.image_classification import ImageClassification
 from fedveil.testing.training import limit_threads
 from fedveil_bench.common import data
-from fedveil_bench.common.federations import federation, task_of
-from fedveil_bench.random_binary.position_task import marked, without_positions
+from fedveil_bench.common.federations import create_federation, task_of
+from fedveil_bench.random_binary.position_task import mark_positions, without_positions
 from fedveil_bench.runner import BenchOptions
 
 Settings = Mapping[str, Any]
@@ -50,7 +50,7 @@ class FederationStart:
     test: Rows
 
 
-def start(settings: Settings, vit: Settings, base: str, seed: int, options: BenchOptions) -> FederationStart:
+def prepare_start(settings: Settings, vit: Settings, base: str, seed: int, options: BenchOptions) -> FederationStart:
     """The weights of that base, and the rows.
 
     Args:
@@ -86,7 +86,7 @@ def start(settings: Settings, vit: Settings, base: str, seed: int, options: Benc
     return FederationStart(weights, clients, task.encode(test))
 
 
-def row(
+def run_row(
     settings: Settings, vit: Settings, chosen: Settings, begun: FederationStart, seed: int, options: BenchOptions
 ) -> dict[str, Any]:
     """Run a federation under the method `chosen`; return its figures.
@@ -109,7 +109,7 @@ def row(
         strategies.create_method(config.method.name, config.method.params), config.method.name, task.spec
     )
     with limit_threads(config):
-        running = federation(exchange, config, task, begun.clients, begun.weights)
+        running = create_federation(exchange, config, task, begun.clients, begun.weights)
         right = [_right(task, begun.weights, begun.test)]
         moved = {name: torch.zeros(w.shape) for name, w in begun.weights.items()}
         for epoch in range(settings["epochs"]):
@@ -131,7 +131,7 @@ def row(
     }
 
 
-def unpacked(right: str, rows: int) -> list[float]:
+def unpack_correct(right: str, rows: int) -> list[float]:
     """Return for each test row 100 where its class was named, else 0."""
     bits = np.unpackbits(np.frombuffer(base64.b64decode(right), np.uint8), count=rows)
     return [100.0 * float(bit) for bit in bits]
@@ -172,7 +172,7 @@ def _parts(
     settings: Settings, asked: Settings, task: ImageClassification, seed: int
 ) -> tuple[list[Example], list[Example], list[Example]]:
     """The public part, the clients' pictures and the test pictures."""
-    folder, members, public = data.folder(settings["data"]), asked["members"], asked.get("public", 0)
+    folder, members, public = data.find_data_folder(settings["data"]), asked["members"], asked.get("public", 0)
     examples, test = list(task.examples(folder, "train")), list(task.examples(folder, "test")[: settings["test_rows"]])
     if len(examples) < members + public:
         raise ConfigError(
@@ -183,7 +183,10 @@ def _parts(
     if asked.get("marked"):
         grid = settings["model"]["image_size"] // settings["model"]["patch_size"]
         classes = settings["classes"]
-        examples, test = marked(examples, classes, grid, 2 * seed), marked(test, classes, grid, 2 * seed + 1)
+        examples, test = (
+            mark_positions(examples, classes, grid, 2 * seed),
+            mark_positions(test, classes, grid, 2 * seed + 1),
+        )
     return examples[:public], examples[public:], test
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def drawn(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]) -> bytes:
+def draw_figure(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]) -> bytes:
     """A PNG: a panel of accuracy by epoch a base, and one of counts: of the base with the most methods in `laws`.
 
     Args:

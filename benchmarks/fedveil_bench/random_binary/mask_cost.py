@@ -28,9 +28,9 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 _MOST_COPIES = 3.0  # on a GPU: a mask drawn, packed and unpacked
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every rate beside the copy, interleaved, in one process of one thread."""
-    found: dict[str, dict[str, list[float]]] = seeds.run(__name__, settings | {"seeds": 1}, options)[0]
+    found: dict[str, dict[str, list[float]]] = seeds.run_seeds(__name__, settings | {"seeds": 1}, options)[0]
     rows = [
         {"name": name, "metrics": {m: confidence_interval(v) for m, v in metrics.items()}}
         for name, metrics in found.items()
@@ -65,7 +65,7 @@ def _in_copies(found: dict[str, dict[str, list[float]]]) -> list[str]:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
+    """Return one seed's results for `run_benchmark`."""
     torch.set_num_threads(1)
     count, device = settings["entries"], "cuda" if options.device == "cuda" else "cpu"
     gradient = torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(device)

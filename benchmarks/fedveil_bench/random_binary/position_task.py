@@ -19,7 +19,7 @@ _GREY = (128, 128, 128)
 _CONTRAST = 0.1  # of the picture behind the square: at 1, 300 steps learn nothing of the square's place
 
 
-def marked(examples: Sequence[Example], classes: int, grid: int, seed: int) -> list[Example]:
+def mark_positions(examples: Sequence[Example], classes: int, grid: int, seed: int) -> list[Example]:
     """The pictures in the column `image`, each almost grey, with one of the first `classes` cells covered.
 
     The cell of grid x grid, counted by rows from the upper left, is the new `label`; it is drawn from `seed`. Where

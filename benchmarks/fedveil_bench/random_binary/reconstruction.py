@@ -58,7 +58,7 @@ from fedveil.wire.capture import MessageCapture
 from fedveil.wire.payloads import payload_tensors
 from fedveil_bench.common import data, resampling, seeds, shares
 from fedveil_bench.common import verdicts as common
-from fedveil_bench.common.federations import federation, task_of
+from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.common.verdicts import ClaimSentence
 from fedveil_bench.random_binary.vit import from_scratch
@@ -74,40 +74,45 @@ _SMALLEST = 11  # pixels a side that SSIM's window needs
 Images = Tensor  # (images, channels, height, width)
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Test pictures alone."""
     return [data.DataRequirement(settings["data"], ("test",))]
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """Every case of `settings["cases"]` that `settings["skip"]` does not name, on every seed's images, and a sheet."""
     settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]
     settings["seeds"] = options.seeds or settings["seeds"]  # the mean image leaves out the images of them all
-    answers: list[dict[str, Any]] = seeds.run(__name__, settings, options)
+    answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     rows: list[dict[str, Any]] = []
     figures: dict[str, dict[str, ResampledMetric]] = {}
     for name in answers[0]["rows"]:
         of_seeds = [answer["rows"][name] for answer in answers if name in answer["rows"]]
         figures[name] = {
-            m: resampling.over_seeds([resampling.mean(each["values"][m], _ROWS) for each in of_seeds])
+            m: resampling.over_seeds([resampling.resample_mean(each["values"][m], _ROWS) for each in of_seeds])
             for m in of_seeds[0]["values"]
         }
-        metrics = {m: resampling.interval(f) for m, f in figures[name].items()}
-        row: dict[str, Any] = {"name": name, "metrics": metrics | {"read": shares.interval(_read(figures[name]))}}
+        metrics = {m: resampling.compute_interval(f) for m, f in figures[name].items()}
+        row: dict[str, Any] = {
+            "name": name,
+            "metrics": metrics | {"read": shares.compute_share_interval(_read(figures[name]))},
+        }
         if of_seeds[0]["upload_bytes"]:
             row["upload_bytes"] = round(statistics.fmean(each["upload_bytes"] for each in of_seeds))
             row["seconds"] = round(sum(each["seconds"] for each in of_seeds), 1)
         rows.append(row)
     done = f"this run: {settings['images']} images a seed, {len(answers)} seeds; labels known to the adversary"
     return BenchOutcome(
-        rows, verdicts(settings["cases"], figures), [done], {"png": base64.b64decode(answers[0]["sheet"])}
+        rows, list_verdicts(settings["cases"], figures), [done], {"png": base64.b64decode(answers[0]["sheet"])}
     )
 
 
-def verdicts(cases: Sequence[Mapping[str, Any]], figures: Mapping[str, Mapping[str, ResampledMetric]]) -> list[str]:
+def list_verdicts(
+    cases: Sequence[Mapping[str, Any]], figures: Mapping[str, Mapping[str, ResampledMetric]]
+) -> list[str]:
     """A sentence on each case with `expect`, corrected for all of them. Raises ConfigError for another `expect`."""
     found = [_judged(case, figures) for case in cases if "expect" in case]
-    return common.table(found, max(len(of_case["psnr"].seeds) for of_case in figures.values()))
+    return common.list_verdicts(found, max(len(of_case["psnr"].seeds) for of_case in figures.values()))
 
 
 def _judged(case: Mapping[str, Any], figures: Mapping[str, Mapping[str, ResampledMetric]]) -> tuple[str, ClaimSentence]:
@@ -117,19 +122,22 @@ def _judged(case: Mapping[str, Any], figures: Mapping[str, Mapping[str, Resample
             read, share = _read(figures[case["name"]]), case["share"]
             side: Literal["higher", "lower"] = "higher" if expect == "read" else "lower"
             text = f"{case['name']}: read on {sum(read)} of {len(read)} seeds, in a share of "
-            text += f"{resampling.shown(shares.interval(read), '.2f')}, expected {side} than {share:g}"
-            return text, shares.claimed(read, side, share)
+            interval = resampling.format_interval(shares.compute_share_interval(read), ".2f")
+            text += f"{interval}, expected {side} than {share:g}"
+            return text, shares.judge_share(read, side, share)
         case "recovered":
-            d, claim, what = resampling.less(mine, resampling.fixed(_EXACT)), "higher", f"above {_EXACT:g} dB"
+            d, claim = resampling.subtract_metrics(mine, resampling.from_constant(_EXACT)), "higher"
+            what = f"above {_EXACT:g} dB"
         case "fails":
-            d, claim = resampling.less(mine, figures[_baseline(case)]["psnr"]), "lower"
+            d, claim = resampling.subtract_metrics(mine, figures[_baseline(case)]["psnr"]), "lower"
             what = "below the mean image, image by image"
         case other:
             raise ConfigError(
                 f"expect: expected recovered, fails, read or hidden, found {other}; correct the case in the preset"
             )
-    text = f"{case['name']}: PSNR {resampling.shown(resampling.interval(mine), '.1f')} dB, expected {what}"
-    return text, common.claimed(d, {"is": claim})
+    interval = resampling.format_interval(resampling.compute_interval(mine), ".1f")
+    text = f"{case['name']}: PSNR {interval} dB, expected {what}"
+    return text, common.judge_claim(d, {"is": claim})
 
 
 def _read(of_case: Mapping[str, ResampledMetric]) -> list[bool]:
@@ -142,7 +150,7 @@ def _baseline(case: Mapping[str, Any]) -> str:
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """Return one seed's results for `run`."""
+    """Return one seed's results for `run_benchmark`."""
     rows: dict[str, Any] = {}
     sheet: list[tuple[Tensor, str]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -207,7 +215,7 @@ class _Target:
         self.task = task = task_of(ImageClassification, self.config, options, self.method.adapter)
         if self._modified:
             replace_first_block(task.base.model)
-        examples = task.examples(data.folder(settings["data"]), "test")
+        examples = task.examples(data.find_data_folder(settings["data"]), "test")
         self._batch = self.config.train.batch_size
         count = max(min(case.get("images", settings["images"]), settings["images"]), self._batch)
         most = max(settings["images"], *(each.get("batch", 1) for each in settings["cases"]))
@@ -250,7 +258,7 @@ class _Target:
         initial = self.task.initial(rng.initial_stream(self.seed, "weights"))
         with tempfile.TemporaryDirectory() as folder:
             tap = MessageCapture(Path(folder))
-            done = federation(exchange, self.config, self.task, sites, initial, tap)
+            done = create_federation(exchange, self.config, self.task, sites, initial, tap)
             done.run()
             view = AdversaryView.server(tap, exchange)
             found = [self._reconstructed(view, site, sites[site]) for site in sites]

@@ -1,8 +1,8 @@
 """Attacks on a secure run beside the same run in the clear: what hides, what does not, and what stays (the sum).
 
-A row of the result is a view (`twins`), or the lost control: another site's upload of the clear run for membership, the
-mean of other pictures for reconstruction. Figures are AUROC over rows (mean over sites and seeds), and PSNR in dB over
-pictures; intervals are of 95 %, by bootstrap.
+A row of the result is a view (`run_pair`), or the lost control: another site's upload of the clear run for membership,
+the mean of other pictures for reconstruction. Figures are AUROC over rows (mean over sites and seeds), and PSNR in dB
+over pictures; intervals are of 95 %, by bootstrap.
 
 A figure is judged by how far it lies above its lost control (0.5, or the mean picture, picture by picture):
 
@@ -36,7 +36,7 @@ _PICTURES = 6  # the name of the draws
 Figures = dict[str, dict[str, ResampledMetric]]  # by attack, then row
 
 
-def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
+def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     """Texts that sites train on, and pictures that they do not."""
     return [
         data.DataRequirement(settings["texts"]["data"], ("train",)),
@@ -44,11 +44,11 @@ def needs(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
     ]
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """A row for each view and each lost control."""
     count = options.seeds or settings["seeds"]
     settings["pictures"]["most_seeds"] = count
-    answers = seeds.run(__name__, settings, options)
+    answers = seeds.run_seeds(__name__, settings, options)
     figures: Figures = {}
     for row in answers[0]["texts"]:
         for attack in answers[0]["texts"][row]:
@@ -57,28 +57,30 @@ def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     for row in answers[0]["pictures"]:
         for attack in answers[0]["pictures"][row]:
             psnr = list(itertools.chain(*(answer["pictures"][row][attack] for answer in answers)))
-            figures.setdefault(attack, {})[row] = resampling.mean(psnr, _PICTURES)
+            figures.setdefault(attack, {})[row] = resampling.resample_mean(psnr, _PICTURES)
     names = [*SEEN, on_texts.WRONG, on_pictures.MEAN]
     rows = [
         {
             "name": name,
             "metrics": {
-                attack: resampling.interval(of_rows[name]) for attack, of_rows in figures.items() if name in of_rows
+                attack: resampling.compute_interval(of_rows[name])
+                for attack, of_rows in figures.items()
+                if name in of_rows
             },
         }
         for name in names
     ]
     done = f"this run: {count} seeds, {settings['texts']['sites']} sites of {settings['texts']['rows']} texts, "
     done += f"{settings['pictures']['sites']} sites of one picture"
-    return BenchOutcome(rows, verdicts(figures, settings), [done], {"png": base64.b64decode(answers[0]["sheet"])})
+    return BenchOutcome(rows, list_verdicts(figures, settings), [done], {"png": base64.b64decode(answers[0]["sheet"])})
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
-    """Return one seed's results for `run`."""
-    texts = on_texts.figures(settings["texts"], seed, options)
+    """Return one seed's results for `run_benchmark`."""
+    texts = on_texts.measure_alignment(settings["texts"], seed, options)
     for attack in texts["clear"]:
         options.say(f"seed {seed}: {attack} " + ", ".join(f"{row} {f[attack].value:.3f}" for row, f in texts.items()))
-    pictures, shown = on_pictures.values(settings["pictures"], seed, options)
+    pictures, shown = on_pictures.measure_psnr(settings["pictures"], seed, options)
     for attack in pictures["clear"]:
         told = (f"{row} {' '.join(f'{v:.0f}' for v in of_row[attack])}" for row, of_row in pictures.items())
         options.say(f"seed {seed}: {attack}, dB: " + ", ".join(told))
@@ -92,19 +94,19 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
     }
 
 
-def judged(mine: ResampledMetric, control: ResampledMetric, margin: float) -> ClaimSentence:
+def judge_attack(mine: ResampledMetric, control: ResampledMetric, margin: float) -> ClaimSentence:
     """Judge a figure against its lost control."""
-    gain = resampling.less(mine, control)
+    gain = resampling.subtract_metrics(mine, control)
     won = resampling.p_value(gain) if gain.value > 0 else 1.0
     if won <= common.ALPHA:
         return ClaimSentence("won", won, common.OPEN)
     return ClaimSentence("lost", resampling.p_value(gain, margin) if gain.value < margin else 1.0, common.OPEN)
 
 
-def verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
+def list_verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
     """Sentences on each attack: its controls, what the secure run hides from it, and what stays."""
     controls = {attack: _controls(of_rows, settings["margin"]) for attack, of_rows in figures.items()}
-    held = iter(common.words([said for of in controls.values() for said in of]))
+    held = iter(common.decide_words([said for of in controls.values() for said in of]))
     words = {attack: [next(held) for _ in of] for attack, of in controls.items()}
     return [s for attack, of in figures.items() for s in _verdicts(attack, of, settings["margin"], words[attack])]
 
@@ -113,14 +115,14 @@ def _lost(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) 
     """The figure of an attack that is lost, how far above it one that tells nothing may be, and a form for figures."""
     if on_pictures.MEAN in figures:
         return figures[on_pictures.MEAN], margins["psnr"], ".1f"
-    return resampling.fixed(common.CHANCE), margins["auroc"], ".3f"
+    return resampling.from_constant(common.CHANCE), margins["auroc"], ".3f"
 
 
 def _controls(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) -> list[ClaimSentence]:
     """Judge the two controls to win and, for membership, the one not to win. The mean picture is chance itself."""
     lost, margin, _ = _lost(figures, margins)
     musts: dict[str, Must] = {"clear": "won", "every mask off": "won", on_texts.WRONG: "not won"}
-    return [common.control(figures[v], must, margin, lost) for v, must in musts.items() if v in figures]
+    return [common.judge_control(figures[v], must, margin, lost) for v, must in musts.items() if v in figures]
 
 
 def _verdicts(
@@ -128,10 +130,12 @@ def _verdicts(
 ) -> Sequence[str]:
     lost, margin, form = _lost(figures, margins)
     views = (*HIDDEN, "sum")
-    found = dict(zip(views, common.words([judged(figures[v], lost, margin) for v in views]), strict=True))
+    found = dict(zip(views, common.decide_words([judge_attack(figures[v], lost, margin) for v in views]), strict=True))
     failed = common.NOT_HELD in controls
     stand = "they stand" if set(controls) == {common.HELD} else common.NOT_HELD if failed else common.OPEN
-    shown = {name: resampling.shown(resampling.interval(figure), form) for name, figure in figures.items()}
+    shown = {
+        name: resampling.format_interval(resampling.compute_interval(figure), form) for name, figure in figures.items()
+    }
     psnr = on_pictures.MEAN in figures
     against = f"mean picture {shown[on_pictures.MEAN]} dB" if psnr else f"wrong site {shown[on_texts.WRONG]}"
     said = [

@@ -39,7 +39,7 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 _GB = 1e9
 
 
-def run(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
     """One row for each number of sites, weights and silent sites, one for the masks alone, and two over gRPC."""
     rows = [_masking(settings["weights"][-1])]
     for weights in settings["weights"]:
@@ -81,12 +81,12 @@ def _apart(sites: int, weights: int, silent: int) -> dict[str, Any]:
     """The row of one size, measured in a process of its own, so that its memory is its own."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
-        found: Mapping[str, float] = pool.apply(measured, (sites, weights, silent))
+        found: Mapping[str, float] = pool.apply(measure_attempt, (sites, weights, silent))
     metrics = {name: {"mean": value, "low": value, "high": value, "n": 1} for name, value in found.items()}
     return {"name": f"{sites} sites, {weights} weights, {silent} silent", "metrics": metrics}
 
 
-def measured(sites: int, weights: int, silent: int) -> dict[str, float]:
+def measure_attempt(sites: int, weights: int, silent: int) -> dict[str, float]:
     """Seconds, bytes and memory of one attempt. CPU seconds where a neighbour on the machine would be counted else."""
     torch.set_num_threads(1)
     names = [f"site-{i:05}" for i in range(sites)]

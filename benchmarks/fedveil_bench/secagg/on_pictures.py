@@ -32,7 +32,7 @@ from fedveil_bench.common import data
 from fedveil_bench.common.federations import method_of, task_of
 from fedveil_bench.random_binary.vit import from_scratch
 from fedveil_bench.runner import BenchOptions
-from fedveil_bench.secagg.paired_federations import Seen, twins
+from fedveil_bench.secagg.paired_federations import Seen, run_pair
 
 MEAN = "mean of other pictures"
 _LOW, _HIGH = -1.0, 1.0
@@ -41,21 +41,21 @@ Values = dict[str, dict[str, list[float]]]  # by view, then attack: PSNR of each
 Shown = dict[str, list[Tensor]]  # pictures, by view and attack
 
 
-def values(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> tuple[Values, Shown]:
+def measure_psnr(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> tuple[Values, Shown]:
     """By view, and for MEAN, the PSNR of each picture by "direct inversion" and "gradient matching"; the pictures."""
     with tempfile.TemporaryDirectory() as folder:
         flat = from_scratch(settings["model"], settings["classes"], Path(folder) / "model")
         flat |= settings["config"] | {"run.seed": seed, "run.deterministic": True}
         config = parse(flat)
         task, method = task_of(ImageClassification, config, options), method_of(RandomBinary, config)
-        examples = task.examples(data.folder(settings["data"]), "test")
+        examples = task.examples(data.find_data_folder(settings["data"]), "test")
         sites = settings["sites"]
         pictures = task.encode(examples[seed * sites : (seed + 1) * sites])
         last = settings["most_seeds"] * sites  # none of any seed is in the mean
         others = task.encode(examples[last : last + settings["mean_of"]])
         rows = {f"site-{i}": [picture] for i, picture in enumerate(pictures)}
         exchange = MessageExchange(method, config.method.name, task.spec)
-        views = twins(exchange, config, task, rows, task.initial(rng.initial_stream(seed, "weights")), Path(folder))
+        views = run_pair(exchange, config, task, rows, task.initial(rng.initial_stream(seed, "weights")), Path(folder))
         true = _stacked(pictures)
         guess = mean_image(_stacked(others))
         adversary = _Adversary(task, settings["matching"], true, torch.tensor([p.label for p in pictures]), seed)

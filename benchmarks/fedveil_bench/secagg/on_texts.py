@@ -26,17 +26,19 @@ from fedveil_bench.common import data, resampling
 from fedveil_bench.common.federations import task_of
 from fedveil_bench.common.resampling import ResampledMetric
 from fedveil_bench.runner import BenchOptions
-from fedveil_bench.secagg.paired_federations import twins
+from fedveil_bench.secagg.paired_federations import run_pair
 
 WRONG = "clear, wrong site"
 _MEMBERS, _HELD_OUT = 1, 2  # names of draws; those of a site's members have its number too
 
 
-def figures(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> dict[str, dict[str, ResampledMetric]]:
+def measure_alignment(
+    settings: Mapping[str, Any], seed: int, options: BenchOptions
+) -> dict[str, dict[str, ResampledMetric]]:
     """By view, and for WRONG, the figures "alignment" and "calibrated"."""
     config = parse(settings["config"] | {"run.seed": seed, "run.deterministic": True})
     task = task_of(TextGeneration, config, options)
-    examples = task.examples(data.folder(settings["data"]), "train")
+    examples = task.examples(data.find_data_folder(settings["data"]), "train")
     count, sites = settings["rows"], [f"site-{i}" for i in range(settings["sites"])]
     drawn = random.Random(seed).sample(range(len(examples)), count * len(sites) + settings["held_out"])
     rows = task.encode([examples[i] for i in drawn])
@@ -46,7 +48,7 @@ def figures(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> di
         strategies.create_method(config.method.name, config.method.params), config.method.name, task.spec
     )
     with tempfile.TemporaryDirectory() as folder:
-        views = twins(exchange, config, task, members, adversary.knowledge.initial, Path(folder))
+        views = run_pair(exchange, config, task, members, adversary.knowledge.initial, Path(folder))
         found: dict[str, dict[str, ResampledMetric]] = {name: adversary.attacked(view) for name, view in views.items()}
         return found | {WRONG: adversary.attacked(views["clear"], other=1)}
 
@@ -67,8 +69,8 @@ class _Adversary:
             mine, theirs = (self._scores(view, target, rows) for rows in (self._members[site], self._held_out))
             for name in mine:
                 names = (_MEMBERS, i), (_HELD_OUT,)
-                each.setdefault(name, []).append(resampling.auroc(mine[name], theirs[name], *names))
-        return {name: resampling.average(found) for name, found in each.items()}
+                each.setdefault(name, []).append(resampling.resample_auroc(mine[name], theirs[name], *names))
+        return {name: resampling.average_metrics(found) for name, found in each.items()}
 
     def _scores(self, view: AdversaryView, site: str, rows: Rows) -> dict[str, Scores]:
         rebuilt = factor_pairing.latest_factors(view, site, self.knowledge.initial)

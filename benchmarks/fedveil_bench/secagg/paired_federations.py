@@ -29,14 +29,14 @@ from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.testing.secagg import MaskStream
 from fedveil.wire.capture import MessageCapture
-from fedveil_bench.common.federations import federation
+from fedveil_bench.common.federations import create_federation
 
 Seen = Literal["clear", "as seen", "own mask off", "colluders", "every mask off", "sum"]
 HIDDEN: Sequence[Seen] = ("as seen", "own mask off", "colluders")
 SEEN: Sequence[Seen] = ("clear", *HIDDEN, "every mask off", "sum")
 
 
-def twins(
+def run_pair(
     exchange: MessageExchange, config: RunConfig, task: Task, rows: Mapping[str, Rows], initial: Weights, folder: Path
 ) -> dict[Seen, AdversaryView]:
     """Runs both federations, with their taps in `folder`. The views of SEEN.
@@ -44,7 +44,7 @@ def twins(
     Raises:
         ConfigError: broadcasts do not show the sums of the method.
     """
-    clear = federation(exchange, config, task, rows, initial, MessageCapture(folder / "clear"))
+    clear = create_federation(exchange, config, task, rows, initial, MessageCapture(folder / "clear"))
     clear.run()
     unseen = parse(config.flat() | {"secure.enabled": True})
     tap, own, pairs = MessageCapture(folder / "secure"), dict[Turn, list[MaskStream]](), dict[Turn, list[MaskStream]]()
@@ -59,7 +59,7 @@ def twins(
         assert running.unseen.last is not None
         own.update({(round_, 0, site): [mask] for site, mask in running.unseen.last.own_masks().items()})
 
-    secure = federation(exchange, unseen, task, rows, initial, tap, before)
+    secure = create_federation(exchange, unseen, task, rows, initial, tap, before)
     secure.run(after)
     sums = SecureSumView.from_capture(tap, exchange, secure.models()["server"])
     if sums is None:

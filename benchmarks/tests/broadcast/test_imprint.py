@@ -47,13 +47,13 @@ def test_claims_are_over_seeds_and_the_file_keeps_their_values(monkeypatch):
         {name: [{"rows": share * (1 - 0.02 * i), "change": 1.0}] * 2 for name, share in shares.items()}
         for i in range(5)
     ]
-    monkeypatch.setattr(imprint.seeds, "run", lambda *_: answers)
-    found = imprint.run(dict(PRESET), BenchOptions())
+    monkeypatch.setattr(imprint.seeds, "run_seeds", lambda *_: answers)
+    found = imprint.run_benchmark(dict(PRESET), BenchOptions())
     words = [said.rpartition(": ")[2] for said in found.verdicts if "the claim has" in said]
     assert words == ["holds here."] * 6
     crafted = next(row for row in found.rows if row["name"] == "crafted")
     assert crafted["metrics"]["rows"]["seeds"] == pytest.approx([0.9, 0.882, 0.864, 0.846, 0.828])
     for answer in answers:
         answer["crafted, within 1"] = [{"rows": 0.5, "change": 1.0}] * 2
-    said = imprint.run(dict(PRESET), BenchOptions()).verdicts
+    said = imprint.run_benchmark(dict(PRESET), BenchOptions()).verdicts
     assert any(s.startswith("rows of crafted, within 1 ") and s.endswith("does not hold here.") for s in said)

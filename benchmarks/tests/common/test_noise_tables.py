@@ -12,9 +12,9 @@ from fedveil_bench.common.noise_tables import CLEAR, SITE, SUM
 
 @pytest.mark.parametrize("count,honest", [(3, 2), (5, 4), (10, 7), (30, 20)])
 def test_two_thirds_of_a_sum_are_counted_on_and_the_run_config_says_so(count, honest):
-    assert noise_tables.honest(count, SUM) == honest
-    assert parse(noise_tables.keys(count, SUM)).secure.honest == honest
-    assert noise_tables.keys(count, SITE) == noise_tables.keys(count, CLEAR) == {}
+    assert noise_tables.count_honest(count, SUM) == honest
+    assert parse(noise_tables.build_secure_keys(count, SUM)).secure.honest == honest
+    assert noise_tables.build_secure_keys(count, SITE) == noise_tables.build_secure_keys(count, CLEAR) == {}
 
 
 def test_the_noise_of_a_mean():
@@ -34,4 +34,4 @@ def test_a_row_has_its_score_over_seeds_and_its_costs():
 
 def test_an_epsilon_of_seeded_noise_says_so():
     dp = parse({"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0, "dp.delta": 1e-4}).dp
-    assert noise_tables.unseeded(dp) == "epsilon at delta 0.0001 (replace-one), were its noise not seeded"
+    assert noise_tables.name_epsilon_column(dp) == "epsilon at delta 0.0001 (replace-one), were its noise not seeded"

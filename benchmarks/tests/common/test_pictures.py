@@ -30,7 +30,7 @@ def test_a_picture_is_public_by_the_hash_of_its_path_and_by_its_data():
 def test_what_the_tiny_clip_was_made_of_no_site_has(name, public):
     """By the functions of its script and of the presets, on the paths of the slices."""
     try:
-        folder = data.folder(name)
+        folder = data.find_data_folder(name)
     except ConfigError:
         pytest.skip("the benchmark's data are not here")
     rows = pyarrow.parquet.read_table(folder / "train.parquet", columns=["source_path"]).to_pylist()
@@ -48,9 +48,9 @@ def test_a_folder_of_the_user_keeps_every_row():
 
 def test_public_pictures_are_nobody_s():
     try:
-        rows = pictures.examples("caltech-caption", "train")
+        rows = pictures.load_examples("caltech-caption", "train")
     except ConfigError:
         pytest.skip("the benchmark's data are not here")
     assert len(rows) == 1957  # of 2454, 497 are what the base has seen
-    first = pictures.examples("caltech-choice", "test")[0]
+    first = pictures.load_examples("caltech-choice", "test")[0]
     assert first["choices"][first["answer"]] == first["label"]

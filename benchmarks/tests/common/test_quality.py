@@ -34,30 +34,30 @@ def theirs(rows) -> float:
 def test_nist_of_all_sources_is_nltk_s():
     found = quality.nist_statistics(WRITTEN, TARGETS)
     assert found.shape == (4, 12)
-    assert quality.nist(found.sum(0)) == pytest.approx(theirs(range(4)))
-    assert quality.nist(found.sum(0)) > 1
+    assert quality.compute_nist(found.sum(0)) == pytest.approx(theirs(range(4)))
+    assert quality.compute_nist(found.sum(0)) > 1
 
 
 def test_nist_of_a_short_corpus_has_nltk_s_length_penalty():
     """Half as long as the references: the penalty is below 0.2."""
     cut = [" ".join(text.split()[:5]) for text in WRITTEN]
-    found = quality.nist(quality.nist_statistics(cut, TARGETS).sum(0))
+    found = quality.compute_nist(quality.nist_statistics(cut, TARGETS).sum(0))
     assert found == pytest.approx(
         corpus_nist([[tokenize_words(t) for t in refs] for refs in TARGETS], [*map(tokenize_words, cut)], n=5)
     )
 
 
 def test_nist_of_a_text_without_words_is_zero():
-    assert quality.nist(quality.nist_statistics([""], [["a pub"]]).sum(0)) == 0.0
+    assert quality.compute_nist(quality.nist_statistics([""], [["a pub"]]).sum(0)) == 0.0
 
 
 def test_a_source_that_counts_twice_in_a_resample_does_so_in_nist_too():
     """What each source adds depends on no other but by the information of its n-grams, which no resample changes."""
     whole = quality.nist_statistics(WRITTEN, TARGETS)
     twice = quality.nist_statistics(WRITTEN * 2, TARGETS * 2)
-    assert quality.nist(2 * whole.sum(0)) == pytest.approx(quality.nist(twice.sum(0)))
+    assert quality.compute_nist(2 * whole.sum(0)) == pytest.approx(quality.compute_nist(twice.sum(0)))
     alone = quality.nist_statistics(WRITTEN[:1], TARGETS[:1])
-    assert quality.nist(whole[0]) > quality.nist(alone[0])  # a word is rarer among all references
+    assert quality.compute_nist(whole[0]) > quality.compute_nist(alone[0])  # a word is rarer among all references
 
 
 def test_nist_stands_among_the_scores_with_an_interval(monkeypatch):
@@ -68,9 +68,9 @@ def test_nist_stands_among_the_scores_with_an_interval(monkeypatch):
             return [f"{source} serves food by the river of the old town" for source in sources]
 
     rows = [{"mr": f, "ref": f"{f} serves tasty food by the river in the old town."} for f in FOODS]
-    found = texts.scores(Writer(), {}, rows)
+    found = texts.compute_scores(Writer(), {}, rows)
     assert tuple(found) == texts.METRICS
-    interval = resampling.interval(found["nist"])
+    interval = resampling.compute_interval(found["nist"])
     assert 0 < interval["low"] < interval["mean"] < interval["high"] < 10
     assert np.isfinite(found["nist"].replicates).all()
 
@@ -90,10 +90,10 @@ CAPTIONED = [{"target": refs} for refs in TARGETS]
 def test_captions_are_scored_as_the_whole_corpus_in_the_papers_scale():
     of_corpus = score_captions(WRITTEN, TARGETS)
     names = ["bleu_1", "bleu_2", "bleu_3", "bleu_4"]
-    found = quality.scores(Captioner(), {}, CAPTIONED, names)
+    found = quality.compute_scores(Captioner(), {}, CAPTIONED, names)
     assert {name: figure.value for name, figure in found.items()} == pytest.approx({n: of_corpus[n] for n in names})
     assert len({round(figure.value, 3) for figure in found.values()}) == 4
-    means = quality.scores(Captioner(), {}, CAPTIONED, ["rouge_l", "cider", "cider_r"])
+    means = quality.compute_scores(Captioner(), {}, CAPTIONED, ["rouge_l", "cider", "cider_r"])
     assert {m: figure.value for m, figure in means.items()} == pytest.approx({m: 100 * of_corpus[m] for m in means})
     assert means["cider"].value != pytest.approx(means["cider_r"].value, rel=0.01)
     assert np.ptp(found["bleu_1"].replicates) > 0
@@ -102,7 +102,7 @@ def test_captions_are_scored_as_the_whole_corpus_in_the_papers_scale():
 @pytest.mark.parametrize("metric", ["bleu_0", "bleu_5", "bleu", "nist"])
 def test_a_score_that_captions_do_not_have_is_refused(metric):
     with pytest.raises(ValueError, match=f"expected .*bleu_1 to bleu_4, found {metric}$"):
-        quality.scores(Captioner(), {}, CAPTIONED, [metric])
+        quality.compute_scores(Captioner(), {}, CAPTIONED, [metric])
 
 
 def test_loss_alone_asks_for_no_text(monkeypatch):
@@ -110,4 +110,4 @@ def test_loss_alone_asks_for_no_text(monkeypatch):
     monkeypatch.setattr(quality, "_losses", lambda *_: [1.0, 2.0, 3.0, 4.0])
     task = Captioner()
     monkeypatch.setattr(task, "generate", lambda *_: pytest.fail("generated"), raising=False)
-    assert quality.scores(task, {}, CAPTIONED, ["test loss"])["test loss"].value == 2.5
+    assert quality.compute_scores(task, {}, CAPTIONED, ["test loss"])["test loss"].value == 2.5

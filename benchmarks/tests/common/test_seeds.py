@@ -28,7 +28,7 @@ def test_an_error_of_a_seed_is_one_line(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(asked))
     said = []
     monkeypatch.setattr("sys.stdout", type("Out", (), {"write": said.append, "flush": lambda self: None})())
-    seeds.serve(failing)
+    seeds.serve_seed(failing)
     assert said == ['{"error": "no data for x"}\n']
 
 
@@ -38,7 +38,7 @@ def test_a_process_gets_the_file_and_the_minutes_that_it_was_given(monkeypatch, 
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
     monkeypatch.setattr("sys.stdout", io.StringIO())
     got = []
-    seeds.serve(lambda settings, seed, options: got.append((seed, options.pieces, options.minutes)))
+    seeds.serve_seed(lambda settings, seed, options: got.append((seed, options.pieces, options.minutes)))
     assert got == [(3, Path(pieces) if pieces else None, minutes)]
 
 
@@ -47,7 +47,7 @@ def test_what_every_federation_of_a_seed_warns_of_is_said_once(tmp_path):
     (tmp_path / "warning.py").write_text(
         "import logging\nfrom fedveil_bench.common import seeds\n"
         "log = logging.getLogger('fedveil.data')\n"
-        "seeds.serve(lambda *_: [log.warning('%d of %d rows', n, 9) for n in (1, 1, 2, 1)] and 3)\n"
+        "seeds.serve_seed(lambda *_: [log.warning('%d of %d rows', n, 9) for n in (1, 1, 2, 1)] and 3)\n"
     )
     asked = {"settings": {}, "seed": 0, "form": "quick", "device": "cpu", "pieces": None, "minutes": None}
     command = [sys.executable, tmp_path / "warning.py"]
@@ -70,7 +70,8 @@ def test_whoever_interrupts_it_alone_ends_the_seeds_processes_too(tmp_path, fail
     )
     (tmp_path / "asking.py").write_text(
         "from fedveil_bench.common import seeds\nfrom fedveil_bench.runner import BenchOptions\n"
-        f"seeds.run('sleeping', {{'seeds': {1 + fails}}}, BenchOptions(say=lambda text: print(text, flush=True)))\n"
+        "say = lambda text: print(text, flush=True)\n"
+        f"seeds.run_seeds('sleeping', {{'seeds': {1 + fails}}}, BenchOptions(say=say))\n"
     )
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
@@ -114,7 +115,7 @@ def measured(monkeypatch):
 def cut_off(options, **more):
     """A run of three seeds of which the last fails; the file that is left."""
     with pytest.raises(ConfigError, match="seed 2: cut off"):
-        seeds.run("a.module", {"seeds": 3, "rate": 1.0} | more, options)
+        seeds.run_seeds("a.module", {"seeds": 3, "rate": 1.0} | more, options)
     return options.pieces.with_name("x_y.seeds.pieces.jsonl")
 
 
@@ -123,11 +124,11 @@ def test_a_run_that_was_cut_off_goes_on_and_one_that_ended_is_measured_again(mea
     kept = cut_off(options)
     assert len(kept.read_text().splitlines()) == 2
     measured.failing = frozenset()
-    answers = seeds.run("a.module", {"seeds": 3, "rate": 1.0}, options)
+    answers = seeds.run_seeds("a.module", {"seeds": 3, "rate": 1.0}, options)
     assert answers == [{"seed": seed, "rate": 1.0} for seed in range(3)]
     assert sorted(measured) == [0, 1, 2]
     assert not kept.exists()
-    seeds.run("a.module", {"seeds": 3, "rate": 1.0}, options)
+    seeds.run_seeds("a.module", {"seeds": 3, "rate": 1.0}, options)
     assert sorted(measured) == [0, 0, 1, 1, 2, 2]
 
 
@@ -141,7 +142,7 @@ def test_an_answer_to_another_question_is_not_taken(measured, tmp_path, monkeypa
         monkeypatch.setattr(seeds, "git_commit", lambda: "ba9876543210")
     changed = {"form": "quick"} if other == "form" else {"device": "cpu"} if other == "device" else {}
     module = "b.module" if other == "module" else "a.module"
-    seeds.run(module, settings, replace(options, **changed))
+    seeds.run_seeds(module, settings, replace(options, **changed))
     assert sorted(measured) == [0, 0, 1, 1, 2]
 
 
@@ -162,13 +163,15 @@ def test_behind_a_seed_that_failed_no_other_is_begun(monkeypatch):
 
     monkeypatch.setattr(seeds, "_one", one)
     with pytest.raises(ConfigError, match="cut off"):
-        seeds.run("a.module", {"seeds": 40}, BenchOptions())
+        seeds.run_seeds("a.module", {"seeds": 40}, BenchOptions())
     assert len(begun) < 30
 
 
 def test_without_a_file_every_seed_is_measured(measured):
     measured.failing = frozenset()
-    assert [answer["seed"] for answer in seeds.run("a.module", {"seeds": 2, "rate": 1.0}, BenchOptions(seeds=4))] == [
+    assert [
+        answer["seed"] for answer in seeds.run_seeds("a.module", {"seeds": 2, "rate": 1.0}, BenchOptions(seeds=4))
+    ] == [
         0,
         1,
         2,
@@ -178,7 +181,7 @@ def test_without_a_file_every_seed_is_measured(measured):
 
 def test_seeds_are_counted_from_the_first_that_the_settings_name(measured):
     measured.failing = frozenset()
-    answers = seeds.run("a.module", {"seeds": 2, "rate": 1.0, "first_seed": 12}, BenchOptions())
+    answers = seeds.run_seeds("a.module", {"seeds": 2, "rate": 1.0, "first_seed": 12}, BenchOptions())
     assert [answer["seed"] for answer in answers] == [12, 13]
 
 
@@ -187,8 +190,8 @@ def test_a_module_in_pieces_gets_their_file_and_what_is_left_of_the_minutes(monk
     monkeypatch.setattr(seeds, "_one", lambda module, settings, seed, options, started: given.append(options))
     monkeypatch.setattr(seeds, "git_commit", lambda: "0123456789ab")
     options = BenchOptions(pieces=tmp_path / "x.pieces.jsonl", minutes=5.0)
-    seeds.run("a.module", {"seeds": 1}, options)
-    seeds.run("a.module", {"seeds": 1}, options, in_pieces=True)
+    seeds.run_seeds("a.module", {"seeds": 1}, options)
+    seeds.run_seeds("a.module", {"seeds": 1}, options, in_pieces=True)
     alone, in_pieces = given
     assert (alone.pieces, alone.minutes) == (None, None)
     assert in_pieces.pieces == options.pieces

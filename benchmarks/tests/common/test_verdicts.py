@@ -12,7 +12,7 @@ from fedveil_bench.common import resampling, verdicts
 from fedveil_bench.common.resampling import ResampledMetric
 
 ROWS, TABLES = 200, 300
-DRAWN = resampling.counts(ROWS, 8)
+DRAWN = resampling.draw_counts(ROWS, 8)
 
 
 def table(rng: np.random.Generator, seeds: int, training: float, shared: bool, better: float = 0.0) -> dict:
@@ -39,13 +39,13 @@ def table(rng: np.random.Generator, seeds: int, training: float, shared: bool, b
 def test_identical_methods_are_told_apart_in_less_than_one_table_of_twenty(seeds, training, shared):
     """Seeds drawn with replacement and no correction told them apart in 23 to 79 % of such tables."""
     rng = np.random.default_rng([seeds, int(10 * training), shared, 1])
-    said = [verdicts.ordering(table(rng, seeds, training, shared), "abcde", "x") for _ in range(TABLES)]
+    said = [verdicts.describe_ordering(table(rng, seeds, training, shared), "abcde", "x") for _ in range(TABLES)]
     assert np.mean(["is not decided" not in sentence for sentence in said]) < 0.05
 
 
 def test_a_difference_beyond_the_training_s_is_told():
     rng = np.random.default_rng(4)
-    said = [verdicts.ordering(table(rng, 5, 0.1, True, better=1.0), "abcde", "x") for _ in range(40)]
+    said = [verdicts.describe_ordering(table(rng, 5, 0.1, True, better=1.0), "abcde", "x") for _ in range(40)]
     assert np.mean(["4 of 10 pairs hold, 0 are reversed" in sentence for sentence in said]) > 0.9
 
 
@@ -58,25 +58,28 @@ def by_seed(*values: float, rows: float = 0.0) -> ResampledMetric:
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_one_seed_or_two_decide_nothing(seeds):
     figures = {"a": by_seed(*[0.9] * seeds), "b": by_seed(*[0.2] * seeds)}
-    assert verdicts.ordering(figures, "ab", "x").endswith("is not decided: no pair of 1 is told apart.")
-    assert verdicts.claimed(resampling.less(figures["a"], figures["b"]), {"is": "higher"}).p == 1.0
+    assert verdicts.describe_ordering(figures, "ab", "x").endswith("is not decided: no pair of 1 is told apart.")
+    assert verdicts.judge_claim(resampling.subtract_metrics(figures["a"], figures["b"]), {"is": "higher"}).p == 1.0
 
 
 def test_how_words_were_found():
-    said = [("this", verdicts.told(by_seed(1.0, 1.1, 1.2))), ("that", verdicts.told(by_seed(1.0, -1.1, 1.2)))]
-    *sentences, last = verdicts.table(said, 3)
+    said = [
+        ("this", verdicts.judge_sign(by_seed(1.0, 1.1, 1.2))),
+        ("that", verdicts.judge_sign(by_seed(1.0, -1.1, 1.2))),
+    ]
+    *sentences, last = verdicts.list_verdicts(said, 3)
     assert sentences == ["this: higher.", "that: not told apart."]
     assert last.endswith("words are corrected for 2 comparisons (Holm).")
-    assert verdicts.table(said, 1)[-1].endswith("(Holm); 1 seed is too few to decide.")
-    assert verdicts.table(said, 2)[-1].endswith("(Holm); 2 seeds are too few to decide.")
-    assert verdicts.table([], 3) == []
+    assert verdicts.list_verdicts(said, 1)[-1].endswith("(Holm); 1 seed is too few to decide.")
+    assert verdicts.list_verdicts(said, 2)[-1].endswith("(Holm); 2 seeds are too few to decide.")
+    assert verdicts.list_verdicts([], 3) == []
 
 
 def test_a_row_stands_above_its_controls_where_it_does_above_each():
     clear, open_, below = by_seed(1.0, 1.0, 1.01), by_seed(1.0, -2.0, 1.5), by_seed(-1.0, -1.0, -1.01)
 
     def word(*given):
-        return verdicts.words([verdicts.all_of(given, "higher", "above", "open")])
+        return verdicts.decide_words([verdicts.all_of(given, "higher", "above", "open")])
 
     assert word(clear, clear) == ["above"]
     assert word(clear, open_) == word(clear, below) == word(below) == ["open"]
@@ -85,10 +88,10 @@ def test_a_row_stands_above_its_controls_where_it_does_above_each():
 
 def test_ordering_says_what_the_figures_say():
     figures = {"a": by_seed(0.90, 0.91, 0.90), "b": by_seed(0.70, 0.71, 0.71), "c": by_seed(0.50, 0.51, 0.52)}
-    assert verdicts.ordering(figures, "abc", "x") == "x: the paper's order a > b > c holds in all 3 pairs."
-    wrong = verdicts.ordering(figures, "bac", "x")
+    assert verdicts.describe_ordering(figures, "abc", "x") == "x: the paper's order a > b > c holds in all 3 pairs."
+    wrong = verdicts.describe_ordering(figures, "bac", "x")
     assert "does not hold: 2 of 3 pairs hold, 1 are reversed: b over a (-0.197 [-0.211, -0.182]), 0 are not" in wrong
-    part = verdicts.ordering(figures | {"d": by_seed(0.51, 0.52, 0.50)}, "adc", "x")
+    part = verdicts.describe_ordering(figures | {"d": by_seed(0.51, 0.52, 0.50)}, "adc", "x")
     assert "holds in part: 2 of 3 pairs hold, 0 are reversed, 1 are not told apart." in part
 
 
@@ -116,7 +119,7 @@ CLAIMS = [
 @pytest.mark.parametrize(("asked", "values", "margin", "word"), CLAIMS)
 def test_a_claim_holds_within_its_margin_fails_beyond_it_and_is_open_else(asked, values, margin, word):
     claim = {"is": asked} | ({"margin": margin} if margin else {})
-    assert verdicts.words([verdicts.claimed(by_seed(*values), claim)]) == [word]
+    assert verdicts.decide_words([verdicts.judge_claim(by_seed(*values), claim)]) == [word]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_a_claim_holds_within_its_margin_fails_beyond_it_and_is_open_else(asked,
 )
 def test_a_claim_of_equality_without_a_margin_is_refused(claim, message):
     with pytest.raises(ConfigError, match=message):
-        verdicts.claimed(by_seed(1.0, 2.0), claim)
+        verdicts.judge_claim(by_seed(1.0, 2.0), claim)
 
 
 def test_the_margin_of_a_preset_is_that_of_its_claims_that_need_one_and_have_none():
@@ -144,14 +147,14 @@ def test_the_margin_of_a_preset_is_that_of_its_claims_that_need_one_and_have_non
 
 def test_words_are_corrected_together():
     """Student's t with two degrees of freedom: p is 1 - t / sqrt(2 + t^2)."""
-    alone = verdicts.told(by_seed(0.9, 1.0, 1.1))
+    alone = verdicts.judge_sign(by_seed(0.9, 1.0, 1.1))
     t = 10 * 3**0.5
     assert alone.p == pytest.approx(1 - t / (2 + t * t) ** 0.5, rel=1e-6)
     most = int(verdicts.ALPHA / alone.p)
     assert most == 12
-    assert verdicts.words([alone] * most) == ["higher"] * most
-    assert verdicts.words([alone] * (most + 1)) == ["not told apart"] * (most + 1)
-    assert verdicts.told(by_seed(-0.9, -1.0, -1.1)).word == "lower"
+    assert verdicts.decide_words([alone] * most) == ["higher"] * most
+    assert verdicts.decide_words([alone] * (most + 1)) == ["not told apart"] * (most + 1)
+    assert verdicts.judge_sign(by_seed(-0.9, -1.0, -1.1)).word == "lower"
 
 
 def test_the_rows_count_beside_the_seeds():
@@ -175,21 +178,20 @@ CONTROLS = [
 
 @pytest.mark.parametrize(("must", "values", "word"), CONTROLS)
 def test_a_control_is_held_or_not_or_not_decided(must, values, word):
-    assert verdicts.words([verdicts.control(by_seed(*values, rows=0.008), must)]) == [word]
+    assert verdicts.decide_words([verdicts.judge_control(by_seed(*values, rows=0.008), must)]) == [word]
 
 
 def test_a_control_s_margin_and_chance_may_be_others():
     psnr, mean = by_seed(14.0, 14.1, 14.2), by_seed(12.0, 12.1, 12.2)
-    assert verdicts.words([verdicts.control(psnr, "won", 1.0, mean), verdicts.control(psnr, "won", 3.0, mean)]) == [
-        "held", "NOT HELD",
-    ]  # fmt: skip
-    assert verdicts.expected("lost", 0.1) == "within 0.4 to 0.6"
+    controls = [verdicts.judge_control(psnr, "won", margin, mean) for margin in (1.0, 3.0)]
+    assert verdicts.decide_words(controls) == ["held", "NOT HELD"]
+    assert verdicts.describe_control_range("lost", 0.1) == "within 0.4 to 0.6"
 
 
 @pytest.fixture
 def _draws_once(monkeypatch):
     """The same draws of rows are not drawn again for each figure."""
-    monkeypatch.setattr(resampling, "counts", functools.cache(resampling.counts))
+    monkeypatch.setattr(resampling, "draw_counts", functools.cache(resampling.draw_counts))
 
 
 def drawn_controls(rng: np.random.Generator, seeds: int, shift: float) -> list[verdicts.ClaimSentence]:
@@ -199,15 +201,15 @@ def drawn_controls(rng: np.random.Generator, seeds: int, shift: float) -> list[v
         mine, others = rng.normal(shift, 1, 60), rng.normal(0, 1, 60)
         for of_attack in figures:
             scores = [side + rng.normal(0, 0.7, 60) for side in (mine, others)]
-            of_attack.append(resampling.auroc(*scores, (1,), (2,)))
-    return [verdicts.control(resampling.over_seeds(of), "lost") for of in figures]
+            of_attack.append(resampling.resample_auroc(*scores, (1,), (2,)))
+    return [verdicts.judge_control(resampling.over_seeds(of), "lost") for of in figures]
 
 
 @pytest.mark.usefixtures("_draws_once")
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_of_tables_whose_controls_are_at_chance_fewer_than_one_in_twenty_has_one_that_is_not_held(seeds):
     rng = np.random.default_rng([seeds, 3])
-    said = [verdicts.words(drawn_controls(rng, seeds, 0.0)) for _ in range(100)]
+    said = [verdicts.decide_words(drawn_controls(rng, seeds, 0.0)) for _ in range(100)]
     assert np.mean([verdicts.NOT_HELD in words for words in said]) < 0.05
 
 
@@ -215,12 +217,12 @@ def test_of_tables_whose_controls_are_at_chance_fewer_than_one_in_twenty_has_one
 def test_of_tables_whose_controls_lie_at_the_margin_fewer_than_one_in_twenty_has_one_that_is_held():
     """Members 0.217 deviations higher: P(higher) = Phi(0.217 / sqrt(2 + 2 * 0.49)) = 0.55."""
     rng = np.random.default_rng(5)
-    said = [verdicts.words(drawn_controls(rng, 5, 0.217)) for _ in range(100)]
+    said = [verdicts.decide_words(drawn_controls(rng, 5, 0.217)) for _ in range(100)]
     assert np.mean([verdicts.HELD in words for words in said]) < 0.05
 
 
 @pytest.mark.usefixtures("_draws_once")
 def test_controls_that_tell_rows_apart_are_found():
     rng = np.random.default_rng(7)
-    said = [verdicts.words(drawn_controls(rng, 5, 1.0)) for _ in range(20)]
+    said = [verdicts.decide_words(drawn_controls(rng, 5, 1.0)) for _ in range(20)]
     assert all(words == [verdicts.NOT_HELD] * 6 for words in said)

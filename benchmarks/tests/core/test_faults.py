@@ -11,7 +11,7 @@ import pytest
 from fedveil.records.provenance import git_commit
 from fedveil_bench.core import faults, killer
 from fedveil_bench.core.faults import _Bench, _compared, _kept, _outcome
-from fedveil_bench.core.killer import SITES, VICTIMS, KillPoint, ProcessKiller, drawn
+from fedveil_bench.core.killer import SITES, VICTIMS, KillPoint, ProcessKiller, draw_kill_point
 
 CASES = ["dp", "fedrand"]
 WHOLE = {
@@ -21,8 +21,8 @@ WHOLE = {
 
 
 def test_points_repeat_and_every_kind_of_death_is_among_them():
-    points = [drawn(n, CASES) for n in range(200)]
-    assert points == [drawn(n, CASES) for n in range(200)]
+    points = [draw_kill_point(n, CASES) for n in range(200)]
+    assert points == [draw_kill_point(n, CASES) for n in range(200)]
     assert {point.victim for point in points} == set(VICTIMS)
     assert {point.site for point in points} == set(SITES)
     assert {point.event for point in points} == {"sent", "checkpoint", "recorded", "counted", "kept", "charged"}

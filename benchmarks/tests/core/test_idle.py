@@ -24,7 +24,7 @@ def test_a_table_has_both_ways_by_program_and_the_bound_is_for_ours():
         IdleWindow(10.0, {"SuperNode": 0.015625, "worker": 0.0078125}),
         IdleWindow(20.0, {"SuperNode": 0.03125, "resident": 0.015625}),
     ]
-    found = idle.outcome({"fedveil": ours, "flower": STOCK}, 0.5)
+    found = idle.build_outcome({"fedveil": ours, "flower": STOCK}, 0.5)
     assert [(row["name"], row["seconds"]) for row in found.rows] == [("fedveil", 30.0), ("flower", 30.0)]
     metrics = found.rows[0]["metrics"]
     assert list(metrics) == ["percent_of_a_core", "% SuperNode", "% resident", "% worker"]
@@ -39,7 +39,7 @@ def test_a_table_has_both_ways_by_program_and_the_bound_is_for_ours():
     "cpu, word", [((0.25, 0.26), "holds here"), ((0.9, 0.91), "does not hold here"), ((0.2, 0.8), "not decided")]
 )
 def test_the_word_goes_by_the_interval_over_the_windows(cpu, word):
-    (said,) = idle.outcome(
+    (said,) = idle.build_outcome(
         {"fedveil": [IdleWindow(100.0, {"SuperNode": s}) for s in cpu], "flower": STOCK}, asked=0.5
     ).verdicts
     assert f"asked: at most 0.5 %: {word})" in said

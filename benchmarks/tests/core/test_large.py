@@ -18,7 +18,7 @@ def way(seconds, cpu, payload=100_000_000):
 def test_a_row_has_the_seconds_the_rate_and_the_cpu_of_each_program():
     ours = way([10.0, 30.0], [{"SuperLink": 4.0}, {"SuperLink": 6.0, "worker": 2.0}])
     stock = way([20.0, 20.0], [{"SuperLink": 5.0, "other": 9.0}])
-    found = large.outcome({"fedveil": ours, "flower": stock}, sites=2)
+    found = large.build_outcome({"fedveil": ours, "flower": stock}, sites=2)
     first, second = (row["metrics"] for row in found.rows)
     assert [name for name in first if not name.startswith("MB ")] == [
         "seconds a round",
@@ -47,5 +47,5 @@ def test_a_message_s_process_is_the_client_s_whoever_forked_it():
 def test_a_run_that_was_cut_is_beside_the_undisturbed_one_of_its_size():
     ours, stock = way([10.0], [{}]), way([20.0], [{}])
     found = {"fedveil": ours, "flower": stock, "fedveil, cut": way([14.0, 16.0], [{}])}
-    _, said = large.outcome(found, sites=2).verdicts
+    _, said = large.build_outcome(found, sites=2).verdicts
     assert said == "fedveil, cut: 15.0 s a round, 1.50 times the seconds of one undisturbed."

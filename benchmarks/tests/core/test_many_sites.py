@@ -14,7 +14,7 @@ from fedveil.contract.method import RoundContext
 from fedveil.federation.exchange import MessageExchange
 from fedveil.server_app.round_attempt import DeduplicatedSlices
 from fedveil_bench.core import many_sites
-from fedveil_bench.core.many_sites import ManySitesCase, StreamedGrid, measured
+from fedveil_bench.core.many_sites import ManySitesCase, StreamedGrid, measure_case
 
 METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "downlink = 'selected'"), ("fedper", "")]
 
@@ -23,7 +23,7 @@ METHODS = [("fedavg", ""), ("fedrand", ""), ("fedrand", "downlink = 'selected'")
 @pytest.mark.parametrize("way", ["in-process", "strategy"])
 @pytest.mark.parametrize("method,fields", METHODS)
 def test_every_site_takes_part_in_every_round(way, method, fields):
-    found = measured(ManySitesCase(way, method, fields, 6, 4, 0))
+    found = measure_case(ManySitesCase(way, method, fields, 6, 4, 0))
     assert len(found.seconds) == 4
     assert all(0 < sent < whole for sent, whole in zip(found.sending_cpu_seconds, found.cpu_seconds, strict=False))
     assert len(found.sending_cpu_seconds) == (4 if way == "strategy" else 0)
@@ -33,7 +33,7 @@ def test_every_site_takes_part_in_every_round(way, method, fields):
 
 def test_an_upload_has_the_megabytes_that_were_asked_for():
     for method, fields in METHODS:
-        found = measured(ManySitesCase("strategy", method, fields, 2, 3, 1))
+        found = measure_case(ManySitesCase("strategy", method, fields, 2, 3, 1))
         assert found.upload_bytes / 2 == pytest.approx(1_000_000, rel=0.01)
 
 

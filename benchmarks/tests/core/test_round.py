@@ -32,7 +32,7 @@ def test_a_site_s_cpu_is_that_of_its_processes_without_the_worker():
 
 def test_a_table_has_both_ways_by_number_of_sites_and_says_what_was_asked():
     pairs = {2: rounds.PairedRound(OURS, STOCK, 200_500, 500), 3: rounds.PairedRound(OURS, STOCK, 200_400, 400)}
-    found = rounds.outcome(pairs, {2: 2.0}, 0.4)
+    found = rounds.build_outcome(pairs, {2: 2.0}, 0.4)
     assert [row["name"] for row in found.rows] == [
         "fedveil, 2 sites", "flower, 2 sites", "fedveil, 3 sites", "flower, 3 sites",
     ]  # fmt: skip

@@ -53,20 +53,20 @@ def _engine(monkeypatch):
 
 def test_rows_and_exponents_by_the_number_of_nodes(tmp_path):
     options = BenchOptions(simulation=Engine, pieces=tmp_path / "x.jsonl")
-    outcome = simulated.run(SETTINGS, options)
+    outcome = simulated.run_benchmark(SETTINGS, options)
     ten, hundred, exponents = outcome.rows
     assert ten["metrics"]["first round s"]["mean"] == pytest.approx(2.0)
     assert hundred["metrics"]["later rounds s"]["mean"] == pytest.approx(10.0)
     assert hundred["upload_bytes"] == 700
     assert exponents["metrics"]["a of seconds ~ N^a"]["mean"] == pytest.approx(1.0)
     assert [asked["cohort.min-sites"] for asked in Engine.asked] == [10, 100]
-    simulated.run(SETTINGS, options)
+    simulated.run_benchmark(SETTINGS, options)
     assert len(Engine.asked) == 2  # the pieces have them
 
 
 def test_a_run_that_did_not_complete_gives_no_row(monkeypatch):
     monkeypatch.setattr(Engine, "state", "failed")
     with pytest.raises(ConfigError, match="10 nodes: expected a completed run"):
-        simulated.run(SETTINGS, BenchOptions(simulation=Engine))
+        simulated.run_benchmark(SETTINGS, BenchOptions(simulation=Engine))
     with pytest.raises(ConfigError, match="fedveil bench core/simulation"):
-        simulated.run(SETTINGS, BenchOptions())
+        simulated.run_benchmark(SETTINGS, BenchOptions())

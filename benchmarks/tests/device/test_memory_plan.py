@@ -30,7 +30,7 @@ def test_every_row_of_the_preset_can_be_planned(settings):
     kind, shape = settings["kind"], {n: v for n, v in settings["shape"].items() if n != "tie_word_embeddings"}
     needed = {}
     for name, keys in settings["runs"].items():
-        adapter, chosen = memory_plan.chosen(keys)
+        adapter, chosen = memory_plan.choose_adapter(keys)
         plan = memory.plan_memory(ModelConfig(kind, shape), parse(settings["config"] | chosen), adapter, on_gpu=False)
         needed[name] = plan.needs("training")
     assert len(set(needed.values())) == len(needed)  # no two rows ask for the same
@@ -55,7 +55,7 @@ def test_a_turn_of_a_tiny_base_is_measured_in_a_process_of_its_own(kind, shape):
         "runs": {"fp32": {}, "all": {"adapter": "all"}},
     }
     said: list[str] = []
-    found = memory_plan.run(PRESET | {"cpu": small, "steps": 2}, BenchOptions(device="cpu", say=said.append))
+    found = memory_plan.run_benchmark(PRESET | {"cpu": small, "steps": 2}, BenchOptions(device="cpu", say=said.append))
     assert [row["name"] for row in found.rows] == ["fp32", "all"]
     for row in found.rows:
         means = {name: of["mean"] for name, of in row["metrics"].items()}

@@ -15,18 +15,18 @@ from fedveil_bench.runner import BenchOptions
 def test_accuracy_is_the_mean_over_sites_of_own_or_other_classes():
     right = [np.array([1.0, 0.0, 1.0, 1.0]), np.array([0.0, 0.0, 1.0, 0.0])]
     labels, classes = [0, 0, 1, 2], [{0}, {1, 2}]
-    local = accuracy.accuracy(right, labels, classes, True)
-    other = accuracy.accuracy(right, labels, classes, False)
+    local = accuracy.compute_accuracy(right, labels, classes, True)
+    other = accuracy.compute_accuracy(right, labels, classes, False)
     assert local.value == 100 * (1 / 2 + 1 / 2) / 2
     assert other.value == 100 * (2 / 2 + 0 / 2) / 2
     assert (local.count, other.count) == (4, 4)
-    drawn = np.repeat(np.arange(4), resampling.counts(4, accuracy._TEST)[7].astype(int))
+    drawn = np.repeat(np.arange(4), resampling.draw_counts(4, accuracy._TEST)[7].astype(int))
     by_hand = [np.mean([right[s][i] for i in drawn if labels[i] in classes[s]] or [0.0]) for s in range(2)]
     assert local.replicates[7] == pytest.approx(100 * np.mean(by_hand))
 
 
 def test_a_site_with_every_class_has_no_neighbours():
-    found = accuracy.accuracy([np.ones(2), np.zeros(2)], [0, 1], [{0, 1}, {0}], False)
+    found = accuracy.compute_accuracy([np.ones(2), np.zeros(2)], [0, 1], [{0, 1}, {0}], False)
     assert (found.value, found.count) == (0.0, 1)
 
 
@@ -44,19 +44,19 @@ def test_a_site_with_every_class_has_no_neighbours():
 def test_claims_are_judged_by_paired_differences(mine, asked, said):
     figures = {"a": {"local": around(mine)}, "b": {"local": around(5.001)}}
     settings = {"rows": {}, "claims": [{"row": "a", "than": "b", "side": "local", **asked}]}
-    sentence, _ = accuracy.verdicts(figures, settings)
+    sentence, _ = accuracy.list_verdicts(figures, settings)
     assert sentence.endswith(said)
 
 
 def test_a_row_stands_beside_both_controls():
     figures = {n: {"local": around(v)} for n, v in (("x", 9.0), ("zero-shot", 5.0), ("x, noise only", 9.001))}
-    first, second, how = accuracy.verdicts(figures, {"rows": {"x": {}}})
+    first, second, how = accuracy.list_verdicts(figures, {"rows": {"x": {}}})
     assert "of x less that of zero-shot" in first
     assert first.endswith("higher.")
     assert "of x less that of x, noise only" in second
     assert second.endswith("not told apart.")
     assert "corrected for 2 comparisons" in how
-    assert accuracy.verdicts(figures, {"rows": {"x": {"learns": False}}}) == []
+    assert accuracy.list_verdicts(figures, {"rows": {"x": {"learns": False}}}) == []
 
 
 @pytest.mark.slow

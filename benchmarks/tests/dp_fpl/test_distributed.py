@@ -27,20 +27,20 @@ def figures(**values: float) -> dict:
 
 
 def test_a_private_row_wins_only_above_all_of_its_controls():
-    said = distributed.verdicts(figures(**{"30 sites in the sum": 9.0, "30 sites no noise": 10.0}), [5, 30])
+    said = distributed.list_verdicts(figures(**{"30 sites in the sum": 9.0, "30 sites no noise": 10.0}), [5, 30])
     assert said[-1] == "A private row stands above its controls."
     assert [s.partition(":")[0] for s in said if s.endswith("above all of them.")] == [
         "30 sites, no noise", "30 sites, in the sum"
     ]  # fmt: skip
     assert "5 sites: noise is not compared, for the row without it does not stand above its controls." in said
-    alone = distributed.verdicts(figures(**{"30 sites in the sum": 9.0}), [5, 30])
+    alone = distributed.list_verdicts(figures(**{"30 sites in the sum": 9.0}), [5, 30])
     assert alone[-1] == "Not decided: no private row stands above its controls."
     assert any(s.startswith("30 sites, in the sum less at the site: ") and s.endswith(": higher.") for s in said)
     both = figures(**{"30 sites in the sum": 9.0, "30 sites, in the sum, noise only": 9.001})
-    assert distributed.verdicts(both, [5, 30])[-1] == "Not decided: no private row stands above its controls."
+    assert distributed.list_verdicts(both, [5, 30])[-1] == "Not decided: no private row stands above its controls."
     always = {"30 sites in the sum": 9.0, "30 sites no noise": 10.0, "one class": 9.002}
-    assert distributed.verdicts(figures(**always), [5, 30])[-1].startswith("Not decided")
-    clear = distributed.verdicts(figures(**{"5 sites no noise": 9.0}), [5, 30])
+    assert distributed.list_verdicts(figures(**always), [5, 30])[-1].startswith("Not decided")
+    clear = distributed.list_verdicts(figures(**{"5 sites no noise": 9.0}), [5, 30])
     assert clear[-1] == "Not decided: no private row stands above its controls."
     assert any(s.startswith("5 sites, no noise:") and s.endswith("above all of them.") for s in clear)
 
@@ -88,9 +88,9 @@ def test_what_is_scored_is_the_mean_of_the_last_rounds_prompts(monkeypatch):
         scored.append(weights)
         return np.zeros(len(rows))
 
-    monkeypatch.setattr(federated_prompts, "right", right)
+    monkeypatch.setattr(federated_prompts, "mark_correct", right)
     seeded = SMALL["config"] | {"run.deterministic": True}
-    sites = federated_prompts.load({**SMALL, "clients": 3, "config": seeded}, 0, BenchOptions())
+    sites = federated_prompts.load_sites({**SMALL, "clients": 3, "config": seeded}, 0, BenchOptions())
 
     def of(rounds: int, averaged: int) -> dict:
         settings = SMALL | {"averaged": averaged, "config": seeded | {"run.rounds": rounds}}

@@ -101,7 +101,7 @@ def test_the_published_noise_says_both_epsilons_and_a_baseline_without_noise_non
 )
 def test_noisy_steps_are_refused_where_a_row_has_no_gradients_or_noise_of_its_own(row, refused):
     with pytest.raises(ConfigError, match=refused):
-        federated_prompts.federate(one_site(), row, {}, False)
+        federated_prompts.federate_prompts(one_site(), row, {}, False)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_baseline_trains_by_noisy_steps_and_its_control_sees_no_row(name, adap
     row = {"name": name, "fields": f"adapter = {{ length = 2{adapter} }}", "config": config}
     sites = one_site()
     rows = {"site-00": [EncodedImage(p[None] / p.norm(), i % 3) for i, p in enumerate(torch.eye(64)[:4])]}
-    seen, dark = (federated_prompts.federate(sites, row, rows, dark) for dark in (False, True))
+    seen, dark = (federated_prompts.federate_prompts(sites, row, rows, dark) for dark in (False, True))
     start = seen.task.initial(rng.initial_stream(0, "weights"))["prompt"]
     assert torch.equal(dark.models["site-00"]["prompt"], start)
     moved = float((seen.models["site-00"]["prompt"] - start).norm())
@@ -135,7 +135,7 @@ def one_site() -> federated_prompts.PromptSites:
 def test_classes_that_a_preset_calls_by_one_name_are_one():
     pairs = {"cat": "animal", "dog": "animal", "deer": "animal", "ship": "vehicle", "truck": "vehicle"}
     settings = small_settings({}) | {"data": "cifar10", "clients": 1, "called": pairs, "classes": 7, "rows_read": 200}
-    found = federated_prompts.load(settings, 0, BenchOptions())
+    found = federated_prompts.load_sites(settings, 0, BenchOptions())
     assert sorted(found.task.names) == ["airplane", "animal", "automobile", "bird", "frog", "horse", "vehicle"]
     (rows,) = found.rows.values()
     shares = np.bincount([row.label for row in rows], minlength=7) / len(rows)

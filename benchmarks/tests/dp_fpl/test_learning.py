@@ -32,16 +32,21 @@ class Row:
 
 def test_validation_rows_are_the_site_s_own_and_not_trained_on():
     rows = {"a": [Row(0, i) for i in range(9)], "b": [Row(1, i) for i in range(5)]}
-    train, validation = learning.parted(rows, 2, 7)
+    train, validation = learning.split_rows(rows, 2, 7)
     for site, of_site in rows.items():
         assert len(validation[site]) == 2
         assert sorted(r.number for r in [*train[site], *validation[site]]) == [r.number for r in of_site]
-    assert learning.parted(rows, 2, 7) == (train, validation)
-    assert len({tuple(learning.parted(rows, 2, seed)[1]["a"]) for seed in range(9)}) > 3
+    assert learning.split_rows(rows, 2, 7) == (train, validation)
+    assert len({tuple(learning.split_rows(rows, 2, seed)[1]["a"]) for seed in range(9)}) > 3
 
 
 def test_the_most_frequent_class_of_the_training_rows_is_right_where_it_is_the_row_s():
-    assert learning.frequent([Row(2), Row(2), Row(1)], [Row(1), Row(2), Row(0), Row(2)]).tolist() == [0, 1, 0, 1]
+    assert learning.mark_most_frequent([Row(2), Row(2), Row(1)], [Row(1), Row(2), Row(0), Row(2)]).tolist() == [
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_a_rate_is_that_of_both_prompts():
@@ -62,7 +67,7 @@ def test_a_baseline_s_rate_is_its_optimiser_s_or_its_noisy_steps(config, expecte
 
 def test_a_mean_of_models_is_taken_tensor_by_tensor():
     models = [{"prompt": torch.tensor([[1.0, 2.0]])}, {"prompt": torch.tensor([[2.0, 6.0]])}]
-    assert federated_prompts.mean(models)["prompt"].tolist() == [[1.5, 4.0]]
+    assert federated_prompts.average_models(models)["prompt"].tolist() == [[1.5, 4.0]]
 
 
 def test_runs_at_several_rates_cost_more_than_the_one_that_is_scored():
@@ -83,15 +88,15 @@ def test_fewer_sites_have_the_rows_and_classes_of_all():
     rows = {f"s{i}": [Row(i % 3, i), Row(i % 3, 10 + i)] for i in range(6)}
     classes = {f"s{i}": frozenset({i % 3}) for i in range(6)}
     sites = federated_prompts.PromptSites({}, {}, 0, BenchOptions(), rows, classes, [], None)
-    two = learning.merged(sites, 2)
+    two = learning.merge_sites(sites, 2)
     numbers = [[row.number for row in of_site] for of_site in two.rows.values()]
     assert numbers == [[0, 10, 2, 12, 4, 14], [1, 11, 3, 13, 5, 15]]
     assert two.classes == {"s0": frozenset({0, 1, 2}), "s1": frozenset({0, 1, 2})}
-    assert learning.merged(sites, 3).classes == {f"s{i}": frozenset({i}) for i in range(3)}
-    assert learning.merged(sites, 6) == sites
+    assert learning.merge_sites(sites, 3).classes == {f"s{i}": frozenset({i}) for i in range(3)}
+    assert learning.merge_sites(sites, 6) == sites
     for count in (0, 4, 7):
         with pytest.raises(ConfigError, match="divides 6"):
-            learning.merged(sites, count)
+            learning.merge_sites(sites, count)
 
 
 def fake_sites(rates, test):
@@ -126,8 +131,8 @@ def test_the_rate_of_most_right_validation_rows_is_scored_on_test_rows_the_least
             return np.array([float(rate != best), 1.0]) if kind == "mean" else np.zeros(2)
         return np.array([1.0] * rates[rate] + [0.0] * (10 - rates[rate]))
 
-    monkeypatch.setattr(federated_prompts, "federate", federate)
-    monkeypatch.setattr(federated_prompts, "right", right)
+    monkeypatch.setattr(federated_prompts, "federate_prompts", federate)
+    monkeypatch.setattr(federated_prompts, "mark_correct", right)
     found = learning._best(fake_sites(rates, test), validation, "x", {"name": "dp_fpl"}, dark)
     assert asked == [(rate, dark, 3) for rate in sorted(rates)]
     assert found["learning_rate"] == best
@@ -149,11 +154,11 @@ def answer(local: float, rate: float | None = None) -> dict:
 def test_a_table_has_each_seed_s_rate_and_judges_its_claims_together(monkeypatch):
     values = [(60.0, 70.1), (61.0, 71.3), (62.0, 72.2)]
     answers = [{"zero-shot": answer(z), "x": answer(x, 0.1 * i)} for i, (z, x) in enumerate(values)]
-    monkeypatch.setattr(seeds, "run", lambda *of: answers)
+    monkeypatch.setattr(seeds, "run_seeds", lambda *of: answers)
     claims = [{"metric": learning.RIGHT, "row": "x", "than": "zero-shot", "is": side} for side in ("higher", "lower")]
     config = {"run.rounds": 2, "train.max-steps": 1, "train.batch-size": 5}
     settings = {"clients": 2, "validation": 4, "averaged": 1, "config": config, "claims": claims}
-    outcome = learning.run(settings, BenchOptions())
+    outcome = learning.run_benchmark(settings, BenchOptions())
     zero, x = outcome.rows
     assert x["learning_rates"] == [0.0, 0.1, 0.2]
     assert x["metrics"][learning.RIGHT]["seeds"] == [70.1, 71.3, 72.2]

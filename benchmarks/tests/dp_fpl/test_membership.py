@@ -21,7 +21,7 @@ ROWS = [SimpleNamespace(label=k // 24, number=k) for k in range(48)]
 
 def test_members_others_and_pool_share_no_row_and_have_the_same_classes():
     rows = {s: [SimpleNamespace(label=k % 2, number=(s, k)) for k in range(23)] for s in "ab"}
-    parts = membership.parted(rows, np.random.default_rng(0))
+    parts = membership.split_members(rows, np.random.default_rng(0))
     numbers = [row.number for part in parts.values() for of_site in part.values() for row in of_site]
     assert len(numbers) == len(set(numbers)) == 40  # of 12 and 11 rows of a class, 12 and 8
     for site in "ab":
@@ -34,7 +34,7 @@ def test_members_others_and_pool_share_no_row_and_have_the_same_classes():
 def test_a_shadow_is_trained_on_as_many_rows_as_the_target(count):
     """One of 10 rows learns less of each by heart than a target of 18, and the nets learn from it what "in" is."""
     rows = {s: [SimpleNamespace(label=k % 3) for k in range(3 * count)] for s in "ab"}
-    parts = membership.parted(rows, np.random.default_rng(0))
+    parts = membership.split_members(rows, np.random.default_rng(0))
     pool = sum(map(len, parts["pool"].values()))
     taught = lira.train_shadows(lambda rows_, _: {"n": len(rows_)}, pool, 4, np.random.default_rng(0))
     assert {w["n"] for w in taught.weights} == {sum(map(len, parts["members"].values()))} == {2 * 3 * (count // 4)}
@@ -42,7 +42,7 @@ def test_a_shadow_is_trained_on_as_many_rows_as_the_target(count):
 
 def test_members_of_a_class_are_bounded_and_so_is_the_pool_while_others_stay():
     rows = {"a": [SimpleNamespace(label=k % 2, number=k) for k in range(80)]}
-    parts, whole = (membership.parted(rows, np.random.default_rng(0), most) for most in (3, None))
+    parts, whole = (membership.split_members(rows, np.random.default_rng(0), most) for most in (3, None))
     assert [len(parts[part]["a"]) for part in ("members", "others", "pool")] == [6, 20, 12]
     assert [len(whole[part]["a"]) for part in ("members", "others", "pool")] == [20, 20, 40]
     numbers = [row.number for part in parts.values() for row in part["a"]]
@@ -77,7 +77,7 @@ def said_of(figure):
     """The first sentence on that figure where a row must win, where it must lose, and where it is neither."""
     figures = dict.fromkeys(("AUROC, per class", "AUROC, global", "AUROC, loss", "AUROC, LiRA"), figure)
     settings = {"rows": {"a": {"control": "win"}, "b": {"control": True}}}
-    return [membership.verdicts({n: figures}, settings)[0] for n in ("a", "b, noise only", "b")]
+    return [membership.list_verdicts({n: figures}, settings)[0] for n in ("a", "b, noise only", "b")]
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_a_control_to_lose_is_not_decided_by_so_few_rows():
 
 
 def test_an_estimate_keeps_its_interval_and_several_are_as_wide():
-    one = membership.estimated([0.6, 0.55, 0.7], 30)
-    assert resampling.interval(one) == pytest.approx({"mean": 0.6, "low": 0.55, "high": 0.7, "n": 30}, abs=2e-3)
+    one = membership.from_estimate([0.6, 0.55, 0.7], 30)
+    assert resampling.compute_interval(one) == pytest.approx({"mean": 0.6, "low": 0.55, "high": 0.7, "n": 30}, abs=2e-3)
     both = resampling.over_seeds([one, one])
     assert both.replicates == pytest.approx(one.replicates)
 
@@ -127,7 +127,7 @@ def test_a_claim_holds_a_row_to_another_or_to_a_number():
         {"metric": membership.LOSS, "row": "plain", "than": 0.5, "is": "not higher", "margin": 0.05},
         {"metric": membership.RIGHT, "row": "private", "than": "zero-shot", "is": "higher"},
     ]
-    said = membership.verdicts(found, {"rows": {}, "claims": claims})
+    said = membership.list_verdicts(found, {"rows": {}, "claims": claims})
     words = [s.rpartition(": ")[2] for s in said if "the claim has" in s]
     assert words == ["holds here.", "holds here.", "does not hold here.", "holds here."]
     assert any(s.startswith("AUROC, loss of plain less 0.55: +0.150 [") for s in said)
@@ -138,7 +138,7 @@ def test_rows_together_have_their_control_at_the_same_site(monkeypatch):
     classes = {"a": frozenset({0}), "b": frozenset({1})}
     sites = PromptSites({}, {}, 0, BenchOptions(), {"a": ROWS[:24], "b": ROWS[24:]}, classes, (), None)
     asked = []
-    monkeypatch.setattr(membership.federated_prompts, "load", lambda *_: sites)
+    monkeypatch.setattr(membership.federated_prompts, "load_sites", lambda *_: sites)
     monkeypatch.setattr(
         membership, "_attacked", lambda _, at, parts, chosen, dark, __: asked.append((at.names, dark, parts["members"]))
     )

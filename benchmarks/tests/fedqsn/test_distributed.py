@@ -24,7 +24,7 @@ def figures(**values: float) -> dict:
 
 
 def last(**values: float) -> str:
-    return distributed.verdicts(figures(**values), [5, 30])[-1]
+    return distributed.list_verdicts(figures(**values), [5, 30])[-1]
 
 
 WON, LOST = "A private row stands below its controls.", "Not decided: no private row stands below its controls."
@@ -43,7 +43,7 @@ def test_a_private_row_wins_only_below_all_of_its_controls():
 
 
 def test_the_sum_is_compared_with_the_site_only_where_something_was_learned():
-    said = distributed.verdicts(figures(**{"30 sites, no noise": 3.0, "30 sites, in the sum": 4.0}), [5, 30])
+    said = distributed.list_verdicts(figures(**{"30 sites, no noise": 3.0, "30 sites, in the sum": 4.0}), [5, 30])
     assert any(s.startswith("30 sites, at the site less in the sum") and s.endswith("the sum is better.") for s in said)
     assert "5 sites: noise is not compared, for the row without it does not stand below its controls." in said
     assert not any(s.startswith("5 sites, at the site less") for s in said)

@@ -29,7 +29,7 @@ def test_the_control_s_gap_is_taken_off_seed_by_seed_and_row_by_row():
     rows = table(of_seeds(0.051, 0.101, 0.152), of_seeds(0.048, 0.098, 0.148))
     found = gaps.less_controls(rows, CONTROLS)
     assert set(found) == {"w = 2 gap less control", "w = 2 tuned gap less control"}
-    interval = resampling.interval(found["w = 2 tuned gap less control"]["loss"])
+    interval = resampling.compute_interval(found["w = 2 tuned gap less control"]["loss"])
     assert interval["seeds"] == pytest.approx([0.003, 0.003, 0.004])
     assert 0.001 < interval["low"] < interval["mean"] < interval["high"] < 0.006
 
@@ -41,7 +41,7 @@ def test_a_gap_is_judged_beside_its_control_alone():
         (of_seeds(0.01, 0.02, 0.03), "less than where nothing is hidden"),
     ):  # fmt: skip
         rows = table(mine, same)
-        said = gaps.judged(rows | gaps.less_controls(rows, CONTROLS), CONTROLS, 3)
+        said = gaps.judge_gaps(rows | gaps.less_controls(rows, CONTROLS), CONTROLS, 3)
         (judged,) = [text for text in said if text.startswith("w = 2 tuned gap less control, loss: ")]
         assert judged.endswith(f": {word}.")
         (control,) = [text for text in said if text.startswith("open tuned gap, loss: +0.100 [")]
@@ -55,4 +55,4 @@ def test_a_gap_is_judged_beside_its_control_alone():
 def test_a_control_that_is_no_other_method_is_refused_before_anything_is_trained(control):
     methods = {"w = 2": {"control": control}, "open": {}, "FedSP": {}}
     with pytest.raises(ConfigError, match=r"methods.w = 2.control: expected one of \['open', 'FedSP'\], found"):
-        proxies.run({"methods": methods}, BenchOptions())
+        proxies.run_benchmark({"methods": methods}, BenchOptions())

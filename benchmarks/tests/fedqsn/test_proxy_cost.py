@@ -25,10 +25,10 @@ def test_speed_and_exact_bytes(monkeypatch):
     assert sizes["fedavg_bytes"] == 4 * sum(torch.Size(t.shape).numel() for t in spec.values())
     method = strategies.create_method("fedqsn", "bits = 2")
     assert isinstance(method, FedQSN)
-    everything = proxy_cost.counted(method, spec, {})
+    everything = proxy_cost.count_bytes(method, spec, {})
     assert everything > sizes["counted_bytes"]
-    monkeypatch.setattr(proxy_cost.seeds, "run", lambda *_: [found])
-    outcome: BenchOutcome = proxy_cost.run(asked, BenchOptions())
+    monkeypatch.setattr(proxy_cost.seeds, "run_seeds", lambda *_: [found])
+    outcome: BenchOutcome = proxy_cost.run_benchmark(asked, BenchOptions())
     assert "within 2 %: held" in outcome.verdicts[-1]
 
 
@@ -56,8 +56,8 @@ def test_the_bound_of_a_large_model_is_five_copies(monkeypatch, copies, verdict)
     small = {"rows": {"1 threads": {"GB/s": [1.0]}, "1 threads, clone": {"GB/s": [2.0]}}}
     small["bytes"] = {"download_bytes": 100, "counted_bytes": 100, "fedavg_bytes": 500}
     answers = iter([small, {"rows": rows, "layers": 32, "billions": 8.03}, small])
-    monkeypatch.setattr(proxy_cost.seeds, "run", lambda *_: [next(answers)])
+    monkeypatch.setattr(proxy_cost.seeds, "run_seeds", lambda *_: [next(answers)])
     settings = {"threads": [1], "repeats": 1}
-    said = proxy_cost.run(settings, BenchOptions(device="cuda")).verdicts
+    said = proxy_cost.run_benchmark(settings, BenchOptions(device="cuda")).verdicts
     assert f"in {copies:.2f} copies (median of 1; asked: at most 5: {verdict}), with the message" in said[1]
-    assert len(proxy_cost.run(settings, BenchOptions(device="cpu")).verdicts) == 2
+    assert len(proxy_cost.run_benchmark(settings, BenchOptions(device="cpu")).verdicts) == 2

@@ -8,7 +8,7 @@ from fedveil.adapters.lora import LoraAdapter
 from fedveil.config import parse
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil_bench.common.federations import task_of
-from fedveil_bench.fedqsn.similarity import merged
+from fedveil_bench.fedqsn.similarity import collect_matrices
 from fedveil_bench.runner import BenchOptions
 
 
@@ -18,7 +18,7 @@ def test_merged_weights_are_what_the_model_computes_with():
     )
     weights = {n: torch.randn(t.shape, generator=torch.Generator().manual_seed(2)) for n, t in task.spec.items()}
     task.put(weights)
-    found = merged(task, weights)
+    found = collect_matrices(task, weights)
     name = "transformer.h.1.mlp.c_fc"
     layer = task.base.model.get_submodule(name)
     x = torch.randn(3, 160, generator=torch.Generator().manual_seed(3))

@@ -28,27 +28,30 @@ def norm(weights):
     """A score that touches what it is given, as a task that is shown weights might."""
     value = float(sum(w.square().sum() for w in weights.values()))
     torch.manual_seed(0)
-    return {"norm": resampling.fixed(value)}
+    return {"norm": resampling.from_constant(value)}
 
 
 def curve(*losses: float, upload: float = 1e6, every: int = 2) -> list[CurvePoint]:
     """A loss at each point; each round costs `upload` bytes up and two MB down."""
     at = [every * i for i in range(len(losses))]
-    return [CurvePoint(r, upload * r, 2e6 * r, {"loss": resampling.fixed(v)}) for r, v in zip(at, losses, strict=True)]
+    return [
+        CurvePoint(r, upload * r, 2e6 * r, {"loss": resampling.from_constant(v)})
+        for r, v in zip(at, losses, strict=True)
+    ]
 
 
 def test_the_start_each_kth_round_and_the_end_are_scored_once_each():
     told = []
-    found = curves.followed(toy(5), 2, norm, lambda of, round_: told.append(round_))
+    found = curves.run_and_score(toy(5), 2, norm, lambda of, round_: told.append(round_))
     assert [p.round for p in found.points] == [0, 2, 4, 5]
-    assert [p.round for p in curves.followed(toy(4), 2, norm).points] == [0, 2, 4]
+    assert [p.round for p in curves.run_and_score(toy(4), 2, norm).points] == [0, 2, 4]
     assert told == [0, 1, 2, 3, 4]
     assert found.seconds > 0
 
 
 def test_a_point_has_the_server_s_model_and_the_bytes_of_that_round():
     long, short = toy(4), toy(2)
-    found = curves.followed(long, 2, norm).points
+    found = curves.run_and_score(long, 2, norm).points
     assert found[0].figures["norm"].value == norm(toy(1).models()["server"])["norm"].value
     assert (found[0].upload_bytes, found[0].download_bytes) == (0, 0)
     short.run()
@@ -59,9 +62,9 @@ def test_a_point_has_the_server_s_model_and_the_bytes_of_that_round():
 
 def test_a_curve_changes_nothing_and_without_one_nothing_is_scored():
     plain, followed = toy(4), toy(4)
-    found = curves.followed(plain, 0, lambda weights: pytest.fail("scored"))
+    found = curves.run_and_score(plain, 0, lambda weights: pytest.fail("scored"))
     assert (found.points, found.seconds) == ([], 0.0)
-    curves.followed(followed, 1, norm)
+    curves.run_and_score(followed, 1, norm)
     assert plain.upload_bytes == followed.upload_bytes > 0
     assert contract.equal(plain.models()["server"], followed.models()["server"])
 
@@ -97,7 +100,7 @@ def test_a_row_has_the_means_and_intervals_of_its_seeds():
     ],
 )
 def test_what_a_quality_costs_by_hand(losses, at, spent):
-    assert curves.reached(curve(*losses), "loss", at) == spent
+    assert curves.find_spent_bytes(curve(*losses), "loss", at) == spent
 
 
 def test_half_of_the_bytes_for_the_same_curve_are_told_and_a_row_that_never_gets_there_is_named():
@@ -109,7 +112,7 @@ def test_half_of_the_bytes_for_the_same_curve_are_told_and_a_row_that_never_gets
         "FedPer": [curve(4 + s, 3 + s, 2.9 + s) for s in shifts],
         "round 0": [[], [], []],
     }
-    said = curves.costs(rows, [TARGET])
+    said = curves.compare_costs(rows, [TARGET])
     what = "a loss of 1.600"
     assert said[0] == f"The target, {what} in the mean, is that of FedAvg at the end plus 0.5, in each seed."
     assert f"Bytes to {what}: FedAvg: 3 [3, 3] MB up and 6 [6, 6] MB down, in 3 [3, 3] rounds." in said
@@ -124,13 +127,13 @@ def test_half_of_the_bytes_for_the_same_curve_are_told_and_a_row_that_never_gets
 
 def test_two_seeds_tell_nothing_and_equal_rows_neither():
     two = {"FedAvg": [curve(4, 2, 1)] * 2, "FedRand": [curve(4, 2, 1, upload=5e5)] * 2}
-    assert [s for s in curves.costs(two, [TARGET]) if s.endswith(": not told apart.")]
-    assert "2 seeds are too few to decide" in curves.costs(two, [TARGET])[-1]
+    assert [s for s in curves.compare_costs(two, [TARGET]) if s.endswith(": not told apart.")]
+    assert "2 seeds are too few to decide" in curves.compare_costs(two, [TARGET])[-1]
     equal = {"FedAvg": [curve(4, 2, 1)] * 3, "FedRand": [curve(4, 2, 1)] * 3}
-    assert len([s for s in curves.costs(equal, [TARGET]) if s.endswith(": not told apart.")]) == 2
+    assert len([s for s in curves.compare_costs(equal, [TARGET]) if s.endswith(": not told apart.")]) == 2
 
 
 @pytest.mark.parametrize("change", [{"row": "FedProx"}, {"metric": "bleu"}, {"margin": 0.0}, {"margin": math.nan}])
 def test_a_target_that_no_row_can_have_is_refused(change):
     with pytest.raises(ConfigError, match="curve_targets: expected a row with"):
-        curves.costs({"FedAvg": [curve(4, 2, 1)]}, [TARGET | change])
+        curves.compare_costs({"FedAvg": [curve(4, 2, 1)]}, [TARGET | change])

@@ -41,9 +41,11 @@ def test_a_result_has_the_curves_of_its_rows_and_what_a_quality_cost(monkeypatch
         "config": {"run.rounds": 4, "train.epochs": 1, "train.batch-size": 8, "train.learning-rate": 1e-3},
     }  # fmt: skip
     monkeypatch.setattr(
-        on_pictures.seeds, "run", lambda *_: [on_pictures.of_seed(settings, seed, BenchOptions()) for seed in range(3)]
+        on_pictures.seeds,
+        "run_seeds",
+        lambda *_: [on_pictures.of_seed(settings, seed, BenchOptions()) for seed in range(3)],
     )
-    found = on_pictures.run(settings, BenchOptions())
+    found = on_pictures.run_benchmark(settings, BenchOptions())
     before, after = found.rows
     assert "curve" not in before
     assert [(p["round"], p["upload_bytes"], p["download_bytes"]) for p in after["curve"]] == [

@@ -34,7 +34,7 @@ def of_seed(loss: float, more: float = 0.0, bytes_: int = 10) -> dict[str, TextF
 
 
 def outcome(done, **settings):
-    return on_texts.outcome(done, SETTINGS | {"chosen": dict.fromkeys(SETTINGS["methods"], 1e-3)} | settings)
+    return on_texts.build_outcome(done, SETTINGS | {"chosen": dict.fromkeys(SETTINGS["methods"], 1e-3)} | settings)
 
 
 @pytest.mark.parametrize(("more", "word"), [(0.004, "holds here."), (0.1, "does not hold here.")])
@@ -60,7 +60,9 @@ def with_curve(done: TextFederationRun, first: float, per_round: int) -> TextFed
     """Down to its own loss in three rounds, in equal steps."""
     last = done.scores["loss"]
     at = [first + (last - first) * i / 3 for i in range(4)]
-    points = [curves.CurvePoint(i, per_round * i, 0, {"loss": resampling.fixed(loss)}) for i, loss in enumerate(at)]
+    points = [
+        curves.CurvePoint(i, per_round * i, 0, {"loss": resampling.from_constant(loss)}) for i, loss in enumerate(at)
+    ]
     return replace(done, curve=[point.to_json() for point in points])
 
 
@@ -96,9 +98,9 @@ def test_a_score_that_a_seed_lacks_is_left_out():
 
 def test_the_learning_rate_of_least_validation_loss_is_kept_and_one_that_diverged_never():
     given = (3e-4, 1e-3, 3e-3)
-    assert on_texts.least(list(zip((1.7, 1.5, 1.6), given, strict=True))) == 1e-3
-    assert on_texts.least(list(zip((math.nan, 1.7, math.inf), given, strict=True))) == 1e-3
-    assert on_texts.least(list(zip((1.5, 1.5, 1.6), given, strict=True))) == 3e-4
+    assert on_texts.find_best_rate(list(zip((1.7, 1.5, 1.6), given, strict=True))) == 1e-3
+    assert on_texts.find_best_rate(list(zip((math.nan, 1.7, math.inf), given, strict=True))) == 1e-3
+    assert on_texts.find_best_rate(list(zip((1.5, 1.5, 1.6), given, strict=True))) == 3e-4
 
 
 class Seeds:
@@ -133,7 +135,7 @@ def ran(monkeypatch):
     monkeypatch.setattr(on_texts, "TextFederationSeed", Seeds)
     monkeypatch.setattr(
         on_texts.seeds,
-        "run",
+        "run_seeds",
         lambda module, settings, options, in_pieces: [
             on_texts.of_seed(settings, seed, options) for seed in range(options.seeds or settings["seeds"])
         ],
@@ -142,7 +144,7 @@ def ran(monkeypatch):
 
 
 def test_rates_are_chosen_on_a_seed_that_is_in_no_row_and_every_seed_has_the_same(ran):
-    found = on_texts.run(GRID, BenchOptions())
+    found = on_texts.run_benchmark(GRID, BenchOptions())
     trials = [each for each in ran if each[-1] == "trial"]
     assert trials == [(name, 100, rate, "trial") for rate in GRID["learning_rates"] for name in GRID["methods"]]
     rows = [each for each in ran if each[0] in GRID["methods"] and each not in trials]
@@ -152,7 +154,7 @@ def test_rates_are_chosen_on_a_seed_that_is_in_no_row_and_every_seed_has_the_sam
 
 
 def test_one_rate_needs_no_trial(ran):
-    found = on_texts.run(SETTINGS, BenchOptions())
+    found = on_texts.run_benchmark(SETTINGS, BenchOptions())
     assert not [each for each in ran if each[-1] == "trial"]
     assert [row["name"] for row in found.rows] == ["round 0", "one client alone", "FedAvg", "FedRand"]
     assert not [said for said in found.verdicts if "Learning rate" in said]
@@ -160,32 +162,36 @@ def test_one_rate_needs_no_trial(ran):
 
 def test_what_the_file_has_is_not_run_again_but_for_other_settings(ran, tmp_path):
     options = BenchOptions(pieces=tmp_path / "x.pieces.jsonl")
-    first = on_texts.run(GRID, options)
+    first = on_texts.run_benchmark(GRID, options)
     once = list(ran)
-    again = on_texts.run(GRID, options)
+    again = on_texts.run_benchmark(GRID, options)
     assert ran == once
     assert again.rows == first.rows
     changed = GRID["methods"] | {"FedRand": {"name": "fedrand", "fields": "rho = 0.3"}}
-    on_texts.run(GRID | {"methods": changed}, options)
+    on_texts.run_benchmark(GRID | {"methods": changed}, options)
     assert {each[0] for each in ran[len(once) :]} == {"FedRand"}
     before = len(ran)
-    on_texts.run(GRID | {"config": GRID["config"] | {"run.rounds": 4}}, options)
+    on_texts.run_benchmark(GRID | {"config": GRID["config"] | {"run.rounds": 4}}, options)
     assert len(ran) == before + len(once)
 
 
 def test_without_time_there_is_no_rate_and_no_row(ran, tmp_path):
     options = BenchOptions(pieces=tmp_path / "x.pieces.jsonl", minutes=0.0)
-    assert on_texts.rates(GRID, options) == {}
-    assert on_texts.run(GRID, options).rows == []
+    assert on_texts.choose_rates(GRID, options) == {}
+    assert on_texts.run_benchmark(GRID, options).rows == []
     assert ran == []
-    on_texts.run(GRID, replace(options, minutes=None))
-    assert len(on_texts.run(GRID, options).rows) == 4
+    on_texts.run_benchmark(GRID, replace(options, minutes=None))
+    assert len(on_texts.run_benchmark(GRID, options).rows) == 4
 
 
 def test_validation_rows_are_asked_for_where_rates_are_chosen():
     settings = {"data": "e2e_nlg", "config": {}}
-    assert on_texts.needs(settings)[0].splits == ("train", "test")
-    assert on_texts.needs(settings | {"learning_rates": [1e-3]})[0].splits == ("train", "validation", "test")
+    assert on_texts.list_requirements(settings)[0].splits == ("train", "test")
+    assert on_texts.list_requirements(settings | {"learning_rates": [1e-3]})[0].splits == (
+        "train",
+        "validation",
+        "test",
+    )
 
 
 def test_a_claim_about_no_row_is_refused():

@@ -32,10 +32,10 @@ def test_lines_of_another_form_are_read_as_rows_of_a_source_and_a_reference(fold
     asked = settings(METHODS) | {"data": "dart", "config": settings(METHODS)["config"] | {"task.partition": "iid"}}
     seed = TextFederationSeed(asked, 0, BenchOptions(device="cpu"))
     dealt = [row.values for rows in seed._rows.values() for row in rows]
-    assert sorted(map(str, dealt)) == sorted(map(str, texts.rows("dart", "train")))
+    assert sorted(map(str, dealt)) == sorted(map(str, texts.load_rows("dart", "train")))
     assert len(dealt) == 16
-    assert [row.values for row in seed._test] == texts.rows("dart", "test")
-    assert [row.values for row in seed._validation] == texts.rows("dart", "validation")
+    assert [row.values for row in seed._test] == texts.load_rows("dart", "test")
+    assert [row.values for row in seed._validation] == texts.load_rows("dart", "validation")
     kept = seed._folder
     assert kept != folder / "dart"
     del seed

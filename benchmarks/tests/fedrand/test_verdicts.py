@@ -8,7 +8,7 @@ import pytest
 from fedveil.errors import ConfigError
 from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import ResampledMetric
-from fedveil_bench.fedrand.verdicts import verdicts
+from fedveil_bench.fedrand.verdicts import list_verdicts
 
 
 def around(value: float, width: float = 0.01) -> ResampledMetric:
@@ -32,40 +32,44 @@ def around(value: float, width: float = 0.01) -> ResampledMetric:
 )
 def test_controls_are_judged_by_their_margin(row, value, said):
     settings = {"methods": {}, "controls": ["loss"]}
-    sentence, how = verdicts({row: {"loss": around(value), "other": around(0.1)}}, settings)
+    sentence, how = list_verdicts({row: {"loss": around(value), "other": around(0.1)}}, settings)
     assert sentence.startswith(f"Control {row}, loss: {value:.3f} [")
     assert sentence.endswith(said)
     assert how == "Words on controls are corrected for 1 controls (Holm)."
     wide = {"methods": {}, "controls": ["loss"], "control_margin": 0.25}
     if row != "overfitted FedAvg":
-        assert verdicts({row: {"loss": around(value)}}, wide)[0].endswith("expected within 0.25 to 0.75: held.")
+        assert list_verdicts({row: {"loss": around(value)}}, wide)[0].endswith("expected within 0.25 to 0.75: held.")
 
 
 def test_a_control_with_too_few_rows_is_not_decided():
     """0.5 lies in the interval, and so does 0.6: it was called held."""
-    sentence, _ = verdicts({"round 0": {"loss": around(0.5, 0.05)}}, {"methods": {}, "controls": ["loss"]})
+    sentence, _ = list_verdicts({"round 0": {"loss": around(0.5, 0.05)}}, {"methods": {}, "controls": ["loss"]})
     assert sentence.endswith("not decided.")
 
 
 def test_controls_of_a_table_are_corrected_together():
     """Each of twenty alone is held."""
     many = {"round 0": {f"m{i}": around(0.5, 0.02) for i in range(20)}}
-    alone = verdicts(many, {"methods": {}, "controls": ["m0"]})
-    together = verdicts(many, {"methods": {}, "controls": list(many["round 0"])})
+    alone = list_verdicts(many, {"methods": {}, "controls": ["m0"]})
+    together = list_verdicts(many, {"methods": {}, "controls": list(many["round 0"])})
     assert alone[0].endswith(": held.")
     assert all(said.endswith(": not decided.") for said in together[:20])
 
 
 def test_a_control_on_which_all_rows_score_the_same_is_none():
-    (sentence,) = verdicts({"round 0": {"loss": resampling.fixed(0.5)}}, {"methods": {}, "controls": ["loss"]})
+    (sentence,) = list_verdicts(
+        {"round 0": {"loss": resampling.from_constant(0.5)}}, {"methods": {}, "controls": ["loss"]}
+    )
     assert sentence == "Control round 0, loss: all rows score the same, so it cannot fail: no control."
-    apart, _ = verdicts({"round 0": {"loss": resampling.fixed(1.0)}}, {"methods": {}, "controls": ["loss"]})
+    apart, _ = list_verdicts(
+        {"round 0": {"loss": resampling.from_constant(1.0)}}, {"methods": {}, "controls": ["loss"]}
+    )
     assert apart.endswith("NOT HELD.")
 
 
 def test_a_wrong_site_may_lie_below_but_not_above():
     below, near, above = (
-        verdicts({"M client": {"alignment, wrong site": around(v)}}, {"methods": {}})[0] for v in (0.3, 0.54, 0.7)
+        list_verdicts({"M client": {"alignment, wrong site": around(v)}}, {"methods": {}})[0] for v in (0.3, 0.54, 0.7)
     )
     assert below.endswith("expected below 0.55: held.")
     assert near.endswith("not decided.")
@@ -76,19 +80,19 @@ def test_lower_is_better_turns_the_order_round():
     rows = {"a server": {"loss": around(0.2)}, "b server": {"loss": around(0.4)}}
     order = {"metric": "loss", "view": "server", "better": "lower", "rows": ["a", "b"]}
     settings = {"methods": {"a": {}, "b": {}}, "orders": [order]}
-    sentence, how = verdicts(rows, settings)
+    sentence, how = list_verdicts(rows, settings)
     assert sentence.endswith("holds in all 1 pairs.")
     assert "corrected for all pairs of an order (Holm)" in how
     settings["orders"] = [order | {"better": "higher"}]
-    assert "1 are reversed" in verdicts(rows, settings)[0]
+    assert "1 are reversed" in list_verdicts(rows, settings)[0]
     settings["orders"] = [order | {"metric": "not measured"}]
-    assert verdicts({k: {} for k in rows}, settings) == []
+    assert list_verdicts({k: {} for k in rows}, settings) == []
 
 
 def test_a_control_to_win_does_so_over_the_seeds_and_one_to_lose_fails_by_its_rows():
     figure = resampling.over_seeds([around(v, 0.001) for v in (0.51, 0.7, 0.95)])
     settings = {"methods": {}, "controls": ["loss"]}
-    won, lost, _ = verdicts({"overfitted FedAvg": {"loss": figure}, "round 0": {"loss": figure}}, settings)
+    won, lost, _ = list_verdicts({"overfitted FedAvg": {"loss": figure}, "round 0": {"loss": figure}}, settings)
     assert won.endswith("expected above 0.55: not decided.")
     assert lost.endswith("expected within 0.45 to 0.55: NOT HELD.")
 
@@ -99,7 +103,7 @@ def test_a_control_to_win_does_so_over_the_seeds_and_one_to_lose_fails_by_its_ro
 def test_reconstruction_errors_are_compared(pair, word):
     values = {"x": 0.2, "y": 0.5, "z": 0.201}
     rows = {f"{name} client": {"reconstruction error": around(v)} for name, v in values.items()}
-    (sentence,) = verdicts(rows, {"methods": {}, "errors": [list(pair)]})
+    (sentence,) = list_verdicts(rows, {"methods": {}, "errors": [list(pair)]})
     assert f"{pair[0]} {word} {pair[1]} (difference " in sentence
 
 
@@ -110,7 +114,7 @@ def seeded(*values: float, width: float = 0.001) -> ResampledMetric:
 def claimed(mine: ResampledMetric, other: ResampledMetric, **more: object) -> str:
     claim = {"metric": "alignment", "row": "X client", "than": "Y client", "is": "not lower", "margin": 0.05} | more
     rows = {"X client": {"alignment": mine}, "Y client": {"alignment": other}}
-    return verdicts(rows, {"methods": {}, "claims": [claim]})[0]
+    return list_verdicts(rows, {"methods": {}, "claims": [claim]})[0]
 
 
 def test_a_claim_is_judged_by_its_margin_and_its_pairs():
@@ -130,9 +134,9 @@ def test_claims_of_a_table_are_corrected_together():
         "Y client": {m: seeded(0.5, 0.51, 0.49, 0.5, 0.52) for m in "abcdefgh"},
     }
     claims = [{"metric": m, "row": "X client", "than": "Y client", "is": "higher"} for m in "abcdefgh"]
-    alone = verdicts(rows, {"methods": {}, "claims": claims[:1]})[0]
+    alone = list_verdicts(rows, {"methods": {}, "claims": claims[:1]})[0]
     assert alone.endswith("holds here.")
-    assert all("not decided" in said for said in verdicts(rows, {"methods": {}, "claims": claims})[:8])
+    assert all("not decided" in said for said in list_verdicts(rows, {"methods": {}, "claims": claims})[:8])
 
 
 def test_a_claim_about_what_is_not_measured_is_refused():
@@ -141,6 +145,6 @@ def test_a_claim_about_what_is_not_measured_is_refused():
 
 
 def test_the_wrong_site_of_every_part_is_a_control():
-    said, _ = verdicts({"M client": {"CIFAR alignment, wrong site": around(0.7)}}, {"methods": {}})
+    said, _ = list_verdicts({"M client": {"CIFAR alignment, wrong site": around(0.7)}}, {"methods": {}})
     assert said.startswith("Control M client, CIFAR alignment, wrong site: ")
     assert said.endswith("NOT HELD.")

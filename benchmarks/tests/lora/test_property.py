@@ -53,8 +53,8 @@ def judged(monkeypatch, row: str, value: float) -> str:
     at = dict.fromkeys(rows, 0.8) | {row: value}
     offs = (-0.02, -0.01, 0.0, 0.01, 0.02)
     answers = [{name: {"concordance": at[name] + off, "members": 0.9 + off} for name in rows} for off in offs]
-    monkeypatch.setattr(benchmark.seeds, "run", lambda *_: answers)
-    said = benchmark.run(runner.read_preset("lora/property", "full")["settings"], BenchOptions()).verdicts
+    monkeypatch.setattr(benchmark.seeds, "run_seeds", lambda *_: answers)
+    said = benchmark.run_benchmark(runner.read_preset("lora/property", "full")["settings"], BenchOptions()).verdicts
     (sentence,) = [s for s in said if s.startswith(f"concordance of {row} less 0.5: ")]
     return sentence.rpartition(": ")[2]
 

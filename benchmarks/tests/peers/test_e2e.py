@@ -63,19 +63,19 @@ def said_of(outcome, *parts):
     ("slower", "who"), [(3.0, "FedVeil is ahead."), (-0.5, "Flower FedAvg is ahead."), (0.0, "not told apart.")]
 )
 def test_who_needs_less_is_said_of_either_side(slower, who):
-    found = e2e.outcome(done(5, slower=slower), SETTINGS)
+    found = e2e.build_outcome(done(5, slower=slower), SETTINGS)
     assert said_of(found, f"s a round: {OURS} 1.02").endswith(who)
     assert said_of(found, f"MB up: {OURS} 5, Flower FedAvg 5").endswith("not told apart.")
 
 
 @pytest.mark.parametrize(("apart", "word"), [(0.001, "holds here."), (0.1, "does not hold here.")])
 def test_equal_losses_are_held_to_the_margin_of_the_preset(apart, word):
-    found = e2e.outcome(done(5, apart), SETTINGS)
+    found = e2e.build_outcome(done(5, apart), SETTINGS)
     assert said_of(found, f"loss of {OURS} less that of Flower FedAvg").endswith(f"equal (within 0.02): {word}")
 
 
 def test_one_seed_decides_nothing_and_the_figures_stand():
-    found = e2e.outcome(done(1), SETTINGS)
+    found = e2e.build_outcome(done(1), SETTINGS)
     assert "not decided." in said_of(found, f"loss of {OURS} less")
     assert not [text for text in found.verdicts if "is ahead" in text]
     rows = {row["name"]: row for row in found.rows}
@@ -84,7 +84,7 @@ def test_one_seed_decides_nothing_and_the_figures_stand():
 
 
 def test_what_the_server_sees_is_counted_over_all_uploads():
-    found = e2e.outcome(done(2), SETTINGS)
+    found = e2e.build_outcome(done(2), SETTINGS)
     rows = {row["name"]: row.get("server_sees") for row in found.rows}
     assert rows[e2e.FLOWER] == {"A and B": 4}
     assert rows[RANDOM] == {"A alone": 2, "B alone": 2}
@@ -107,9 +107,9 @@ def test_factors_are_told_by_fedveil_s_names_and_by_peft_s():
     assert shared.to_peft(names[0]) == "base_model.model.h.0.attn.lora_A.weight"
     assert [shared.from_peft(shared.to_peft(name)) for name in names] == names
     for form in (str, shared.to_peft):
-        assert shared.factors(map(form, names)) == "A and B"
-        assert shared.factors([form(names[1])]) == "B alone"
-    assert shared.factors(["head.weight"]) == "no factor"
+        assert shared.describe_factors(map(form, names)) == "A and B"
+        assert shared.describe_factors([form(names[1])]) == "B alone"
+    assert shared.describe_factors(["head.weight"]) == "no factor"
     with pytest.raises(StateError, match=r"expected names base_model"):
         shared.from_peft("h.0.attn.lora_A")
 
@@ -181,7 +181,9 @@ def test_weights_of_another_adapter_are_refused(tmp_path):
 def test_the_smallest_form_runs_on_both_sides(tmp_path):
     config = SETTINGS["config"] | {"run.rounds": 2, "train.max-steps": 2, "task.examples-per-site": 16}
     config |= {"evaluate.eval-examples": 4}
-    found = e2e.run(SETTINGS | {"data": "e2e", "config": config}, BenchOptions(launch=local_deployment, device="cpu"))
+    found = e2e.run_benchmark(
+        SETTINGS | {"data": "e2e", "config": config}, BenchOptions(launch=local_deployment, device="cpu")
+    )
     rows = {row["name"]: row for row in found.rows}
     assert list(rows) == [e2e.BEFORE, OURS, RANDOM, e2e.FLOWER]
     losses = {name: row["metrics"]["loss"]["mean"] for name, row in rows.items()}

@@ -23,7 +23,7 @@ from fedveil_bench.peers.costs import COSTS, PeerRun
 from fedveil_bench.runner import BenchOptions
 from tests.conftest import ROOT
 
-PINS = environments.pins((folders.find_folder(nvflare.JOB) / "requirements.txt").read_text())
+PINS = environments.parse_pins((folders.find_folder(nvflare.JOB) / "requirements.txt").read_text())
 NAMES = [f"layer.lora_{part}.weight" for part in "AB"]
 
 
@@ -46,7 +46,7 @@ def notes(rounds, uploads):
 
 @pytest.mark.parametrize("variables", [{}, {nvflare.VARIABLE: ""}])
 def test_without_the_variable_the_row_is_left_out_in_words(variables):
-    found = environments.found(nvflare.PEER, variables)
+    found = environments.find_environment(nvflare.PEER, variables)
     assert found.python is None
     assert re.search(
         r"NVFlare FedAvg is left out: FEDVEIL_NVFLARE_PYTHON: .*found no such variable; .*README", found.said
@@ -64,19 +64,21 @@ def test_without_the_variable_the_row_is_left_out_in_words(variables):
 )
 def test_an_environment_without_nvflare_is_none_and_the_sentence_names_no_path(tmp_path, script, why):
     variables = {nvflare.VARIABLE: str(tmp_path / "python")} if script is None else pretend_python(tmp_path, script)
-    found = environments.found(nvflare.PEER, variables)
+    found = environments.find_environment(nvflare.PEER, variables)
     assert found.python is None
     assert why in found.said
     assert str(tmp_path) not in found.said
 
 
 def test_an_environment_of_the_pinned_versions_is_taken_without_a_word(tmp_path):
-    found = environments.found(nvflare.PEER, pretend_python(tmp_path, says(PINS | {"torch": f"{PINS['torch']}+cpu"})))
+    found = environments.find_environment(
+        nvflare.PEER, pretend_python(tmp_path, says(PINS | {"torch": f"{PINS['torch']}+cpu"}))
+    )
     assert found == environments.PeerEnvironment(tmp_path / "bin" / "python3", "")
 
 
 def test_other_versions_are_told(tmp_path):
-    found = environments.found(nvflare.PEER, pretend_python(tmp_path, says(PINS | {"peft": "0.1"})))
+    found = environments.find_environment(nvflare.PEER, pretend_python(tmp_path, says(PINS | {"peft": "0.1"})))
     assert found.python is not None
     assert found.said.endswith(f"than those in requirements.txt: peft 0.1 in place of {PINS['peft']}")
 
@@ -92,20 +94,20 @@ def test_the_pins_are_those_of_the_lock_where_both_sides_have_a_package():
 
 
 def test_what_comes_along_with_a_package_is_pinned_too():
-    pinned = environments.pins((folders.find_folder(nvflare.JOB) / "constraints.txt").read_text())
+    pinned = environments.parse_pins((folders.find_folder(nvflare.JOB) / "constraints.txt").read_text())
     assert PINS.items() <= pinned.items()
     assert {"grpcio", "cryptography", "protobuf"} <= set(pinned)
 
 
 @pytest.mark.parametrize("line", ["torch", "torch>=2.13"])
 def test_a_requirement_without_a_pin_is_refused(line):
-    assert environments.pins("# words\n\npeft==1.0\n") == {"peft": "1.0"}
+    assert environments.parse_pins("# words\n\npeft==1.0\n") == {"peft": "1.0"}
     with pytest.raises(ConfigError, match=r"requirements.txt: expected NAME==VERSION in each line, found 'torch"):
-        environments.pins(f"peft==1.0\n{line}\n")
+        environments.parse_pins(f"peft==1.0\n{line}\n")
 
 
 def test_sites_reach_the_server_through_the_relay_over_grpc():
-    found = json.loads(nvflare.project(4000, 5000, 2))
+    found = json.loads(nvflare.build_project(4000, 5000, 2))
     server, *sites, user = found["participants"]
     assert (server["fed_learn_port"], server["admin_port"]) == (4000, 4000)
     assert [site["name"] for site in sites] == ["site-0", "site-1"]
@@ -117,10 +119,10 @@ def test_sites_reach_the_server_through_the_relay_over_grpc():
 
 def test_its_jobs_and_snapshots_lie_in_the_federation_s_folder_and_not_where_a_killed_one_left_its_own(tmp_path):
     template = json.dumps({"snapshots": "/tmp/nvflare/snapshot-storage", "jobs": "/tmp/nvflare/jobs-storage"})
-    found = json.loads(nvflare.stored(template, tmp_path))
+    found = json.loads(nvflare.redirect_stores(template, tmp_path))
     assert found == {"snapshots": f"{tmp_path}/snapshot-storage", "jobs": f"{tmp_path}/jobs-storage"}
     with pytest.raises(ConfigError, match=r"resources\.json\.default: expected /tmp/nvflare/ for jobs and for snap"):
-        nvflare.stored(template.replace("/tmp/nvflare/jobs", "/var/jobs"), tmp_path)
+        nvflare.redirect_stores(template.replace("/tmp/nvflare/jobs", "/var/jobs"), tmp_path)
 
 
 def test_its_processes_find_their_own_python_first_and_nothing_of_fedveil_s(tmp_path, monkeypatch):
@@ -133,19 +135,19 @@ def test_its_processes_find_their_own_python_first_and_nothing_of_fedveil_s(tmp_
 
 
 def test_how_a_job_ended_is_the_last_line():
-    assert nvflare.ended("Connecting ...\nab-1 FINISHED:COMPLETED\n\n") == ("ab-1", "FINISHED:COMPLETED")
+    assert nvflare.parse_job_status("Connecting ...\nab-1 FINISHED:COMPLETED\n\n") == ("ab-1", "FINISHED:COMPLETED")
     for said in ("", "ab-1 RUNNING"):
         with pytest.raises(ConfigError, match=r"expected the job's id and how it finished, found"):
-            nvflare.ended(said)
+            nvflare.parse_job_status(said)
 
 
 def test_the_server_s_notes_must_be_of_every_round_and_upload():
-    assert nvflare.noted(notes(3, 6), 3, 2) == ([1.5] * 3, ["A and B"] * 6)
+    assert nvflare.parse_notes(notes(3, 6), 3, 2) == ([1.5] * 3, ["A and B"] * 6)
     for rounds, uploads in ((2, 6), (3, 5)):
         with pytest.raises(
             ConfigError, match=rf"expected 3 rounds and 6 uploads, found {rounds} and {uploads}; a site"
         ):
-            nvflare.noted(notes(rounds, uploads), 3, 2)
+            nvflare.parse_notes(notes(rounds, uploads), 3, 2)
 
 
 def test_the_server_s_model_has_the_factors_under_their_names(tmp_path):
@@ -217,7 +219,7 @@ def test_a_run_is_scored_by_what_its_job_leaves(tmp_path, monkeypatch):
     config = SETTINGS["config"] | {"evaluate.eval-examples": 4}
     settings = SETTINGS | {"data": "e2e", "sites": 2, "config": config}
     task = shared.SharedInputs(settings, 0, BenchOptions(device="cpu"))
-    found = nvflare.run(task, settings, tmp_path, BenchOptions(device="cpu"), tmp_path)
+    found = nvflare.run_federation(task, settings, tmp_path, BenchOptions(device="cpu"), tmp_path)
     assert found.scores["loss"] == pytest.approx(task.initial_loss)
     assert (found.scores["MB up"], found.scores["MB down"], found.scores["s a round"]) == (3.0, 4.0, 1.5)
     assert found.seen == ["A and B"] * 6
@@ -230,13 +232,13 @@ def test_a_job_that_did_not_complete_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"expected a completed run, found: FINISHED:EXECUTION_EXCEPTION; the log ends"
     ):
-        nvflare.run(task, SETTINGS, tmp_path, BenchOptions(), tmp_path)
+        nvflare.run_federation(task, SETTINGS, tmp_path, BenchOptions(), tmp_path)
 
 
 def test_the_table_has_the_row_its_costs_and_its_claims():
     runs = done(5)
     runs[nvflare.NVFLARE] = runs[e2e.FLOWER]
-    found = e2e.outcome(runs, SETTINGS)
+    found = e2e.build_outcome(runs, SETTINGS)
     assert [row["name"] for row in found.rows][-1] == nvflare.NVFLARE
     assert "equal (within 0.02): holds here." in said_of(found, "loss of FedVeil FedAvg less that of NVFlare FedAvg")
     assert said_of(found, "s a round: FedVeil FedAvg", nvflare.NVFLARE).endswith("FedVeil is ahead.")
@@ -250,7 +252,7 @@ def test_without_the_environment_the_row_is_left_out_and_terminal_and_table_say_
         monkeypatch.setattr(e2e, side, lambda *args: PeerRun(figures, ["A and B"]))
     monkeypatch.setattr(shared.SharedInputs, "initial_loss", 3.0)
     said = []
-    found = e2e.run(SETTINGS | {"data": "e2e"}, BenchOptions(launch=object(), say=said.append))
+    found = e2e.run_benchmark(SETTINGS | {"data": "e2e"}, BenchOptions(launch=object(), say=said.append))
     assert nvflare.NVFLARE not in [row["name"] for row in found.rows]
     assert said[0].startswith("NVFlare FedAvg is left out: ")
     assert [text for text in found.verdicts if nvflare.NVFLARE in text] == [f"{said[0]}."]
@@ -260,13 +262,13 @@ def test_without_the_environment_the_row_is_left_out_and_terminal_and_table_say_
 @pytest.mark.timeout(900)
 def test_the_smallest_form_runs_and_ends_where_flower_does():
     """Both peers have the same training, order of rows and weights of the mean."""
-    environment = environments.found(nvflare.PEER, os.environ)
+    environment = environments.find_environment(nvflare.PEER, os.environ)
     if environment.python is None:
         pytest.skip(environment.said)
     config = SETTINGS["config"] | {"run.rounds": 2, "train.max-steps": 2, "task.examples-per-site": 16}
     config |= {"evaluate.eval-examples": 4}
     settings = SETTINGS | {"data": "e2e", "config": config, "methods": {}, "claims": []}
-    found = e2e.run(settings, BenchOptions(launch=local_deployment, device="cpu"))
+    found = e2e.run_benchmark(settings, BenchOptions(launch=local_deployment, device="cpu"))
     rows = {row["name"]: row for row in found.rows}
     losses = {name: row["metrics"]["loss"]["mean"] for name, row in rows.items()}
     assert losses[nvflare.NVFLARE] == pytest.approx(losses[e2e.FLOWER], abs=1e-4)

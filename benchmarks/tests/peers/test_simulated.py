@@ -108,7 +108,7 @@ def test_the_sites_may_not_have_more_rows_than_there_are(noise, tmp_path):
 
 def test_of_a_peer_that_is_left_out_nothing_is_claimed():
     ours = {simulated.BEFORE: [{"loss": 2.3, "right": 10.0}] * 3, simulated.OURS: [GOOD] * 3}
-    said = simulated.outcome(ours, SETTINGS, "pfl-research is left out: x").verdicts
+    said = simulated.build_outcome(ours, SETTINGS, "pfl-research is left out: x").verdicts
     assert said[0] == "pfl-research is left out: x."
     assert not any("the claim" in sentence for sentence in said)
 
@@ -121,17 +121,17 @@ def test_who_is_faster_is_decided_by_the_seeds(ours, word):
         simulated.PEER.name: [GOOD | {"s a round": 2.0 + w, "loss": 1.0 + w} for w in wiggle],
         simulated.OURS: [GOOD | {"s a round": ours + w, "loss": 1.0 + w} for w in wiggle],
     }
-    said = simulated.outcome(done, SETTINGS).verdicts
+    said = simulated.build_outcome(done, SETTINGS).verdicts
     assert next(s for s in said if s.startswith("s a round of FedVeil")).endswith(f"the claim has it lower: {word}.")
     assert next(s for s in said if s.startswith("loss of FedVeil")).endswith("holds here.")
 
 
 @pytest.mark.slow
 def test_pfl_research_itself_learns_as_much(noise):
-    environment = environments.found(simulated.PEER, os.environ)
+    environment = environments.find_environment(simulated.PEER, os.environ)
     if environment.python is None:
         pytest.skip(environment.said)
-    found = simulated.run(SETTINGS | {"rounds": 4}, BenchOptions(device="cpu"))
+    found = simulated.run_benchmark(SETTINGS | {"rounds": 4}, BenchOptions(device="cpu"))
     rows = {row["name"]: row["metrics"]["loss"]["mean"] for row in found.rows}
     assert rows[simulated.PEER.name] < rows[simulated.BEFORE]
     assert rows[simulated.PEER.name] == pytest.approx(rows[simulated.OURS], abs=0.1)

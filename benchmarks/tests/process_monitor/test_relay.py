@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fedveil_bench.process_monitor.relay import TcpRelay, through
+from fedveil_bench.process_monitor.relay import TcpRelay, insert_relay
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def test_every_site_of_a_federation_goes_through_one_relay_and_the_server_keeps_
         made.append(port)
         return TcpRelay(port)
 
-    federation = through(Federation, make)()
+    federation = insert_relay(Federation, make)()
     federation.start_site("a")
     federation.start_site("b")
     assert made == [9]

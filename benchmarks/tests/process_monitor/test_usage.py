@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from fedveil_bench.process_monitor.usage import HeldResources, ProcessUsage, program
+from fedveil_bench.process_monitor.usage import HeldResources, ProcessUsage, classify_program
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from fedveil_bench.process_monitor.usage import HeldResources, ProcessUsage, pro
     ],
 )
 def test_a_process_is_known_by_its_command(command, kind):
-    assert program(command) == kind
+    assert classify_program(command) == kind
 
 
 def test_cpu_seconds_are_those_since_the_block_began_by_kind():

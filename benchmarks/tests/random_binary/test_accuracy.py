@@ -29,7 +29,7 @@ def piece(method, seed, right, counts=(0.0, 0.0, 1.0)):
 
 
 def said(found, claims):
-    return accuracy.outcome(found, settings(claims=claims, test_rows=ROWS), 9).verdicts
+    return accuracy.build_outcome(found, settings(claims=claims, test_rows=ROWS), 9).verdicts
 
 
 def test_all_methods_of_a_seed_come_before_the_next_seed_and_a_base_may_have_fewer():
@@ -53,10 +53,10 @@ def test_a_piece_is_of_every_setting_that_its_figures_hang_on():
 def test_a_table_in_pieces_is_the_one_at_once(tmp_path, monkeypatch):
     """The second time nothing is trained."""
     file, of = tmp_path / "x.pieces.jsonl", settings()
-    whole = accuracy.run(of, BenchOptions(device="cpu"))
-    first = accuracy.run(of, BenchOptions(device="cpu", pieces=file))
-    monkeypatch.setattr(accuracy.federation, "row", None)
-    again = accuracy.run(of, BenchOptions(device="cpu", pieces=file))
+    whole = accuracy.run_benchmark(of, BenchOptions(device="cpu"))
+    first = accuracy.run_benchmark(of, BenchOptions(device="cpu", pieces=file))
+    monkeypatch.setattr(accuracy.federation, "run_row", None)
+    again = accuracy.run_benchmark(of, BenchOptions(device="cpu", pieces=file))
     assert first.rows == again.rows
     assert [row["name"] for row in again.rows] == ["scratch, random", "scratch, locked", "scratch, fixed"]
     assert [{k: row[k] for k in ("metrics", "curve")} for row in whole.rows] == [
@@ -64,7 +64,7 @@ def test_a_table_in_pieces_is_the_one_at_once(tmp_path, monkeypatch):
     ]
     assert again.files["png"].startswith(b"\x89PNG")
     assert again.verdicts[-1].startswith("Trainings: 3 of 3; by commit: 3 of ")
-    assert {line["base"] for line in resumable_rows.kept(file)} == {"scratch"}
+    assert {line["base"] for line in resumable_rows.read_pieces(file)} == {"scratch"}
     json.dumps(again.rows)
 
 
@@ -94,7 +94,7 @@ def test_a_claim_that_is_wrong_does_not_hold():
 def test_a_row_has_values_by_seed_a_curve_and_counts_beside_their_law():
     counts = (0.1, 0.2, 0.7)
     of = settings(test_rows=ROWS)
-    (row,) = accuracy.outcome([piece("random", seed, 200 + 4 * seed, counts) for seed in range(2)], of, 2).rows
+    (row,) = accuracy.build_outcome([piece("random", seed, 200 + 4 * seed, counts) for seed in range(2)], of, 2).rows
     assert row["metrics"]["accuracy"]["seeds"] == [50.0, 51.0]
     assert [point["mean"] for point in row["curve"]] == [10.0, 20.0, 50.5]
     assert row["metrics"]["entries moved"]["mean"] == pytest.approx((0.2 + 2 * 0.7) / 2)
@@ -113,6 +113,6 @@ def test_counts_that_another_method_s_law_fits_better_are_said():
 
 
 def test_a_table_without_a_piece_says_so():
-    found = accuracy.outcome([], settings(), 3)
+    found = accuracy.build_outcome([], settings(), 3)
     assert (found.rows, found.files) == ([], {})
     assert found.verdicts == ["Trainings: 0 of 3; by commit: none."]

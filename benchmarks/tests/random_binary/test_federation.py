@@ -22,7 +22,7 @@ BASES = {
 @pytest.fixture
 def begun():
     of, vit = settings(bases=BASES), section()
-    return {base: federation.start(of, vit, base, 0, BenchOptions(device="cpu")) for base in BASES}, of, vit
+    return {base: federation.prepare_start(of, vit, base, 0, BenchOptions(device="cpu")) for base in BASES}, of, vit
 
 
 def test_bases_differ_as_they_say(begun):
@@ -57,15 +57,20 @@ def test_a_base_may_start_from_a_folder_of_weights_under_a_head_of_its_own(tmp_p
     trained = saved(tmp_path / "trained-vit")
     named = {"seeds": 1, "members": 8, "methods": ["random"], "task.model": "trained-vit"}
     of = settings(bases={"named": named, "scratch": {"seeds": 1, "members": 8, "methods": ["random"]}})
-    assert [need.name for need in accuracy.needs(of)] == ["noise", "trained-vit"]
+    assert [need.name for need in accuracy.list_requirements(of)] == ["noise", "trained-vit"]
     found, scratch = (
-        federation.start(of, section(), base, 0, BenchOptions(device="cpu")).weights for base in of["bases"]
+        federation.prepare_start(of, section(), base, 0, BenchOptions(device="cpu")).weights for base in of["bases"]
     )
     assert found.keys() == scratch.keys() == trained.keys()
     for name, w in found.items():
         assert torch.equal(w, (scratch if name.startswith("classifier.") else trained)[name]), name
-    row = federation.row(
-        of, section(), METHODS["random"], federation.start(of, section(), "named", 0, BenchOptions()), 0, BenchOptions()
+    row = federation.run_row(
+        of,
+        section(),
+        METHODS["random"],
+        federation.prepare_start(of, section(), "named", 0, BenchOptions()),
+        0,
+        BenchOptions(),
     )
     assert len(row["curve"]) == 3
 
@@ -76,16 +81,16 @@ def test_a_folder_with_another_model_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"task.model trained-vit: expected the model of the preset, vit\..+ found \("
     ):
-        federation.start(of, section(), "named", 0, BenchOptions(device="cpu"))
+        federation.prepare_start(of, section(), "named", 0, BenchOptions(device="cpu"))
 
 
 @pytest.mark.long
 def test_a_row_has_a_point_an_epoch_and_counts_by_the_law(begun):
     starts, of, vit = begun
     for name, others in {"random": "locked", "locked": "random"}.items():
-        found = federation.row(of, vit, METHODS[name], starts["scratch"], 0, BenchOptions(device="cpu"))
+        found = federation.run_row(of, vit, METHODS[name], starts["scratch"], 0, BenchOptions(device="cpu"))
         assert len(found["curve"]) == 3
-        right = federation.unpacked(found["right"], 12)
+        right = federation.unpack_correct(found["right"], 12)
         assert sum(right) / 12 == pytest.approx(found["curve"][-1], abs=1e-3)
         assert sum(found["counts"]) == pytest.approx(1)
         assert accuracy._distance(found["counts"], accuracy._law(of, name)) < 0.03
@@ -94,7 +99,7 @@ def test_a_row_has_a_point_an_epoch_and_counts_by_the_law(begun):
 
 def test_of_a_fixed_position_nothing_moves(begun):
     starts, of, vit = begun
-    found = federation.row(of, vit, METHODS["fixed"], starts["scratch"], 0, BenchOptions(device="cpu"))
+    found = federation.run_row(of, vit, METHODS["fixed"], starts["scratch"], 0, BenchOptions(device="cpu"))
     tensors = starts["scratch"].weights
     hidden = sum(w.numel() for n, w in tensors.items() if "position_embeddings" in n)
     assert found["counts"][0] == pytest.approx(hidden / sum(w.numel() for w in tensors.values()), abs=1e-4)
@@ -107,10 +112,10 @@ def test_bits_come_back_in_order():
 
     right = [True, False, False, True, True, False, True, False, True, False]
     packed = base64.b64encode(np.packbits(right).tobytes()).decode()
-    assert federation.unpacked(packed, 10) == [100.0 * bit for bit in right]
+    assert federation.unpack_correct(packed, 10) == [100.0 * bit for bit in right]
 
 
 def test_too_few_pictures_are_named():
     asked = settings(bases={"scratch": {"seeds": 1, "members": 13}})
     with pytest.raises(ConfigError, match="expected 13 rows, found 12"):
-        federation.start(asked, section(), "scratch", 0, BenchOptions(device="cpu"))
+        federation.prepare_start(asked, section(), "scratch", 0, BenchOptions(device="cpu"))

@@ -28,7 +28,7 @@ def test_a_panel_a_base_and_one_of_counts_which_all_show_what_they_are_given():
         [shown("scratch", "random", 30.0, LAWS["locked"]), fixed],
         [random, shown("scratch", "fixed", 25.0, [1.0, 0.0, 0.0])],
     ]
-    drawn = [figures.drawn(table, LAWS) for table in tables]
+    drawn = [figures.draw_figure(table, LAWS) for table in tables]
     sizes = [Image.open(io.BytesIO(each)).size for each in drawn]
     assert sizes[0][0] / 2 == sizes[1][0] / 3
     assert len(set(drawn[:4])) == 4
@@ -40,8 +40,10 @@ def test_counts_are_those_of_the_base_with_the_most_methods_that_have_a_law():
     """Also where a base with fewer stands before it: there R = 0.2, 0.8 and locked masks lay undrawn."""
     first = shown("position", "random", 90.0, LAWS["random"])
     random, locked = (shown("scratch", name, 30.0, counts) for name, counts in LAWS.items())
-    whole = figures.drawn([first, random, locked], LAWS)
-    assert figures.drawn([first | {"counts": [1.0, 0.0, 0.0]}, random, locked], LAWS) == whole
-    assert figures.drawn([first, random, locked | {"counts": [0.4, 0.0, 0.6]}], LAWS) != whole
+    whole = figures.draw_figure([first, random, locked], LAWS)
+    assert figures.draw_figure([first | {"counts": [1.0, 0.0, 0.0]}, random, locked], LAWS) == whole
+    assert figures.draw_figure([first, random, locked | {"counts": [0.4, 0.0, 0.6]}], LAWS) != whole
     fixed = shown("scratch", "fixed", 25.0, [0.0, 0.0, 1.0])  # has no law
-    assert figures.drawn([first | {"counts": [1.0, 0.0, 0.0]}, fixed], LAWS) != figures.drawn([first, fixed], LAWS)
+    assert figures.draw_figure([first | {"counts": [1.0, 0.0, 0.0]}, fixed], LAWS) != figures.draw_figure(
+        [first, fixed], LAWS
+    )

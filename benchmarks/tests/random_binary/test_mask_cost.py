@@ -19,8 +19,8 @@ def test_masking_measures_each_step():
 @pytest.mark.parametrize("copies,verdict", [(2.9, "held"), (3.1, "NOT HELD")])
 def test_on_a_gpu_the_bound_is_three_copies(monkeypatch, copies, verdict):
     rates = {"GB/s": [2.0], "copies": [copies], "draw copies": [0.5], "pack copies": [1.0], "unpack copies": [1.25]}
-    monkeypatch.setattr(mask_cost.seeds, "run", lambda *_: [{"R = 0.2": rates, "copy": {"GB/s": [9.0]}}])
-    on_cpu, on_gpu = (mask_cost.run({"repeats": 1}, BenchOptions(device=d)).verdicts for d in ("cpu", "cuda"))
+    monkeypatch.setattr(mask_cost.seeds, "run_seeds", lambda *_: [{"R = 0.2": rates, "copy": {"GB/s": [9.0]}}])
+    on_cpu, on_gpu = (mask_cost.run_benchmark({"repeats": 1}, BenchOptions(device=d)).verdicts for d in ("cpu", "cuda"))
     assert len(on_cpu) == 1
     assert on_gpu[1] == (
         "R = 0.2, in copies of the gradient on the GPU: drawn 0.50, packed 1.00, unpacked 1.25, together "

@@ -14,8 +14,8 @@ from fedveil_bench.random_binary import position_task
 
 def test_a_picture_is_faint_and_has_a_square_whose_cell_is_the_label():
     task = bare_task()
-    examples = list(task.examples(data.folder("noise"), "train"))
-    found = position_task.marked(examples, 3, 4, 5)
+    examples = list(task.examples(data.find_data_folder("noise"), "train"))
+    found = position_task.mark_positions(examples, 3, 4, 5)
     for example, before in zip(found, examples, strict=True):
         pixels = np.array(images.decode_image(images.image_bytes(example, "image"), "", "RGB")).astype(int)
         cells = pixels.reshape(4, 2, 4, 2, 3).transpose(0, 2, 1, 3, 4).reshape(16, 4, 3)
@@ -28,8 +28,8 @@ def test_a_picture_is_faint_and_has_a_square_whose_cell_is_the_label():
 
 
 def test_labels_are_those_of_the_seed_and_no_other():
-    examples = list(bare_task().examples(data.folder("noise"), "train"))
-    labels = [[e.values["label"] for e in position_task.marked(examples, 3, 4, seed)] for seed in (1, 1, 2)]
+    examples = list(bare_task().examples(data.find_data_folder("noise"), "train"))
+    labels = [[e.values["label"] for e in position_task.mark_positions(examples, 3, 4, seed)] for seed in (1, 1, 2)]
     assert labels[0] == labels[1] != labels[2]
 
 
@@ -37,8 +37,8 @@ def test_without_positions_no_order_of_patches_changes_an_answer():
     """With them one does."""
     task = bare_task()
     weights = task.initial(rng.initial_stream(3, "weights"))
-    examples = list(task.examples(data.folder("noise"), "train"))
-    rows = task.encode(position_task.marked(examples, 3, 4, 5)[:6])
+    examples = list(task.examples(data.find_data_folder("noise"), "train"))
+    rows = task.encode(position_task.mark_positions(examples, 3, 4, 5)[:6])
     pixels = torch.stack([row.pixels() for row in rows])
     moved = pixels.roll((2, 4), (2, 3))  # by whole patches
     assert not torch.equal(pixels, moved)

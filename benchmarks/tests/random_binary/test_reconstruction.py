@@ -77,7 +77,7 @@ def judged(expect: str, values: Sequence[float], means: Sequence[float] = (11.0,
         return resampling.over_seeds([ResampledMetric(v, np.full(resampling.REPLICATES, v), 3) for v in each])
 
     figures = {"it": {"psnr": figure(values)}, "mean image, vit": {"psnr": figure(means)}}
-    return reconstruction.verdicts([{"name": "it", "model": "vit", "expect": expect}], figures)
+    return reconstruction.list_verdicts([{"name": "it", "model": "vit", "expect": expect}], figures)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_a_search_succeeds_or_fails_as_a_whole(expect, read, word):
     """On a seed where one image of the batch is read, some of it is: half of them here, and of dB nothing is asked."""
     recovered = [0.5] * read + [0.0] * (12 - read)
     of_case = {
-        metric: resampling.over_seeds([resampling.fixed(v) for v in values])
+        metric: resampling.over_seeds([resampling.from_constant(v) for v in values])
         for metric, values in {"recovered": recovered, "psnr": [math.nan] * 12}.items()
     }
     cases = [{"name": "it", "model": "vit", "expect": expect, "share": 0.5}]
-    said, _ = reconstruction.verdicts(cases, {"it": of_case})
+    said, _ = reconstruction.list_verdicts(cases, {"it": of_case})
     assert said.endswith(f": {word}")
     assert f"read on {read} of 12 seeds, in a share of {read / 12:.2f} [" in said
 
@@ -133,9 +133,9 @@ def test_the_mean_image_leaves_out_the_images_of_every_seed(monkeypatch):
         asked.update(settings)
         raise ConfigError("enough")
 
-    monkeypatch.setattr(reconstruction.seeds, "run", answered)
+    monkeypatch.setattr(reconstruction.seeds, "run_seeds", answered)
     with pytest.raises(ConfigError, match="enough"):
-        reconstruction.run({"cases": [], "seeds": 2}, BenchOptions(seeds=5))
+        reconstruction.run_benchmark({"cases": [], "seeds": 2}, BenchOptions(seeds=5))
     assert asked["seeds"] == 5
 
 
@@ -166,9 +166,11 @@ def test_a_case_with_seeds_has_the_first_so_many(monkeypatch, tmp_path):
         "cases": [case("direct"), costly],
     }  # fmt: skip
     monkeypatch.setattr(
-        reconstruction.seeds, "run", lambda _, given, how: [reconstruction.of_seed(given, seed, how) for seed in (1, 2)]
+        reconstruction.seeds,
+        "run_seeds",
+        lambda _, given, how: [reconstruction.of_seed(given, seed, how) for seed in (1, 2)],
     )
-    rows = {row["name"]: row for row in reconstruction.run(settings, BenchOptions()).rows}
+    rows = {row["name"]: row for row in reconstruction.run_benchmark(settings, BenchOptions()).rows}
     assert {name: len(row["metrics"]["read"]["seeds"]) for name, row in rows.items()} == {
         "mean image, vit": 2, case("direct")["name"]: 2, "costly": 1,
     }  # fmt: skip

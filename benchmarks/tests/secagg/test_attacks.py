@@ -30,7 +30,7 @@ PICTURES = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("same_masks")
 def test_membership_shows_where_no_mask_is_left_and_nowhere_else():
-    found = on_texts.figures(TEXTS, 0, BenchOptions())
+    found = on_texts.measure_alignment(TEXTS, 0, BenchOptions())
     assert set(found) == {*SEEN, on_texts.WRONG}
     for attack in ("alignment", "calibrated"):
         area = {name: figures[attack].value for name, figures in found.items()}
@@ -45,7 +45,7 @@ def test_membership_shows_where_no_mask_is_left_and_nowhere_else():
 def test_pictures_come_back_where_no_mask_is_left_and_nowhere_else(tmp_path, monkeypatch):
     write(tmp_path)
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
-    found, shown = on_pictures.values(PICTURES, 0, BenchOptions())
+    found, shown = on_pictures.measure_psnr(PICTURES, 0, BenchOptions())
     assert set(found) == {*SEEN, on_pictures.MEAN}
     for attack in ("direct inversion", "gradient matching"):
         psnr = {name: np.mean(of_row[attack]) for name, of_row in found.items()}
@@ -61,8 +61,8 @@ def test_pictures_come_back_where_no_mask_is_left_and_nowhere_else(tmp_path, mon
     [(0.52, 0.7, "won"), (0.45, 0.58, "lost"), (0.3, 0.4, "lost"), (0.45, 0.62, "not decided")],
 )
 def test_a_figure_is_judged_by_its_interval(low, high, verdict):
-    said_ = attacks.judged(between(low, high), resampling.fixed(0.5), 0.1)
-    assert verdicts.words([said_]) == [verdict]
+    said_ = attacks.judge_attack(between(low, high), resampling.from_constant(0.5), 0.1)
+    assert verdicts.decide_words([said_]) == [verdict]
 
 
 def between(low: float, high: float) -> ResampledMetric:
@@ -78,7 +78,7 @@ def said(**changed: ResampledMetric) -> list[str]:
     won, lost = between(0.9, 0.95), between(0.45, 0.55)
     figures = {name: lost if name in HIDDEN else won for name in SEEN} | {on_texts.WRONG: lost}
     figures |= {name.replace("_", " "): figure for name, figure in changed.items()}
-    return attacks.verdicts({"alignment": figures}, PRESET)
+    return attacks.list_verdicts({"alignment": figures}, PRESET)
 
 
 def test_verdicts_say_what_hides_what_shows_and_what_stays():
@@ -103,32 +103,32 @@ def test_an_attack_says_something_where_it_wins_beyond_the_margin(name, low, hig
 )
 def test_a_wrong_site_that_is_won_is_no_lost_control(low, high, stand):
     figures = {name: between(0.9, 0.95) for name in SEEN} | {on_texts.WRONG: between(low, high)}
-    assert f": {stand}" in attacks.verdicts({"alignment": figures}, PRESET)[0]
+    assert f": {stand}" in attacks.list_verdicts({"alignment": figures}, PRESET)[0]
 
 
 def test_pictures_are_won_beside_the_mean_picture():
     mean = between(11.0, 12.0)
     for clear, stand in ((between(60.0, 70.0), "they stand"), (between(11.0, 12.0), "NOT HELD")):
         figures = {name: between(60.0, 70.0) for name in SEEN} | {"clear": clear, on_pictures.MEAN: mean}
-        assert f"mean picture 11.5 [11.0, 12.0] dB: {stand}" in attacks.verdicts({"direct": figures}, PRESET)[0]
+        assert f"mean picture 11.5 [11.0, 12.0] dB: {stand}" in attacks.list_verdicts({"direct": figures}, PRESET)[0]
 
 
 def test_controls_of_all_attacks_are_corrected_together():
     """Each attack's alone stand."""
     near = {name: between(0.63, 0.77) for name in SEEN} | {on_texts.WRONG: between(0.43, 0.57)}
-    assert "they stand" in attacks.verdicts({"a": near}, PRESET)[0]
-    together = attacks.verdicts({f"a{i}": near for i in range(9)}, PRESET)
+    assert "they stand" in attacks.list_verdicts({"a": near}, PRESET)[0]
+    together = attacks.list_verdicts({f"a{i}": near for i in range(9)}, PRESET)
     assert all("not decided" in each for each in together if "controls" in each)
 
 
 def test_a_result_has_a_row_for_each_view_and_a_sheet(monkeypatch):
-    lost = resampling.fixed(0.5, 9)
+    lost = resampling.from_constant(0.5, 9)
     texts = {name: {"alignment": lost.to_json()} for name in (*SEEN, on_texts.WRONG)}
     pictures = {name: {"direct inversion": [9.0, 12.0]} for name in (*SEEN, on_pictures.MEAN)}
     answer = {"texts": texts, "pictures": pictures, "sheet": base64.b64encode(b"png").decode()}
-    monkeypatch.setattr(attacks.seeds, "run", lambda *_: [answer, answer])
+    monkeypatch.setattr(attacks.seeds, "run_seeds", lambda *_: [answer, answer])
     settings = {**PRESET, "pictures": dict(PRESET["pictures"])}
-    outcome = attacks.run(settings, BenchOptions(seeds=2))
+    outcome = attacks.run_benchmark(settings, BenchOptions(seeds=2))
     assert settings["pictures"]["most_seeds"] == 2
     assert [row["name"] for row in outcome.rows] == [*SEEN, on_texts.WRONG, on_pictures.MEAN]
     assert outcome.rows[0]["metrics"]["direct inversion"]["n"] == 4
@@ -142,8 +142,8 @@ def test_a_result_has_a_row_for_each_view_and_a_sheet(monkeypatch):
 def test_a_seed_answers_with_a_sheet_to_look_at(monkeypatch, tmp_path):
     write(tmp_path)
     monkeypatch.setenv("FEDVEIL_DATA", str(tmp_path))
-    figures = {"clear": {"alignment": resampling.fixed(0.5)}}
-    monkeypatch.setattr(attacks.on_texts, "figures", lambda *_: figures)
+    figures = {"clear": {"alignment": resampling.from_constant(0.5)}}
+    monkeypatch.setattr(attacks.on_texts, "measure_alignment", lambda *_: figures)
     quick = {**PICTURES, "matching": {**PICTURES["matching"], "iterations": 1}}
     answer = attacks.of_seed({"texts": {}, "pictures": quick}, 0, BenchOptions())
     sheet = Pillow.open(io.BytesIO(base64.b64decode(answer["sheet"])))
