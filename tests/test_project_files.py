@@ -78,6 +78,13 @@ def test_the_index_of_the_documentation_says_nothing_twice():
     assert [row for row in set(rows) if rows.count(row) > 1] == []
 
 
+def test_the_contents_of_the_documentation_name_each_page_once():
+    """Sphinx refuses the site otherwise, minutes later."""
+    contents = re.findall(r"^[a-z][\w/-]*$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    assert "extend/command" in contents
+    assert [page for page in set(contents) if contents.count(page) > 1] == []
+
+
 LOCK = {file.stem: file.read_text() for file in sorted((ROOT / "lock").glob("*.txt"))}
 COMMANDS = [
     *(ROOT / name for name in ("Makefile", "README.md", "CONTRIBUTING.md", ".ci/run", "docker/Dockerfile")),
