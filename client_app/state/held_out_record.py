@@ -4,9 +4,9 @@
                                           "files": {FILE: rows}, "rows": digest, "scores": {FLOWER RUN: 3}}}}
 
 The first run that asks this site for scores of a data set fixes the part, the key of the draw and the rows. A server
-that could choose them anew would get the mean loss of two sets that differ by one row, and so that row's loss.
+that could choose others later would get the mean losses of two sets that differ by one row, and so that row's loss.
 
-| a later run or turn asks for ... | trained on | scores |
+| a later run or client round asks for ... | trained on | scores |
 |---|---|---|
 | the same part, and the same rows are drawn | the rows that are not held out | up to `max-scores` in a Flower run |
 | another part of the data set | the same rows | none: OTHER_PART |
@@ -69,7 +69,7 @@ class HeldOutChoice:
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """What a turn may do with held-out rows.
+    """The held-out rows of one client round, and whether they may be scored.
 
     Attributes:
         indices: places of the rows that are held out; empty if none is.

@@ -20,6 +20,8 @@ def test_a_flower_run_is_bound_to_the_name_of_its_first_instruction(tmp_path):
 def test_a_resumed_run_has_another_flower_run_and_the_same_name(tmp_path):
     for flower_run in (7, 2**64 - 1):
         flower_runs.bind_flower_run(tmp_path, flower_run, "first")
+    bound = {file.name: file.read_text() for file in (tmp_path / flower_runs.FOLDER).iterdir()}
+    assert bound == {"7": "first", str(2**64 - 1): "first"}
 
 
 def test_a_file_that_cannot_be_read_is_an_error_in_words(tmp_path):
