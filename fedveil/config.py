@@ -303,7 +303,7 @@ class CohortConfig(ConfigSection):
 
 
 class AggregateConfig(ConfigSection):
-    """How a round's uploads are aggregated.
+    """The aggregation of a round's uploads.
 
     `mean` is weighted with the examples. The others count every site alike and hold all uploads of a round in memory:
     `median` and `trimmed` work entry by entry, `multi-krum` leaves whole uploads out.

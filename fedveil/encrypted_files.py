@@ -53,7 +53,7 @@ _CHUNK_BYTES = 1 << 20
 @final
 @dataclass(frozen=True)
 class FileSeal:
-    """How files are kept: sealed under a key, or in the clear where there is none.
+    """The encryption of files: sealed under a key, or in the clear if there is none.
 
     Attributes:
         key: 32 bytes; None = in the clear.

@@ -115,6 +115,8 @@ class ReceivedLossFilter(TrainerWrapper):
 
     def _filtered(self, trained: TrainingResult) -> TrainingResult:
         report = {name: value for name, value in trained.report.items() if name != RECEIVED_LOSS}
+        if not report.get("steps"):  # then it is the loss at the received weights under another name
+            report.pop("loss_trained", None)
         if self._tells and held_out_report.LOSS in report:
             report[RECEIVED_LOSS] = report[held_out_report.LOSS]
         return replace(trained, report=report)

@@ -198,6 +198,14 @@ def test_no_loss_of_rows_that_are_trained_on_is_reported(turn, tells, held_out, 
     assert report["loss_trained"] == 0.25
 
 
+def test_a_training_without_a_step_reports_no_loss_under_another_name(monkeypatch):
+    trainer = Reporting({}, 4)
+    real = trainer.train
+    no_steps = {"steps": 0.0, "loss_received": 7.0, "loss_trained": 7.0}
+    monkeypatch.setattr(trainer, "train", lambda *given: replace(real(*given), report=no_steps))
+    assert ReceivedLossFilter(trainer, False).train({}).report == {"steps": 0.0}
+
+
 def test_a_part_of_the_rows_is_read_as_a_list_is():
     chosen = ExampleSubset([f"row {i}" for i in range(10)], [1, 4, 7, 9])
     assert len(chosen) == 4
