@@ -18,7 +18,7 @@ from fedveil.guard import poll_backoff
 from fedveil.sanitize import sanitize
 
 NODE_CONFIG = "node-config.toml"
-_PATHS = ("data", "key-file", "policy", "signing-key", "state-dir")
+_PATHS = ("data", "instruction-keys", "key-file", "policy", "signing-key", "state-dir")
 
 
 class StartupKit(BaseModel):
