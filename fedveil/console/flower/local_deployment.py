@@ -20,7 +20,7 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -116,6 +116,8 @@ class LocalDeployment:
         self.processes = ProcessGroup(self.folder / "logs")
         self._status_files: dict[int, tuple[Path, float]] = {}
         self._log_starts: dict[str, int] = {}
+        self._signers: SiteSigners | None = None
+        self._nodes: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -254,7 +256,15 @@ class LocalDeployment:
             if file.parent == self.folder / "keys":  # else the site's own
                 write_atomic(file, os.urandom(crypto.KEY_BYTES))
             signers[name] = SiteSigner("", instruction_key_files.public_key(file), "registered", True)
-        content = SiteSigners(federation, len(guarded) == len(self.sites), signers).to_bytes()
+        self._signers = SiteSigners(federation, len(guarded) == len(self.sites), signers)
+        write_atomic(instruction_key_files.signers_file(self.folder), self._signers.to_bytes())
+
+    def _list_nodes(self) -> None:
+        """Add the number of each site's node to signers.json, once all are registered."""
+        if self._signers is None:
+            return
+        sites = {name: replace(signer, node=self._nodes[name]) for name, signer in self._signers.sites.items()}
+        content = replace(self._signers, sites=sites).to_bytes()
         write_atomic(instruction_key_files.signers_file(self.folder), content)
 
     def _signing_key(self, name: str) -> Path:
@@ -291,9 +301,11 @@ class LocalDeployment:
                     f"{late}: not online within {self._start_timeout:.0f} s; its log ends: {self.processes.tail(late)}"
                 )
             time.sleep(0.1)
+        self._list_nodes()
 
     def _register(self, name: str) -> str:
         command = ["flwr", "supernode", "register", f"{self._key(name)}.pub", CONNECTION, "--name", name]
+        command += ["--format", "json"]
         self.processes.start(f"register-{name}", command, self._env(), cwd=self.folder / "flower")
         return name
 
@@ -301,7 +313,16 @@ class LocalDeployment:
         code = self.processes.ended(f"register-{name}")
         if code:
             raise LaunchError(f"{name}: its key was not registered: {self.processes.tail(f'register-{name}')}")
+        if code == 0:
+            self._nodes[name] = self._node_number(name)
         return code == 0
+
+    def _node_number(self, name: str) -> str:
+        """Return Flower's number of a site's node, from the answer to its registration."""
+        answer = self.processes.log(f"register-{name}").read_text(errors="replace")
+        if not (number := re.search(r'"node-id": *"?(\d{1,20})"?', answer)):
+            raise LaunchError(f"{name}: expected the number of its node, found {answer.strip()[-300:]!r}")
+        return number[1]
 
     # Parts
 
