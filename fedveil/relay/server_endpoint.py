@@ -15,7 +15,7 @@ server takes it for the site. It sees what the server sees, so it belongs on the
 | a reply to no order that is open | refused |
 | a reply that was taken, or a second one to its order | it is not taken again |
 | a reply to a run that has ended | it is thrown away, and said |
-| whatever the site's SuperNode wrote beside upload, reason and anchor | it is not in the letter (message_body.py) |
+| anything else that the site's SuperNode wrote than upload, reason, anchor and signature | it is not in the letter |
 """
 
 from __future__ import annotations
@@ -253,7 +253,8 @@ def _message(reply: RelayReply, to: Message) -> Message:
     """The relay's own message with what the letter has, as the guard would have sent it."""
     if reply.code:
         return Message(Error(reply.code, reply.reason), reply_to=to)
-    return replies.check_upload_reply(list(chunking.slice_message([reply.upload])), reply.log, to)
+    slices = list(chunking.slice_message([reply.upload]))
+    return replies.check_upload_reply(slices, reply.log, to, reply.signature_record)
 
 
 def main(settings: str) -> None:

@@ -97,10 +97,8 @@ def resolve_site(
     both = {**about, **given}
     wired = "superlink" in need
     node = _node(given, kit_reader.node_config(kit) if kit else SiteConfig(), str(both["name"]), permit_everything)
-    if not wired and "signing-key" not in given:
-        node = node.model_copy(update={"signing_key": ""})  # for secure aggregation, which such a site cannot join
-    if not wired and "instruction-keys" not in given:
-        node = node.model_copy(update={"instruction_keys": ""})  # a relay carries no signatures
+    if not wired and "signing-key" not in given and not Path(node.signing_key).is_file():
+        node = node.model_copy(update={"signing_key": ""})  # its guard refuses instructions that it could not answer
     ca, key, poll = (
         Path(both.get("ca", "")),
         Path(both.get("key", "")),

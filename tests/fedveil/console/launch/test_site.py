@@ -130,14 +130,15 @@ def test_instruction_keys_that_cannot_be_used_are_named_before_anything_is_start
     assert tomllib.loads((kit / "state" / "north.toml").read_text())["instruction-keys"] == str(other)
 
 
-def test_a_site_without_a_connection_pins_no_instruction_keys(kit, capsys):
+def test_a_site_behind_a_relay_keeps_the_keys_that_it_signs_with(kit, capsys):
     relayed = site_start.resolve_site({}, kit, False, need=("name",))
-    assert (relayed.node.instruction_keys, relayed.node.signing_key) == ("", "")
-    named = {"instruction-keys": str(kit / "instruction-keys.toml")}
-    assert site_start.resolve_site(named, kit, False, need=("name",)).node.instruction_keys == named["instruction-keys"]
+    assert relayed.node.instruction_keys == str(kit / "instruction-keys.toml")
+    assert relayed.node.signing_key == str(kit / "keys" / "signing.key")
+    (kit / "keys" / "signing.key").unlink()
+    unsigned = site_start.resolve_site({}, kit, False, need=("name",))
+    assert unsigned.node.signing_key == ""  # its guard refuses every instruction
+    assert unsigned.node.instruction_keys == relayed.node.instruction_keys
     site_start.require_policy(relayed.node)
-    assert "requires signed instructions, but the site has no instruction keys" in capsys.readouterr().out
-    site_start.require_policy(site_start.resolve_site({}, kit, False).node)
     assert "requires signed instructions" not in capsys.readouterr().out
 
 
