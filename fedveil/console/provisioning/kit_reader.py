@@ -65,6 +65,11 @@ def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
     return parse_site(content)
 
 
+def names_instruction_keys(file: Path) -> bool:
+    """Return whether a node config names the server's instruction keys. Raises ConfigError."""
+    return bool(_toml(file).get("instruction-keys"))
+
+
 def _toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())

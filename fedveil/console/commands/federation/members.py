@@ -133,7 +133,7 @@ def _kit(args: argparse.Namespace) -> int:
     members.mark_signing(args.site)
     print(f"{args.site}: the start-up kit is {file}")
     print(f"instruction keys in it: {instruction_key_files.keys_fingerprint(keys.keys)}")
-    print(f"a site that has a kit takes {INSTRUCTION_KEYS} from it: {_trust(keys)}")
+    print(f"a site that has a kit takes only {INSTRUCTION_KEYS} from it: {_trust(keys)}")
     if new:
         print(f"{args.site}: from now on its replies must be signed: have it do so before the next run")
         _remind_of_start(args.folder)
@@ -153,7 +153,7 @@ def _write_kit(folder: Path, federation: FederationFile, site: str, keys: Instru
 def _trust(keys: InstructionKeys) -> str:
     """Return the command with which a site takes these keys."""
     fingerprint = instruction_key_files.keys_fingerprint(keys.keys)
-    return f"fedveil site trust {INSTRUCTION_KEYS} --kit . --fingerprint {fingerprint}"
+    return f"fedveil site trust NEW-FILE --kit . --fingerprint {fingerprint}"
 
 
 def _remind_of_start(folder: Path) -> None:

@@ -225,7 +225,7 @@ def test_a_renewal_makes_the_standby_key_the_current_one_and_writes_kits_again(f
     assert members.federation_id == old.federation_id
     pinned = InstructionKeys.from_file(unpacked(federation) / "instruction-keys.toml")
     assert pinned.keys == members.instruction_keys
-    assert f"fedveil site trust instruction-keys.toml --kit . --fingerprint {keys_fingerprint(pinned.keys)}" in output
+    assert f"fedveil site trust NEW-FILE --kit . --fingerprint {keys_fingerprint(pinned.keys)}" in output
     assert "1 kits written again" in output
     assert (kits / "south.tar.gz").read_bytes() == south  # it was revoked
     for file in (current_file(federation), standby_file(federation)):
