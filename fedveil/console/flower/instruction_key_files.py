@@ -2,6 +2,7 @@
 
     FOLDER/server/instruct/instruction.key   the current private key, 32 bytes: for the process that runs the ServerApp
            server/roster/signers.json        the sites' public signing keys and states: for the same process
+           server/instruct/bundles.toml      optional: what may run there (fedveil/guard/permitted_bundles.py)
            ca/instruction-standby.key        the next private key; move it off this machine together with ca.key
 
 A site's kit has both public keys (fedveil/federation/message_signatures/key_files.py).
@@ -18,6 +19,7 @@ from pathlib import Path
 from fedveil.encrypted_files import read_key_file
 from fedveil.federation.message_signatures.key_files import SIGNERS
 from fedveil.federation.secagg import crypto
+from fedveil.guard import permitted_bundles
 from fedveil.paths import private_folder
 from fedveil.records.atomic_files import write_atomic
 
@@ -41,9 +43,13 @@ def signers_file(folder: Path) -> Path:
 
 
 def signing_environment(folder: Path) -> dict[str, str]:
-    """Return what the SuperExec hands to the ServerApp's process so that it signs; {} if a file is missing."""
+    """Return what the SuperExec hands to the ServerApp's process: the files with which it signs, if both exist.
+
+    Also the list of permitted bundles, which takes effect for the next run when a person writes it.
+    """
     files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)}
-    return {name: str(file) for name, file in files.items()} if all(map(Path.is_file, files.values())) else {}
+    present = {name: str(file) for name, file in files.items()} if all(map(Path.is_file, files.values())) else {}
+    return {**present, permitted_bundles.VARIABLE: str(current_file(folder).with_name("bundles.toml"))}
 
 
 def keys_fingerprint(public: Sequence[str]) -> str:

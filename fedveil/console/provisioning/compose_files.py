@@ -106,6 +106,7 @@ name: fedveil-{project}-server
       <<: *environment
       FEDVEIL_INSTRUCTION_KEY: /instruct/instruction.key
       FEDVEIL_SIGNERS: /roster/signers.json
+      FEDVEIL_BUNDLES: /instruct/bundles.toml     # optional: the bundles that may run here
     volumes:                  # not the server's key
       - ./ca.crt:/server/ca.crt:ro
       - ./superexec-secret:/server/superexec-secret:ro

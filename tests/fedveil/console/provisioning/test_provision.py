@@ -161,6 +161,7 @@ def test_the_servers_compose_file_publishes_the_fleet_port_alone(federation):
     assert seers == ["serverapp"]
     assert not any(v.startswith((".:", "./:", "..:")) for v in services["superlink"]["volumes"])
     signing = {"FEDVEIL_INSTRUCTION_KEY": "/instruct/instruction.key", "FEDVEIL_SIGNERS": "/roster/signers.json"}
+    signing |= {"FEDVEIL_BUNDLES": "/instruct/bundles.toml"}
     assert services["serverapp"]["environment"] == services["superlink"]["environment"] | signing
     assert f"..:{federation}" in services["operator"]["volumes"]
 
