@@ -93,6 +93,7 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
 | make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
+| take new keys of the server | `fedveil site trust FILE --kit . --fingerprint SHA256:...`, then step 3 again |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
 
