@@ -227,8 +227,7 @@ def require_policy(node: SiteConfig) -> None:
     if policy.requires_signed_instructions(node) and not node.instruction_keys:
         print(
             f"site {node.site}: {file} requires signed instructions, but the site has no instruction keys to verify "
-            "them with: every run is refused; name instruction-keys.toml of the kit with --instruction-keys. A relay "
-            "carries no signatures: behind one, set require-signed-instructions = false",
+            "them with: every run is refused; name instruction-keys.toml of the kit with --instruction-keys",
             flush=True,
         )
     if strange := policy_checks.unknown_names(policy):
