@@ -1,4 +1,4 @@
-"""`fedveil site`: makes a site's keys, takes the server's, runs and shows the site, encrypts or purges data.
+"""`fedveil site`: makes a site's keys, runs and shows it, encrypts or purges data.
 
 A site runs Flower's SuperNode and a warm worker process that trains.
 """
