@@ -80,7 +80,7 @@ class ParticipationScores:
         return np.asarray(np.mean([each[rounds == round_].max(0) for round_ in np.unique(rounds)], 0))
 
     def truth(self, of: Mapping[str, str] | None = None) -> np.ndarray:
-        """Return true for each candidate in each update; `of` replaces a candidate by another site."""
+        """Return (turns, candidates), true if a candidate is in an update; with `of`, the site that it names is."""
         names = [(of or {}).get(name, name) for name in self.candidates]
         return np.array([[name in sites for name in names] for _, sites in self.turns])
 

@@ -3,15 +3,15 @@
     vector = for each name, sorted: the values' integers, row by row, and then the weights' | the examples
 
 A weight is a whole number: the number of examples, at most M, or 1. `Method.aggregate_shapes` gives the names and their
-numbers of weights, so both ends know them before anything is sent. A name that a site's method omits is sent as zeros,
-which hides who omitted it.
+numbers of weights, so both ends know them in advance. A name that a site's method omits is sent as zeros,
+which hides the omission.
 
 | case | result |
 |---|---|
 | a term under another name, of another shape, or with a mask of finer weights than declared | ConfigError at the site |
-| words in the clear that are not the payload's own | ConfigError: this method does not support secure aggregation |
+| clear scalars that are not the payload's own | ConfigError: this method does not support secure aggregation |
 | an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
-| sums whose weights honest sites cannot have sent (more than K M, masks of more than all examples) | WireError |
+| sums of weights that honest sites cannot send (more than K M, masks of more than all examples) | WireError |
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VectorSlot:
 
     @property
     def end(self) -> int:
-        """Return the position after its last weight."""
+        """Return the position after the slot's last weight."""
         return self.start + self.values + math.prod(self.weights_shape)
 
 
