@@ -35,7 +35,7 @@ def _there(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def self_test(device: torch.device) -> None:
-    """Run every kernel once. Raises the error that keeps one from working."""
+    """Run every kernel once. Raises the error of a kernel that does not work."""
     drawn = draw_mask(torch.zeros(2, 16, dtype=torch.int32, device=device), 128, 1, 100)
     values = torch.ones(100, dtype=torch.int16, device=device)
     unpack_masked(pack_masked(values, drawn), drawn, count_masked(drawn)[0])
@@ -45,7 +45,7 @@ def self_test(device: torch.device) -> None:
 
 @_there
 def draw_mask(states: Tensor, first: int, rest: int, count: int) -> Tensor:
-    """`chacha20.decide_bits` for `first` below 256 and at least one entry: (count,), bool."""
+    """Compute `chacha20.decide_bits` for `first` below 256 and at least one entry: (count,), bool."""
     programs = -(-count // _DRAWN)
     out = torch.empty(programs * _DRAWN // 4, dtype=torch.int32, device=states.device)
     tied = torch.empty(programs, dtype=torch.int32, device=states.device)
