@@ -12,8 +12,8 @@ factors in full precision and sends them quantised block by block; the clients t
 | eta | `server_rate` | step of the server |
 
     proxy   = Q(A_t), Q(B_t)                                                       (the same for every client)
-    A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, and B alike                 update = "delta"
-    A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, and B alike              update = "replace"
+    A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, likewise B                  update = "delta"
+    A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, likewise B               update = "replace"
 
 A client shares: the change that training made to the received LoRA factors. With it stays: nothing; the server keeps
 the exact factors, and sends them rounded to a few levels.

@@ -247,9 +247,7 @@ class FedQSN(Method):
             if name in sums:
                 moved = sums.moved(name)
                 moved = moved & veil.seen(name, visible_masks) if name in veil.masked else moved
-                aggregate = sums.take(
-                    name
-                )  # which becomes the new tensor, so that there is no third one beside the old
+                aggregate = sums.take(name)  # becomes the new tensor, so that no third copy is needed
                 aggregate = (aggregate.add_(old) if self._sends_change else aggregate).to(old.dtype)
                 new[name] = torch.where(moved, aggregate, old, out=aggregate)
         return FederatedState(new, server.scalars)

@@ -139,9 +139,7 @@ def what_is_learned(method: str) -> list[str]:
 
 
 def what_is_learned_in_sum(sentences: Sequence[str], server: str) -> list[str]:
-    """The sentences of `what_is_learned` for a run with secure aggregation: `server` in the place of what a server
-    learns otherwise, which follows as such.
-    """
+    """Return `what_is_learned` for a secure run: `server` replaces the server's sentences, which follow as contrast."""
     of_server = [sentence for sentence in sentences if sentence.startswith(_OF_SERVER)]
     clear = [f"Without secure aggregation it would be: {text.removeprefix(_OF_SERVER)}" for text in of_server]
     return [*(sentence for sentence in sentences if sentence not in of_server), _OF_SERVER + server, *clear]

@@ -13,7 +13,7 @@ from fedveil.contract.method import REPORT_FIELDS
 from fedveil.errors import WireError
 from fedveil.wire.header import GREATEST, PREFIX, printable_name, short_value
 
-# Of a header, beside its fields and scalars: keys, numbers, the names of method and layout.
+# Bytes of a header besides its fields and scalars: keys, numbers, the names of method and layout.
 _FIXED_CHARACTERS = 1024
 _NUMBER = 24  # maximum number of characters of a number in a header
 
