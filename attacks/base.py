@@ -119,7 +119,7 @@ class AdversaryView:
 
     @property
     def sites(self) -> list[str]:
-        """Names of the sites with an accepted upload, sorted."""
+        """Return the sorted names of the sites with an accepted upload."""
         return sorted({seen.site for seen in self._seen("up") if seen.accepted})
 
     def broadcasts(self, site: str | None = None) -> Iterator[ObservedMessage]:

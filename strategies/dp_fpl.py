@@ -224,7 +224,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return SummableNoise(self.noise_global, self.clip_global / batch, (self.noise_local,), self.sampling, True)
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """p_G."""
+        """Return p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:
             raise ConfigError(
                 f'adapter: expected one tensor "prompt" with {self.adapter.length} rows, found {dict(spec)}'
@@ -232,7 +232,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """p_G."""
+        """Return p_G."""
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(

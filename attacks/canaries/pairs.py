@@ -91,7 +91,7 @@ def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], c
             f"--pairs: expected {LEAST} to {MOST}, and at most half of the {len(rows)} rows, found {pairs}"
         )
     drawn = choice.sample(range(len(rows)), 2 * pairs)
-    # Each takes the target of the next; the last that of the first.
+    # Each takes the target of the one before; the first takes that of the last.
     swapped = {at: {**rows[at], column: rows[drawn[i - 1]][column]} for i, at in enumerate(drawn)}
     places, away = drawn[:pairs], drawn[pairs:]
     first, second = [swapped[at] for at in places], [swapped[at] for at in away]

@@ -57,7 +57,7 @@ class MaskedWeightsCodec:
 
     @property
     def columns(self) -> dict[str, int]:
-        """The number of columns of every masked layer, by layer name, sorted."""
+        """Return the number of columns of every masked layer, sorted by layer name."""
         return dict(sorted((p.columns, self.spec[n].shape[p.axis]) for n, p in self.masked.items()))
 
     def close(
@@ -90,7 +90,7 @@ class MaskedWeightsCodec:
         return fields
 
     def visible(self, payload: Payload) -> dict[str, Tensor]:
-        """The masks in a payload, by layer."""
+        """Return the masks in a payload, by layer."""
         return {layer: cast(Tensor, payload.fields[_VISIBLE + layer]) for layer in self.columns}
 
     def open(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:

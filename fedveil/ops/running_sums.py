@@ -69,7 +69,7 @@ class RunningSums:
         self._weight[name] = total
 
     def _blend(self, mean: Tensor, value: Tensor, share: float) -> None:
-        """mean += share * (value - mean), in place. Half precision is widened block by block, in the cache."""
+        """Compute mean += share * (value - mean), in place. Half precision is widened block by block, in the cache."""
         if value.dtype == torch.float32:
             mean.lerp_(value, share)
             return

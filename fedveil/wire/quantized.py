@@ -57,7 +57,7 @@ _MAX_BITS = 56  # a word that starts inside a byte still ends within 64 bits of 
 
 @cache
 def code_word(levels: int) -> tuple[int, int]:
-    """(k, b): a word of b bits holds k digits in base `levels`."""
+    """Return (k, b): a word of b bits holds k digits in base `levels`."""
     words = [(k, _bits(levels, k)) for k in range(1, _MAX_DIGITS + 1)]
     return min((w for w in words if _MIN_BITS <= w[1] <= _MAX_BITS), key=lambda w: (w[1] / w[0], w[1] % 8 != 0, w[1]))
 
@@ -150,7 +150,7 @@ def _packed_bytes(count: int, levels: int) -> int:
 
 
 def _rows(levels: int) -> tuple[int, int, int]:
-    """(codes in a row, bytes in a row, rows in a chunk). A row is 8 words, and so whole bytes."""
+    """Return (codes per row, bytes per row, rows per chunk). A row is 8 words, and so whole bytes."""
     k, b = code_word(levels)
     return 8 * k, b, _CHUNK_CODES // (8 * k)
 

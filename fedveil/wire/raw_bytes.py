@@ -37,11 +37,11 @@ class RawBytesCodec:
         return bytes(data)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """The length."""
+        """Return the length."""
         return shape[0]
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """The length."""
+        """Return the length."""
         return (len(_checked(value)),)
 
 

@@ -157,7 +157,7 @@ class FixedPointSums:
         return slot is not None and bool(self._weights(slot).any())
 
     def weight(self, name: str) -> float:
-        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
+        """Return the sum of the weights for a name without masks; 0.0 if no client sent the name."""
         slot = self._slots.get(name)
         if slot is None:
             return 0.0
@@ -166,24 +166,24 @@ class FixedPointSums:
         return float(self._weights(slot)[0])
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """The weighted mean, fp32; zero where no client's mask is True."""
+        """Return the weighted mean, fp32; zero where no client's mask is True."""
         slot = self._slots[name]
         values = self._ring.decode(self._total[slot.start : slot.start + slot.values]).reshape(slot.shape)
         weights = torch.from_numpy(self._weights(slot).astype(np.float64)).reshape(slot.weights_shape)
         return torch.where(weights > 0, values / weights.clamp(min=1), 0.0).to(torch.float32)
 
     def take(self, name: str) -> Float[Tensor, "..."]:
-        """The mean, for the caller to keep."""
+        """Return the mean, which the caller may keep."""
         return self.mean(name)
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask is True."""
+        """Return True where at least one client's mask is True."""
         slot = self._slots[name]
         some = torch.from_numpy(self._weights(slot) > 0).reshape(slot.weights_shape)
         return some.expand(slot.shape)
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return the mean for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         return {name: self.mean(name).to(old.dtype) if name in self else old for name, old in otherwise.items()}
 
     def check(self, max_norm: float) -> None:
