@@ -22,6 +22,7 @@ class SiteConfig(BaseModel):
         key_file: what the site keeps is sealed under the key in it (fedveil.encrypted_files); "" = kept in the clear.
         signing_key: the file by which other sites know this one in secure aggregation (fedveil site init makes it);
             "" = one that this site makes for itself, which no roster names.
+        instruction_keys: the file with the server's instruction keys, from the kit; "" = instructions are not verified.
         policy: the file that says what this site permits; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
         processes: that train together, each on a CUDA device of its own.
@@ -42,6 +43,7 @@ class SiteConfig(BaseModel):
     state_dir: Path = Path("~/.local/state/fedveil")
     key_file: str = ""
     signing_key: str = ""
+    instruction_keys: str = ""
     policy: str = ""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     processes: int = Field(1, ge=1, le=64)

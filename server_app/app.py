@@ -15,7 +15,6 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """One run."""
     # Imported here: Flower imports this module also where no run starts, and what a run needs is heavy.
-    from fedveil.config import parse
     from fedveil.server_app.run import run_federation
 
-    run_federation(grid, parse(context.run_config), context.run_id)
+    run_federation(grid, context.run_config, context.run_id)

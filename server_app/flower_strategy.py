@@ -26,6 +26,7 @@ from fedveil.contract.param_spec import Spec
 from fedveil.errors import ConfigError
 from fedveil.server_app import connected_sites
 from fedveil.server_app.evaluation import Scores
+from fedveil.server_app.message_signing import MessageSigner
 from fedveil.server_app.round_attempt import RoundAttempt
 from fedveil.server_app.round_record import RoundRecord
 from fedveil.server_app.rounds import RoundLoop
@@ -44,6 +45,7 @@ class MethodStrategy(Strategy):
         spec: what the task trains, with the tensors' places in the model; by default the spec of the initial weights.
         device: where a method with `on_device` makes what is sent; None: on the CPU.
         save: writes the server's last model to the run folder as other programs load it; None writes none.
+        signer: signs the instructions and verifies the replies in `start` and `run`; None: nothing is signed.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class MethodStrategy(Strategy):
         spec: Spec | None = None,
         device: torch.device | None = None,
         save: Save | None = None,
+        signer: MessageSigner | None = None,
     ) -> None:
-        self.rounds = RoundLoop(method, settings or RunSettings(), folder, scores, spec, device)
+        self.rounds = RoundLoop(method, settings or RunSettings(), folder, scores, spec, device, signer)
         self._save = save
         self._initialised = False
         self._open: tuple[RoundAttempt, dict[str, int]] | None = None  # for a caller that has its own loop

@@ -43,9 +43,19 @@ class RunMessageRecorder:
             self._store(ctx, b"".join(parts), "down")
         return anchor
 
-    def record_accepted(self, ctx: RoundContext, disclosed: Mapping[str, Any], data: Buffer, site_log: str) -> None:
-        """Record a site's upload that is about to be added up, with the anchor of the site's own log."""
-        self._disclose(ctx, disclosed, "up", "accepted", {"site_log": site_log})
+    def record_accepted(
+        self,
+        ctx: RoundContext,
+        disclosed: Mapping[str, Any],
+        data: Buffer,
+        site_log: str,
+        signed: Mapping[str, str | int],
+    ) -> None:
+        """Record a site's upload that is about to be added up, with the anchor of the site's own log and what the site
+        signed.
+        """
+        evidence = {"signed": dict(signed)} if signed else {}
+        self._disclose(ctx, disclosed, "up", "accepted", {"site_log": site_log, **evidence})
         self._store(ctx, data, "up", accepted=True)
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
@@ -58,7 +68,7 @@ class RunMessageRecorder:
         self._store(ctx, data, "up", accepted=False)
 
     def _disclose(
-        self, ctx: RoundContext, disclosed: Mapping[str, Any], direction: Direction, event: str, more: Mapping[str, str]
+        self, ctx: RoundContext, disclosed: Mapping[str, Any], direction: Direction, event: str, more: Mapping[str, Any]
     ) -> str:
         if self.folder is None:
             return ""

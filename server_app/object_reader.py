@@ -14,7 +14,7 @@ Formal guarantees, for a reply of at most `max_bytes`:
 |---|---|
 | other metadata inside than those announced | WireError that names the field |
 | a root that is no Message, or none that can be parsed | WireError |
-| another record than "fedveil" and "log" | WireError with their names |
+| another record than "fedveil", "log" and "signature" | WireError with their names |
 | more bytes than `max_bytes`, repeats counted | WireError, before a slice is pulled |
 | a slice that is shorter than a slice and not the last | WireError |
 | an object that has not been pushed yet | IncompleteReplyError |
@@ -29,7 +29,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from flwr.app import ConfigRecord
 from flwr.proto.message_pb2 import Message as ProtoMessage
@@ -77,7 +77,7 @@ class ObjectReader:
         Args:
             announced: as the SuperLink has it: its message id is the root's, its other metadata are checked.
         """
-        root, content = self._object(announced.metadata.message_id, ObjectType.MESSAGE)
+        root, _ = self._object(announced.metadata.message_id, ObjectType.MESSAGE)
         message = _parse_root(root)
         _require_announced(message, announced)
         if message.HasField("error"):
@@ -89,13 +89,29 @@ class ObjectReader:
         record_dict, _ = self._object(root.children[0], ObjectType.RECORD_DICT)
         records = flower_objects.read_record_dict(record_dict)
         require_records(records)
-        site_log = ""
+        site_log, signature = "", None
         if "log" in records:
-            log, content = self._object(records["log"], ObjectType.CONFIG_RECORD)
-            site_log = _read_log_head(log, content)
+            site_log = parse_log_head(self._read_config(records["log"]).get("head"))
+        if "signature" in records:
+            signature = self._read_config(records["signature"])
         array_record, _ = self._object(records["fedveil"], ObjectType.ARRAY_RECORD)
         arrays = flower_objects.read_array_record(array_record, self._slices)
-        return ReplyContent(self._read_slices(arrays), site_log)
+        return ReplyContent(self._read_slices(arrays), site_log, signature)
+
+    def _read_config(self, object_id: str) -> dict[str, Any]:
+        """Return a record of settings. Raises ObjectFormError unless it has each key once and nothing unknown."""
+        record, content = self._object(object_id, ObjectType.CONFIG_RECORD)
+        try:
+            parsed = ProtoConfigRecord.FromString(bytes(record.body))
+            parsed.DiscardUnknownFields()
+            names = {item.key for item in parsed.items}
+            if parsed.ByteSize() != len(record.body) or len(names) != len(parsed.items):
+                raise record.fault(ObjectFault.BODY)
+            return dict(ConfigRecord.inflate(content))
+        except WireError:
+            raise
+        except Exception:  # Flower's parser on foreign bytes
+            raise record.fault(ObjectFault.BODY) from None
 
     def _object(self, object_id: str, expected: ObjectType) -> tuple[FlowerObject, bytes]:
         """Return an object and its bytes. Raises WireError unless they have the hash, the type and the form."""
@@ -175,19 +191,3 @@ def _require_announced(message: ProtoMessage, announced: ProtoMessage) -> None:
             raise WireError(f"reply: expected the {name} that its site announced, found another in its object")
     if message.HasField("error") != announced.HasField("error") or message.error != announced.error:
         raise WireError("reply: expected the error that its site announced, found another in its object")
-
-
-def _read_log_head(log: FlowerObject, content: bytes) -> str:
-    """Return the head of the site's audit log in a record; "" if there is none. Raises ObjectFormError."""
-    try:
-        record = ProtoConfigRecord.FromString(bytes(log.body))
-        record.DiscardUnknownFields()
-        names = {item.key for item in record.items}
-        if record.ByteSize() != len(log.body) or len(names) != len(record.items):
-            raise log.fault(ObjectFault.BODY)
-        head = ConfigRecord.inflate(content).get("head")
-    except WireError:
-        raise
-    except Exception:  # Flower's parser on foreign bytes
-        raise log.fault(ObjectFault.BODY) from None
-    return parse_log_head(head)

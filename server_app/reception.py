@@ -8,22 +8,22 @@ sent to this site's node, and comes from that node. Nothing that a sender wrote 
 | the reply to an open request, from the node that was asked | `ArrivedReply`, or `LostReply` for an error |
 | the same, and reading it fails in any way | `RefusedReply`; the text of an unexpected error is in the server's log |
 | an error of the SuperLink's own for an open request | `LostReply` |
-| an instruction that the SuperLink did not take | `LostReply` |
+| an instruction that the SuperLink did not take, or a site that may not be asked (message_signing.py) | `LostReply` |
+| the reply to a signed instruction, with another signature than its site's, or none | `RefusedReply` |
 | a reply whose objects have not all come | none yet; it is read again after 0.5, 1, 2 .. 60 s |
 | no reply, another node's, the second one to a request | dropped: a line in the audit log, at most 20 a reception |
 | a reply after `close_requests` | dropped by `close` without a line: its site was late |
 
 Only a SuperLink that gives no answers (`UnreachableError`) and a run that was stopped leave this module as exceptions.
 
-Replies are not signed. A verifier has its place in `_read_reply`, between a reply that was read and its `ArrivedReply`:
-there the request, the measured bytes and the head of the site's log are at hand, and `WireError` refuses the reply.
+Without a `MessageSigner` neither instructions nor replies are signed. The SuperLink alone then says whose a reply is.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import ERROR, WARNING
 from pathlib import Path
 from typing import Any, Self, final
@@ -35,9 +35,11 @@ from flwr.supercore import log
 
 from fedveil.contract.codec import Buffer
 from fedveil.errors import UnreachableError, WireError
+from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.sanitize import sanitize
+from fedveil.server_app.message_signing import MessageSigner
 from fedveil.server_app.object_reader import IncompleteReplyError, LostObjectError
-from fedveil.server_app.reply_content import ReplyError
+from fedveil.server_app.reply_content import ReplyContent, ReplyError
 from fedveil.server_app.reply_sources import MessageReader, ReplyHead, ReplySource, open_reply_source
 
 MAX_DROPPED_LINES = 20
@@ -53,11 +55,13 @@ class ArrivedReply:
 
     Attributes:
         site_log: the head of the site's audit log; "" if the reply has none.
+        signed: the claims of the reply with key and signature, verified; {} if the site does not sign.
     """
 
     site: str
     data: Buffer
     site_log: str
+    signed: Mapping[str, str | int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class _OpenRequest:
     site: str
     node_id: int
     max_bytes: int
+    signed: InstructionClaims | None
 
 
 @dataclass
@@ -115,12 +120,17 @@ class Reception:
         source: the way to the sites.
         folder: where a long upload waits for its turn; None: in memory.
         note_dropped: records a message that was dropped.
+        signer: signs the instructions and verifies the replies; None: nothing is signed.
     """
 
     def __init__(
-        self, source: ReplySource, folder: Path | None, note_dropped: Callable[[Mapping[str, Any]], object]
+        self,
+        source: ReplySource,
+        folder: Path | None,
+        note_dropped: Callable[[Mapping[str, Any]], object],
+        signer: MessageSigner | None = None,
     ) -> None:
-        self._source, self._folder, self._note_dropped = source, folder, note_dropped
+        self._source, self._folder, self._note_dropped, self._signer = source, folder, note_dropped, signer
         self._open: dict[str, _OpenRequest] = {}  # by message id
         self._closed: list[str] = []
         self._not_taken: list[LostReply] = []
@@ -128,19 +138,39 @@ class Reception:
         self._dropped = 0
 
     @classmethod
-    def from_grid(cls, grid: Grid, folder: Path | None, note_dropped: Callable[[Mapping[str, Any]], object]) -> Self:
+    def from_grid(
+        cls,
+        grid: Grid,
+        folder: Path | None,
+        note_dropped: Callable[[Mapping[str, Any]], object],
+        signer: MessageSigner | None = None,
+    ) -> Self:
         """Return the reception at the sites of a grid."""
-        return cls(open_reply_source(grid), folder, note_dropped)
+        return cls(open_reply_source(grid), folder, note_dropped, signer)
 
     def ask(self, messages: Mapping[str, Message], max_bytes: int) -> None:
         """Send each site its message. A reply's upload may have `max_bytes`."""
-        nodes = {site: message.metadata.dst_node_id for site, message in messages.items()}
-        ids = self._source.push_requests(list(messages.values()))
+        signed = self._sign(messages)
+        nodes = {site: messages[site].metadata.dst_node_id for site in signed}
+        ids = self._source.push_requests([messages[site] for site in signed])
         for (site, node_id), message_id in zip(nodes.items(), ids, strict=True):
             if message_id:
-                self._open[message_id] = _OpenRequest(site, node_id, max_bytes)
+                self._open[message_id] = _OpenRequest(site, node_id, max_bytes, signed[site])
             else:
                 self._not_taken.append(LostReply(site, 0, _NOT_TAKEN))
+
+    def _sign(self, messages: Mapping[str, Message]) -> dict[str, InstructionClaims | None]:
+        """Sign the messages. Return the claims of each site that is asked, None for one whose message is unsigned."""
+        if self._signer is None:
+            return dict.fromkeys(messages)
+        signed: dict[str, InstructionClaims | None] = {}
+        contents: dict[int, str] = {}
+        for site, message in messages.items():
+            if reason := self._signer.refusal(site, message.metadata.dst_node_id):
+                self._not_taken.append(LostReply(site, 0, reason))
+            else:
+                signed[site] = self._signer.sign(site, message, contents)
+        return signed
 
     def poll_replies(self, only: str = "") -> Iterator[ReplyOutcome]:
         """Ask once for the reply to each open request, or to that of one site. Yield the outcomes as they are read, one
@@ -226,8 +256,7 @@ class Reception:
             content = reader.read_content()
             if isinstance(content, ReplyError):
                 return LostReply(request.site, content.code, content.reason)
-            # A verifier of signatures is called here, and raises WireError.
-            return ArrivedReply(request.site, content.data, content.site_log)
+            return self._verified(content, request)
         except UnreachableError:
             raise
         except IncompleteReplyError:
@@ -240,6 +269,15 @@ class Reception:
         except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
             log(ERROR, "reading the reply of %s failed", request.site, exc_info=error)
             return RefusedReply(request.site, type(error).__name__, reader.received_bytes)
+
+    def _verified(self, content: ReplyContent, request: _OpenRequest) -> ArrivedReply:
+        """Return an upload that counts for its site. Raises WireError for a wrong signature."""
+        if self._signer is None:
+            return ArrivedReply(request.site, content.data, content.site_log)
+        reply = self._signer.verify(
+            request.site, request.node_id, request.signed, content.data, content.site_log, content.signature
+        )
+        return ArrivedReply(request.site, content.data, content.site_log, reply.evidence if reply else {})
 
     def _wait_for_objects(self, head: ReplyHead) -> None:
         """Read a reply again later. The SuperLink has handed it over and does not name it a second time."""

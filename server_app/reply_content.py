@@ -1,9 +1,10 @@
-"""What a reply holds: an upload with the head of its site's log, or an error."""
+"""What a reply holds: an upload with the head of its site's log and a signature, or an error."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fedveil.contract.codec import Buffer
 from fedveil.errors import StateError, WireError
@@ -17,10 +18,12 @@ class ReplyContent:
     Attributes:
         data: its bytes; in a file of the run folder if it is long.
         site_log: the head of the site's audit log; "" if the reply has none.
+        signature: the signature record as it came; None if the reply has none.
     """
 
     data: Buffer
     site_log: str
+    signature: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class ReplyError:
 
 def require_records(names: Iterable[str]) -> None:
     """Raise WireError unless a reply has the records of an upload and no other."""
-    if not {"fedveil"} <= set(names) <= {"fedveil", "log"}:
-        raise WireError(f"reply: expected the record fedveil, and perhaps log, found {sorted(names)[:8]}")
+    if not {"fedveil"} <= set(names) <= {"fedveil", "log", "signature"}:
+        raise WireError(f"reply: expected the record fedveil, and perhaps log and signature, found {sorted(names)[:8]}")
 
 
 def parse_log_head(head: object) -> str:

@@ -151,8 +151,10 @@ class MessageReader:
             return ReplyError(message.error.code, message.error.reason or "")
         self.received_bytes = upload_validation.sent_bytes(message)
         data = upload_validation.message_bytes(message, self._max_bytes, self._folder)
-        record = message.content.config_records.get("log")
-        return ReplyContent(data, parse_log_head(record.get("head")) if record else "")
+        log_record = message.content.config_records.get("log")
+        signature = message.content.config_records.get("signature")
+        site_log = parse_log_head(log_record.get("head")) if log_record else ""
+        return ReplyContent(data, site_log, None if signature is None else dict(signature))
 
 
 @final

@@ -74,8 +74,17 @@ class MessageRecorder(Protocol):
         """Record a message to a site. Return the anchor of the server's audit log, which the site is told."""
         ...
 
-    def record_accepted(self, ctx: RoundContext, disclosed: Mapping[str, Any], data: Buffer, site_log: str) -> None:
-        """Record a site's upload that is about to be added up, with the anchor of the site's own log."""
+    def record_accepted(
+        self,
+        ctx: RoundContext,
+        disclosed: Mapping[str, Any],
+        data: Buffer,
+        site_log: str,
+        signed: Mapping[str, str | int],
+    ) -> None:
+        """Record a site's upload that is about to be added up, with the anchor of the site's own log and what the site
+        signed.
+        """
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
         """Record that there is no upload of a site."""
@@ -127,6 +136,7 @@ class _JudgedUpload:
     sent: int
     disclosed: Mapping[str, Any]
     site_log: str
+    signed: Mapping[str, str | int]
     variant: str
     norm: float
 
@@ -312,7 +322,9 @@ class RoundAttempt:
             return None
         self.tally.turns[ctx.client] = message.turn
         kept = data if self.recorder.with_data else b""
-        judged = _JudgedUpload(kept, sent, message.disclosed, reply.site_log, message.payload.variant, norm)
+        judged = _JudgedUpload(
+            kept, sent, message.disclosed, reply.site_log, reply.signed, message.payload.variant, norm
+        )
         if self.settings.cohort.max_norm_ratio:
             self.undecided[ctx.client] = judged
         else:
@@ -331,7 +343,7 @@ class RoundAttempt:
 
     def _accept(self, judged: _JudgedUpload, upload: AcceptedUpload) -> None:
         site = upload.ctx.client
-        self.recorder.record_accepted(upload.ctx, judged.disclosed, judged.data, judged.site_log)
+        self.recorder.record_accepted(upload.ctx, judged.disclosed, judged.data, judged.site_log, judged.signed)
         self.tally.accepted.append(site)
         self.tally.reports |= {site: report} if (report := self._report(upload)) else {}
 

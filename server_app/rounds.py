@@ -37,6 +37,7 @@ from fedveil.server_app import connected_sites, run_fingerprint
 from fedveil.server_app.completion import BestRoundTracker
 from fedveil.server_app.evaluation import Scores
 from fedveil.server_app.message_recorder import RunMessageRecorder
+from fedveil.server_app.message_signing import MessageSigner
 from fedveil.server_app.reception import Reception
 from fedveil.server_app.round_attempt import AttemptResult, AttemptTally, RoundAttempt
 from fedveil.server_app.round_record import RoundRecord
@@ -64,7 +65,9 @@ class RoundLoop:
         scores: Callable[[FederatedState, int], Scores] | None,
         spec: Spec | None = None,
         device: torch.device | None = None,
+        signer: MessageSigner | None = None,
     ) -> None:
+        self._signer = signer
         self._device = device if method.on_device else None
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
         # Sites keep private state under this name, so no other run may have it.
@@ -174,7 +177,7 @@ class RoundLoop:
             if self.folder:
                 self.folder.audit("dropped", {"round": round_, "attempt": number, **about})
 
-        return Reception.from_grid(grid, self.folder.folder if self.folder else None, note_dropped)
+        return Reception.from_grid(grid, self.folder.folder if self.folder else None, note_dropped, self._signer)
 
     def open_attempt(
         self,

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from logging import ERROR, INFO
 from pathlib import Path
 
@@ -21,12 +21,13 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedveil import tasks
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, parse
 from fedveil.contract.param_spec import Weights
 from fedveil.errors import FedVeilError
 from fedveil.server_app import completion
 from fedveil.server_app.evaluation import ServerEvaluator
 from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.message_signing import MessageSigner
 from fedveil.server_app.metrics import sinks
 from fedveil.server_app.metrics.dispatcher import MetricsDispatcher
 from fedveil.server_app.metrics.epsilon import make_epsilon_sink
@@ -34,14 +35,16 @@ from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_plan import RunPlan
 
 
-def run_federation(grid: Grid, config: RunConfig, run_id: int) -> None:
+def run_federation(grid: Grid, run_config: Mapping[str, bool | int | float | str], run_id: int) -> None:
     """Run a run config's rounds over `grid`. What ends it is on record in the run folder, and raised."""
+    config = parse(run_config)
     name = config.run.name or f"run-{run_id}"
     with RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume) as folder:
         # For who cannot look into it: fedveil/console/runs/run_follower.py.
         log(INFO, "fedveil: the run folder is %s", folder.folder.absolute())
         with record_run(folder, config, run_id, grid.run.fab_hash):
-            strategy = prepare_strategy(RunPlan.from_config(config, name), folder)
+            signer = MessageSigner.from_environment(run_id, grid.run.fab_hash, run_config)
+            strategy = prepare_strategy(RunPlan.from_config(config, name), folder, signer)
             strategy.run(grid, config.run.rounds)
             completion.leave_card(folder, config, strategy.rounds.method, strategy.rounds.course)
         _record_end(folder, config, strategy)
@@ -64,7 +67,7 @@ def record_run(folder: RunFolder, config: RunConfig, run_id: int, app: str) -> I
         raise
 
 
-def prepare_strategy(plan: RunPlan, folder: RunFolder) -> MethodStrategy:
+def prepare_strategy(plan: RunPlan, folder: RunFolder, signer: MessageSigner | None = None) -> MethodStrategy:
     """Return the run's strategy with its initial weights. Contacts no node. Raises ConfigError, TaskError."""
     config, method = plan.config, plan.method
     evaluator = ServerEvaluator.from_config(plan.load_server_task(), config)
@@ -80,6 +83,7 @@ def prepare_strategy(plan: RunPlan, folder: RunFolder) -> MethodStrategy:
         spec=plan.task.spec,
         device=plan.task.accelerator,
         save=ModelWriter(plan, evaluator).write,
+        signer=signer,
     )
     strategy.rounds.initialise(plan.initial_weights())  # and no other reference to them
     return strategy

@@ -16,6 +16,7 @@ max-scores = 20                          # scores of received weights on held-ou
 report-received-loss = false             # such a score also as loss_received; default: no loss of received weights
 max-broadcast-norm = 50.0                # norm of the weights that a client round starts from (broadcast_guard.py)
 max-broadcast-change = 10.0              # their change since this site last trained; default 10
+require-signed-instructions = true       # by a key of the kit's instruction-keys.toml; default: true with that file
 require-secure = true                    # uploads leave this site masked (secure.enabled)
 min-cohort = 5                           # sites in a cohort, and in a sum
 min-threshold = 4                        # share holders needed to reveal a secret of this site
@@ -71,6 +72,7 @@ class SitePolicy(BaseModel):
     report_received_loss: bool = False
     max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
     max_broadcast_change: float = Field(10.0, gt=0, allow_inf_nan=False)
+    require_signed_instructions: bool | None = None
     require_secure: bool = False
     min_cohort: int | None = Field(None, ge=2)
     min_threshold: int | None = Field(None, ge=2)
@@ -102,6 +104,15 @@ class SitePolicy(BaseModel):
         """Return the site's own limit on what a record is charged, independent of the run's claim."""
         epsilon = math.inf if self.max_epsilon is None else self.max_epsilon
         return PrivacyBudget(epsilon, self.delta, Adjacency(self.adjacency))
+
+    def requires_signed_instructions(self, site: SiteConfig) -> bool:
+        """Return whether `site` refuses an instruction that the server has not signed.
+
+        By default it does if it pins the server's keys: otherwise a message without a signature would evade them.
+        If the policy requires signatures and the site pins no keys, it refuses every run.
+        """
+        required = self.require_signed_instructions
+        return bool(site.instruction_keys) if required is None else required
 
     @property
     def signer_keys(self) -> list[str] | None:

@@ -2,7 +2,7 @@
 
     SuperExec -> flwr-clientapp (the script that `fedveil site guard` writes) -> main
         message, run and bundle are pulled               Flower
-        SHA-256 of the bundle, its signature, the policy here; a refusal ends it: nothing is installed, loaded or opened
+        SHA-256 of the bundle, signatures, the policy here; a refusal ends it: nothing is installed, loaded or opened
         the bundle is installed, its files compared      Flower, then here
         the bundle's ClientApp runs                      bundled code, for the first time
         the reply is measured against the policy         here
@@ -49,6 +49,7 @@ from fedveil.sanitize import sanitize
 
 if TYPE_CHECKING:
     from fedveil.client_app.instruction import ClientAssignment
+    from fedveil.guard.instruction_check import VerifiedInstruction
 
 RUNTIME = "flwr.supernode.runtime.run_clientapp"
 _HOOKS = ("pull_task_input", "install_from_fab", "push_message")
@@ -59,7 +60,8 @@ _PUBLIC = ("PolicyError", "WireError")
 _OWN_BOUNDS = ("PolicyError: ", "BudgetError: ")
 _REASON = 2000  # characters of a refusal's text
 _RECORDS, _SHOWN = {"order": "ConfigRecord", "fedveil": "ArrayRecord"}, 10
-_FLOWERS_RECORD = "config"  # settings of Flower's own loop, which sites do not read
+# Settings of Flower's own loop, which sites do not read, and the server's signature (instruction_check.py).
+_MORE_RECORDS = {"config": "ConfigRecord", "signature": "ConfigRecord"}
 _NAMED = 100  # records of a withheld reply that an audit-log line lists
 
 
@@ -81,18 +83,20 @@ class MessageGuard:
         self._require_policy = require_policy
         self._task: tuple[Any, ...] = ()
         self._assignment: ClientAssignment | None = None
+        self._instruction: VerifiedInstruction | None = None
         self._down_bytes = 0
         self._about: dict[str, Any] = {}
         self._refusal = ""
         # Load these from the site's own installation now: the bundle has modules of the same names.
         (
-            self._assignments, self._sites, self._decisions, self._audit_log, self._header, self._bundle,
-            self._signature, self._cause,
+            self._assignments, self._sites, self._decisions, self._policies, self._audit_log, self._header,
+            self._bundle, self._signature, self._check, self._digests, self._cause,
         ) = (
             importlib.import_module(f"fedveil.{name}")
             for name in (
                 "client_app.instruction", "client_app.node_config", "client_app.policy.decisions",
-                "records.audit_log", "wire.header", "guard.installed_bundle", "guard.run_signature",
+                "client_app.policy.site_policy", "records.audit_log", "wire.header", "guard.installed_bundle",
+                "guard.run_signature", "guard.instruction_check", "federation.message_signatures.digests",
                 "client_app.failure_reason",
             )
         )  # fmt: skip
@@ -111,7 +115,8 @@ class MessageGuard:
         """Call Flower's install_from_fab if this site permits the run. Raises MessageRefused."""
         try:
             digest = self._admit(content)
-            self._note("admitted")
+            evidence = {"instruction": dict(self._instruction.evidence)} if self._instruction else {}
+            self._note("admitted", **evidence)
             folder = self._installed() or self._install(content, *args, **kwargs)
             self._require_installed(content, folder)
         except Exception as error:
@@ -164,6 +169,10 @@ class MessageGuard:
             order, context.run_config, context.node_config, run.run_id
         )
         self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
+        required = self._policies.load_policy(site).requires_signed_instructions(site)
+        self._instruction = self._check.verify_instruction(
+            message, context, run.run_id, digest, site, assignment.name, required
+        )
         self._about["signer"] = by = self._signer(assignment, digest)
         bundle, serves = self._decisions.VerifiedBundle(digest, by), message.metadata.message_type != _QUESTION
         self._decisions.check_run(assignment, bundle, received, serves=serves)
@@ -217,10 +226,14 @@ class MessageGuard:
             raise MessageRefused("upload: expected an admitted message before it, found none")
         self._decisions.check_upload(self._assignment, self._down_bytes, size, header["num_examples"], header["report"])
         fields = [[entry[0], entry[3]] for entry in header["fields"]]
-        head = self._note(
-            "sent", up_bytes=size, variant=header["variant"], fields=fields, figures=sorted(header["report"])
-        )
-        return reply_check.check_upload_reply(parts, str(head), self._task[0])
+        about = {"up_bytes": size, "variant": header["variant"], "fields": fields, "figures": sorted(header["report"])}
+        if self._instruction is None:
+            return reply_check.check_upload_reply(parts, str(self._note("sent", **about)), self._task[0])
+        content, examples = self._digests.digest_content(parts), header["num_examples"]
+        signs = {"content": content, "examples": examples, "instruction": self._instruction.claims.digest}
+        head = str(self._note("sent", **about, signs=signs))
+        signature = self._instruction.sign_reply(content, examples, head)
+        return reply_check.check_upload_reply(parts, head, self._task[0], signature)
 
     def _refuse(self, error: Exception) -> None:
         _log_error("this site refuses the run", error)
@@ -250,7 +263,7 @@ def _own_records(message: Message) -> Any:
             f"message: expected FedVeil's records {' and '.join(_RECORDS)}, found {found}; without {missing[0]} it "
             "belongs to another app, which this site does not run"
         )
-    known = {**_RECORDS, _FLOWERS_RECORD: "ConfigRecord"}
+    known = {**_RECORDS, **_MORE_RECORDS}
     if strange := [name for name, record in records.items() if known.get(name) != type(record).__name__]:
         raise MessageRefused(
             f"message: expected the records {', '.join(known)} alone, found {sanitize(strange[0], 80)} of type "

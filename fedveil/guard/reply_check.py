@@ -14,7 +14,7 @@ into a reply of its own. It sends nothing else that the bundle produced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
@@ -62,10 +62,16 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     return parts
 
 
-def check_upload_reply(parts: Iterable[bytes], head: str, to: Message) -> Message:
-    """A reply to the message `to` with an upload and the anchor of this site's log, and nothing else."""
+def check_upload_reply(
+    parts: Iterable[bytes], head: str, to: Message, signature: Mapping[str, str | int] | None = None
+) -> Message:
+    """Return a reply to the message `to` with an upload, the anchor of this site's log and perhaps a signature, and
+    nothing else.
+    """
     arrays = {chunking.slice_key(i): Array("uint8", (len(part),), chunking.STYPE, part) for i, part in enumerate(parts)}
     content = RecordDict({_UPLOAD: ArrayRecord(arrays), "log": ConfigRecord({"head": head})})
+    if signature is not None:
+        content["signature"] = ConfigRecord(dict(signature))
     return Message(content, reply_to=to)
 
 

@@ -1,13 +1,13 @@
 """Content of a relay message ("letter"): an order with everything that a SuperNode would request, or a reply.
 
     length of JSON    4 bytes, big endian
-    JSON              {"version": 1, "sizes": {part: bytes}, ...}, at most 16 KiB
+    JSON              {"version": 2, "sizes": {part: bytes}, ...}, at most 16 KiB
     parts             in the order of their names
 
 | content | other keys of the JSON | parts |
 |---|---|---|
 | Order | made, expires (ms since 1970 by the server's clock), node | bundle (Flower's Fab), message, run: protobuf |
-| Reply | order (a letter's id), code, reason, log, seconds | upload |
+| Reply | order (a letter's id), code, reason, log, signature, seconds | upload |
 
 An order comes from the other end, and its parts are parsed like those from a SuperLink. A reply contains the
 bytes of an upload and a few texts of limited size. No Flower object is parsed from it.
@@ -19,18 +19,20 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fedveil.errors import StateError, WireError
+from fedveil.federation.message_signatures import claims
 from fedveil.records.audit_log import LogHead
 from fedveil.sanitize import sanitize
 
-_VERSION = 1
+_VERSION = 2
 _LENGTH, _LONGEST = 4, 16_384
 _MOST_MS = 31 * 86_400_000  # between `made` and `expires`: a round has at most 30 days
 _REASON = 2000  # characters; the same limit as the guard's
 _CODES = range(1, 9)  # Flower's ErrorCode
+_SIGNATURE = re.compile(r"([0-9a-f]{16}:[0-9a-f]{128})?")
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class RelayReply:
         code: 0 with an upload; otherwise Flower's error code.
         reason: "" with an upload.
         log: anchor of the site's audit log; "" if there is none.
+        signature: key and signature of the site's signature record, as "KEY:SIGNATURE" in hex; "" if there is none.
         seconds: running time of the site's client process, as reported by its SuperNode.
         upload: b"" with an error.
     """
@@ -87,18 +90,26 @@ class RelayReply:
     code: int
     reason: str
     log: str
+    signature: str
     seconds: float
     upload: bytes
 
     def packed(self) -> list[bytes]:
         """Encode the content of the letter, in parts."""
         about = {"order": self.order, "code": self.code, "reason": self.reason, "log": self.log}
-        return _packed({**about, "seconds": self.seconds}, {"upload": self.upload})
+        about |= {"signature": self.signature, "seconds": self.seconds}
+        return _packed(about, {"upload": self.upload})
+
+    @property
+    def signature_record(self) -> dict[str, str | int] | None:
+        """Return the signature record of the reply, as its guard made it; None if there is none."""
+        key, _, signature = self.signature.partition(":")
+        return {"version": claims.VERSION, "key": key, "signature": signature} if key else None
 
     @classmethod
     def from_bytes(cls, content: bytes) -> RelayReply:
         """Parse a reply. Raises WireError if `content` is not a valid reply."""
-        kinds = {"order": str, "code": int, "reason": str, "log": str, "seconds": float}
+        kinds = {"order": str, "code": int, "reason": str, "log": str, "signature": str, "seconds": float}
         about, parts = _unpacked(content, kinds, ("upload",))
         reply = cls(**about, upload=parts["upload"])
         if not re.fullmatch("[0-9a-f]{32}", reply.order):
@@ -116,7 +127,12 @@ class RelayReply:
             anchor = str(LogHead.parse(reply.log)) if reply.log else ""
         except StateError as error:
             raise WireError(f"reply: log: {error}") from None
-        return cls(reply.order, reply.code, sanitize(reply.reason, _REASON), anchor, reply.seconds, reply.upload)
+        if not _SIGNATURE.fullmatch(reply.signature):
+            raise WireError(
+                f"reply: signature: expected a key and a signature in hex, or nothing, found "
+                f"{sanitize(reply.signature, 80)}; ask for it again"
+            )
+        return replace(reply, reason=sanitize(reply.reason, _REASON), log=anchor)
 
 
 def _packed(about: Mapping[str, Any], parts: Mapping[str, bytes]) -> list[bytes]:

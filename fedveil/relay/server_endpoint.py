@@ -15,7 +15,7 @@ acts as the site for the server. It sees what the server sees, so it belongs on 
 | a reply without an open order | refused |
 | a reply that was accepted, or a second reply to its order | not accepted again |
 | a reply for a run that has ended | discarded and reported |
-| anything from the site's SuperNode except upload, reason and anchor | not in the letter (message_body.py) |
+| anything from the site's SuperNode except upload, reason, anchor and signature | not in the letter |
 """
 
 from __future__ import annotations
@@ -253,7 +253,8 @@ def _message(reply: RelayReply, to: Message) -> Message:
     """Create the relay's own message from a letter's reply, in the form that the guard would have sent."""
     if reply.code:
         return Message(Error(reply.code, reply.reason), reply_to=to)
-    return replies.check_upload_reply(list(chunking.slice_message([reply.upload])), reply.log, to)
+    slices = list(chunking.slice_message([reply.upload]))
+    return replies.check_upload_reply(slices, reply.log, to, reply.signature_record)
 
 
 def main(settings: str) -> None:

@@ -40,6 +40,7 @@ from flwr.supercore.run import Run
 from google.protobuf.message import DecodeError
 
 from fedveil.errors import FedVeilError, PolicyError, StateError, WireError
+from fedveil.federation.message_signatures import claims
 from fedveil.guard import reply_check as replies
 from fedveil.records.atomic_files import write_atomic
 from fedveil.relay.endpoint_config import EndpointConfig, PeerMessages
@@ -219,12 +220,14 @@ class SiteEndpoint:
 
 
 def reply_of(message: Message, order: str, seconds: float) -> RelayReply:
-    """Convert a message of the guard to a relay reply. Raises PolicyError if it is not from the guard."""
+    """Convert a message of the guard to a relay reply. Raises PolicyError, WireError if it is not from the guard."""
     if message.has_error():
-        return RelayReply(order, message.error.code or _RAISED, message.error.reason or "", "", seconds, b"")
+        return RelayReply(order, message.error.code or _RAISED, message.error.reason or "", "", "", seconds, b"")
+    signature = message.content.config_records.pop(claims.RECORD, None)
+    signed = "{key}:{signature}".format(**claims.read_signature(dict(signature), False)) if signature else ""
     anchor = message.content.config_records.pop("log", None)
     upload = b"".join(replies.upload_slices(message.content))
-    return RelayReply(order, 0, "", str(anchor["head"]) if anchor else "", seconds, upload)
+    return RelayReply(order, 0, "", str(anchor["head"]) if anchor else "", signed, seconds, upload)
 
 
 def main(settings: str) -> None:

@@ -62,7 +62,7 @@ def test_every_pod_is_locked_down():
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 10001
         assert spec.get("automountServiceAccountToken") is False or spec["serviceAccountName"] == "superexec"
-        for container in spec["containers"]:
+        for container in [*spec["containers"], *spec.get("initContainers", ())]:
             assert container["securityContext"] == LOCKED
             assert set(container["resources"]["limits"]) >= {"cpu", "memory"}
             mounts = {m["name"] for m in container["volumeMounts"]}
@@ -85,6 +85,18 @@ def test_the_programs_are_those_of_the_compose_files():
         assert flags(commands[name]) == flags(services[name]["command"])
     more = {"--executor=kubernetes", "--executor-config"}
     assert flags(commands["superexec"]) == flags(services["clientapp"]["command"]) | more
+
+
+def test_the_app_process_alone_has_the_key_that_signs_instructions():
+    (pod,) = pods(SERVER)
+    mounts = {c["name"]: {m["name"] for m in c["volumeMounts"]} for c in [*pod["containers"], *pod["initContainers"]]}
+    seers = {name for name, names in mounts.items() if names & {"instruct", "instruction-key"}}
+    assert seers == {"serverapp", "instruct"}
+    (variables,) = ({e["name"]: e["value"] for e in c["env"]} for c in pod["containers"] if "env" in c)
+    federation = FederationFile(name="p", server=["fl.example.org"], sites=["north"])
+    compose = yaml.safe_load(compose_files.server_compose(federation, "/f"))["services"]["serverapp"]["environment"]
+    assert variables.items() <= compose.items()
+    assert len(variables) == 3
 
 
 def test_the_message_pod_passes_the_guard_and_sees_no_key():

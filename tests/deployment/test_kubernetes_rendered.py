@@ -112,6 +112,7 @@ def test_nothing_but_what_the_site_needs_is_a_secret_of_it(site, pilot):
     assert base64.b64decode(key) == (kit / "keys" / "node.key").read_bytes()
     maps = named(site, "ConfigMap")
     assert sorted(maps["fedveil-site", "kit"]["data"]) == ["ca.crt", "containers.toml"]
+    assert sorted(maps["fedveil-site-apps", "site-policy"]["data"]) == ["instruction-keys.toml", "site-policy.toml"]
     assert 'signing-key = "/state/signing.key"' in maps["fedveil-site", "kit"]["data"]["containers.toml"]
 
 
@@ -124,6 +125,8 @@ def test_the_servers_authority_stays_at_home(server, pilot):
     secrets = named(server, "Secret")
     assert "server.key" in secrets["fedveil-server", "superlink"]["data"]
     assert sorted(secrets["fedveil-server", "serverapp"]["data"]) == ["ca.crt", "superexec-secret"]
+    assert sorted(secrets["fedveil-server", "instruction-key"]["data"]) == ["instruction.key"]
+    assert sorted(named(server, "ConfigMap")["fedveil-server", "roster"]["data"]) == ["signers.json"]
     folder = sorted(file.name for file in (pilot / "pilot" / "registry").iterdir())
     assert sorted(secrets["fedveil-server", "registry"]["data"]) == folder
 

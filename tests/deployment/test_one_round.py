@@ -1,4 +1,5 @@
-"""One round over real processes: a SuperLink, two SuperNodes, TLS, node keys. The one federation of the fast tests.
+"""One round over real processes: a SuperLink, two SuperNodes, TLS, node keys, signed messages. The one federation of
+the fast tests.
 
 So that a contributor's green says something about Flower. The other federations are marked long.
 """
@@ -6,10 +7,17 @@ So that a contributor's green says something about Flower. The other federations
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
+from fedveil.federation.message_signatures import claims
+from fedveil.federation.message_signatures.claims import InstructionClaims, ReplyClaims
+from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys, SiteSigners
+from fedveil.records.audit_log import NAME, read_log
 from tests.conftest import ROOT
 from tests.deployment.loopback import check_same, in_process, over_grpc
 
@@ -24,9 +32,35 @@ CONFIG = {
 @pytest.mark.timeout(280)
 def test_a_round_over_real_processes_ends_in_the_weights_of_one_process(tmp_path):
     sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", 2))) for i in range(2)]
-    with LocalDeployment(sites, tmp_path / "federation") as federation:
+    with LocalDeployment(sites, tmp_path / "federation", signed=True) as federation:
         ended = over_grpc(federation, tmp_path, CONFIG, timeout=240)
         assert ended.completed, ended.reason
     check_same(tmp_path / "fedavg", in_process(CONFIG, DATA, 2), rounds=1)
     assert json.loads((tmp_path / "fedavg" / "status.json").read_text())["state"] == "completed"
     assert federation.processes.alive() == []
+    check_evidence(tmp_path, tmp_path / "federation", [site.name for site in sites])
+
+
+def check_evidence(runs: Path, folder: Path, sites: list[str]) -> None:
+    """Both sides' logs hold what the other one signed, and a reader needs nothing but the public keys to check it."""
+    signers = SiteSigners.from_json(json.loads(instruction_key_files.signers_file(folder).read_bytes()))
+    pinned = InstructionKeys.from_file(folder / INSTRUCTION_KEYS)
+    accepted = {line["site"]: line for line in read_log(runs / NAME) if line["event"] == "accepted"}
+    assert sorted(accepted) == sites
+    for site, line in accepted.items():
+        reply = dict(line["signed"])
+        signature = {name: reply.pop(name) for name in ("key", "signature")}
+        assert claims.is_signed(ReplyClaims(**reply), signers.sites[site].signing, signature)
+        assert (reply["site"], reply["federation"]) == (site, signers.federation)
+        (admitted,) = [entry for entry in site_log(folder, site) if entry["event"] == "admitted"]
+        asked = dict(admitted["instruction"])
+        signature = {name: asked.pop(name) for name in ("key", "signature")}
+        assert claims.is_signed(InstructionClaims(**asked), pinned.keys[0], signature)
+        assert InstructionClaims(**asked).digest == reply["instruction"]
+        (sent,) = [entry for entry in site_log(folder, site) if entry["event"] == "sent"]
+        assert sent["signs"] == {name: reply[name] for name in ("content", "examples", "instruction")}
+
+
+def site_log(folder: Path, site: str) -> list[dict[str, Any]]:
+    (file,) = folder.glob(f"**/{site}/**/{NAME}")
+    return list(read_log(file))

@@ -91,7 +91,8 @@ def test_a_run_that_ends_has_a_card_and_one_that_fails_has_none(tmp_path, monkey
             raise OSError("no disk")
         with_folder.final({"server": {}})
 
-    def prepare(plan, folder):
+    def prepare(plan, folder, signer):
+        assert signer is None
         nonlocal with_folder
         with_folder = folder
         folder.config(plan.config, method)

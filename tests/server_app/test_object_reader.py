@@ -150,10 +150,11 @@ def test_a_reply_has_the_records_of_an_upload_and_no_other():
         ({"log": ConfigRecord()}, "['log']"),
         ({"fedveil": arrays, "more": ConfigRecord()}, "['fedveil', 'more']"),
     ):
-        assert why_refused(make_reply(RecordDict(records))).endswith(f"and perhaps log, found {found}")
+        assert why_refused(make_reply(RecordDict(records))).endswith(f"and perhaps log and signature, found {found}")
     assert "ArrayRecord" in why_refused(make_reply(RecordDict({"fedveil": ConfigRecord()})))
     log = ArrayRecord({"000000": Array("uint8", (1,), chunking.STYPE, b"y")})
-    assert "ConfigRecord" in why_refused(make_reply(RecordDict({"fedveil": arrays, "log": log})))
+    for name in ("log", "signature"):
+        assert "ConfigRecord" in why_refused(make_reply(RecordDict({"fedveil": arrays, name: log})))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class ListRecorder:
         self.events.append((ctx.client, "sent"))
         return ""
 
-    def record_accepted(self, ctx, disclosed, data, site_log) -> None:
+    def record_accepted(self, ctx, disclosed, data, site_log, signed) -> None:
         self.events.append((ctx.client, "accepted"))
 
     def record_failed(self, ctx, reason) -> None:

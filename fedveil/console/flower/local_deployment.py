@@ -10,7 +10,9 @@ It stops everything that it starts, even after Ctrl-C or an error.
 from __future__ import annotations
 
 import json
+import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -18,12 +20,13 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from fedveil.client_app.node_config import parse_site
+from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.certificates import write_node_key, write_secret, write_tls
 from fedveil.console.flower.flwr_cli import CONNECTION, FlowerCli, write_connection
 from fedveil.console.flower.machine import Value, count_cores, format_toml, free_ports, is_port_open
@@ -37,7 +40,15 @@ from fedveil.console.flower.site_process import (
     start_spare,
     unguarded_environment,
 )
+from fedveil.federation.message_signatures.key_files import (
+    INSTRUCTION_KEYS,
+    InstructionKeys,
+    SiteSigner,
+    SiteSigners,
+)
+from fedveil.federation.secagg import crypto
 from fedveil.records import process_exit
+from fedveil.records.atomic_files import write_atomic
 
 SUPERLINK = "superlink"
 SERVER_APP = "flwr-serverapp"
@@ -78,6 +89,8 @@ class LocalDeployment:
         start_timeout: seconds until every site must be online.
         own_waits: sites poll as in unmodified Flower and start a new client process each time, for
             comparison.
+        signed: run every site's guard, so that the server and the sites sign what they send. Otherwise only sites
+            with a policy do.
     """
 
     def __init__(
@@ -89,6 +102,7 @@ class LocalDeployment:
         database: bool = False,
         start_timeout: float = 120.0,
         own_waits: bool = False,
+        signed: bool = False,
     ) -> None:
         self.sites = {site.name: site for site in sites}
         if not sites or len(self.sites) != len(sites):
@@ -96,11 +110,14 @@ class LocalDeployment:
         self.device = device
         self.client_threads = client_threads or max(1, count_cores() // len(sites))
         self._database, self._start_timeout, self._own_waits = database, start_timeout, own_waits
+        self._signed = signed
         self._temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="fedveil-")) if folder is None else folder.absolute()
         self.processes = ProcessGroup(self.folder / "logs")
         self._status_files: dict[int, tuple[Path, float]] = {}
         self._log_starts: dict[str, int] = {}
+        self._signers: SiteSigners | None = None
+        self._nodes: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         try:
@@ -174,10 +191,10 @@ class LocalDeployment:
     def start_site(self, name: str) -> None:
         """Starts a SuperNode and a spare worker, and does not wait until it is online. Its key must be registered."""
         log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
-        guard = "policy" in dict(self.sites[name].node_config)
+        has_policy = "policy" in dict(self.sites[name].node_config)
         env = (
-            guarded_environment(env, self.folder / "guard")
-            if guard
+            guarded_environment(env, self.folder / ("guard" if has_policy else "guard-without-policy"), has_policy)
+            if self._is_guarded(name)
             else unguarded_environment(env, self.folder / "own", self._own_waits)
         )
         self._log_starts[name] = log.stat().st_size if log.exists() else 0
@@ -219,7 +236,40 @@ class LocalDeployment:
         home, address = self.folder / "flower", f"127.0.0.1:{self._control_port}"
         write_connection(home, address, self.folder / "ca.crt")
         write_registry(self.folder / "registry", {name: self._key(name) for name in self.sites}, home, address)
+        self._write_signing_files()
         self.flower = FlowerCli(home, processes=self.processes, env=self._env())
+
+    def _is_guarded(self, name: str) -> bool:
+        return "policy" in dict(self.sites[name].node_config) or (self._signed and not self._own_waits)
+
+    def _write_signing_files(self) -> None:
+        """Write the instruction key, the guarded sites' signing keys, the file that they pin, and signers.json."""
+        guarded = [name for name in self.sites if self._is_guarded(name)]
+        if not guarded:
+            return
+        public = instruction_key_files.draw_keys(self.folder)
+        federation = secrets.token_hex(16)
+        write_atomic(self.folder / INSTRUCTION_KEYS, InstructionKeys(federation, public).to_toml().encode())
+        signers = {name: SiteSigner("", "", "registered", False) for name in self.sites}
+        for name in guarded:
+            file = self._signing_key(name)
+            if file.parent == self.folder / "keys":  # else the site's own
+                write_atomic(file, os.urandom(crypto.KEY_BYTES))
+            signers[name] = SiteSigner("", instruction_key_files.public_key(file), "registered", True)
+        self._signers = SiteSigners(federation, len(guarded) == len(self.sites), signers)
+        write_atomic(instruction_key_files.signers_file(self.folder), self._signers.to_bytes())
+
+    def _list_nodes(self) -> None:
+        """Add the number of each site's node to signers.json, once all are registered."""
+        if self._signers is None:
+            return
+        sites = {name: replace(signer, node=self._nodes[name]) for name, signer in self._signers.sites.items()}
+        content = replace(self._signers, sites=sites).to_bytes()
+        write_atomic(instruction_key_files.signers_file(self.folder), content)
+
+    def _signing_key(self, name: str) -> Path:
+        own = dict(self.sites[name].node_config).get("signing-key")
+        return Path(str(own)) if own else self.folder / "keys" / f"{name}.signing"
 
     def start_superlink(self) -> None:
         """Start the SuperLink; after it was killed, it resumes with its state on disk."""
@@ -228,7 +278,8 @@ class LocalDeployment:
         command = superlink_command(folder, folder / "registry", folder, port, fleet, self._database, secret)
         if self._own_waits:  # the app to compare with is any Flower app, whose replies have other records
             command.append("--without-fleet-checks")
-        start_isolated(self.processes, SUPERLINK, command, self._env(), port, secret, ca)
+        env = self._env() | instruction_key_files.signing_environment(self.folder)
+        start_isolated(self.processes, SUPERLINK, command, env, port, secret, ca)
         self._until(lambda: is_port_open(port) and is_port_open(self._fleet_port), SUPERLINK)
 
     def _start_sites(self) -> None:
@@ -250,9 +301,11 @@ class LocalDeployment:
                     f"{late}: not online within {self._start_timeout:.0f} s; its log ends: {self.processes.tail(late)}"
                 )
             time.sleep(0.1)
+        self._list_nodes()
 
     def _register(self, name: str) -> str:
         command = ["flwr", "supernode", "register", f"{self._key(name)}.pub", CONNECTION, "--name", name]
+        command += ["--format", "json"]
         self.processes.start(f"register-{name}", command, self._env(), cwd=self.folder / "flower")
         return name
 
@@ -260,7 +313,16 @@ class LocalDeployment:
         code = self.processes.ended(f"register-{name}")
         if code:
             raise LaunchError(f"{name}: its key was not registered: {self.processes.tail(f'register-{name}')}")
+        if code == 0:
+            self._nodes[name] = self._node_number(name)
         return code == 0
+
+    def _node_number(self, name: str) -> str:
+        """Return Flower's number of a site's node, from the answer to its registration."""
+        answer = self.processes.log(f"register-{name}").read_text(errors="replace")
+        if not (number := re.search(r'"node-id": *"?(\d{1,20})"?', answer)):
+            raise LaunchError(f"{name}: expected the number of its node, found {answer.strip()[-300:]!r}")
+        return number[1]
 
     # Parts
 
@@ -298,6 +360,9 @@ class LocalDeployment:
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
         if site.data is not None:  # others may share the folder, so no id is written there
             config |= {"data": str(site.data.absolute()), "data-set": name}
+        if self._is_guarded(name):
+            pinned = self.folder / INSTRUCTION_KEYS
+            config |= {"signing-key": str(self._signing_key(name)), "instruction-keys": str(pinned)}
         file = self._node_file(name)
         file.write_text(format_toml({**config, **dict(site.node_config)}))
         return file

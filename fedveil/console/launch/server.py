@@ -25,6 +25,7 @@ import psutil
 
 from fedveil import paths
 from fedveil.console.doctor import checks
+from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.machine import is_port_open
 from fedveil.console.flower.processes import ProcessGroup, flower_environment
 from fedveil.console.flower.programs import superlink_command
@@ -72,9 +73,8 @@ def resolve_server(folder: Path, listen: str | None = None, state: Path | None =
             raise ConfigError(
                 f"{folder / 'server'}: expected {name}, found none; restore it, or run fedveil members renew-server"
             )
-    key = folder / "server" / "server.key"
-    if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
-        raise ConfigError(f"{key}: expected a file readable only by its owner, found mode {mode:o}; chmod 600 {key}")
+    _require_private(folder / "server" / "server.key")
+    _require_signing(SiteRegistry(folder))
     for name in ("ca.crt", "server.pem"):
         file = folder / "server" / name
         cert_check = checks.run_check(name, lambda file=file: checks.check_certificate(file))  # type: ignore[misc]
@@ -89,6 +89,34 @@ def resolve_server(folder: Path, listen: str | None = None, state: Path | None =
     require_free_ports("control-port", "127.0.0.1", federation.control_port)
     where = (state or folder / "server").expanduser().absolute()
     return ServerLauncher(folder.absolute(), federation.name, fleet, federation.control_port, where)
+
+
+def _require_private(key: Path) -> None:
+    if (mode := stat.S_IMODE(key.stat().st_mode)) & 0o077:
+        raise ConfigError(f"{key}: expected a file readable only by its owner, found mode {mode:o}; chmod 600 {key}")
+
+
+def _require_signing(members: SiteRegistry) -> None:
+    """Raise ConfigError if the federation has instruction keys and the server could not sign with the current one.
+
+    Its ServerApp would otherwise send unsigned instructions, and count unsigned replies.
+    """
+    if not members.instruction_keys:
+        return
+    file = instruction_key_files.current_file(members.folder)
+    if not file.is_file():
+        raise ConfigError(
+            f"{file}: expected the key that signs instructions, found none; restore it, or let the standby key sign: "
+            f"fedveil members renew-instruction-key {members.folder}"
+        )
+    _require_private(file)
+    if instruction_key_files.public_key(file) != members.instruction_keys[0]:
+        raise ConfigError(
+            f"{file}: expected the current key of registry/members.json, which the kits name, found another; restore "
+            f"it, or let the standby key sign: fedveil members renew-instruction-key {members.folder}"
+        )
+    if not instruction_key_files.signers_file(members.folder).is_file():
+        members.write_signers()
 
 
 def require_free_ports(what: str, host: str, port: int) -> None:
@@ -217,7 +245,8 @@ class _Programs:
 
     def _env(self) -> dict[str, str]:
         apps = paths.private_folder(self.server.state / "apps")
-        return single_user_environment(flower_environment(apps), self.server.state / "bin")
+        env = single_user_environment(flower_environment(apps), self.server.state / "bin")
+        return env | instruction_key_files.signing_environment(self.server.folder)
 
     def _mark(self) -> None:
         log = self.processes.log(NAME)

@@ -36,15 +36,16 @@ from fedveil.console.provisioning import kit_reader
 from fedveil.console.runs import re_encrypt, site_notes
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, PolicyError
+from fedveil.federation.message_signatures.key_files import InstructionKeys
 from fedveil.guard import last_heartbeat, poll_backoff
 from fedveil.sanitize import sanitize, suggest_name
 
 NODE_OPTIONS = (
-    "data", "policy", "key-file", "signing-key", "state-dir", "device", "processes", "shard-base",
+    "data", "policy", "key-file", "signing-key", "instruction-keys", "state-dir", "device", "processes", "shard-base",
     "worker-idle-seconds", "worker-memory-mb",
 )  # fmt: skip
 WIRED = ("superlink", "ca", "key", "name")
-_PATHS = ("data", "policy", "key-file", "signing-key", "state-dir")
+_PATHS = ("data", "policy", "key-file", "signing-key", "instruction-keys", "state-dir")
 _OF_KIT = "extract only that file from the kit again (tar xzf KIT.tar.gz PATH), to keep the files that you filled in"
 _MADE = {
     "key": "fedveil site init makes it",
@@ -96,8 +97,8 @@ def resolve_site(
     both = {**about, **given}
     wired = "superlink" in need
     node = _node(given, kit_reader.node_config(kit) if kit else SiteConfig(), str(both["name"]), permit_everything)
-    if not wired and "signing-key" not in given:
-        node = node.model_copy(update={"signing_key": ""})  # for secure aggregation, which such a site cannot join
+    if not wired and "signing-key" not in given and not Path(node.signing_key).is_file():
+        node = node.model_copy(update={"signing_key": ""})  # its guard refuses instructions that it could not answer
     ca, key, poll = (
         Path(both.get("ca", "")),
         Path(both.get("key", "")),
@@ -108,6 +109,8 @@ def resolve_site(
     _require_files(launcher, given, kit, wired)
     if node.signing_key:
         read_key(Path(node.signing_key))
+    if node.instruction_keys:
+        InstructionKeys.from_file(Path(node.instruction_keys))
     require_poll(launcher.poll_seconds)
     require_one_task(os.environ)
     if bool(node.policy) == permit_everything:
@@ -147,6 +150,7 @@ def _require_files(start: SiteLauncher, given: Mapping[str, Any], kit: Path | No
     node = start.node
     files = {"ca": str(start.ca), "key": str(start.key)} if wired else {}
     files |= {"policy": node.policy, "key-file": node.key_file, "signing-key": node.signing_key}
+    files |= {"instruction-keys": node.instruction_keys}
     for name, file in files.items():
         if file and not Path(file).is_file():
             hint = "see docs/deploy/provision.md" if kit is None or name in given else _MADE.get(name, _OF_KIT)
@@ -218,6 +222,12 @@ def require_policy(node: SiteConfig) -> None:
         print(
             f"site {node.site}: {file} permits nothing yet ({empty} empty): every run is refused; fill in "
             "what was agreed (fedveil explain --permits prints what a run needs)",
+            flush=True,
+        )
+    if policy.requires_signed_instructions(node) and not node.instruction_keys:
+        print(
+            f"site {node.site}: {file} requires signed instructions, but the site has no instruction keys to verify "
+            "them with: every run is refused; name instruction-keys.toml of the kit with --instruction-keys",
             flush=True,
         )
     if strange := policy_checks.unknown_names(policy):

@@ -17,6 +17,10 @@ def add_site_options(parser: argparse.ArgumentParser) -> None:
         "--signing-key", metavar="FILE", help="key that other sites know this one by; made by fedveil site init"
     )
     parser.add_argument(
+        "--instruction-keys", metavar="FILE",
+        help="the server's instruction keys, from the kit; without them instructions are not verified",
+    )  # fmt: skip
+    parser.add_argument(
         "--permit-everything", action="store_true", help="run everything the server sends, without a policy"
     )
     parser.add_argument("--device", help='"auto", "cpu", "cuda" or "cuda:1"; default: auto')

@@ -7,7 +7,7 @@ of them can see and reach is what follows; compose.yaml of the repository is the
 |---|---|---|
 | pod | nothing | publishes the fleet port; the next three share its loopback, where the control port is |
 | superlink | server certificate and key, the registry, its database and the log of its control port | |
-| serverapp | the run folders, evaluation data, models, the roster of the sites' signing keys | |
+| serverapp | the run folders, evaluation data, models, the roster of the sites' signing keys, the instruction key | |
 | operator | what `fedveil provision` made | runs on demand |
 | supernode | the site's key | the server, and the network between it and clientapp |
 | clientapp | the site's data, models, policy, private state and signing key | that network alone |
@@ -30,7 +30,7 @@ x-common: &common
   mem_limit: ${{FEDVEIL_MEMORY:-16g}}     # per service; a site's clientapp holds the base model
   cpus: ${{FEDVEIL_CPUS:-2}}
   pids_limit: 1024
-  environment:
+  environment: &environment
     FLWR_HOME: /state/flower
     FLWR_TELEMETRY_ENABLED: "0"
     FLWR_DISABLE_UPDATE_CHECK: "1"
@@ -81,7 +81,13 @@ name: fedveil-{project}-server
       - --database=/state/superlink.db
       - --health-server-address=127.0.0.1:9097
     network_mode: service:pod
-    volumes: ["./:/server:ro", "../registry:/registry:ro", "state:/state"]
+    volumes:                  # not the folder: ./instruct has the key that signs instructions
+      - ./ca.crt:/server/ca.crt:ro
+      - ./server.pem:/server/server.pem:ro
+      - ./server.key:/server/server.key:ro
+      - ./superexec-secret:/server/superexec-secret:ro
+      - ../registry:/registry:ro
+      - state:/state
     stop_grace_period: 5s
   serverapp:                  # runs the app's ServerApp; run.dir "runs" is the volume
     <<: *service
@@ -96,10 +102,16 @@ name: fedveil-{project}-server
       test: [CMD, fedveil, doctor, --health, "127.0.0.1:9098"]
     network_mode: service:pod
     working_dir: /
+    environment:
+      <<: *environment
+      FEDVEIL_INSTRUCTION_KEY: /instruct/instruction.key
+      FEDVEIL_SIGNERS: /roster/signers.json
+      FEDVEIL_BUNDLES: /instruct/bundles.toml     # optional: the bundles that may run here
     volumes:                  # not the server's key
       - ./ca.crt:/server/ca.crt:ro
       - ./superexec-secret:/server/superexec-secret:ro
       - ./roster:/roster:ro     # secure.roster="/roster/roster.json"
+      - ./instruct:/instruct:ro
       - app-state:/state
       - runs:/runs
       - ${{FEDVEIL_DATA:-./data}}:/data:ro
@@ -166,6 +178,7 @@ name: fedveil-{project}
       - --health-server-address=127.0.0.1:9097
     volumes:                  # not the volume with the node key; the signing key is in `secret`
       - ./site-policy.toml:/kit/site-policy.toml:ro
+      - ./instruction-keys.toml:/kit/instruction-keys.toml:ro
       - secret:/secret:ro
       - state:/state
       - ${{FEDVEIL_DATA:-./data}}:/data:ro

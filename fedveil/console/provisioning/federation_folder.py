@@ -8,16 +8,20 @@
     days = 365                                 # the server's certificate; 3 x as long for the CA
     key-days = 180                             # a site's registered key
     image = "fedveil:0.2.0"
+    signatures = "required"                    # or "optional": a site whose kit pins no instruction keys counts too
 
     FOLDER/ca/ca.key             signs the server's certificate; move it off this machine between renewals
            ca/ca.crt
            server/               certificate, key, the SuperExec's secret, Flower's connection file: for the
                                  server alone
            kits/SITE.tar.gz      for the site; nothing secret in it
-           server/roster/        for what runs apps: roster.json, the sites' signing keys (fedveil members roster)
+           server/instruct/      the key that signs the server's instructions (instruction_keys.py): for what runs apps
+           server/roster/        for what runs apps: roster.json, the sites' signing keys (fedveil members roster);
+                                 signers.json, the same with each site's state, written with each change of members.json
            registry/             what the SuperLink reads again after each change:
-                                 members.json, each site with its public keys, when it was registered, until when,
-                                 revoked or not; operators.json, each operator with role and last day
+                                 members.json, the federation's id and public instruction keys, each site with its
+                                 public keys, when it was registered, until when, revoked or not;
+                                 operators.json, each operator with role and last day
 
 | a site | its entry in members.json |
 |---|---|
@@ -26,6 +30,9 @@
 | past that day | the same; the SuperLink shuts it out by itself (fedveil/guard/site_registry.py) |
 | was revoked, or `fedveil members expire` has run since | "revoked" or "expired"; a new key is accepted alone |
 
+`"signs": true` in an entry says that the site's kit names the instruction keys, so that the site signs its replies.
+A registry of before 0.2 has no such entries, no federation id and no instruction keys, and its signatures are optional.
+
 A signing key outlives its site's node keys. A signing key that was replaced, or whose site was revoked, is
 never accepted again.
 """
@@ -33,15 +40,20 @@ never accepted again.
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import tomllib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedveil import __version__
+from fedveil.console.flower.instruction_key_files import signers_file
 from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners
+from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.membership import SigningKeyRoster
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
@@ -63,6 +75,7 @@ class FederationFile(BaseModel):
     days: int = Field(365, ge=1, le=3650)
     key_days: int = Field(180, ge=1, le=3650)
     image: str = Field(f"fedveil:{__version__}", pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$")
+    signatures: Literal["optional", "required"] = "optional"  # of registries that do not say; see parse_federation
 
     @field_validator("sites")
     @classmethod
@@ -94,9 +107,9 @@ class FederationFile(BaseModel):
 
 
 def parse_federation(file: Path) -> FederationFile:
-    """Parse federation.toml. Raises ConfigError, which names the key."""
+    """Parse federation.toml; `signatures` is "required" if it does not say. Raises ConfigError, which names the key."""
     try:
-        return FederationFile.model_validate(tomllib.loads(file.read_text()))
+        return FederationFile.model_validate({"signatures": "required", **tomllib.loads(file.read_text())})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -118,7 +131,12 @@ def roster_file(folder: Path) -> Path:
 
 
 class SiteRegistry:
-    """members.json in a federation's folder. Every change is written at once, atomically."""
+    """members.json in a federation's folder. Every change is written at once, atomically, and signers.json with it.
+
+    Attributes:
+        federation_id: 32 hex digits; "" in a registry of before 0.2, until it is saved.
+        instruction_keys: public keys in hex, current and standby; none in such a registry.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,7 +147,8 @@ class SiteRegistry:
             self.sites: dict[str, dict[str, Any]] = content["sites"]
             self.retired: dict[str, str] = content["retired"]
             self.retired_signing: dict[str, str] = content.get("retired-signing", {})  # missing in older registries
-        except (OSError, ValueError, KeyError, RecursionError) as error:
+            self.federation_id, self.instruction_keys = _identity(content)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             old = (folder / "members.json").is_file()
             hint = "move its members.json into registry/" if old else "name that folder"
             if self._file.is_file():
@@ -143,13 +162,21 @@ class SiteRegistry:
             ) from None
 
     @classmethod
-    def create(cls, folder: Path, federation: FederationFile) -> SiteRegistry:
-        """Create a registry with every site invited."""
-        content = {"sites": {site: {"state": "invited"} for site in federation.sites}, "retired": {}}
+    def create(cls, folder: Path, federation: FederationFile, instruction_keys: tuple[str, ...] = ()) -> SiteRegistry:
+        """Create a registry with every site invited and a new federation id.
+
+        With `instruction_keys`, which every kit then names, every site signs.
+        """
         about = federation.model_dump(mode="json", by_alias=True)
-        file = registry_folder(folder) / "members.json"
-        write_atomic(file, json.dumps({"federation": about, **content}, indent=1).encode())
-        return cls(folder)
+        entry = {"state": "invited"} | ({"signs": True} if instruction_keys else {})
+        content = {
+            "federation": about, "federation-id": _draw_id(), "instruction-keys": list(instruction_keys),
+            "sites": dict.fromkeys(federation.sites, entry), "retired": {},
+        }  # fmt: skip
+        write_atomic(registry_folder(folder) / "members.json", json.dumps(content, indent=1).encode())
+        members = cls(folder)
+        members.write_signers()
+        return members
 
     def entry(self, site: str) -> dict[str, Any]:
         """Return a site's registry entry. Raises ConfigError if it is not a site of this federation."""
@@ -174,11 +201,20 @@ class SiteRegistry:
                 f"{sanitize(site, 80)!r}; choose another"
             ) from None
 
-    def add(self, site: str) -> None:
-        """Add a site as invited. Raises ConfigError as `with_site` does."""
+    def add(self, site: str, signs: bool = False) -> None:
+        """Add an invited site; `signs`: its kit names the instruction keys. Raises ConfigError as `with_site` does."""
         self.federation = self.with_site(site)
-        self.sites[site] = {"state": "invited"}
+        self.sites[site] = {"state": "invited"} | ({"signs": True} if signs else {})
         self.save()
+
+    def mark_signing(self, site: str) -> None:
+        """Record that the site's kit names the instruction keys, so that the site signs its replies."""
+        self.sites[site] = {**self.entry(site), "signs": True}
+        self.save()
+
+    def signs(self, site: str) -> bool:
+        """Return whether the site's kit names the instruction keys."""
+        return self.entry(site).get("signs") is True
 
     def require_new(self, site: str, public: str) -> None:
         """Raise ConfigError for a key that was revoked or replaced, or belongs to another site."""
@@ -230,8 +266,9 @@ class SiteRegistry:
         start = now or datetime.now(UTC)
         until = start + timedelta(days=self.federation.key_days)
         times = {"registered": start.isoformat(timespec="seconds"), "until": until.isoformat(timespec="seconds")}
-        signs = {"signing": signing or before} if signing or before else {}
-        self.sites[site] = {"state": "registered", "key": public, **signs, "node": node, **times}
+        signing_key = {"signing": signing or before} if signing or before else {}
+        kit = {"signs": True} if self.signs(site) else {}
+        self.sites[site] = {"state": "registered", "key": public, **signing_key, "node": node, **times, **kit}
         self.save()
 
     @property
@@ -262,13 +299,49 @@ class SiteRegistry:
         return [site for site, entry in registered.items() if datetime.fromisoformat(entry["until"]) <= moment]
 
     def save(self) -> None:
-        """Writes the file."""
+        """Write members.json and signers.json; a registry of before 0.2 gets its federation id."""
+        self.federation_id = self.federation_id or _draw_id()
         about = self.federation.model_dump(mode="json", by_alias=True)
         content = {
-            "federation": about, "sites": self.sites, "retired": self.retired, "retired-signing": self.retired_signing,
+            "federation": about, "federation-id": self.federation_id, "instruction-keys": list(self.instruction_keys),
+            "sites": self.sites, "retired": self.retired, "retired-signing": self.retired_signing,
         }  # fmt: skip
         write_atomic(self._file, json.dumps(content, indent=1).encode())
+        self.write_signers()
+
+    def write_signers(self) -> None:
+        """Write signers.json from the registry."""
+        sites = {
+            site: SiteSigner(
+                str(entry.get("node", "")), _usable_key(entry.get("signing")), entry["state"], self.signs(site)
+            )
+            for site, entry in self.sites.items()
+        }
+        signers = SiteSigners(self.federation_id, self.federation.signatures == "required", sites)
+        write_atomic(signers_file(self.folder), signers.to_bytes())
 
     def _retire(self, site: str, how: str) -> None:
         if (key := self.sites[site].get("key")) and self.sites[site]["state"] == "registered":
             self.retired[key] = how
+
+
+def _draw_id() -> str:
+    return secrets.token_hex(16)
+
+
+def _identity(content: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the federation's id and its public instruction keys, as far as it has them. Raises ValueError."""
+    federation, keys = content.get("federation-id", ""), content.get("instruction-keys", [])
+    if type(federation) is not str or not re.fullmatch(r"([0-9a-f]{32})?", federation):
+        raise ValueError("expected a federation-id of 32 hex digits")
+    if type(keys) is not list or len(keys) not in (0, 2) or any(not _usable_key(key) for key in keys):
+        raise ValueError("expected two instruction-keys of 64 hex digits each, and none of small order")
+    return federation, tuple(keys)
+
+
+def _usable_key(text: object) -> str:
+    """Return a public key in hex; "" for other text and for a key of small order, whose signature fits any text."""
+    is_key = (
+        type(text) is str and re.fullmatch(r"[0-9a-f]{64}", text) and not crypto.is_small_order(bytes.fromhex(text))
+    )
+    return str(text) if is_key else ""

@@ -18,7 +18,7 @@ from fedveil.guard import poll_backoff
 from fedveil.sanitize import sanitize
 
 NODE_CONFIG = "node-config.toml"
-_PATHS = ("data", "key-file", "policy", "signing-key", "state-dir")
+_PATHS = ("data", "instruction-keys", "key-file", "policy", "signing-key", "state-dir")
 
 
 class StartupKit(BaseModel):
@@ -63,6 +63,11 @@ def node_config(folder: Path, file: Path | None = None) -> SiteConfig:
         if isinstance(value := content.get(name), str) and value:
             content[name] = str((folder / Path(value).expanduser()).absolute())
     return parse_site(content)
+
+
+def names_instruction_keys(file: Path) -> bool:
+    """Return whether a node config names the server's instruction keys. Raises ConfigError."""
+    return bool(_toml(file).get("instruction-keys"))
 
 
 def _toml(file: Path) -> dict[str, Any]:

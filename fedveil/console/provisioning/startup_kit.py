@@ -3,6 +3,7 @@
 compose.yaml       SuperNode and SuperExec in separate containers, and the command that makes the keys
 compose.gpu.yaml   the same with a GPU: docker compose -f compose.yaml -f compose.gpu.yaml up
 ca.crt             certificate of the CA to trust for the server
+instruction-keys.toml  public keys that the server signs its instructions with
 site.toml          federation, site, server, its ports: public
 node-config.toml   what the site tells its own apps about itself; paths are relative to the kit
 containers.toml    the same with the paths of compose.yaml's containers
@@ -18,9 +19,11 @@ import io
 import tarfile
 from pathlib import Path
 
+from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.machine import Value, format_toml
 from fedveil.console.provisioning import compose_files
 from fedveil.console.provisioning.federation_folder import FederationFile
+from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
 from fedveil.guard import poll_backoff
 
 _POLICY = """\
@@ -34,6 +37,7 @@ max-rounds = 50
 max-bytes-a-round = 200_000_000
 min-examples = 100
 min-batch = 4
+require-signed-instructions = true      # signed by the server's key of instruction-keys.toml
 # max-broadcast-change = 1.0              # default 10; the site's log has each round's change
 # max-broadcast-norm = 50.0
 # signers = ["ssh-ed25519 AAAA..."]     # leave out, or list the keys that may sign an app
@@ -89,6 +93,7 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
 | make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
+| take new keys of the server | `fedveil site trust FILE --kit . --fingerprint SHA256:...`, then step 3 again |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
 
@@ -96,22 +101,31 @@ The server's certificate is signed by the operator's own CA. The SHA-256 of ca.c
 
     {ca}
 
-Confirm it with the operator over a second channel before you trust it.
+The server signs what it asks of you. The fingerprint of its keys, in instruction-keys.toml, is
+
+    {instruction_keys}
+
+Confirm both with the operator over a second channel before you trust them.
 """
 
 
 _IN_THE_KIT: dict[str, Value] = {
     "data": "data", "state-dir": "state", "policy": "site-policy.toml", "signing-key": "keys/signing.key",
+    "instruction-keys": INSTRUCTION_KEYS,
 }  # fmt: skip
 _IN_CONTAINERS: dict[str, Value] = {
     "data": "/data", "state-dir": "/state", "policy": "/kit/site-policy.toml", "signing-key": "/secret/signing.key",
+    "instruction-keys": f"/kit/{INSTRUCTION_KEYS}",
 }  # fmt: skip
 
 
-def kit_files(federation: FederationFile, site: str, ca: bytes) -> dict[str, bytes]:
-    """Return the kit's files by name."""
+def kit_files(federation: FederationFile, site: str, ca: bytes, keys: InstructionKeys) -> dict[str, bytes]:
+    """Return the kit's files by name. `keys`: the server's instruction keys, which the site pins."""
     public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
-    words = {**public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest()}
+    words = {
+        **public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest(),
+        "instruction_keys": keys_fingerprint(keys.keys),
+    }  # fmt: skip
     ports = {
         "control-port": federation.control_port,
         "poll-seconds": poll_backoff.patch_site_polling(len(federation.sites)),
@@ -121,6 +135,7 @@ def kit_files(federation: FederationFile, site: str, ca: bytes) -> dict[str, byt
     text_files = {
         "compose.yaml": compose_files.site_compose(federation, site),
         "compose.gpu.yaml": compose_files.gpu_override("clientapp"),
+        INSTRUCTION_KEYS: keys.to_toml(),
         "site.toml": format_toml({**public, **ports}),
         "node-config.toml": format_toml(names | _IN_THE_KIT),
         "containers.toml": format_toml(names | _IN_CONTAINERS),
@@ -132,10 +147,10 @@ def kit_files(federation: FederationFile, site: str, ca: bytes) -> dict[str, byt
     return {**kit, "SHA256SUMS": sums.encode()}
 
 
-def write_kit(file: Path, federation: FederationFile, site: str, ca: bytes) -> None:
+def write_kit(file: Path, federation: FederationFile, site: str, ca: bytes, keys: InstructionKeys) -> None:
     """Write the kit as SITE.tar.gz, with one folder in it."""
     with tarfile.open(file, "w:gz") as archive:
-        for name, data in kit_files(federation, site, ca).items():
+        for name, data in kit_files(federation, site, ca, keys).items():
             entry = tarfile.TarInfo(f"{federation.name}-{site}/{name}")
             entry.size, entry.mode = len(data), 0o644
             archive.addfile(entry, io.BytesIO(data))

@@ -79,6 +79,12 @@ REPLACED = (
         "guard/heartbeat.py", "ServerApp process", "flwr.superlink.runtime.run_serverapp", "HeartbeatSender",
         ("heartbeat_fn",),
     ),
+    *(
+        ReplacedAttribute(
+            "guard/permitted_bundles.py", "ServerApp process", "flwr.superlink.runtime.run_serverapp", name
+        )
+        for name in ("fab_from_proto", "install_from_fab")
+    ),
     ReplacedAttribute("guard/heartbeat.py", "SuperNode", _GRPC, "HeartbeatSender", ("heartbeat_fn",), "gRPC"),
     ReplacedAttribute("guard/heartbeat.py", "SuperNode", _HTTP, "HeartbeatSender", ("heartbeat_fn",), "HTTP"),
     ReplacedAttribute(

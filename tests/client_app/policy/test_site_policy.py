@@ -8,8 +8,10 @@ import pytest
 
 from fedveil.client_app import app as client
 from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy.decisions import VerifiedBundle, check_run, check_upload
 from fedveil.client_app.policy.privacy_cost import run_epsilon
+from fedveil.client_app.policy.site_policy import load_policy
 from fedveil.contract.task import Example
 from fedveil.errors import PolicyError
 from tests.server_app.grid import LocalGrid, use_toy_task
@@ -39,6 +41,21 @@ def test_what_the_policy_permits_passes_and_another_method_does_not_where_it_nam
         return
     with pytest.raises(PolicyError, match="method.name: this site permits"):
         check_run(other)
+
+
+@pytest.mark.parametrize(("text", "without_keys", "with_keys"), [
+    ("require-signed-instructions = true\n", True, True), ("require-signed-instructions = false\n", False, False),
+    ("", False, True), (None, False, True),
+])  # fmt: skip
+def test_pinned_keys_require_signed_instructions_unless_the_policy_says_otherwise(
+    text, without_keys, with_keys, tmp_path
+):
+    file = tmp_path / "site-policy.toml"
+    if text is not None:
+        file.write_text(text)
+    for keys, required in (("", without_keys), ("instruction-keys.toml", with_keys)):
+        site = SiteConfig(policy="" if text is None else str(file), instruction_keys=keys)
+        assert load_policy(site).requires_signed_instructions(site) is required
 
 
 def test_without_a_policy_everything_passes():
@@ -129,6 +146,7 @@ def test_hours_hold_their_first_minute_and_not_their_last(hours, inside, outside
 
 @pytest.mark.parametrize(
     "text", ['hours = ["8:00-9:00"]', 'hours = ["08:00-25:00"]', 'app-digests = ["5f"]', 'signers = ["ssh-rsa AAAA"]',
+             "require-signed-instructions = 1", 'require-signed-instructions = "true"',
              'max-epsilon = "8"', "max-epsilon = inf", "delta = 1.0",
              "require-secure = 1", 'require-secure = "true"', "min-cohort = 1", 'min-cohort = "3"',
              "min-threshold = 2.0", "min-threshold = 1", 'roster = "5f"', 'roster = "sha256:5f"',

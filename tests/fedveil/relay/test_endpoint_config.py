@@ -159,9 +159,10 @@ class Site:
         return Site(self.two, clock)
 
 
-def upload(to: Message, size: int = chunking.SLICE_BYTES + 5) -> Message:
+def upload(to: Message, size: int = chunking.SLICE_BYTES + 5, signature: dict | None = None) -> Message:
     """What the guard sends."""
-    return replies.check_upload_reply(list(chunking.slice_message([np.random.default_rng(2).bytes(size)])), HEAD, to)
+    slices = list(chunking.slice_message([np.random.default_rng(2).bytes(size)]))
+    return replies.check_upload_reply(slices, HEAD, to, signature)
 
 
 @pytest.fixture
@@ -181,7 +182,8 @@ def records(content: RecordDict) -> str:
     return content.object_id  # a hash of all that is in it
 
 
-def test_message_and_upload_are_those_of_the_wire_bit_for_bit(both):
+@pytest.mark.parametrize("signature", [None, {"version": 1, "key": "0a" * 8, "signature": "0b" * 64}])
+def test_message_and_upload_are_those_of_the_wire_bit_for_bit(both, signature):
     asked = message()
     server, site = exported(both, asked), Site(both)
     taken = site.take()
@@ -192,7 +194,7 @@ def test_message_and_upload_are_those_of_the_wire_bit_for_bit(both):
     run, fab = site.calls[3](RUN), site.calls[4](BUNDLE.hash_str, RUN)
     assert (run, fab) == (server._run(RUN), BUNDLE)
     assert site.calls[0] == NODE
-    site.answer(reply := upload(taken))
+    site.answer(reply := upload(taken, signature=signature))
     both.carry()
     server.look()
     (sent,) = server.sent
@@ -378,7 +380,7 @@ def letter(
 def test_another_sites_reply_is_refused(both):
     server = exported(both, message())
     (id_,) = server.end._open
-    reply = Answer(id_, 0, "", HEAD, 1.0, b"x").packed()
+    reply = Answer(id_, 0, "", HEAD, "", 1.0, b"x").packed()
     letter(both, both.server.replies, f"{id_}.relay", reply, REPLY, STRANGER, SERVER)
     server.look()
     assert "sender: expected" in server.said()[-1]

@@ -12,8 +12,8 @@ from fedveil.errors import WireError
 from fedveil.relay.message_body import RelayReply, RelayRequest
 
 ORDER = RelayRequest(1000, 2000, 77, b"bundle", b"", b"run")
-REPLY = RelayReply("ab" * 16, 0, "", f"12:{'0f' * 32}", 1.5, b"upload")
-FAILED = replace(REPLY, code=2, reason="PolicyError: no", log="", upload=b"")
+REPLY = RelayReply("ab" * 16, 0, "", f"12:{'0f' * 32}", f"{'0a' * 8}:{'0b' * 64}", 1.5, b"upload")
+FAILED = replace(REPLY, code=2, reason="PolicyError: no", log="", signature="", upload=b"")
 
 
 def changed(content: list[bytes], **changes: Any) -> bytes:
@@ -30,7 +30,7 @@ def test_both_come_back_as_they_were():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"version": 2}, {"version": True}, {"made": 0}, {"made": 1.0}, {"expires": 1000},
+    [{"version": 1}, {"version": True}, {"made": 0}, {"made": 1.0}, {"expires": 1000},
      {"expires": 1000 + 32 * 86_400_000},
      {"node": 0}, {"node": 1 << 64}, {"node": True}, {"more": 1}, {"sizes": {"bundle": 6, "message": 0}},
      {"sizes": {"bundle": 6, "message": -3, "run": 6}}, {"sizes": {"bundle": 6, "message": 1, "run": 3}},
@@ -46,12 +46,18 @@ def test_an_order_that_is_none_is_refused(changes):
     "changes",
     [{"order": "ab"}, {"order": "../" * 10 + "ab"}, {"code": 1}, {"code": 9}, {"code": -1}, {"code": True},
      {"reason": 1}, {"reason": "x" * 2001}, {"log": "head"}, {"log": "x" * 5000}, {"seconds": 1}, {"seconds": -1.0},
-     {"seconds": float("nan")}, {"seconds": float("inf")}, {"version": 0}],
+     {"seconds": float("nan")}, {"seconds": float("inf")}, {"version": 0}, {"signature": "ab"}, {"signature": 1},
+     {"signature": f"{'0A' * 8}:{'0b' * 64}"}, {"signature": f"{'0a' * 8}:{'0b' * 64}:"}],
     ids=lambda changes: str(changes)[:40],
 )  # fmt: skip
 def test_a_reply_that_is_none_is_refused(changes):
     with pytest.raises(WireError, match="expected"):
         RelayReply.from_bytes(changed(REPLY.packed(), **changes))
+
+
+def test_a_signature_comes_back_as_the_record_that_the_guard_made():
+    assert REPLY.signature_record == {"version": 1, "key": "0a" * 8, "signature": "0b" * 64}
+    assert FAILED.signature_record is None
 
 
 def test_a_reply_without_an_upload_or_a_code_is_refused():

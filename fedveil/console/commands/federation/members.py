@@ -1,4 +1,4 @@
-"""`fedveil members`: adds sites; registers, renews and revokes keys.
+"""`fedveil members`: adds sites, makes their kits; registers, renews and revokes keys; renews the server's keys.
 
 A change goes to Flower first and to the registry after that, so both agree. Flower is reached with its command line,
 at the control port of this machine. `--offline` changes only the registry, for a server whose database is lost or does
@@ -17,11 +17,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedveil.console.flower import certificates
+from fedveil.console.flower import certificates, instruction_key_files
 from fedveil.console.flower.flwr_cli import FlowerCli, ServerUnreachableError
-from fedveil.console.provisioning import enrollment, startup_kit
-from fedveil.console.provisioning.federation_folder import SiteRegistry, roster_file
+from fedveil.console.provisioning import enrollment, instruction_keys, startup_kit
+from fedveil.console.provisioning.federation_folder import FederationFile, SiteRegistry, roster_file
 from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
 from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
@@ -37,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed.set_defaults(run=_list)
     add = actions.add_parser("add", help="add a site and write its start-up kit")
     add.set_defaults(run=_add)
+    kit = actions.add_parser(
+        "kit", help="write a site's start-up kit again, with the server's current instruction keys"
+    )
+    kit.set_defaults(run=_kit)
     register = actions.add_parser("register", help="register a site's keys from the request made by fedveil site init")
     register.set_defaults(run=_register)
     revoke = actions.add_parser("revoke", help="revoke a site's key permanently")
@@ -49,18 +54,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     roster.set_defaults(run=_roster)
     renew = actions.add_parser("renew-server", help="issue a new key and certificate for the server from the same CA")
     renew.set_defaults(run=_renew)
-    for action in (listed, add, register, revoke, expire, sync, roster, renew):
+    instruction = actions.add_parser(
+        "renew-instruction-key", help="sign with the standby key from now on, draw a new one, and write all kits again"
+    )
+    instruction.set_defaults(run=_renew_instruction_key)
+    for action in (listed, add, kit, register, revoke, expire, sync, roster, renew, instruction):
         action.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     roster.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write; default: server/roster/roster.json in FOLDER"
     )
-    add.add_argument("site", metavar="SITE", help="the site's name")
+    for action in (add, kit):
+        action.add_argument("site", metavar="SITE", help="the site's name")
     register.add_argument("request", type=Path, help="request.json")
     register.add_argument(
         "--fingerprint", required=True, help="SHA256:..., as the site read it to you; - skips the comparison"
     )
     revoke.add_argument("site", help="the site's name")
     renew.add_argument("--ca-key", type=Path, help="path of ca.key if it is no longer in the folder")
+    instruction.add_argument(
+        "--standby-key", type=Path, metavar="PATH",
+        help="instruction-standby.key, if it is no longer in the folder; the command removes it there",
+    )  # fmt: skip
     for action in (register, revoke, expire):
         action.add_argument(
             "--offline", action="store_true", help="change only the registry, while the server is not running"
@@ -99,14 +113,74 @@ def _list(args: argparse.Namespace) -> int:
 
 def _add(args: argparse.Namespace) -> int:
     members = SiteRegistry(args.folder)
-    federation, ca = members.with_site(args.site), args.folder / "server" / "ca.crt"
-    _certificate(ca)  # there, or an error that names it
-    file = args.folder / "kits" / f"{args.site}.tar.gz"
-    file.parent.mkdir(mode=0o700, exist_ok=True)
-    startup_kit.write_kit(file, federation, args.site, ca.read_bytes())
-    members.add(args.site)
+    federation = members.with_site(args.site)
+    _certificate(args.folder / "server" / "ca.crt")  # before keys are drawn for a folder that has none
+    keys = instruction_keys.ensure_keys(members)
+    file = _write_kit(args.folder, federation, args.site, keys)
+    members.add(args.site, signs=True)
     print(f"{args.site}: added; the start-up kit is {file}")
+    print(f"instruction keys in it, to be confirmed by telephone: {instruction_key_files.keys_fingerprint(keys.keys)}")
     print(f"next: send the kit to the site, then run fedveil members register {args.folder} request.json")
+    return 0
+
+
+def _kit(args: argparse.Namespace) -> int:
+    members = SiteRegistry(args.folder)
+    members.entry(args.site)
+    _certificate(args.folder / "server" / "ca.crt")
+    keys = instruction_keys.ensure_keys(members)
+    file, new = _write_kit(args.folder, members.federation, args.site, keys), not members.signs(args.site)
+    members.mark_signing(args.site)
+    print(f"{args.site}: the start-up kit is {file}")
+    print(f"instruction keys in it: {instruction_key_files.keys_fingerprint(keys.keys)}")
+    print(f"a site that has a kit takes only {INSTRUCTION_KEYS} from it: {_trust(keys)}")
+    if new:
+        print(f"{args.site}: from now on its replies must be signed: have it do so before the next run")
+        _remind_of_start(args.folder)
+    return 0
+
+
+def _write_kit(folder: Path, federation: FederationFile, site: str, keys: InstructionKeys) -> Path:
+    """Write a site's kit and return its file. Raises ConfigError for a missing certificate."""
+    ca = folder / "server" / "ca.crt"
+    _certificate(ca)  # there, or an error that names it
+    file = folder / "kits" / f"{site}.tar.gz"
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    startup_kit.write_kit(file, federation, site, ca.read_bytes(), keys)
+    return file
+
+
+def _trust(keys: InstructionKeys) -> str:
+    """Return the command with which a site takes these keys."""
+    fingerprint = instruction_key_files.keys_fingerprint(keys.keys)
+    return f"fedveil site trust NEW-FILE --kit . --fingerprint {fingerprint}"
+
+
+def _remind_of_start(folder: Path) -> None:
+    print(f"a running server signs after its next start: fedveil server start {folder}")
+
+
+def _renew_instruction_key(args: argparse.Namespace) -> int:
+    members = SiteRegistry(args.folder)
+    _certificate(args.folder / "server" / "ca.crt")
+    had_keys = bool(members.instruction_keys)
+    keys = instruction_keys.renew_keys(members, args.standby_key) if had_keys else instruction_keys.ensure_keys(members)
+    sites = [site for site, entry in sorted(members.sites.items()) if entry["state"] in ("registered", "invited")]
+    first = [site for site in sites if not members.signs(site)]
+    for site in sites:
+        _write_kit(args.folder, members.federation, site, keys)
+        members.mark_signing(site)
+    what = "the standby key signs from the next run on" if had_keys else "drawn, because this folder had none"
+    print(f"{instruction_key_files.current_file(args.folder)}: {what}")
+    print(f"{instruction_key_files.standby_file(args.folder)}: the new standby key; move it to a safe place")
+    print(f"{args.folder / 'kits'}: {len(sites)} kits written again")
+    print(f"next: send each site {INSTRUCTION_KEYS} of its kit, and read it the fingerprint by telephone; there:")
+    print(f"      {_trust(keys)}")
+    if had_keys:
+        print("a site accepts the old key until it has done so; with the old file it also accepts the new one")
+    if first:
+        print(f"from now on the replies of {', '.join(first)} must be signed: have them do so before the next run")
+        _remind_of_start(args.folder)
     return 0
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from fedveil import paths
 from fedveil.console.flower.flwr_cli import write_connection
 from fedveil.console.flower.operator_tokens import write_login
-from fedveil.console.provisioning.federation_folder import registry_folder
+from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.console.provisioning.operator_registry import ROLES, OperatorRegistry
 from fedveil.errors import ConfigError
 from fedveil.records.atomic_files import write_atomic
@@ -75,9 +75,23 @@ def _add(args: argparse.Namespace) -> int:
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    OperatorRegistry(registry_folder(args.folder)).revoke(args.name)
+    operators = OperatorRegistry(registry_folder(args.folder))
+    operators.revoke(args.name)
     print(f"{args.name}: revoked as of the next request")
+    if operators.entries[args.name]["role"] in ("submit", "admin") and _signs(args.folder):
+        print(
+            "its runs could read the key that signs instructions: unless bundles.toml limited them, renew it with "
+            f"fedveil members renew-instruction-key {args.folder}"
+        )
     return 0
+
+
+def _signs(folder: Path) -> bool:
+    """Return whether the federation has instruction keys; a damaged registry does not hold up a revocation."""
+    try:
+        return bool(SiteRegistry(folder).instruction_keys)
+    except ConfigError:
+        return False
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ The smallest:
     server = ["fl.example.org"]     # how sites reach the server
     sites = ["north", "south"]
 
-docs/deploy/provision.md has the other keys: ports, days, image.
+docs/deploy/provision.md has the other keys: ports, days, image, signatures.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
 
-from fedveil.console.flower import certificates
+from fedveil.console.flower import certificates, instruction_key_files
 from fedveil.console.flower.flwr_cli import write_connection
 from fedveil.console.flower.operator_tokens import write_login
-from fedveil.console.provisioning import compose_files, startup_kit
+from fedveil.console.provisioning import compose_files, instruction_keys, startup_kit
 from fedveil.console.provisioning.federation_folder import (
     FederationFile,
     SiteRegistry,
@@ -60,9 +60,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{out}: certificates, the server's folder and {len(federation.sites)} kits under kits/")
+    fingerprint = instruction_key_files.keys_fingerprint(SiteRegistry(out).instruction_keys)
+    print(f"instruction keys, to be confirmed with each site by telephone: {fingerprint}")
     print(
-        f"next: move {out / 'ca' / 'ca.key'} to a safe place, start the server (fedveil server start {out}, or "
-        "docs/deploy/provision.md),"
+        f"next: move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place, start the "
+        f"server (fedveil server start {out}, or docs/deploy/provision.md),"
     )
     print(f"      send each site its kit, and register its request: fedveil members register {out} request.json")
     return 0
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 def provision_federation(folder: Path, federation: FederationFile, final: Path) -> None:
     """Write all files of a new federation to `folder`, which is later moved to `final`."""
-    for name in ("ca", "server", "server/flower", "server/roster", "kits", "registry"):
+    for name in ("ca", "server", "server/flower", "server/instruct", "server/roster", "kits", "registry"):
         (folder / name).mkdir(mode=0o700, parents=True)
     folder.chmod(0o700)
     days = timedelta(days=federation.days)
@@ -88,8 +90,7 @@ def provision_federation(folder: Path, federation: FederationFile, final: Path) 
     (folder / "server" / "compose.yaml").write_text(compose_files.server_compose(federation, str(final)))
     (folder / "server" / "compose.gpu.yaml").write_text(compose_files.gpu_override("serverapp"))
     (folder / "server" / "compose.operators.yaml").write_text(compose_files.operators_override(federation))
+    members = SiteRegistry.create(folder, federation, instruction_key_files.draw_keys(folder))
+    pinned, ca_bytes = instruction_keys.pinned_keys(members), (folder / "ca" / "ca.crt").read_bytes()
     for site in federation.sites:
-        startup_kit.write_kit(
-            folder / "kits" / f"{site}.tar.gz", federation, site, (folder / "ca" / "ca.crt").read_bytes()
-        )
-    SiteRegistry.create(folder, federation)
+        startup_kit.write_kit(folder / "kits" / f"{site}.tar.gz", federation, site, ca_bytes, pinned)

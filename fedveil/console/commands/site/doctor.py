@@ -1,8 +1,8 @@
 """`fedveil doctor`: checks whether a machine is ready to be site or server.
 
-It checks certificates, keys, clock, ports, versions, GPU, CPUs, other users, disk, data, policy, roster, the server's
-program and its health, and changes nothing. Lines with a problem say what to do next. The exit code is 1 if a check
-fails.
+It checks certificates, keys, the server's instruction keys, clock, ports, versions, GPU, CPUs, other users, disk, data,
+policy, roster, the server's program and its health, and changes nothing. Lines with a problem say what to do next. The
+exit code is 1 if a check fails.
 
 With `--set task.data=FOLDER`, task.evaluation or task.server-data it checks that the examples of a run are there. With
 `--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
@@ -142,7 +142,7 @@ def _registered(folder: Path) -> CheckResult:
 def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
     # Not imported above: --health, which a container runs every ten seconds, does not need pydantic.
     from fedveil.config import parse
-    from fedveil.console.doctor import data_checks, policy_checks, secagg_checks
+    from fedveil.console.doctor import data_checks, policy_checks, secagg_checks, signature_checks
     from fedveil.console.provisioning import kit_reader
 
     kit, site = kit_reader.read_kit(args.kit), kit_reader.node_config(args.kit, args.node_config)
@@ -157,6 +157,7 @@ def _site(args: argparse.Namespace, counted: list[int]) -> list[CheckResult]:
         "certificate ca.crt": lambda: checks.check_certificate(ca),
         "key": lambda: checks.private_key(keys / "node.key"),
         "signing key": lambda: secagg_checks.signing_key(site, keys),
+        "instruction keys": lambda: signature_checks.check_instruction_keys(site, args.kit),
         "fleet port": lambda: checks.check_fleet_port(superlink, ca),
         "control port": lambda: checks.check_closed_port(host, kit.control_port, "control port"),
         "gpu": lambda: checks.check_gpu(site.device, site.processes),

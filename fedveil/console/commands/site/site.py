@@ -1,4 +1,4 @@
-"""`fedveil site`: makes a site's keys, runs and shows it, encrypts or purges data.
+"""`fedveil site`: makes a site's keys, takes the server's, runs and shows the site, encrypts or purges data.
 
 A site runs Flower's SuperNode and a warm worker process that trains.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedveil.client_app.node_config import SiteConfig, parse_site
+from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.launch import site as site_start
 from fedveil.console.launch import site_options
@@ -25,7 +26,9 @@ from fedveil.console.runs.workers import describe_worker, follow_worker, last_fa
 from fedveil.console.terminal import make_console
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
 from fedveil.guard import last_heartbeat, poll_backoff
+from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 
@@ -50,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make a new signing key too; all sites' policies need the new roster",
     )
     init.set_defaults(run=_init)
+    trust = actions.add_parser(
+        "trust", help="replace the server's instruction keys in the kit, if they have the fingerprint that you name"
+    )
+    trust.add_argument("file", type=Path, metavar="FILE", help="instruction-keys.toml from the operator")
+    trust.add_argument(
+        "--kit", type=Path, default=Path(), metavar="FOLDER", help="the unpacked start-up kit; default ."
+    )
+    trust.add_argument("--fingerprint", required=True, help="SHA256:..., as the operator read it to you by telephone")
+    trust.set_defaults(run=_trust)
     guard = actions.add_parser(
         "guard", help="write the entry point that decides before bundled code runs, for an image"
     )
@@ -171,6 +183,41 @@ def _init(args: argparse.Namespace) -> int:
     what = request.name if args.print else request  # a container prints it, because its files are hard to reach
     print(f"send {what} to the operator, and read this fingerprint to them by telephone: {fingerprint}", file=words)
     return 0
+
+
+def _trust(args: argparse.Namespace) -> int:
+    kit_reader.read_kit(args.kit)  # a kit, or an error that says so
+    new, file = InstructionKeys.from_file(args.file), args.kit / INSTRUCTION_KEYS
+    old = _pinned(file)
+    if old is not None and old.federation != new.federation:
+        raise ConfigError(
+            f"{args.file}: federation: expected {old.federation}, as in {file}, found {new.federation}; the keys of "
+            "another federation come with a kit of its own"
+        )
+    for title, keys in (("pinned now", old.keys if old else ()), ("in the file", new.keys)):
+        print(f"{title}: {', '.join(enrollment.short_key(key) for key in keys) or 'no keys'}")
+    fingerprint = keys_fingerprint(new.keys)
+    if args.fingerprint != fingerprint:
+        raise ConfigError(
+            # Not the file's own fingerprint: the user would copy it from here instead of asking by telephone.
+            f"--fingerprint: expected the fingerprint of the keys in {args.file}, found another: "
+            f"{sanitize(args.fingerprint, 100)}; have the operator read it out; if it still differs, keep the old keys"
+        )
+    write_atomic(file, new.to_toml().encode())
+    file.chmod(0o644)  # public, and read by another user in containers
+    print(f"{file}: from its next start on, the site accepts instructions that are signed with these keys alone")
+    for name in (kit_reader.NODE_CONFIG, "containers.toml"):
+        if (args.kit / name).is_file() and not kit_reader.names_instruction_keys(args.kit / name):
+            print(f"{args.kit / name} does not name this file, so nothing is verified: take {name} from the new kit")
+    return 0
+
+
+def _pinned(file: Path) -> InstructionKeys | None:
+    """Return the kit's keys; None if it has no such file, or one that cannot be read."""
+    try:
+        return InstructionKeys.from_file(file)
+    except ConfigError:
+        return None
 
 
 def _guard(args: argparse.Namespace) -> int:

@@ -1,3 +1,4 @@
+import json
 import shutil
 import socket
 import stat
@@ -9,10 +10,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.certificates import write_node_key, write_tls
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.console.flower.machine import PORTS, format_toml, free_ports
 from fedveil.console.flower.processes import LaunchError
+from fedveil.federation.message_signatures.key_files import InstructionKeys, SiteSigner, SiteSigners
+from fedveil.federation.secagg import crypto
 
 
 def test_free_ports_are_different_and_free():
@@ -103,4 +107,35 @@ def test_node_config_is_a_file_that_carries_any_path(tmp_path):
         "data": '/data/it\'s "here"',
         "data-set": "b",
         "policy": "p.toml",
+        "signing-key": str(tmp_path / "keys" / "b.signing"),
+        "instruction-keys": str(tmp_path / "instruction-keys.toml"),
     }
+    assert "instruction-keys" not in tomllib.loads(federation._write_node_config("a").read_text())
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_guarded_sites_sign_and_pin_the_servers_key(signed, tmp_path):
+    own = tmp_path / "own.key"
+    own.write_bytes(bytes(range(32)))
+    own.chmod(0o600)
+    sites = [LocalSite("a"), LocalSite("b", None, (("policy", "p.toml"), ("signing-key", str(own))))]
+    federation = LocalDeployment(sites, tmp_path / "f", signed=signed)
+    federation._prepare()
+    folder = tmp_path / "f"
+    pinned = InstructionKeys.from_file(folder / "instruction-keys.toml")
+    signers = SiteSigners.from_json(json.loads(instruction_key_files.signers_file(folder).read_text()))
+    assert signers.federation == pinned.federation
+    assert signers.required == signed  # all sites do
+    assert pinned.keys[0] == instruction_key_files.public_key(instruction_key_files.current_file(folder))
+    assert signers.sites["b"] == SiteSigner("", crypto.verifying_key(own.read_bytes()).hex(), "registered", True)
+    assert (signers.sites["a"].signs, bool(signers.sites["a"].signing)) == (signed, signed)
+    config = tomllib.loads(federation._write_node_config("b").read_text())
+    assert config["signing-key"] == str(own)
+    if signed:
+        assert signers.sites["a"].signing == instruction_key_files.public_key(folder / "keys" / "a.signing")
+
+
+def test_a_deployment_that_is_to_be_as_flowers_own_signs_nothing(tmp_path):
+    federation = LocalDeployment([LocalSite("a")], tmp_path / "f", own_waits=True, signed=True)
+    federation._prepare()
+    assert set(instruction_key_files.signing_environment(tmp_path / "f")) == {"FEDVEIL_BUNDLES"}  # no such file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -105,3 +106,39 @@ def test_a_missing_file_an_expired_certificate_and_another_folder_are_named(pilo
     assert main(["server", "start", str(tmp_path)]) == 2
     assert "expected a folder made by fedveil provision" in (stderr := capsys.readouterr().err)
     assert stderr.endswith("; name that folder\n")
+
+
+def test_the_app_process_is_told_where_the_key_and_the_signers_are(pilot, monkeypatch, capsys):
+    def started(processes, name, command, env, port, secret, ca, cwd):
+        raise ConfigError(f"started {env.get('FEDVEIL_INSTRUCTION_KEY')} {env.get('FEDVEIL_SIGNERS')}")
+
+    monkeypatch.setattr(server, "start_isolated", started)
+    own = pilot / "server"
+    (own / "roster" / "signers.json").unlink()  # written again from the registry
+    assert main(["server", "start", str(pilot)]) == 2
+    expected = f"started {own}/instruct/instruction.key {own}/roster/signers.json"
+    assert expected in capsys.readouterr().err
+    file = pilot / "registry" / "members.json"
+    content = json.loads(file.read_text())
+    del content["instruction-keys"]  # as before there were any
+    file.write_text(json.dumps(content))
+    (own / "instruct" / "instruction.key").unlink()
+    assert main(["server", "start", str(pilot)]) == 2
+    assert "started None None" in capsys.readouterr().err
+
+
+def test_an_instruction_key_that_others_can_read_is_missing_or_is_another_is_refused(pilot):
+    key = pilot / "server" / "instruct" / "instruction.key"
+    key.chmod(0o640)
+    with pytest.raises(
+        ConfigError, match=r"instruction\.key: expected a file readable only by its owner, found mode 640"
+    ):
+        server.resolve_server(pilot)
+    key.chmod(0o600)
+    server.resolve_server(pilot)
+    key.write_bytes(os.urandom(32))
+    with pytest.raises(ConfigError, match=r"instruction\.key: expected the current key .* found another; restore it"):
+        server.resolve_server(pilot)
+    key.unlink()
+    with pytest.raises(ConfigError, match=r"instruction\.key: expected the key that signs instructions, found none"):
+        server.resolve_server(pilot)

@@ -66,6 +66,7 @@ def test_everything_comes_from_the_kit(kit, capsys, monkeypatch):
     assert tomllib.loads((kit / "state" / "north.toml").read_text()) == {
         "site": "north", "data": f"{kit}/data", "data-set": "north", "state-dir": f"{kit}/state",
         "policy": f"{kit}/site-policy.toml", "signing-key": f"{kit}/keys/signing.key",
+        "instruction-keys": f"{kit}/instruction-keys.toml",
     }  # fmt: skip
     assert site_notes.noted_federation(kit / "state", "north") == "pilot"  # for the site's page; Flower is not given it
 
@@ -84,7 +85,7 @@ def test_options_go_before_the_kit_and_are_relative_to_where_one_stands(kit, cap
     assert tomllib.loads((tmp_path / "s" / "n2.toml").read_text()) == {
         "site": "n2", "data": f"{kit}/data/train.jsonl", "data-set": "north", "state-dir": f"{tmp_path}/s",
         "policy": f"{tmp_path}/own.toml", "signing-key": f"{kit}/keys/signing.key", "device": "cpu",
-        "worker-memory-mb": 77,
+        "instruction-keys": f"{kit}/instruction-keys.toml", "worker-memory-mb": 77,
     }  # fmt: skip
     assert start(kit, "--permit-everything", "--state-dir", "s") == 2
     assert "policy" not in tomllib.loads((tmp_path / "s" / "north.toml").read_text())
@@ -104,6 +105,41 @@ def test_a_kit_without_keys_or_rows_says_what_is_missing(kit, capsys):
     assert start(kit) == 2
     assert f"data: expected examples, found no file in the folder {kit}/data;" in capsys.readouterr().err
     assert not (kit / "state").exists()
+
+
+def test_instruction_keys_that_cannot_be_used_are_named_before_anything_is_started(kit, capsys):
+    file = kit / "instruction-keys.toml"
+    whole, small_order = file.read_text(), "01" + "00" * 31
+    for text, reason in (
+        (whole.replace("keys =", "key ="), "expected the keys federation and keys alone"),
+        (f'federation = "{"ab" * 16}"\nkeys = ["{small_order}"]\n', "no key of small order"),
+    ):
+        file.write_text(text)
+        assert start(kit) == 2
+        stderr = capsys.readouterr().err
+        assert f"{file}: expected the server's instruction keys" in stderr
+        assert reason in stderr
+    file.unlink()
+    assert start(kit) == 2
+    stderr = capsys.readouterr().err
+    assert f"{kit}: instruction-keys: expected a file, found none at {file}" in stderr
+    assert "extract only that file from the kit again" in stderr
+    other = kit.parent / "other.toml"
+    other.write_text(whole)
+    assert start(kit, "--instruction-keys", str(other)) == 2
+    assert tomllib.loads((kit / "state" / "north.toml").read_text())["instruction-keys"] == str(other)
+
+
+def test_a_site_behind_a_relay_keeps_the_keys_that_it_signs_with(kit, capsys):
+    relayed = site_start.resolve_site({}, kit, False, need=("name",))
+    assert relayed.node.instruction_keys == str(kit / "instruction-keys.toml")
+    assert relayed.node.signing_key == str(kit / "keys" / "signing.key")
+    (kit / "keys" / "signing.key").unlink()
+    unsigned = site_start.resolve_site({}, kit, False, need=("name",))
+    assert unsigned.node.signing_key == ""  # its guard refuses every instruction
+    assert unsigned.node.instruction_keys == relayed.node.instruction_keys
+    site_start.require_policy(relayed.node)
+    assert "requires signed instructions" not in capsys.readouterr().out
 
 
 def test_an_empty_file_is_no_rows(kit, capsys):

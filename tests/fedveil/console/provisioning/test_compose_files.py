@@ -16,6 +16,7 @@ FEDERATION = FederationFile(name="trial", server=["superlink"], sites=list(SITES
 SERVER = yaml.safe_load(compose_files.server_compose(FEDERATION, "/federation/trial"))["services"]
 SITE = yaml.safe_load(compose_files.site_compose(FEDERATION, "North.1"))
 TRIAL = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SIGNING = {"FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS", "FEDVEIL_BUNDLES"}
 LASTING = [name for name in TRIAL["services"] if name in SERVER or name.endswith(("-supernode", "-clientapp"))]
 
 
@@ -48,7 +49,10 @@ def test_every_service_is_locked_down_and_the_same(name):
     assert service["pids_limit"] == SITE["services"]["clientapp"]["pids_limit"] == 1024
     assert SITE["services"]["clientapp"]["mem_limit"] == SERVER["superlink"]["mem_limit"] == service["mem_limit"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["environment"] == SITE["services"]["clientapp"]["environment"]
+    own = SIGNING if name == "serverapp" else set()
+    assert {k: v for k, v in service["environment"].items() if k not in own} == SITE["services"]["clientapp"][
+        "environment"
+    ]
     assert service["environment"]["FLWR_TELEMETRY_ENABLED"] == "0"
     assert service["environment"]["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert service["environment"]["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
@@ -84,10 +88,27 @@ def test_what_runs_apps_sees_the_signing_key_or_the_roster_and_no_other_key():
     assert "./roster:/roster:ro" in SERVER["serverapp"]["volumes"]
     assert not any("registry" in v for v in SERVER["serverapp"]["volumes"])  # which has the operators' tokens' hashes
     assert "roster:/roster:ro" in TRIAL["services"]["serverapp"]["volumes"]
-    writers = [name for name, s in TRIAL["services"].items() if "roster:/roster" in s.get("volumes", ())]
-    assert writers == ["enrol"]
+    writers = [
+        name
+        for name, s in TRIAL["services"].items()
+        if any(v.startswith("roster:") and not v.endswith(":ro") for v in s.get("volumes", ()))
+    ]
+    assert writers == ["setup", "enrol", "operator", "demo"]
     folders = (ROOT / "docker" / "Dockerfile").read_text()
     assert " roster " in next(line for line in folders.splitlines() if "for folder in federation" in line)
+
+
+def test_the_app_process_alone_has_the_key_that_signs_instructions():
+    for services in (SERVER, TRIAL["services"]):
+        assert services["serverapp"]["environment"].keys() - services["superlink"]["environment"].keys() == SIGNING
+    mounts = {name: {v.split(":")[0] for v in s["volumes"]} for name, s in SERVER.items() if "volumes" in s}
+    assert [name for name, sources in mounts.items() if "./instruct" in sources] == ["serverapp"]
+    assert mounts["superlink"] == {
+        "./ca.crt", "./server.pem", "./server.key", "./superexec-secret", "../registry", "state",
+    }  # fmt: skip
+    setup = (ROOT / "docker" / "trial.sh").read_text()
+    assert "mv server/instruct/instruction.key /secret/" in setup  # away from the volume that the SuperLink sees
+    assert "./instruction-keys.toml:/kit/instruction-keys.toml:ro" in SITE["services"]["clientapp"]["volumes"]
 
 
 def test_a_name_fits_a_compose_project():

@@ -71,7 +71,17 @@ def test_an_operator_is_let_in_logs_in_elsewhere_and_is_shut_out(pilot, control,
     assert main(["operators", "list", str(pilot)]) == 0
     assert re.search(r"anna +submit +active until \d{4}", capsys.readouterr().out)
     assert main(["operators", "revoke", str(pilot), "anna"]) == 0
+    assert f"fedveil members renew-instruction-key {pilot}" in capsys.readouterr().out  # which its runs could read
     assert port.operator(login(elsewhere))[2] == "this operator's token is revoked"
+
+
+def test_an_operator_who_may_start_no_run_leaves_the_instruction_key_alone(pilot, tmp_path, capsys):
+    for name, role in (("ben", "read"), ("eva", "submit")):
+        kept.OperatorRegistry(registry_folder(pilot)).add(name, role, 1, False)
+    assert main(["operators", "revoke", str(pilot), "ben"]) == 0
+    (registry_folder(pilot) / "members.json").write_text("{")
+    assert main(["operators", "revoke", str(pilot), "eva"]) == 0
+    assert "renew-instruction-key" not in capsys.readouterr().out
 
 
 def test_a_last_day_that_is_over_is_listed(pilot, capsys):

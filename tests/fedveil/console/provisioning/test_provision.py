@@ -78,6 +78,8 @@ def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
         federation / "ca" / "ca.key",
         federation / "server" / "server.key",
         federation / "server" / "superexec-secret",
+        federation / "server" / "instruct" / "instruction.key",
+        federation / "ca" / "instruction-standby.key",
     ]
     kit, _ = enrolled(federation, capsys)
     own = [kit / "keys" / name for name in ("node.key", "superexec-secret", "signing.key")]
@@ -90,14 +92,16 @@ def test_nothing_secret_is_readable_by_others_or_in_a_kit(federation, capsys):
             content = {name: archive.extractfile(name).read() for name in archive.getnames()}
         assert {Path(name).name for name in content} == {
             "compose.yaml", "compose.gpu.yaml", "ca.crt", "site.toml", "node-config.toml", "containers.toml",
-            "site-policy.toml", "README.md",
+            "instruction-keys.toml", "site-policy.toml", "README.md",
             "SHA256SUMS",
         }  # fmt: skip
         whole = b"\n".join(content.values())
         assert b"PRIVATE" not in whole
-        for file in [*secrets, *own[:2]]:
+        for file in [*secrets[:3], *own[:2]]:
             assert file.read_bytes().strip().splitlines()[-1] not in whole
-        assert own[2].read_bytes() not in whole
+        for file in [*secrets[3:], own[2]]:
+            assert file.read_bytes() not in whole
+            assert file.read_bytes().hex().encode() not in whole
         other = {"north": b"south", "south": b"north"}[site]
         assert other not in whole
     for file in federation.rglob("*"):  # the operator's side never sees a site's private key
@@ -129,7 +133,8 @@ def test_the_kits_compose_file_is_isolated_and_its_policy_permits_nothing(federa
     mounts = {name: [v.rpartition(":ro")[0] or v for v in service["volumes"]] for name, service in services.items()}
     assert not any(v.endswith(":/data") for v in mounts["supernode"])
     assert {v.partition(":")[2] for v in mounts["clientapp"]} == {  # bundled code must not reach the site's key
-        "/kit/site-policy.toml", "/secret", "/state", "-./data}:/data", "-./models}:/models"
+        "/kit/site-policy.toml", "/kit/instruction-keys.toml", "/secret", "/state", "-./data}:/data",
+        "-./models}:/models",
     }  # fmt: skip
     assert services["init"]["network_mode"] == "none"
     import tomllib
@@ -151,6 +156,13 @@ def test_the_servers_compose_file_publishes_the_fleet_port_alone(federation):
         command
     )
     assert not any("server.key" in v or v.startswith((".:", "./:")) for v in services["serverapp"]["volumes"])
+    # The key that signs instructions is the app process's alone: the SuperLink must not be able to sign.
+    seers = [name for name, s in services.items() if any(v.startswith("./instruct:") for v in s.get("volumes", ()))]
+    assert seers == ["serverapp"]
+    assert not any(v.startswith((".:", "./:", "..:")) for v in services["superlink"]["volumes"])
+    signing = {"FEDVEIL_INSTRUCTION_KEY": "/instruct/instruction.key", "FEDVEIL_SIGNERS": "/roster/signers.json"}
+    signing |= {"FEDVEIL_BUNDLES": "/instruct/bundles.toml"}
+    assert services["serverapp"]["environment"] == services["superlink"]["environment"] | signing
     assert f"..:{federation}" in services["operator"]["volumes"]
 
 

@@ -1,0 +1,77 @@
+"""The files with which a server signs its instructions and knows the sites' replies, in a federation's folder.
+
+    FOLDER/server/instruct/instruction.key   the current private key, 32 bytes: for the process that runs the ServerApp
+           server/roster/signers.json        the sites' public signing keys and states: for the same process
+           server/instruct/bundles.toml      optional: what may run there (fedveil/guard/permitted_bundles.py)
+           ca/instruction-standby.key        the next private key; move it off this machine together with ca.key
+
+A site's kit has both public keys (fedveil/federation/message_signatures/key_files.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedveil.encrypted_files import read_key_file
+from fedveil.federation.message_signatures.key_files import SIGNERS
+from fedveil.federation.secagg import crypto
+from fedveil.guard import permitted_bundles
+from fedveil.paths import private_folder
+from fedveil.records.atomic_files import write_atomic
+
+KEY_VARIABLE, SIGNERS_VARIABLE = "FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS"  # read by the ServerApp's process
+RENEW = "fedveil members renew-instruction-key"
+
+
+def current_file(folder: Path) -> Path:
+    """Return the path of the current private key in a federation's folder."""
+    return folder / "server" / "instruct" / "instruction.key"
+
+
+def standby_file(folder: Path) -> Path:
+    """Return the path of the standby private key in a federation's folder."""
+    return folder / "ca" / "instruction-standby.key"
+
+
+def signers_file(folder: Path) -> Path:
+    """Return the path of signers.json, by which the server's app process knows the sites' replies."""
+    return folder / "server" / "roster" / SIGNERS
+
+
+def signing_environment(folder: Path) -> dict[str, str]:
+    """Return what the SuperExec hands to the ServerApp's process: the files with which it signs, if both exist.
+
+    Also the list of permitted bundles, which takes effect for the next run when a person writes it.
+    """
+    files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)}
+    present = {name: str(file) for name, file in files.items()} if all(map(Path.is_file, files.values())) else {}
+    return {**present, permitted_bundles.VARIABLE: str(current_file(folder).with_name("bundles.toml"))}
+
+
+def keys_fingerprint(public: Sequence[str]) -> str:
+    """Return the fingerprint of public keys in hex, in any order: a SHA-256 in the format that ssh-keygen uses."""
+    digest = hashlib.sha256(crypto.context_bytes("instruction keys", *sorted(public))).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def public_key(file: Path) -> str:
+    """Return the public half, in hex, of the private key in `file`. Raises ConfigError."""
+    return crypto.verifying_key(read_key_file(file, str(file), "restore it from a backup", RENEW)).hex()
+
+
+def draw_keys(folder: Path) -> tuple[str, str]:
+    """Create the private keys that are missing in a federation's folder; return both public keys, the current first."""
+    current, standby = (_ensure_private(file) for file in (current_file(folder), standby_file(folder)))
+    return current, standby
+
+
+def _ensure_private(file: Path) -> str:
+    """Return the public half of the key in `file`, which is created if it is missing."""
+    if not file.exists():
+        private_folder(file.parent)
+        write_atomic(file, os.urandom(crypto.KEY_BYTES))
+    return public_key(file)

@@ -1,0 +1,78 @@
+"""The server's instruction keys in the registry. With the current one the server signs what it asks of a site.
+
+The private keys are files (fedveil/console/flower/instruction_key_files.py). members.json has their public halves:
+"instruction-keys": [current, standby]. Sites pin both, so a site that has the file of before a renewal accepts the new
+current key: it is the standby key of its file.
+
+| case | what happens |
+|---|---|
+| the folder was provisioned by a release without instruction keys | `ensure_keys` draws them |
+| the key files exist and the registry lacks their public halves | `ensure_keys` takes the files' keys |
+| a renewal was interrupted | the next one uses the standby key that the registry names |
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from fedveil.console.flower.instruction_key_files import RENEW, current_file, draw_keys, public_key, standby_file
+from fedveil.console.provisioning.federation_folder import SiteRegistry
+from fedveil.encrypted_files import read_key_file
+from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.key_files import InstructionKeys
+from fedveil.federation.secagg import crypto
+from fedveil.records.atomic_files import write_atomic
+
+
+def ensure_keys(members: SiteRegistry) -> InstructionKeys:
+    """Return the federation's public keys; create and register keys if it has none. Raises ConfigError."""
+    if not members.instruction_keys:
+        members.instruction_keys = draw_keys(members.folder)
+        members.save()
+    return pinned_keys(members)
+
+
+def pinned_keys(members: SiteRegistry) -> InstructionKeys:
+    """Return what a kit pins: the federation's id and its public instruction keys."""
+    return InstructionKeys(members.federation_id, members.instruction_keys)
+
+
+def renew_keys(members: SiteRegistry, given: Path | None = None) -> InstructionKeys:
+    """Make the standby key the current one, draw a new standby key, and register both.
+
+    Args:
+        given: file of the standby private key; it is removed afterwards. Default: the one in the folder.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not the registered standby key.
+    """
+    standby, expected = standby_file(members.folder), members.instruction_keys[-1]
+    drawn = standby.with_name(f"{standby.name}.new")
+    if drawn.is_file():  # a renewal was interrupted, before the registry was saved or after
+        drawn.replace(standby) if public_key(drawn) == expected else drawn.unlink()
+    file = given or standby
+    private = _read_standby(file, expected)
+    is_elsewhere = not standby.exists() or not file.samefile(standby)
+    write_atomic(current_file(members.folder), private)
+    # The registry names the new key before it replaces the old one's file: an interruption loses no key.
+    write_atomic(drawn, os.urandom(crypto.KEY_BYTES))
+    members.instruction_keys = (expected, public_key(drawn))
+    members.save()
+    drawn.replace(standby)
+    if is_elsewhere:
+        with suppress(OSError):  # on a medium that cannot be written
+            file.unlink()
+    return pinned_keys(members)
+
+
+def _read_standby(file: Path, expected: str) -> bytes:
+    """Return the private key in `file`, whose public half is `expected`. Raises ConfigError."""
+    private = read_key_file(file, "--standby-key", "fetch it from its safe place, and name its file", RENEW)
+    if crypto.verifying_key(private).hex() != expected:
+        raise ConfigError(
+            f"--standby-key: expected the standby key that the kits name, found another key in {file}; fetch the "
+            "right one from its safe place, and name its file"
+        )
+    return private

@@ -1,0 +1,150 @@
+"""The files of message signatures: the keys that a site pins, and the sites' keys at the server.
+
+    instruction-keys.toml    in a site's kit     federation = "32 hex digits"
+                                                 keys = ["64 hex digits", "64 hex digits"]   current and standby
+    signers.json             server/roster/      {"federation", "signatures": "optional" or "required",
+                                                  "sites": {NAME: {"node", "signing", "state", "signs"}}}
+
+`signs` says that the site's kit pins the instruction keys, so that the site signs its replies. It is never learned from
+traffic: an adversary who can suppress signatures could otherwise teach the server to expect none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import ConfigError
+from fedveil.federation.secagg import crypto
+from fedveil.sanitize import sanitize
+
+INSTRUCTION_KEYS = "instruction-keys.toml"
+SIGNERS = "signers.json"
+_MOST_BYTES = 4 << 20
+_MOST_KEYS = 4
+_FEDERATION, _KEY = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class InstructionKeys:
+    """The public keys by which a site knows its server's instructions.
+
+    Attributes:
+        federation: 32 hex digits.
+        keys: 64 hex digits each, the current one first.
+    """
+
+    federation: str
+    keys: tuple[str, ...]
+
+    @classmethod
+    def from_file(cls, file: Path) -> InstructionKeys:
+        """Read instruction-keys.toml. Raises ConfigError."""
+        try:
+            content = tomllib.loads(_read(file).decode())
+            return cls._checked(content)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{file}: expected the server's instruction keys as in the start-up kit, found none "
+                f"({sanitize(error, 200)}); extract {INSTRUCTION_KEYS} from the kit again"
+            ) from None
+
+    @classmethod
+    def _checked(cls, content: Mapping[str, Any]) -> InstructionKeys:
+        if set(content) != {"federation", "keys"}:
+            raise ValueError("expected the keys federation and keys alone")
+        federation, keys = content["federation"], content["keys"]
+        if type(keys) is not list or not 1 <= len(keys) <= _MOST_KEYS:
+            raise ValueError(f"expected 1 to {_MOST_KEYS} keys")
+        _require_federation(federation)
+        for key in keys:
+            _require_key(key)
+        return cls(federation, tuple(keys))
+
+    def to_toml(self) -> str:
+        """Return the file's text."""
+        keys = ", ".join(f'"{key}"' for key in self.keys)
+        return f'federation = "{self.federation}"\nkeys = [{keys}]  # current and standby\n'
+
+
+@dataclass(frozen=True)
+class SiteSigner:
+    """A site's entry in signers.json.
+
+    Attributes:
+        node: Flower's number of the site's node, in decimal; "" if it has none.
+        signing: its public signing key, 64 hex digits; "" if it has none.
+        state: "registered", or why it is not.
+        signs: its kit pins the instruction keys.
+    """
+
+    node: str
+    signing: str
+    state: str
+    signs: bool
+
+
+@dataclass(frozen=True)
+class SiteSigners:
+    """The sites' signing keys, as the ServerApp reads them.
+
+    Attributes:
+        required: a site that does not sign does not count.
+        sites: by name.
+    """
+
+    federation: str
+    required: bool
+    sites: Mapping[str, SiteSigner]
+
+    @classmethod
+    def from_json(cls, content: Any) -> SiteSigners:
+        """Return the parsed file. Raises ValueError, KeyError, TypeError or AttributeError for another form."""
+        _require_federation(content["federation"])
+        if content["signatures"] not in ("optional", "required"):
+            raise ValueError('expected signatures to be "optional" or "required"')
+        sites = {}
+        for name, entry in content["sites"].items():
+            site = SiteSigner(str(entry["node"]), str(entry["signing"]), str(entry["state"]), entry["signs"] is True)
+            if site.signing:
+                _require_key(site.signing)
+            sites[str(name)] = site
+        return cls(content["federation"], content["signatures"] == "required", sites)
+
+    def to_bytes(self) -> bytes:
+        """Return the file's bytes."""
+        sites = {
+            name: {"node": site.node, "signing": site.signing, "state": site.state, "signs": site.signs}
+            for name, site in sorted(self.sites.items())
+        }
+        content = {
+            "federation": self.federation,
+            "signatures": "required" if self.required else "optional",
+            "sites": sites,
+        }
+        return json.dumps(content, indent=1).encode()
+
+
+def _read(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        data = stream.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"expected at most {_MOST_BYTES} bytes")
+    return data
+
+
+def _require_federation(text: object) -> None:
+    if type(text) is not str or not _FEDERATION.fullmatch(text):
+        raise ValueError("expected a federation of 32 hex digits")
+
+
+def _require_key(text: object) -> None:
+    if type(text) is not str or not _KEY.fullmatch(text):
+        raise ValueError("expected keys of 64 hex digits")
+    if crypto.is_small_order(bytes.fromhex(text)):
+        raise ValueError("expected no key of small order, whose signature fits any text")

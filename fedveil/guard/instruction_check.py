@@ -1,0 +1,144 @@
+"""Verify the signature of an instruction, and sign the reply to it (fedveil/federation/message_signatures).
+
+| the site's kit | an instruction | result |
+|---|---|---|
+| pins no keys, and the policy does not require signatures | signed or not | admitted; the reply is not signed |
+| pins no keys, and the policy requires signatures | any | refused |
+| pins keys | without a signature | refused, unless the policy says `require-signed-instructions = false` |
+| pins keys | with a signature by none of them, or over anything else | refused |
+| pins keys | too old, or from the future, by more than 5 minutes | refused |
+| pins keys, and the site has no signing key | any | refused: its reply would not count |
+
+What is compared is what this site knows and has measured: its own name, the node and run that its SuperNode serves, the
+bundle's bytes, the run config that the app will see, the records, and the bytes of the message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message, RecordDict
+
+from fedveil import encrypted_files
+from fedveil.errors import PolicyError, WireError
+from fedveil.federation.message_signatures import claims, digests
+from fedveil.federation.message_signatures.claims import InstructionClaims, ReplyClaims
+from fedveil.federation.message_signatures.key_files import InstructionKeys
+from fedveil.wire import chunking
+
+
+@dataclass(frozen=True)
+class VerifiedInstruction:
+    """An instruction whose signature is by a key that this site pins.
+
+    Attributes:
+        evidence: its claims with key and signature, for the audit log: the server cannot deny having sent it.
+        signing_key: file of the key that signs the reply.
+    """
+
+    claims: InstructionClaims
+    evidence: Mapping[str, str | int]
+    signing_key: Path
+
+    def sign_reply(self, content: str, examples: object, log: str) -> dict[str, str | int]:
+        """Return the signature record of a reply. Raises ConfigError if the signing key cannot be read.
+
+        Args:
+            content: digest of the upload.
+            examples: num_examples of its header.
+            log: head of the audit log behind the line about this reply.
+        """
+        return claims.sign(self.reply_claims(content, examples, log), _signing_key(self.signing_key))
+
+    def reply_claims(self, content: str, examples: object, log: str) -> ReplyClaims:
+        """Return the claims of the reply."""
+        return claims.answer_claims(self.claims, content, examples, log)
+
+
+def verify_instruction(
+    message: Message, context: Any, flower_run: int, app: str, site: Any, name: str, is_required: bool
+) -> VerifiedInstruction | None:
+    """Return the verified instruction; None for a site that pins no keys, or may take an unsigned one and got one.
+
+    Args:
+        message, context: as Flower gives them to this process.
+        app: SHA-256 of the bundle.
+        site: the node config, checked.
+        name: the site's own name.
+        is_required: what the policy says of unsigned instructions.
+
+    Raises:
+        PolicyError, ConfigError, WireError: the instruction is refused.
+    """
+    if not site.instruction_keys:
+        if is_required:
+            raise PolicyError(
+                "instruction: require-signed-instructions is true and this site pins no key; set instruction-keys in "
+                "its node config"
+            )
+        return None
+    pinned = InstructionKeys.from_file(Path(site.instruction_keys).expanduser())
+    records = message.content
+    if claims.RECORD not in records.config_records:
+        if is_required:
+            raise PolicyError("instruction: expected the server's signature, found none")
+        return None
+    if not site.signing_key:
+        raise PolicyError("signing-key: this site pins instruction keys and names no key to sign its replies with")
+    signing_key = Path(site.signing_key).expanduser()
+    _signing_key(signing_key)
+    signature = claims.read_signature(dict(records.config_records[claims.RECORD]), is_instruction=True)
+    asked = _claims_of(message, records, context, pinned.federation, str(flower_run), app, name, signature)
+    public = [key for key in pinned.keys if claims.key_id(key) == signature["key"]]
+    if not public or not claims.is_signed(asked, public[0], signature):
+        raise PolicyError(
+            "instruction: expected a signature by this federation's instruction key over this message, bundle and run "
+            "config, found another"
+        )
+    _require_current(asked)
+    evidence = {**asked.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
+    return VerifiedInstruction(asked, evidence, signing_key)
+
+
+def _claims_of(
+    message: Message, records: RecordDict, context: Any, federation: str, flower_run: str, app: str, name: str,
+    signature: Mapping[str, Any],
+) -> InstructionClaims:  # fmt: skip
+    order, upload = records.config_records["order"], records.array_records["fedveil"]
+    kind = claims.KINDS.get(message.metadata.message_type)
+    if kind is None:
+        raise WireError("instruction: expected a message to train or about secure aggregation, found another type")
+    round_, attempt = order.get("round"), order.get("attempt")
+    if not isinstance(round_, int) or not isinstance(attempt, int):  # the claims refuse a bool
+        raise WireError("instruction: expected whole numbers of round and attempt, found other values")
+    settings = dict(records.config_records["config"]) if "config" in records.config_records else {}
+    return InstructionClaims(
+        federation=federation, flower_run=flower_run, node=str(context.node_id), run=str(order.get("run")),
+        round=round_, attempt=attempt, site=name, kind=kind, app=app,
+        config=digests.digest_record(dict(context.run_config)), order=digests.digest_record(dict(order)),
+        settings=digests.digest_record(settings),
+        content=digests.digest_content(upload[key].data for key in chunking.order_slices(list(upload))),
+        issued=signature["issued"], until=signature["until"], nonce=signature["nonce"],
+    )  # fmt: skip
+
+
+def _require_current(asked: InstructionClaims) -> None:
+    now = int(time.time())
+    if asked.issued > now + claims.CLOCK_SECONDS:
+        raise PolicyError(
+            f"instruction: expected one made by now, found one made {asked.issued - now} s later by this machine's "
+            "clock; compare the clocks of server and site"
+        )
+    if asked.until + claims.CLOCK_SECONDS < now:
+        raise PolicyError(
+            f"instruction: expected one that is still valid, found one that ended {now - asked.until} s ago by this "
+            "machine's clock; compare the clocks of server and site"
+        )
+
+
+def _signing_key(file: Path) -> bytes:
+    return encrypted_files.read_key_file(file, "signing-key", "create one with fedveil site init", "fedveil site init")

@@ -1,0 +1,109 @@
+"""The bundles that a server's `flwr-serverapp` may run. By default it runs every bundle that the SuperLink names.
+
+    FEDVEIL_BUNDLES=server/instruct/bundles.toml
+
+    digests = ["64 hex digits"]     # SHA-256 of each permitted bundle: fedveil app digest
+
+The bundle's ServerApp runs in the process that can read the instruction key. A person on the server's machine writes
+this file. In containers the SuperLink sees neither the key nor this file: a SuperLink that was taken over cannot start
+other code that has the key. Under `fedveil server start` both run as one user, and the file stops only other operators.
+
+| case | what happens |
+|---|---|
+| the variable is not set, or there is no such file | every bundle runs |
+| the file cannot be read, or has another form | no bundle runs |
+| the bundle's digest is not in the file | the run fails before anything is installed; its log has the digest |
+| the SuperLink names another digest than the bundle's own, so that another folder would be loaded | the same |
+| the folder of an installed bundle has other files than the bundle | the run fails before its code is loaded |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fedveil.errors import ConfigError, PolicyError
+from fedveil.guard.installed_bundle import require_same
+from fedveil.sanitize import sanitize
+
+VARIABLE = "FEDVEIL_BUNDLES"
+_MOST_BYTES = 1 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def read_digests(file: Path) -> list[str] | None:
+    """Return the permitted digests; None if there is no such file. Raises ConfigError if it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)
+        content = tomllib.loads(data.decode()) if len(data) <= _MOST_BYTES else {}
+        digests = content.get("digests")
+        if set(content) != {"digests"} or type(digests) is not list:
+            raise ValueError(f"expected the key digests alone, in at most {_MOST_BYTES} bytes")
+        if not all(type(digest) is str and _DIGEST.fullmatch(digest) for digest in digests):
+            raise ValueError("expected digests of 64 hex digits")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file}: expected the digests of the bundles that may run here, found none "
+            f"({type(error).__name__}: {sanitize(error, 200)}); correct it, or remove it to let every bundle run"
+        ) from None
+    return list(digests)
+
+
+class BundleCheck:
+    """Checks a run's bundle. `runtime` is the Flower module that installs it.
+
+    Flower is unchanged until `install`; then this class replaces two functions of `runtime`.
+    """
+
+    def __init__(self, runtime: ModuleType, file: Path) -> None:
+        self._runtime, self._file = runtime, file
+        self._parse: Callable[[Any], Any] = runtime.fab_from_proto
+        self._install: Callable[..., Path] = runtime.install_from_fab
+        self._named = ""
+
+    def install(self) -> None:
+        """Replace both functions for the rest of the process."""
+        for name, own in (("fab_from_proto", self.parse), ("install_from_fab", self.install_bundle)):
+            setattr(self._runtime, name, own)
+
+    def parse(self, proto: Any) -> Any:
+        """Call Flower's fab_from_proto and keep the digest by which Flower finds the folder that it loads."""
+        fab = self._parse(proto)
+        self._named = fab.hash_str
+        return fab
+
+    def install_bundle(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
+        """Call Flower's install_from_fab if the bundle is permitted. Raises ConfigError or PolicyError."""
+        permitted = read_digests(self._file)
+        if permitted is None:
+            return self._install(content, *args, **kwargs)
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != self._named:
+            raise PolicyError(
+                f"app digest: expected the SuperLink to name {digest}, found {sanitize(self._named, 80)}; nothing was "
+                "installed"
+            )
+        if digest not in permitted:
+            raise PolicyError(
+                f"app digest: expected one of the {len(permitted)} in {self._file}, found {digest}; nothing was "
+                "installed. If you know this bundle, add its digest there"
+            )
+        folder = self._install(content, *args, **kwargs)
+        require_same(content, folder)  # Flower takes an existing folder of this name as it is
+        return folder
+
+
+def patch_install(module: str) -> None:
+    """Make the ServerApp's process check its bundle, if FEDVEIL_BUNDLES names a file."""
+    if file := os.environ.get(VARIABLE, ""):
+        BundleCheck(importlib.import_module(module), Path(file)).install()

@@ -1,0 +1,213 @@
+"""Signs the instructions of one run and verifies the sites' replies (fedveil/federation/message_signatures).
+
+The process of the ServerApp reads two files, which its environment names: the instruction key, which nothing that the
+SuperLink may write or read should hold, and the list of the sites' signing keys. The list is read again when it
+changes, so a site that is revoked in the middle of a run counts no more.
+
+| the environment | result |
+|---|---|
+| names neither file | no instruction is signed, and a signature in a reply is not looked at; the run's log says so |
+| names one of them | ConfigError before a site is asked |
+| names a key that others can read, or a file of another form | the same |
+
+| a site in the list | its instruction | its reply |
+|---|---|---|
+| is registered and signs | is signed | counts with its signature alone |
+| is registered, and its kit is older | is not signed; it is not asked if signatures are required | counts without one |
+| is not in the list, is revoked or expired, or has another node | it is not asked | is refused |
+| any, while the list cannot be read | it is not asked | is refused |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from logging import INFO
+from pathlib import Path
+from typing import Any, final
+
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.supercore import log
+
+from fedveil import encrypted_files
+from fedveil.contract.codec import Buffer
+from fedveil.errors import ConfigError, StateError, WireError
+from fedveil.federation.message_signatures import claims, digests
+from fedveil.federation.message_signatures.claims import InstructionClaims
+from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners
+from fedveil.wire import chunking, header
+
+KEY_VARIABLE, SIGNERS_VARIABLE = "FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS"
+_MOST_BYTES = 4 << 20  # of the list
+
+
+@dataclass(frozen=True)
+class SignedReply:
+    """A reply whose signature is the site's.
+
+    Attributes:
+        evidence: all claims with key and signature, for the audit log.
+    """
+
+    evidence: Mapping[str, str | int]
+
+
+@final
+class SignerFile:
+    """signers.json, read again when it changes."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._read: tuple[tuple[int, ...], SiteSigners] | None = None
+
+    def get(self) -> SiteSigners:
+        """Return the list as it is now. Raises StateError."""
+        try:
+            with self._file.open("rb") as file:
+                about = os.fstat(file.fileno())
+                stamp = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
+                if self._read is not None and self._read[0] == stamp:
+                    return self._read[1]
+                data = file.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise ValueError(f"more than {_MOST_BYTES} bytes")
+            signers = SiteSigners.from_json(json.loads(data))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise StateError(
+                f"{self._file}: expected the sites' signing keys, found none ({type(error).__name__}: {error}); any "
+                "fedveil members command writes it again"
+            ) from None
+        self._read = (stamp, signers)
+        return signers
+
+
+@final
+class MessageSigner:
+    """Signs and verifies the messages of one run.
+
+    Args:
+        private: the instruction key, 32 bytes.
+        signers: the sites' keys.
+        flower_run: Flower's number of the run.
+        app: SHA-256 of the bundle.
+        run_config: flat, as Flower gives it to both ends.
+    """
+
+    def __init__(
+        self, private: bytes, signers: SignerFile, flower_run: int, app: str, run_config: Mapping[str, Any]
+    ) -> None:
+        self._private, self._signers = private, signers
+        self._flower_run, self._app = str(flower_run), app
+        self._config = digests.digest_record(run_config)
+        self._federation = signers.get().federation
+
+    @classmethod
+    def from_environment(cls, flower_run: int, app: str, run_config: Mapping[str, Any]) -> MessageSigner | None:
+        """Return the signer of a run; None if the environment names no files. Raises ConfigError, StateError."""
+        key, signers = os.environ.get(KEY_VARIABLE, ""), os.environ.get(SIGNERS_VARIABLE, "")
+        if not key and not signers:
+            log(INFO, "fedveil: instructions are not signed: %s names no key", KEY_VARIABLE)
+            return None
+        if not key or not signers:
+            missing = SIGNERS_VARIABLE if key else KEY_VARIABLE
+            raise ConfigError(f"{missing}: expected a file beside the other of the two variables, found none; set both")
+        private = encrypted_files.read_key_file(
+            Path(key), KEY_VARIABLE, "create one with fedveil members renew-instruction-key", "fedveil provision"
+        )
+        return cls(private, SignerFile(Path(signers)), flower_run, app, run_config)
+
+    def refusal(self, site: str, node_id: int) -> str:
+        """Return why a site is not asked; "" if it is."""
+        try:
+            signers = self._signers.get()
+            signer = self._signer_of(signers, site, node_id)
+        except (StateError, WireError) as error:
+            return str(error)
+        if signers.required and not signer.signs:
+            return "signature: expected a site whose kit has the instruction keys, found an older kit"
+        return ""
+
+    def sign(self, site: str, message: Message, contents: dict[int, str]) -> InstructionClaims | None:
+        """Add the signature record to a message to a site that `refusal` lets pass. Return what is signed; None for a
+        site with an older kit.
+
+        `contents`: digests by the id of the record, of messages that all exist until the last one is signed.
+        """
+        about, records = message.metadata, message.content
+        if not self._signer_of(self._signers.get(), site, about.dst_node_id).signs:
+            return None
+        order, upload = records.config_records["order"], records.array_records["fedveil"]
+        if (content := contents.get(id(upload))) is None:
+            content = contents[id(upload)] = _content_of(upload)
+        issued = int(time.time())
+        asked = InstructionClaims(
+            federation=self._federation, flower_run=self._flower_run, node=str(about.dst_node_id),
+            run=str(order["run"]), round=_whole(order["round"]), attempt=_whole(order["attempt"]), site=site,
+            kind=claims.KINDS[about.message_type], app=self._app, config=self._config,
+            order=digests.digest_record(dict(order)), settings=digests.digest_record(dict(records["config"])),
+            content=content, issued=issued, until=issued + int(about.ttl), nonce=secrets.token_hex(16),
+        )  # fmt: skip
+        record = claims.sign(asked, self._private)
+        times: dict[str, str | int] = {"issued": asked.issued, "until": asked.until, "nonce": asked.nonce}
+        records[claims.RECORD] = ConfigRecord({**record, **times})
+        return asked
+
+    def verify(
+        self, site: str, node_id: int, asked: InstructionClaims | None, data: Buffer, site_log: str,
+        record: Mapping[str, Any] | None,
+    ) -> SignedReply | None:  # fmt: skip
+        """Return the evidence of a reply's signature; None for a site that does not sign.
+
+        Args:
+            asked: the claims of the instruction, as `sign` returned them.
+            data, site_log: the upload and the head of the site's log, as they were read.
+            record: the signature record; None if the reply has none.
+
+        Raises:
+            WireError: the signature does not fit, or there is none where there has to be one.
+        """
+        try:
+            signer = self._signer_of(self._signers.get(), site, node_id)
+        except StateError as error:
+            raise WireError(str(error)) from None
+        if asked is None:
+            return None
+        if record is None:
+            raise WireError("signature: expected one by the site's signing key, found none")
+        signature = claims.read_signature(record, is_instruction=False)
+        with memoryview(data).cast("B") as whole:
+            examples = header.read_header(whole)[0]["num_examples"]
+        answer = claims.answer_claims(asked, header.message_digest(data), examples, site_log)
+        if not claims.is_signed(answer, signer.signing, signature):
+            raise WireError(
+                "signature: expected one by the site's registered signing key over this reply, found another"
+            )
+        return SignedReply({**answer.as_evidence(), "key": signature["key"], "signature": signature["signature"]})
+
+    def _signer_of(self, signers: SiteSigners, site: str, node_id: int) -> SiteSigner:
+        """Return a site's entry. Raises WireError unless it is registered with this node."""
+        signer = signers.sites.get(site)
+        if signers.federation != self._federation:
+            raise WireError("signature: expected the federation that the run began with, found another")
+        if signer is None or signer.state != "registered":
+            state = "not registered" if signer is None else signer.state
+            raise WireError(f"signature: expected a registered site, found one that is {state}")
+        if signer.node != str(node_id):
+            raise WireError(f"signature: expected the node of the registered key, found node {node_id}")
+        if signer.signs and not signer.signing:
+            raise WireError("signature: expected a site with a registered signing key, found none")
+        return signer
+
+
+def _content_of(record: ArrayRecord) -> str:
+    return digests.digest_content(record[name].data for name in chunking.order_slices(list(record)))
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise WireError(f"order: expected a whole number, found {type(value).__name__}")
+    return value

@@ -1,0 +1,294 @@
+"""Instruction keys: what provisioning, members and the registry do with them, and signers.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedveil.console.flower.instruction_key_files import (
+    current_file,
+    keys_fingerprint,
+    public_key,
+    signers_file,
+    standby_file,
+)
+from fedveil.console.main import main
+from fedveil.console.provisioning import instruction_keys
+from fedveil.console.provisioning.federation_folder import SiteRegistry, parse_federation
+from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.key_files import InstructionKeys, SiteSigner, SiteSigners
+from tests.fedveil.console.provisioning.test_provision import TEXT, enrolled, public_signing, register, unpacked
+
+
+@pytest.fixture
+def federation(tmp_path, capsys) -> Path:
+    (tmp_path / "federation.toml").write_text(TEXT)
+    assert main(["provision", str(tmp_path / "federation.toml")]) == 0
+    capsys.readouterr()
+    return tmp_path / "pilot"
+
+
+def make_old(federation: Path) -> Path:
+    """The folder as a release without instruction keys left it."""
+    file = federation / "registry" / "members.json"
+    content = json.loads(file.read_text())
+    del content["federation-id"], content["instruction-keys"], content["federation"]["signatures"]
+    content["sites"] = {site: {"state": "invited"} for site in content["sites"]}
+    file.write_text(json.dumps(content))
+    for path in (current_file(federation), standby_file(federation), signers_file(federation)):
+        path.unlink()
+    current_file(federation).parent.rmdir()
+    return file
+
+
+def signers(federation: Path) -> SiteSigners:
+    return SiteSigners.from_json(json.loads(signers_file(federation).read_text()))
+
+
+def test_a_provisioned_federation_has_an_id_two_keys_and_kits_that_name_them(federation):
+    members = SiteRegistry(federation)
+    assert re.fullmatch(r"[0-9a-f]{32}", members.federation_id)
+    assert members.instruction_keys == (public_key(current_file(federation)), public_key(standby_file(federation)))
+    assert len(set(members.instruction_keys)) == 2
+    assert stat.S_IMODE(current_file(federation).parent.stat().st_mode) == 0o700
+    assert members.sites == {site: {"state": "invited", "signs": True} for site in ("north", "south")}
+    for site in members.sites:
+        kit = unpacked(federation, site)
+        pinned = InstructionKeys.from_file(kit / "instruction-keys.toml")
+        assert pinned == InstructionKeys(members.federation_id, members.instruction_keys)
+        assert keys_fingerprint(pinned.keys) in (kit / "README.md").read_text()
+        assert "  instruction-keys.toml\n" in (kit / "SHA256SUMS").read_text()
+        for name, path in (
+            ("node-config.toml", "instruction-keys.toml"),
+            ("containers.toml", "/kit/instruction-keys.toml"),
+        ):
+            assert tomllib.loads((kit / name).read_text())["instruction-keys"] == path
+
+
+def test_two_federations_of_one_file_have_different_ids_and_keys(federation, capsys):
+    other = federation.with_name("other")
+    assert main(["provision", str(federation.parent / "federation.toml"), "--out", str(other)]) == 0
+    one, two = SiteRegistry(federation), SiteRegistry(other)
+    assert one.federation_id != two.federation_id
+    assert not {*one.instruction_keys} & {*two.instruction_keys}
+    assert keys_fingerprint(two.instruction_keys) in capsys.readouterr().out
+
+
+def test_the_fingerprint_is_of_the_keys_in_any_order():
+    one, two = "ab" * 32, "cd" * 32
+    assert keys_fingerprint([one, two]) == keys_fingerprint([two, one]) != keys_fingerprint([one])
+    assert re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", keys_fingerprint([one, two]))
+
+
+def test_signatures_are_required_unless_the_file_says_otherwise_and_optional_in_an_old_registry(federation):
+    file = federation.parent / "federation.toml"
+    assert parse_federation(file).signatures == "required"
+    assert SiteRegistry(federation).federation.signatures == "required"
+    assert signers(federation).required
+    file.write_text(TEXT + 'signatures = "optional"\n')
+    assert parse_federation(file).signatures == "optional"
+    file.write_text(TEXT + 'signatures = "maybe"\n')
+    with pytest.raises(ConfigError, match="signatures: Input should be 'optional' or 'required'"):
+        parse_federation(file)
+    make_old(federation)
+    assert SiteRegistry(federation).federation.signatures == "optional"
+
+
+def test_signers_json_follows_every_change_of_the_registry(federation, capsys):
+    assert signers(federation) == SiteSigners(
+        SiteRegistry(federation).federation_id, True,
+        {site: SiteSigner("", "", "invited", True) for site in ("north", "south")},
+    )  # fmt: skip
+    kit, fingerprint = enrolled(federation, capsys)
+    assert register(federation, kit, fingerprint) == 0
+    members = SiteRegistry(federation)
+    members.sites["north"]["node"] = "77"
+    members.save()
+    signing = public_signing(kit)
+    assert signers(federation).sites["north"] == SiteSigner("77", signing, "registered", True)
+    _, renewed = enrolled(federation, capsys, "north", "--renew")
+    assert register(federation, kit, renewed) == 0
+    assert signers(federation).sites["north"] == SiteSigner("", signing, "registered", True)
+    assert main(["members", "revoke", str(federation), "north", "--offline"]) == 0
+    assert signers(federation).sites["north"] == SiteSigner("", signing, "revoked", True)
+    assert main(["members", "add", str(federation), "west"]) == 0
+    assert signers(federation).sites["west"] == SiteSigner("", "", "invited", True)
+    assert stat.S_IMODE(signers_file(federation).stat().st_mode) == 0o600
+
+
+def test_an_expired_site_is_said_to_be(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    register(federation, kit, fingerprint)
+    members = SiteRegistry(federation)
+    members.sites["north"]["until"] = "2020-01-01T00:00:00+00:00"
+    members.save()
+    assert main(["members", "expire", str(federation), "--offline"]) == 0
+    assert signers(federation).sites["north"].state == "expired"
+
+
+def test_one_unusable_signing_key_of_an_old_registry_leaves_the_other_sites_readable(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    register(federation, kit, fingerprint)
+    members = SiteRegistry(federation)
+    members.sites["south"]["signing"] = "01" + "00" * 31  # of small order
+    members.save()
+    assert signers(federation).sites["south"].signing == ""
+    assert signers(federation).sites["north"].signing == public_signing(kit)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"federation-id": "AB" * 16}, {"federation-id": 5}, {"instruction-keys": ["ab" * 32]},
+        {"instruction-keys": ["01" + "00" * 31, "ab" * 32]}, {"instruction-keys": "ab" * 32},
+    ],
+)  # fmt: skip
+def test_a_damaged_id_or_key_is_not_taken_for_an_old_registry(federation, changes):
+    file = federation / "registry" / "members.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError, match=r"members.json: expected the registry .* found a damaged one"):
+        SiteRegistry(federation)
+
+
+def test_a_kit_of_an_old_folder_gets_keys_and_marks_its_site(federation, capsys):
+    make_old(federation)
+    old = SiteRegistry(federation)
+    assert (old.federation_id, old.instruction_keys) == ("", ())
+    assert main(["members", "kit", str(federation), "south"]) == 0
+    output = capsys.readouterr().out
+    members = SiteRegistry(federation)
+    assert members.instruction_keys == (public_key(current_file(federation)), public_key(standby_file(federation)))
+    assert keys_fingerprint(members.instruction_keys) in output
+    assert "south: from now on its replies must be signed" in output
+    assert {site: members.signs(site) for site in members.sites} == {"north": False, "south": True}
+    found = signers(federation)
+    assert not found.required
+    assert (found.sites["north"].signs, found.sites["south"].signs) == (False, True)
+    keys = InstructionKeys.from_file(unpacked(federation, "south") / "instruction-keys.toml")
+    assert keys == instruction_keys.pinned_keys(members)
+    assert main(["members", "kit", str(federation), "north"]) == 0
+    assert SiteRegistry(federation).instruction_keys == members.instruction_keys
+    assert SiteRegistry(federation).federation_id == members.federation_id
+    assert main(["members", "kit", str(federation), "south"]) == 0
+    assert "must be signed" not in capsys.readouterr().out.partition("south: the start-up kit")[2]
+    assert main(["members", "kit", str(federation), "east"]) == 2
+
+
+def test_the_first_command_that_saves_an_old_registry_draws_its_id_and_no_site_signs(federation, capsys):
+    make_old(federation)
+    kit, fingerprint = enrolled(federation, capsys)
+    assert register(federation, kit, fingerprint) == 0
+    members = SiteRegistry(federation)
+    assert re.fullmatch(r"[0-9a-f]{32}", members.federation_id)
+    assert members.instruction_keys == ()
+    assert signers(federation).sites["north"] == SiteSigner("", public_signing(kit), "registered", False)
+    members.save()
+    assert SiteRegistry(federation).federation_id == members.federation_id
+
+
+def test_a_site_keeps_its_mark_when_it_is_registered_again(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    register(federation, kit, fingerprint)
+    _, renewed = enrolled(federation, capsys, "north", "--renew")
+    register(federation, kit, renewed)
+    assert SiteRegistry(federation).signs("north")
+
+
+def test_key_files_of_a_registry_restored_from_an_old_backup_are_taken(federation):
+    file = federation / "registry" / "members.json"
+    before = SiteRegistry(federation).instruction_keys
+    content = json.loads(file.read_text())
+    del content["instruction-keys"]
+    file.write_text(json.dumps(content))
+    assert main(["members", "kit", str(federation), "north"]) == 0
+    assert SiteRegistry(federation).instruction_keys == before
+
+
+def test_a_renewal_makes_the_standby_key_the_current_one_and_writes_kits_again(federation, capsys):
+    main(["members", "revoke", str(federation), "south", "--offline"])
+    old = SiteRegistry(federation)
+    lost, standby = old.instruction_keys
+    private, kits = standby_file(federation).read_bytes(), federation / "kits"
+    south = (kits / "south.tar.gz").read_bytes()
+    assert main(["members", "renew-instruction-key", str(federation)]) == 0
+    output = capsys.readouterr().out
+    members = SiteRegistry(federation)
+    assert current_file(federation).read_bytes() == private
+    assert members.instruction_keys == (standby, public_key(standby_file(federation)))
+    assert lost not in members.instruction_keys
+    assert members.federation_id == old.federation_id
+    pinned = InstructionKeys.from_file(unpacked(federation) / "instruction-keys.toml")
+    assert pinned.keys == members.instruction_keys
+    assert f"fedveil site trust NEW-FILE --kit . --fingerprint {keys_fingerprint(pinned.keys)}" in output
+    assert "1 kits written again" in output
+    assert (kits / "south.tar.gz").read_bytes() == south  # it was revoked
+    for file in (current_file(federation), standby_file(federation)):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert {file.name for file in (federation / "ca").iterdir()} == {"ca.crt", "ca.key", "instruction-standby.key"}
+
+
+def test_a_standby_key_from_elsewhere_is_moved_and_another_key_is_refused(federation, capsys, tmp_path):
+    away = tmp_path / "safe" / "standby"
+    away.parent.mkdir()
+    standby_file(federation).rename(away)
+    before = SiteRegistry(federation).instruction_keys
+    assert main(["members", "renew-instruction-key", str(federation)]) == 2
+    assert "--standby-key: expected a file at" in capsys.readouterr().err
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(os.urandom(32))
+    wrong.chmod(0o600)
+    assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(wrong)]) == 2
+    assert "expected the standby key that the kits name, found another key" in capsys.readouterr().err
+    away.chmod(0o640)
+    assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(away)]) == 2
+    assert "found mode 640" in capsys.readouterr().err
+    away.chmod(0o600)
+    assert SiteRegistry(federation).instruction_keys == before
+    assert public_key(current_file(federation)) == before[0]
+    assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(away)]) == 0
+    assert SiteRegistry(federation).instruction_keys[0] == before[1] == public_key(current_file(federation))
+    assert not away.exists()
+    assert standby_file(federation).is_file()
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["before the registry", "after the registry"])
+def test_an_interrupted_renewal_loses_no_key(federation, monkeypatch, saved):
+    members = SiteRegistry(federation)
+    _, standby = members.instruction_keys
+
+    save = SiteRegistry.save
+
+    def interrupt(registry: SiteRegistry) -> None:
+        if saved:
+            save(registry)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SiteRegistry, "save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            instruction_keys.renew_keys(members)
+    between = SiteRegistry(federation)
+    assert public_key(current_file(federation)) == standby  # which every kit names
+    expected = between.instruction_keys[1]
+    keys = instruction_keys.renew_keys(between)
+    assert keys.keys == (expected, public_key(standby_file(federation)))
+    assert expected == public_key(current_file(federation))
+    assert saved == (expected != standby)
+    assert len(list((federation / "ca").iterdir())) == 3
+
+
+def test_a_renewal_in_an_old_folder_draws_keys_and_names_the_sites_that_now_sign(federation, capsys):
+    make_old(federation)
+    assert main(["members", "renew-instruction-key", str(federation)]) == 0
+    output = capsys.readouterr().out
+    assert "drawn, because this folder had none" in output
+    assert "from now on the replies of north, south must be signed" in output
+    assert all(site.signs for site in signers(federation).sites.values())
+    members = SiteRegistry(federation)
+    assert public_key(current_file(federation)) == members.instruction_keys[0]
