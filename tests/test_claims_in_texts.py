@@ -21,12 +21,12 @@ MUST = {
     "README.md": (
         "a server that keeps to the protocol",
         "deviates or lies",
-        "replies are not signed yet",
+        "can read the server's key",
         "some entries of the sum may come from a single site",
         "does not time the site",
     ),
     "docs/methods.md": ("deviates from the protocol or lies", "may come from a single site", "does not time the site"),
-    "SECURITY.md": ("deviates from the protocol", "in the name of another site", "times a site"),
+    "SECURITY.md": ("deviates from the protocol", "it can read the key", "times a site"),
     "docs/threat-model.md": (
         "honest but curious",
         "a server that deviates from the protocol or lies, with or without a roster",
@@ -34,6 +34,7 @@ MUST = {
         "may then come from a single site",
         "may poison its upload within the bounds",
         "several registrations of one person are several sites",
+        "a superlink that can read the instruction key",
         "larger batches do not stop it",
         "an epsilon with poisson sampling assumes a server that does not",
     ),

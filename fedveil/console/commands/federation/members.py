@@ -1,4 +1,4 @@
-"""`fedveil members`: adds sites, makes their kits; registers, renews and revokes keys; renews the server's keys.
+"""`fedveil members`: adds sites; registers, renews and revokes keys.
 
 A change goes to Flower first and to the registry after that, so both agree. Flower is reached with its command line,
 at the control port of this machine. `--offline` changes only the registry, for a server whose database is lost or does
