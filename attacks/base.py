@@ -8,8 +8,8 @@ An adversary has a view of the messages and declared knowledge. An attack reads 
 
 | an attack on | reads | must win on | must lose on |
 |---|---|---|---|
-| a model (`ModelAttack`) | what the model says of a row | OVERFITTED | ROUND_0, OTHER_ROWS: rows are not told apart |
-| uploads (`UploadAttack`) | what a site sent | OVERFITTED | OTHER_ROWS; WRONG_SITE: members do not score higher |
+| a model (`ModelAttack`) | the model's output for an example | OVERFITTED | ROUND_0, OTHER_ROWS: no difference |
+| uploads (`UploadAttack`) | a site's uploads | OVERFITTED | OTHER_ROWS; WRONG_SITE: members do not score higher |
 
 A control must be able to fail. If an attack gives all examples of a control the same score, that control
 cannot fail and counts as not run.
@@ -58,10 +58,10 @@ __all__ = [
 ]
 
 ENTRY_POINTS = "fedveil.attacks"
-OVERFITTED = "overfitted FedAvg"  # a few members known by heart, nothing withheld
-ROUND_0 = "round 0"  # the model before any round: nobody trained it
-OTHER_ROWS = "other rows"  # a model taught other rows of the sites than those it is asked about
-WRONG_SITE = "wrong site"  # a site's rows against another site's upload, which they did not move
+OVERFITTED = "overfitted FedAvg"  # a few memorized members, nothing withheld
+ROUND_0 = "round 0"  # the model before any round, untrained
+OTHER_ROWS = "other rows"  # a model trained on other examples of the sites than those under attack
+WRONG_SITE = "wrong site"  # a site's examples against another site's upload, which did not train on them
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class ObservedMessage:
     """One message, decoded.
 
     Attributes:
-        round, attempt, site, direction: as the tap recorded them.
-        payload: what the message carried.
-        num_examples: the site's training examples, as its upload says; 0 for a broadcast.
-        report: the figures that an upload reports; none for a broadcast.
-        accepted: whether the server took the upload into its sums.
+        round, attempt, site, direction: as captured.
+        payload: content of the message.
+        num_examples: number of training examples that the upload states; 0 for a broadcast.
+        report: metrics that an upload reports; empty for a broadcast.
+        accepted: True if the server added the upload to its sums.
     """
 
     round: int
@@ -88,7 +88,7 @@ class ObservedMessage:
 
 @dataclass(frozen=True)
 class ObservedParticipation:
-    """An accepted upload in the tap, and the broadcast that it answers; None where the view has none."""
+    """An accepted upload in the capture, and the broadcast that it answers (None if the view does not have it)."""
 
     up: CapturedMessage
     down: CapturedMessage | None
@@ -98,18 +98,18 @@ class ObservedParticipation:
 class AdversaryView:
     """The messages that one adversary saw, decoded one at a time.
 
-    `AdversaryView.server` is that of a server which follows the protocol and reads every message.
-    `AdversaryView.client` is that of one site, which sees its own messages.
+    `AdversaryView.server` is the view of a server that follows the protocol and reads every message.
+    `AdversaryView.client` is the view of one site, which sees its own messages.
     """
 
     tap: MessageCapture
     exchange: MessageExchange
     site: str | None = None
-    is_unseen: ClassVar[bool] = False  # whether something else stands in the place of uploads
+    is_unseen: ClassVar[bool] = False  # True if the view has other tensors instead of uploads
 
     @classmethod
     def server(cls, tap: MessageCapture, exchange: MessageExchange) -> AdversaryView:
-        """Every message that the server sent or got."""
+        """Return the server's view: every message that it sent or received."""
         return cls(tap, exchange)
 
     @classmethod
@@ -119,26 +119,26 @@ class AdversaryView:
 
     @property
     def sites(self) -> list[str]:
-        """Names of the sites with an accepted upload, sorted."""
+        """Return the sorted names of the sites with an accepted upload."""
         return sorted({seen.site for seen in self._seen("up") if seen.accepted})
 
     def broadcasts(self, site: str | None = None) -> Iterator[ObservedMessage]:
-        """Messages to every site, or to one, in the order in which they were sent."""
+        """Yield the broadcasts to every site, or to one, in the order sent."""
         return self._decoded("down", site)
 
     def uploads(self, site: str | None = None) -> Iterator[ObservedMessage]:
-        """Accepted messages from every site, or from one, in the order in which they came."""
+        """Yield the accepted uploads from every site, or from one, in the order received."""
         return self._decoded("up", site)
 
     def added(self, upload: ObservedMessage) -> dict[str, Tensor]:
         """Return an upload's contribution to the sums, by parameter name; the method decodes its codes and masks."""
         method, spec = self.exchange.method, self.exchange.spec
-        ctx = RoundContext(upload.round, upload.site, False, bytes(32))  # terms depend on no secret
+        ctx = RoundContext(upload.round, upload.site, False, bytes(32))  # contributions do not depend on the secret
         terms = method.contributions(upload.payload, 1, spec, ctx).tensors
         return {term.name: term.value for term in terms if term.name in spec}
 
     def answered(self, upload: ObservedMessage) -> ObservedMessage | None:
-        """The broadcast that an upload answers; None where the view has none. No other message is decoded."""
+        """Return the broadcast that an upload answers; None if the view has none. Decode no other message."""
         broadcast = None
         for seen in self._seen("down"):
             if (seen.site, seen.round, seen.attempt) == (upload.site, upload.round, upload.attempt):
@@ -157,7 +157,7 @@ class AdversaryView:
         return site_participations
 
     def read(self, seen: CapturedMessage) -> ObservedMessage:
-        """One message of the tap, decoded."""
+        """Decode one captured message."""
         return self._decode(seen)
 
     def _seen(self, direction: Direction) -> Iterator[CapturedMessage]:
@@ -185,7 +185,7 @@ class AdversaryView:
 
     @contextmanager
     def _named(self, seen: CapturedMessage) -> Iterator[None]:
-        """Puts the message's file before what is wrong with it."""
+        """Prefix an error with the name of the message's file."""
         try:
             yield
         except FedVeilError as error:
@@ -200,7 +200,7 @@ class AdversaryKnowledge:
 
     Attributes:
         task: base model with its adapter, and the preparation of examples.
-        initial: adapter weights of round 0, which anyone can generate.
+        initial: adapter weights of round 0, which every party can generate.
         server: weights of the server's final model; None if the adversary does not have them.
         says: description of this knowledge for a report.
     """
@@ -218,7 +218,7 @@ class ModelOutput:
     Attributes:
         prediction: prediction of the attacked model.
         loss: its loss on the example's own target, averaged over positions, in nats.
-        base_loss: the same loss for the public base model, which everyone has.
+        base_loss: the same loss for the public base model, which every party has.
     """
 
     prediction: ExamplePrediction
@@ -227,14 +227,14 @@ class ModelOutput:
 
 
 class AuditAttack(ABC):
-    """An attack that `fedveil audit` runs. Its subclasses are the two kinds below; an attack subclasses one of these.
+    """Base class of attacks that `fedveil audit` runs. An attack subclasses `ModelAttack` or `UploadAttack`.
 
     An attack can be created without arguments. It names its scores, and no other attack gives a score of the same name.
-    A score is higher where a row is more likely a member. No attack is told which rows are members.
+    A higher score means that an example is more likely a member. No attack learns which examples are members.
 
     Attributes:
         must_win, must_lose: the controls. An attack that fails one of them proves nothing about a run.
-        cost: forward passes that a row takes, about; a backward pass is two. An audit tries cheaper attacks first.
+        cost: approximate forward passes per example; a backward pass counts as two. Cheaper attacks run first.
     """
 
     must_win: ClassVar[str] = OVERFITTED
@@ -247,26 +247,26 @@ class AuditAttack(ABC):
         return type(self).__name__
 
     def misfit(self, view: AdversaryView, knowledge: AdversaryKnowledge) -> str:
-        """Why it cannot be tried on a run, in words that follow a colon; "" where it can."""
+        """Return why the attack cannot be tried on a run, as text to follow a colon; "" if it can."""
         return ""
 
 
 class ModelAttack(AuditAttack):
-    """An attack that reads what a model says of one row. The audit runs it on the server's and rebuilt models."""
+    """An attack on a model's output for one example. The audit runs it on the server's and on rebuilt models."""
 
     must_lose: ClassVar[Sequence[str]] = (ROUND_0, OTHER_ROWS)
 
     @abstractmethod
     def score(self, answer: ModelOutput) -> Mapping[str, float]:
-        """The row's scores, by name. The names are the same for every row of a task."""
+        """Return the example's scores by name. The names are the same for all examples of a task."""
 
 
 class UploadAttack(AuditAttack):
-    """An attack that reads what a site sent.
+    """An attack on a site's uploads.
 
     Attributes:
         reads: the kinds of upload (`Method.upload_kind`: "weights", "gradients" or "changes") that it understands.
-            Codes are no kind: `AdversaryView.added` gives what they stand for.
+            Quantized uploads are no separate kind: `AdversaryView.added` decodes them.
     """
 
     must_lose: ClassVar[Sequence[str]] = (OTHER_ROWS, WRONG_SITE)
@@ -275,19 +275,19 @@ class UploadAttack(AuditAttack):
 
     @abstractmethod
     def scores(self, view: AdversaryView, site: str, knowledge: AdversaryKnowledge, rows: Rows) -> Mapping[str, Scores]:
-        """(rows,) scores of `rows` against the uploads of `site`, by name."""
+        """Return scores of `rows` against the uploads of `site`, by name; each of shape (rows,)."""
 
 
 def list_attacks() -> list[AuditAttack]:
-    """Every attack: those of the files in this package's rooms by their names, then those of other packages.
+    """Return all attacks: those of this package's modules, sorted by name, then those of other packages.
 
     Raises:
-        ConfigError: an entry point that is no attack.
+        ConfigError: an entry point is not an attack.
     """
     package = importlib.import_module("fedveil.attacks")
     classes: list[type[AuditAttack]] = []
     for file in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
-        if file.name.count(".") < 3 or file.name.startswith("fedveil.attacks.audit."):  # no file of an attack
+        if file.name.count(".") < 3 or file.name.startswith("fedveil.attacks.audit."):  # not an attack module
             continue
         module = importlib.import_module(file.name)
         classes += [c for c in vars(module).values() if _is_attack(c) and c.__module__ == module.__name__]
@@ -303,7 +303,7 @@ def list_attacks() -> list[AuditAttack]:
 
 
 def explain_misfit(attack: AuditAttack, view: AdversaryView, knowledge: AdversaryKnowledge) -> str:
-    """Why an attack cannot be tried on a run, in words that follow a colon; "" where it can."""
+    """Return why an attack cannot be tried on a run, as text to follow a colon; "" if it can."""
     sends = view.exchange.method.upload_kind
     if isinstance(attack, UploadAttack) and sends not in attack.reads:
         return f"it reads {' and '.join(sorted(attack.reads))}, and the sites of this run send {sends}"

@@ -1,4 +1,4 @@
-"""The rows that an auditor brings to an audit: those that each site trained on, and others that no site had."""
+"""The auditor's examples: those that each site trained on, and others that no site had."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fedveil.errors import ConfigError, TaskError
 
 __all__ = ["AuditDataSource", "AuditSample", "draw_non_members", "draw_samples", "encode_examples", "site_members"]
 
-LEAST = 20  # rows of a side below which no interval means anything
+LEAST = 20  # minimum number of examples per side for a meaningful interval
 
 
 @dataclass(frozen=True)
 class AuditSample:
-    """Prepared rows with their labels ("" throughout where they have none)."""
+    """Prepared examples with their labels (all "" if they have none)."""
 
     rows: Rows
     labels: Sequence[str]
 
     def first(self, most: int) -> AuditSample:
-        """At most that many of the rows, from the first on."""
+        """Return the first examples, at most `most`."""
         return AuditSample(self.rows[:most], self.labels[:most])
 
     def alike(self, labels: Sequence[str], most: int) -> AuditSample:
-        """At most `most` of the rows that have one of `labels`."""
+        """Return at most `most` of the examples that have one of `labels`."""
         at = [i for i, label in enumerate(self.labels) if label in set(labels)][:most]
         return AuditSample([self.rows[i] for i in at], [self.labels[i] for i in at])
 
@@ -64,17 +64,17 @@ class AuditDataSource:
             )
 
     def some(self, rows: Examples) -> Examples:
-        """At most `most` of the rows, a seeded choice."""
+        """Return at most `most` of the examples, chosen by the seed."""
         return rows if len(rows) <= self.most else random.Random(self.seed).sample(list(rows), self.most)
 
 
 def draw_samples(
     source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
 ) -> tuple[dict[str, AuditSample], AuditSample]:
-    """Members of each site that took part, and non-members, prepared. `asked`: every site of the run.
+    """Return the prepared members of each site that took part, and non-members. `asked`: every site of the run.
 
     Raises:
-        ConfigError: no rows are named, or too few are there.
+        ConfigError: `source` names no examples, or there are too few.
     """
     members = site_members(source, config, task, asked, took_part)
     others = source.some(draw_non_members(source, config, members, len(asked)))
@@ -94,7 +94,7 @@ def draw_samples(
 def site_members(
     source: AuditDataSource, config: RunConfig, task: Task, asked: Sequence[str], took_part: Sequence[str]
 ) -> dict[str, Examples]:
-    """Training rows of each site that took part; shares go to the sites of the run in the order of their names."""
+    """Return each participating site's training examples; the run's sites get shares in the order of their names."""
     if source.sites:
         if unknown := sorted(set(source.sites) - set(took_part)):
             raise ConfigError(f"--site: expected a site of the run ({', '.join(took_part)}), found {unknown[0]}")
@@ -112,14 +112,13 @@ def site_members(
 def draw_non_members(
     source: AuditDataSource, config: RunConfig, members: Mapping[str, Examples], sites: int
 ) -> Examples:
-    """Rows of no site: those that `source` names, else those that task.examples-per-site left out, else the split
-    "test"."""
+    """Return examples of no site: those that `source` names, those beyond examples-per-site, or the split "test"."""
     whole = parse(config.flat() | {"task.examples-per-site": 0})
-    task = tasks.load_task(whole, strategies.create_method("fedavg").adapter, "cpu")  # reads rows only
+    task = tasks.load_task(whole, strategies.create_method("fedavg").adapter, "cpu")  # only reads examples
     if source.non_members:
         try:
             return task.examples(source.non_members, "test")
-        except TaskError as error:  # it names what the task reads, not what was asked for
+        except TaskError as error:  # its text names task.data, not the option
             raise ConfigError(f"--non-members: {str(error).removeprefix('task.data: ')}") from error
     data = _data(source, config)
     if data is None:
@@ -137,21 +136,21 @@ def _data(source: AuditDataSource, config: RunConfig) -> Path | None:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """site-2 before site-10."""
+    """Return a sort key that orders site-2 before site-10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def encode_examples(task: Task, examples: Sequence[Example]) -> list[Rows]:
-    """The rows of each example; all are prepared at once, for a task may log what it cuts."""
+    """Prepare the rows of each example, all at once, because a task may log what it truncates."""
     rows = task.encode(examples)
-    if len(rows) != len(examples):  # a task that makes several rows of an example
+    if len(rows) != len(examples):  # a task that makes several rows from one example
         return [task.encode([example]) for example in examples]
     return [[row] for row in rows]
 
 
 def _prepared(config: RunConfig, examples: Examples, prepared: Sequence[Rows]) -> AuditSample:
-    """Rows with the label of their example, "" where the data were not cut by label."""
-    skewed = config.task.partition != "iid"  # else a site has no labels of its own
+    """Return rows with the label of their example; "" if the data was not partitioned by label."""
+    skewed = config.task.partition != "iid"  # otherwise a site has no labels of its own
     name = config.task.label_column
     labels = [""] * len(examples)
     if skewed and examples and name in examples[0].values:

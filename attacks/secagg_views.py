@@ -1,15 +1,15 @@
-"""A secure run as its server could read it: each site's masked vector at face value, and the sums, which it really has.
+"""Views of a run with secure aggregation: each site's masked vector, read as if unmasked, and the sums.
 
-Both are views, so that every attack runs on them as on a run in the clear.
+The server really has the sums. Both are adversary views, so every attack runs on them as on an unmasked run.
 
-| view | in the place of a site's upload |
+| view | tensors instead of a site's upload |
 |---|---|
-| `MaskedUploadView` | its masked vector, the integers taken as if they were not masked, under the spec's names |
-| `MaskedUploadView`, `off` given | the same less the masks that the adversary knows: a site's own, a colluder's |
-| `SecureSumView` | the sum that it is in, as the broadcast after it shows it |
+| `MaskedUploadView` | its masked vector, decoded as if it were not masked, under the spec's names |
+| `MaskedUploadView` with `off` | the same without the masks that the adversary knows: a site's own, a colluder's |
+| `SecureSumView` | the sum that includes the upload, as the next broadcast shows it |
 
-A linear reading is all that there is to try: decoding a vector is linear, and without one of its masks it is uniform.
-With every mask taken off it is what the site sent, to the rounding, which tells that the view reads it as it should.
+Decoding is linear, and a vector is uniform if any of its masks is unknown, so there is no better reading to try.
+With all masks removed, the vector equals the site's values up to rounding; this checks that the view decodes correctly.
 
 | the method sends | its sum is |
 |---|---|
@@ -87,11 +87,11 @@ class _WithoutUploads(AdversaryView, ABC):
 @final
 @dataclass(frozen=True)
 class MaskedUploadView(_WithoutUploads):
-    """The masked vectors.
+    """A view of the masked vectors.
 
     Attributes:
-        secure: of the run's config.
-        off: masks that are taken off first, by round, attempt and site.
+        secure: section of the run's config.
+        off: masks to subtract first, by round, attempt and site.
     """
 
     secure: SecureConfig = field(kw_only=True)
@@ -123,9 +123,9 @@ class MaskedUploadView(_WithoutUploads):
 
 
 def read_unmasked(slots: VectorLayout, ring: FixedPointRing, vector: Integers) -> dict[str, Tensor]:
-    """A vector as if it were not masked: each name's values by weight, zero where its weight is zero.
+    """Decode a vector as if it were not masked: values divided by their weight, and zero if the weight is zero.
 
-    A weight that no site can have counts as the nearest that one can. A name of one weight, which is zero, is left out.
+    An impossible weight is clipped to the nearest possible one. A name whose only weight is zero is omitted.
     """
     means: dict[str, Tensor] = {}
     for slot in slots.slots:
@@ -142,10 +142,10 @@ def read_unmasked(slots: VectorLayout, ring: FixedPointRing, vector: Integers) -
 @final
 @dataclass(frozen=True)
 class SecureSumView(_WithoutUploads):
-    """The round's sum in the place of every upload that is in it.
+    """A view with the round's sum instead of every upload in it.
 
     Attributes:
-        final: weights of the last model, which no broadcast follows.
+        final: weights of the last model, because no broadcast follows it.
     """
 
     final: Weights = field(kw_only=True)
@@ -160,7 +160,7 @@ class SecureSumView(_WithoutUploads):
 
     @override
     def _seen(self, direction: Direction) -> Iterator[CapturedMessage]:
-        """An attempt after which the round was repeated has no sum."""
+        """Yield the captured messages, without attempts that were repeated, because those have no sum."""
         last = {s.round: s.attempt for s in sorted(self.tap.messages(), key=lambda s: s.attempt)}
         return (s for s in super()._seen(direction) if s.attempt == last[s.round])
 
@@ -178,7 +178,7 @@ class SecureSumView(_WithoutUploads):
 
 
 def _rate(method: Method) -> float | None:
-    """The step along a mean gradient; None where the model shows no such step."""
+    """Return the server's step size along a mean gradient; None if the method takes no such step."""
     if isinstance(method, RandomBinary | FixedPosition) and method.optimiser == "sgd":
         return fedsgd.learning_rate_of(method.learning_rate, method.exchange, method.optimiser)
     return None
@@ -192,11 +192,9 @@ def _read_as(exchange: MessageExchange) -> MessageExchange:
 def secagg_view_of_run(
     folder: Path, config: RunConfig, method: Method, task: Task
 ) -> tuple[AdversaryView, AdversaryView | None, Sequence[str], Weights]:
-    """`secagg_views` of the run in that folder, and its final model. Raises StateError where tap or model are
-    missing.
-    """
+    """Return `secagg_views` of the run in a folder, and its final model. Raises StateError if one is missing."""
     tap = MessageCapture(folder / "tap", FileSeal.of_environment())
-    list(tap.messages())  # there, or an error that says how to get one
+    list(tap.messages())  # raises an error that says how to capture messages
     server = method.models(load_state(folder / "final" / "server.safetensors"))["server"]
     return *secagg_views(tap, MessageExchange(method, config.method.name, task.spec), config, server), server
 

@@ -51,7 +51,7 @@ Statistic = Callable[[Scores, Scores], float]
 OfDraws = Callable[
     [Scores, Scores], Scores
 ]  # of each of many resamples, (draws, rows): `areas_under_roc`, `tprs_at_fpr`
-_MOST_DRAWN = 1 << 20  # scores of resamples that are held at a time: 8 MB
+_MOST_DRAWN = 1 << 20  # scores of resamples in memory at a time: 8 MB
 _BOUND_STEPS = 200  # halvings of an interval: beyond double precision
 
 
@@ -65,7 +65,7 @@ class IntervalEstimate:
 
 
 def area_under_roc(members: Scores, non_members: Scores) -> float:
-    """P(a member scores above a non-member), ties halved. Raises ValueError for an empty side or a NaN."""
+    """Return P(a member scores above a non-member), ties halved. Raises ValueError for an empty side or a NaN."""
     _check(members, non_members)
     ordered = np.sort(non_members)
     below = np.searchsorted(ordered, members, "left")
@@ -74,7 +74,7 @@ def area_under_roc(members: Scores, non_members: Scores) -> float:
 
 
 def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
-    """Part of the members above the lowest threshold that at most `fpr` of the non-members exceed.
+    """Return the fraction of members above the lowest threshold that at most `fpr` of the non-members exceed.
 
     The threshold is a non-member's own score, so that ties count for neither side. With fewer than 1 / fpr non-members
     none of them may exceed it.
@@ -87,9 +87,7 @@ def tpr_at_fpr(members: Scores, non_members: Scores, fpr: float) -> float:
 
 
 def areas_under_roc(members: Scores, non_members: Scores) -> Scores:
-    """(draws,) the `area_under_roc` of each row of (draws, members) and (draws, non-members), neither of them empty or
-    NaN.
-    """
+    """Return `area_under_roc` of each row of (draws, members) and (draws, non-members), which must not be empty."""
     from scipy.stats import rankdata  # takes a second to load
 
     ranks = rankdata(np.concatenate((members, non_members), axis=1), axis=1)
@@ -98,7 +96,7 @@ def areas_under_roc(members: Scores, non_members: Scores) -> Scores:
 
 
 def tprs_at_fpr(members: Scores, non_members: Scores, fpr: float) -> Scores:
-    """(draws,) the `tpr_at_fpr` of each row, as `areas_under_roc`. Raises ValueError for an fpr outside 0 to 1."""
+    """Return `tpr_at_fpr` of each row, as `areas_under_roc` does. Raises ValueError for an fpr outside 0 to 1."""
     if not 0 <= fpr <= 1:
         raise ValueError(f"fpr: expected a rate from 0 to 1, found {fpr}")
     count = non_members.shape[1]
@@ -113,7 +111,7 @@ def tprs_at_fpr(members: Scores, non_members: Scores, fpr: float) -> Scores:
 def bootstrap_interval(
     statistic: OfDraws, members: Scores, non_members: Scores, rng: np.random.Generator, resamples: int = 1000
 ) -> IntervalEstimate:
-    """The statistic with its 95 % percentile interval; members and non-members are resampled independently."""
+    """Return the statistic with its 95 % percentile interval; members and non-members are resampled independently."""
     _check(members, non_members)
     at_once = max(1, _MOST_DRAWN // (len(members) + len(non_members)))
     drawn: list[float] = []
@@ -130,10 +128,10 @@ def bootstrap_interval(
 def rank_test(
     members: Scores, non_members: Scores, member_labels: Sequence[str] = (), other_labels: Sequence[str] = ()
 ) -> float:
-    """z of the rank sums within labels, standard normal where members and non-members of a label score alike.
+    """Return z of the rank sums within labels: standard normal if members and non-members of a label score alike.
 
-    Above 0 where members score higher. Labels weigh by their least variance; without labels it is Mann and Whitney's
-    test, with ties. 0 where no label has rows on both sides, or all its rows score the same.
+    It is above 0 if members score higher. Labels are weighted for least variance; without labels this is Mann and
+    Whitney's test, with ties. It is 0 if no label has examples on both sides, or if all scores of a label are equal.
     """
     _check(members, non_members)
     mine, theirs = (np.asarray(of) if len(of) else np.zeros(n) for of, n in (
@@ -151,14 +149,14 @@ def rank_test(
 
 
 def two_sided(z: float) -> float:
-    """The chance of a standard normal further from 0 than z."""
+    """Return the probability that a standard normal variable is further from 0 than z."""
     return math.erfc(abs(z) / math.sqrt(2))
 
 
 def holm_correction(p_values: Sequence[float]) -> list[float]:
-    """The p-values corrected for their number: of all below alpha, one or more is false with at most that chance.
+    """Return Holm-corrected p-values: the chance of any false one below alpha is at most alpha.
 
-    It holds however the tests depend on each other.
+    This holds for any dependence between the tests.
     """
     corrected_p, highest = [1.0] * len(p_values), 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -169,7 +167,7 @@ def holm_correction(p_values: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=1 << 14)  # a bound asks for the same counts at many thresholds
 def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Exact two-sided interval of a binomial probability. Raises ValueError for impossible counts."""
+    """Return the exact two-sided interval of a binomial probability. Raises ValueError for impossible counts."""
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"expected 0 to {trials} successes of at least one trial, found {successes}")
     tail = (1 - confidence) / 2
@@ -181,12 +179,12 @@ def clopper_pearson(successes: int, trials: int, confidence: float = 0.95) -> tu
 def epsilon_lower_bound(
     members: Scores, non_members: Scores, delta: float, rng: np.random.Generator, confidence: float = 0.95
 ) -> float:
-    """A lower bound on the epsilon, at `delta`, of the training behind the scores.
+    """Return a lower bound on the epsilon, at `delta`, of the training behind the scores.
 
     Formal guarantees: the bound fails with probability 1 - confidence at most. The threshold is chosen on one random
-    half of the rows and tested on the other. Both sides of the bound hold at once, each with half the error. The rows
-    must have been members or not independently of each other. Several rows of one trained model are not independent,
-    so on one model the bound is an indication, not a proof.
+    half of the examples and tested on the other. Both sides of the bound hold at once, each with half the error. The
+    membership of each example must be independent of the others. Several examples of one trained model are not
+    independent, so on one model the bound is an indication, not a proof.
 
         TPR <= e^eps FPR + delta   =>   eps >= ln((TPR_low - delta) / FPR_high)
     """
@@ -206,7 +204,7 @@ def epsilon_lower_bound(
 
 
 def _at_least(successes: int, trials: int, p: float) -> float:
-    """P(Binomial(trials, p) >= successes)."""
+    """Return P(Binomial(trials, p) >= successes)."""
     if p <= 0 or p >= 1:
         return float(successes == 0 or p >= 1)
     k = np.arange(successes, trials + 1)
@@ -215,7 +213,7 @@ def _at_least(successes: int, trials: int, p: float) -> float:
 
 @lru_cache(maxsize=16)
 def _log_choose(trials: int) -> Scores:
-    """ln C(trials, k) for k = 0 ... trials."""
+    """Return ln C(trials, k) for k = 0 ... trials."""
     factorials = np.array([math.lgamma(k + 1) for k in range(trials + 1)])
     return np.asarray(factorials[-1] - factorials - factorials[::-1])
 
@@ -246,13 +244,13 @@ def student_t(freedom: int, alpha: float = 0.05) -> float:
 
 
 def confidence_interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean with a 95 % interval by Student's t; a single value has no width and says n = 1."""
+    """Return the mean with a 95 % interval by Student's t; a single value has no width, and n = 1."""
     mean, n = statistics.fmean(values), len(values)
     half = student_t(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
 
 
 def confidence_intervals(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """The interval over the runs of every metric that all of them have."""
+    """Return the `confidence_interval` over runs of each metric that all runs have."""
     shared = [name for name in runs[0] if all(name in run for run in runs)]
     return {name: confidence_interval([run[name] for run in runs]) for name in shared}

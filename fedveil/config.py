@@ -1,7 +1,7 @@
 """The run config: `[tool.flwr.app.config]` of pyproject.toml, overridden by `flwr run . -c "..."`.
 
-Flower hands it over flat ("train.batch-size" = 16), and this module parses it once. Unknown keys are refused, and keys
-that had another name before 0.2 with the new name. The defaults stand in these classes. pyproject.toml repeats them
+Flower passes it as a flat mapping ("train.batch-size" = 16), and this module parses it once. It refuses unknown keys;
+for a key renamed in 0.2, the error names the new key. These classes define the defaults. pyproject.toml repeats them
 because Flower refuses an override of a key without a default; a test keeps the two equal.
 """
 
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-RENAMED_KEYS = {  # as files of before 0.2 have them
+RENAMED_KEYS = {  # keys in files from before 0.2
     "method.fields": "method.params",
     "task.classes": "task.num-classes",
     "task.max-examples": "task.examples-per-site",
@@ -68,7 +68,7 @@ RENAMED_KEYS = {  # as files of before 0.2 have them
 
 
 def config_key(name: str) -> str:
-    """A field's name as a key of the run config."""
+    """Return a field's name as a key of the run config."""
     return name.replace("_", "-")
 
 
@@ -93,7 +93,7 @@ class SinksConfig(ConfigSection):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sinks, in the order in which they are named."""
+        """Return the names of the sinks, in the configured order."""
         return tuple(name.strip() for name in self.use.split(",") if name.strip())
 
     @field_validator("use")
@@ -120,9 +120,10 @@ class SinksConfig(ConfigSection):
 
 
 def nearest_key(known: Mapping[str, Sequence[str]], section: str, name: str) -> str:
-    """The key of `known`, by section, that was probably meant; "" for none.
+    """Return the key of `known` (keys by section) that was probably meant; "" if there is none.
 
-    One of the section that is spelled alike or has `name` for its initials; else one of another section that is `name`.
+    Candidates are keys of the section with a similar spelling or with the initials `name`, then a key `name` of another
+    section.
     """
     if section not in known:
         return next(iter(difflib.get_close_matches(section, known, 1)), "")
@@ -133,14 +134,14 @@ def nearest_key(known: Mapping[str, Sequence[str]], section: str, name: str) -> 
 
 
 class MethodConfig(ConfigSection):
-    """The method: who shares what with whom."""
+    """The federated learning method."""
 
     name: str = Field("fedrand", description="the method, see `fedveil methods`")
     params: str = Field("", description='parameters of the method, as TOML: "rho = 0.5"; see `fedveil methods NAME`')
 
 
 class TaskConfig(ConfigSection):
-    """The task: what is learned, and on which data."""
+    """The task: the model, its data and its columns."""
 
     name: str = Field("text-generation", description="the task: the name of a module in fedveil/tasks/")
     model: str = Field("tiny", description="the base model: tiny (bundled), a local folder, or a Hugging Face id")
@@ -179,7 +180,7 @@ class TaskConfig(ConfigSection):
 
 
 class TrainConfig(ConfigSection):
-    """Local training. The optimiser starts anew at every participation."""
+    """Local training. The optimiser starts without state in every client round."""
 
     epochs: int = Field(1, ge=0, description="passes over a site's examples in each local round")
     batch_size: int = Field(16, ge=1, description="examples per training step")
@@ -305,8 +306,8 @@ class CohortConfig(ConfigSection):
 class AggregateConfig(ConfigSection):
     """The aggregation of a round's uploads.
 
-    `mean` is weighted with the examples. The others count every site alike and hold all uploads of a round in memory:
-    `median` and `trimmed` work entry by entry, `multi-krum` leaves whole uploads out.
+    `mean` is weighted by the number of examples. The other rules weight all sites equally and hold all uploads of a
+    round in memory: `median` and `trimmed` work entry by entry, `multi-krum` drops whole uploads.
     """
 
     rule: Literal["mean", "median", "trimmed", "multi-krum"] = Field(
@@ -351,12 +352,12 @@ class SecureConfig(ConfigSection):
 
     @property
     def honest(self) -> int:
-        """h: sites of the smallest sum whose noise nobody knows."""
+        """Return h: the number of sites in the smallest sum whose noise the adversary does not know."""
         return self.min_sites - self.max_colluders
 
     @property
     def feared(self) -> int:
-        """Holders beside a server that lies who must open no secret, for an epsilon counts on it."""
+        """Return the number of holders that must not be able to reconstruct a secret with a lying server."""
         return self.max_colluders if self.noise == "sum" else 0
 
     @field_validator("graph_degree")
@@ -382,7 +383,7 @@ class RunSection(ConfigSection):
     seed: int = Field(0, ge=0, description="seed of all random draws that need not be secret")
     deterministic: bool = Field(False, description="derive every draw from the seed: for tests, never for real data")
     dir: str = Field("runs", description="parent of the run folders: absolute, or relative to where the SuperLink runs")
-    # With the nine characters that the server adds it is the name of a folder at every site.
+    # With nine characters that the server adds, it is a folder name at every site.
     name: str = Field(
         "",
         pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,54})?$",
@@ -411,7 +412,7 @@ class RunConfig(ConfigSection):
     run: RunSection = RunSection()
 
     def flat(self) -> dict[str, bool | int | float | str]:
-        """The config as Flower carries it: {"train.batch-size": 16, ...}."""
+        """Return the config as Flower passes it: {"train.batch-size": 16, ...}."""
         return {
             f"{section}.{key}": value
             for section, values in self.model_dump(by_alias=True).items()
@@ -420,7 +421,7 @@ class RunConfig(ConfigSection):
 
 
 def renamed(key: str) -> str:
-    """The name that a key had another one for before 0.2, or a field of the method below it; "" for other keys."""
+    """Return the new name of a key, or of a method's field, that was renamed in 0.2; "" for other keys."""
     for old, new in RENAMED_KEYS.items():
         if key == old or key.startswith(f"{old}."):
             return new + key.removeprefix(old)
@@ -428,7 +429,7 @@ def renamed(key: str) -> str:
 
 
 def parse(flat: Mapping[str, Any]) -> RunConfig:
-    """The run config from Flower's flat mapping. Raises ConfigError, which names every bad key."""
+    """Parse the run config from Flower's flat mapping. Raises ConfigError, which names every invalid key."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         section, _, name = key.partition(".")
@@ -461,8 +462,11 @@ def _line(error: Any) -> str:
 
 
 def parse_toml(text: str, what: str) -> dict[str, Any]:
-    """TOML text of one config value. Raises ConfigError naming `what`."""
+    """Parse the TOML text of one config value. Raises ConfigError, which names `what`."""
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and brackets in brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also for numbers with thousands of digits, and for deeply nested brackets
         raise ConfigError(f'{what}: expected TOML such as "rho = 0.5", found {text[:300]!r} ({error})') from None

@@ -1,4 +1,4 @@
-"""One file per method, with both halves of its math and without Flower. A method is found by its file name.
+"""One file per method, with the algorithm of client and server, without Flower. A method is found by its file name.
 
 A method of another package is found by an entry point in the group "fedveil.methods" that names its module.
 """
@@ -17,7 +17,7 @@ from fedveil.errors import ConfigError
 from fedveil.plugins import PluginPackage
 from fedveil.sanitize import sanitize
 
-if TYPE_CHECKING:  # it imports torch, which whoever asks for names alone does not need
+if TYPE_CHECKING:  # it imports torch, which is not needed to list names
     from fedveil.contract.method import Method
 
 __all__ = ["create_from_json", "create_method", "list_methods", "load_method"]
@@ -35,7 +35,7 @@ def load_method(name: str) -> type[Method]:
     """Return the method's class, the only Method that the module of that name defines.
 
     Raises:
-        ConfigError: no method of that name, or a module that defines another number of methods than one.
+        ConfigError: no method has that name, or the module does not define exactly one method.
     """
     from fedveil.contract.method import Method
 
@@ -51,7 +51,7 @@ def load_method(name: str) -> type[Method]:
 
 
 def create_method(name: str, fields: str = "") -> Method:
-    """The method `name` with its hyper-parameters from TOML text ("rho = 0.3").
+    """Create the method `name` with its hyperparameters from TOML text ("rho = 0.3").
 
     Raises:
         ConfigError: a field is unknown or its value is out of range; the message names the field.
@@ -73,7 +73,7 @@ def _validated(name: str, fields: dict[str, Any]) -> Method:
 
 
 def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
-    """The adapter from its table: the method's one, or of a choice the kind that is named. Raises ConfigError."""
+    """Create the adapter from its table: the method's only kind, or the kind in the table. Raises ConfigError."""
     hint = typing.get_type_hints(cls).get(_ADAPTER)
     if hint is None or not (choice := typing.get_args(hint)):
         return given if hint is None else _parsed(hint, f"the adapter of {cls.__name__}", given, _ADAPTER)
@@ -90,7 +90,7 @@ def _adapter(cls: type[Method], given: dict[str, Any]) -> Any:
 def _parsed(cls: Any, name: str, fields: Any, *within: str) -> Any:
     try:
         return TypeAdapter(cls).validate_python(fields)
-    except ConfigError as error:  # of a method's own check
+    except ConfigError as error:  # from a method's own check
         raise ConfigError(f"method.params: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]

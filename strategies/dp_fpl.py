@@ -25,11 +25,11 @@ through a low-rank factorization that is recomputed at every step.
 With J = dT/dP, C = clip_texts and z^-2 = z_L^-2 + z_G^-2:
     D_G = J^T (sum_i clip_C(d_i x_i^T) + N(0, (z C)^2)) / B;  D_u = D_G v^T,  D_v = u^T D_G,  D_L by Eq. 4
 
-A client shares: the noised gradient of a shared prompt, or the prompt's noised change. With it stays: a private
-prompt; single rows are hidden up to an epsilon.
+A client shares: the noisy gradient of a shared prompt, or the prompt's noisy change. With it stays: a private
+prompt; single examples are hidden up to an epsilon.
 
-The client learns: p_G of every round it takes part in. The server learns: each client's noised D_G, or with
-`exchange = "epoch"` its noised change of p_G; and its number of examples. In the modes paper and code the server
+The client learns: p_G of every round it takes part in. The server learns: each client's noisy D_G, or with
+`exchange = "epoch"` its noisy change of p_G; and its number of examples. In the modes paper and code the server
 learns D_G without noise and adds the noise to the mean, so the clients have to trust it.
 
 Formal guarantees for each example of each site, against everyone but that site; they cover p_L too. With Poisson
@@ -50,11 +50,11 @@ sampling they assume that the server does not time the site:
 | case | result |
 |---|---|
 | noise 0, without epsilon | gradients are clipped, and epsilon is infinite |
-| an empty Poisson batch | a step of noise alone |
-| secure.noise = "sum" | D_G is sent without noise, which the sum has; the noise on u and v stays as it is |
-| a batch larger than the site's rows | the site refuses it before its rows are looked at |
-| deterministic run | its noise is seeded: refused where an epsilon is asked for |
-| a turn that is repeated | its rows and noise are drawn anew, and its charge is made anew |
+| an empty Poisson batch | a step with only noise |
+| secure.noise = "sum" | D_G is sent without noise, because the sum has it; the noise on u and v does not change |
+| a batch larger than the site's data set | the site refuses it before it reads an example |
+| deterministic run | its noise is seeded: refused if an epsilon is set |
+| a repeated client round | it draws new examples and new noise, and is charged again |
 | paper or code with "epoch" or "texts" | refused: the server's noise would follow local steps without noise |
 
 Differences from the paper: Eq. 4 has a minus sign; the published code adds, and divides the local step by 10 (mode
@@ -118,16 +118,16 @@ class DPFPL(Method, PrivacyGuarantee):
         mode: "strict"; "paper": nominal noise, u and v clipped apart; "code": clipped by batch, with the code's Eq. 4.
         exchange: what a client sends: the noised gradient of one "batch", or its change after the configured "epoch"s.
         sampling: how batches are drawn: "poisson", "disjoint" over an epoch, or of "fixed" size.
-        clipped: where rows are clipped and noised: in the gradient of the "prompt", or of the "texts" (mode strict
-            only; one backward pass for all rows).
+        clipped: gradient that is clipped per example and gets noise: of the "prompt", or of the "texts" (mode strict
+            only; one backward pass for all examples).
         clip_local, clip_global, clip_texts: C of (u, v), of p_G and of the texts.
         noise_local, noise_global: z_L and z_G of mode strict; "texts" uses the one multiplier that both together give.
-        epsilon: strict: no record is charged more. paper, code: required; the nominal epsilon that sets the noise.
-        delta, neighbours: of every epsilon.
+        epsilon: strict: limit of each record's charge. paper, code: required; the nominal epsilon that sets the noise.
+        delta, neighbours: delta and adjacency of every epsilon.
         rounds: T of the nominal noise.
         learning_rate, learning_rate_local: eta on p_G, and on p_L.
         adapter: the prompt p_G; p_L has its shape.
-        wire_dtype: of what is sent.
+        wire_dtype: dtype of the tensors on the wire.
     """
 
     rank: int = 8
@@ -173,7 +173,7 @@ class DPFPL(Method, PrivacyGuarantee):
 
     @property
     def upload_kind(self) -> Sends:
-        """D_G, or a change of p_G."""
+        """Return the kind of D_G, or of a change of p_G."""
         return "gradients" if self.exchange == "batch" else "changes"
 
     @property
@@ -199,7 +199,7 @@ class DPFPL(Method, PrivacyGuarantee):
 
     @override
     def privacy_spent(self, plan: SamplingPlan) -> Spent:
-        """Against everyone but the site; in the modes paper and code, against everyone but the site and the server."""
+        """Return the charge against all parties except the site and, in the modes paper and code, the server."""
         z = (
             joint_budget(self.noise_local, self.noise_global)
             if self.mode == "strict"
@@ -211,7 +211,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return accounting.max_charged(z, self.sampling, plan, self.exchange == "batch")
 
     def summable(self, batch: int, most_steps: int) -> SummableNoise:
-        """D_G of one step, clipped in the prompt; the noise on u and v stays at the site."""
+        """Return the noise for D_G of one step, clipped in the prompt; the noise on u and v stays at the site."""
         asked = {"mode": "strict", "exchange": "batch", "clipped": "prompt", "wire_dtype": "float32"}
         for name, expected in asked.items():
             if (value := getattr(self, name)) != expected:
@@ -224,7 +224,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return SummableNoise(self.noise_global, self.clip_global / batch, (self.noise_local,), self.sampling, True)
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """p_G."""
+        """Return p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:
             raise ConfigError(
                 f'adapter: expected one tensor "prompt" with {self.adapter.length} rows, found {dict(spec)}'
@@ -232,13 +232,13 @@ class DPFPL(Method, PrivacyGuarantee):
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """p_G."""
+        """Return p_G."""
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """One step, or the local epochs. p_L stays; the noised step on p_G, or its change, is sent."""
+        """Run one step, or the local epochs; keep p_L, and send the noisy step on p_G, or its change."""
         plan.check_seeded(self.budget, ctx.seeded)
         received = as_spec(payload_tensors(down), trainer.spec)[PROMPT]
         drawn = 0.02 * torch.randn(received.shape, generator=ctx.rng("local prompt").torch_generator())
@@ -262,7 +262,7 @@ class DPFPL(Method, PrivacyGuarantee):
         ctx: RoundContext,
         step: int,
     ) -> tuple[Tensor, Tensor]:
-        """D_L of Eq. 4 and D_G, clipped, noised and divided by B."""
+        """Return D_L of Eq. 4 and D_G, clipped, with noise, and divided by B."""
         start = torch.randn(p_local.shape[1], self.rank, generator=ctx.rng(f"factors {step}").torch_generator())
         u, v = low_rank.factorize_matrix(p_local, start.to(p_local))
         seen = {PROMPT: p_global + low_rank.compose_factors(p_local, u, v, self.residual)}
@@ -288,7 +288,7 @@ class DPFPL(Method, PrivacyGuarantee):
         d_u, d_v = (gaussian_noise.add_noise(sums[n], std, ctx.noise(f"noise {n} {step}")) / size for n in ("u", "v"))
         if self.mode == "strict" and not ctx.noise_in_sum:
             whole = gaussian_noise.add_noise(whole, c_global * self.noise_global, ctx.noise(f"noise {PROMPT} {step}"))
-        plus = 0.1 * (d_u @ v + u @ d_v)  # as the published code has it
+        plus = 0.1 * (d_u @ v + u @ d_v)  # as in the published code
         return plus if self.mode == "code" else low_rank.full_gradient(u, v, d_u, d_v), whole / size
 
     def check(self, payload: Payload, spec: Spec) -> None:
@@ -297,13 +297,13 @@ class DPFPL(Method, PrivacyGuarantee):
             raise WireError(f"{_ROWS}: expected at least 1, found {rows}")
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """D_G with weight 1; in the modes paper and code B in clear, by which the server divides its noise."""
+        """Return D_G with weight 1; in the modes paper and code also B in the clear, which the server's noise needs."""
         fields = payload_tensors(payload)
         clear = {} if self.mode == "strict" else {_ROWS: float(fields[_ROWS])}
         return ClientContributions([Contribution(PROMPT, fields[PROMPT], 1.0)], clear)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """p_G moves along the unweighted mean; in the modes paper and code the mean gets its noise here."""
+        """Move p_G along the unweighted mean; in the modes paper and code, add the noise to the mean here."""
         old = server.tensors[PROMPT]
         moved = sums.means({PROMPT: old.float()})[PROMPT]
         if self.mode != "strict":  # a row that is clipped by itself moves the mean of N clients by C / (N B)
@@ -316,7 +316,7 @@ class DPFPL(Method, PrivacyGuarantee):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The shared prompt; with `private` also that client's p_G + p_L, composed as `residual` says."""
+        """Return the shared prompt; with `private` also that client's p_G + p_L, composed as `residual` says."""
         shared = server.tensors[PROMPT]
         if private is None:
             return {"server": {PROMPT: shared}}
@@ -326,7 +326,7 @@ class DPFPL(Method, PrivacyGuarantee):
         return {"server": {PROMPT: shared}, "client": {PROMPT: (shared + own).to(shared.dtype)}}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """One prompt each way; in the modes paper and code also the batch size, upwards."""
+        """Declare one prompt each way; in the modes paper and code also the batch size, up."""
         fields = dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype)
         rows = () if self.mode == "strict" else (WireField(_ROWS, "up", DenseCodec(torch.float32), (), "rows"),)
         return MessageLayout(fields + rows)

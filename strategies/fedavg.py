@@ -23,7 +23,7 @@ Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `f
 |---|---|
 | no upload | the weights stay, bit for bit |
 | one upload | its weights, bit for bit |
-| LoRA factors | A and B are averaged apart, and mean(B) mean(A) is not mean(B A): see `aggregation_gap` of
+| LoRA factors | A and B are averaged separately, and mean(B) mean(A) is not mean(B A): see `aggregation_gap` of
   `fedveil.ops.lora_algebra` |
 
 Differences from the paper: AdamW instead of SGD; the mean is over the cohort of the round.
@@ -61,28 +61,28 @@ class FedAvg(Method):
     wire_dtype: WireDtype = "float32"
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """w_0: the adapter's initial weights."""
+        """Return w_0, the adapter's initial weights."""
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """w_t, the same for every client."""
+        """Return w_t, the same for every client."""
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """ClientUpdate: local epochs from w_t; nothing is kept."""
+        """Run ClientUpdate: local epochs from w_t, without private state."""
         trained = trainer.train(lazy_spec(payload_tensors(down), trainer.spec)).weights
         return None, Payload(cast_to(trained, self.wire_dtype))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_k w^k, and n_k."""
+        """Return n_k w^k, and n_k."""
         return weighted_contributions(payload_tensors(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """w_(t+1) = sum_k (n_k / m_t) w^k."""
+        """Return w_(t+1) = sum_k (n_k / m_t) w^k."""
         return FederatedState(sums.means(server.tensors))
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Every tensor, both ways."""
+        """Declare every tensor, both ways."""
         return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))

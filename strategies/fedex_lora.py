@@ -20,8 +20,8 @@ means goes into the base, so the new model is the mean of the clients' models.
     R_{t+1} = R_t + D_t                                                                            (4, server and site)
     R_{t+1} + B_{t+1} A_{t+1} = R_t + sum_i (n_i / m_t) B_i A_i                                    (5: it is exact)
 
-A client shares: both LoRA factors; what their mean loses goes into the base. With it stays: a copy of what went
-into the base.
+A client shares: both LoRA factors; the error of their mean goes into the base. With it stays: a copy of the change
+to the base.
 
 The client learns: A_t, B_t and R_t of every round it takes part in; of the others' products it learns only the
 mean.
@@ -38,15 +38,15 @@ and at which size.
 |---|---|
 | no upload | A, B and R stay, bit for bit |
 | one upload, or equal ones | D = 0: it is FedAvg |
-| newcomer, a site that skipped rounds, or one that lost its files | gets R whole |
-| a site of the last sums | gets factors of D, of rank k r at most; R whole where they would be no smaller |
-| `wire_dtype` below fp32 | A and B are rounded before D is formed: (5) holds for what goes down; D has rank (k + 1) r |
-| `upload_bits` | (5) holds for what was decoded |
-| secure aggregation | a site's vector has B_i A_i, d_out x d_in a layer, for factors cannot be multiplied once they are
-  summed; the sum is rounded, so R goes down whole |
-| `aggregate.rule = "median"` | the medians of A, of B and of the products are (2) and the sum in (3) |
-| `fedveil audit` | R is read off the broadcasts: a site's start and its trained model are known to the bit |
-| `final/` | a pair of a higher rank a layer, up to the smaller of its widths |
+| newcomer, a site that skipped rounds, or one that lost its files | gets the whole R |
+| a site in the last sums | gets factors of D, of rank at most k r; the whole R if they would be no smaller |
+| `wire_dtype` below fp32 | A and B are rounded before D is formed: (5) holds for the broadcast; D has rank (k + 1) r |
+| `upload_bits` | (5) holds for the decoded factors |
+| secure aggregation | a site's vector has B_i A_i, d_out x d_in per layer, because the products cannot be computed from
+  summed factors; the sum is rounded, so R is sent whole |
+| `aggregate.rule = "median"` | (2) and the sum in (3) are the medians of A, of B and of the products |
+| `fedveil audit` | the broadcasts reveal R: a site's start and its trained model are known to the bit |
+| `final/` | one pair per layer of a higher rank, up to the smaller of the layer's widths |
 
 Differences from the paper: the optimizer is AdamW. The mean is over the round's cohort and weighted with n_i; the
 paper's is 1/k over all clients. The paper adds each D to the weights of every client. Here R is stored separately
@@ -92,7 +92,7 @@ class FedExLoRA(WeightAveragingMethod):
     upload_bits: int = 0
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(A_0, B_0), drawn once for all clients, and R_0, which is zero unless `weights` have one."""
+        """Return (A_0, B_0), drawn once for all clients, and R_0, which is zero unless `weights` have one."""
         return residual_aggregation.start_state(spec, weights)
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
@@ -103,20 +103,20 @@ class FedExLoRA(WeightAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 1: both factors are sent; R_t is kept, for the server sends its changes."""
+        """Apply eq. 1, send both factors, and keep R_t, because the server sends its changes."""
         new_state, pairs = residual_aggregation.client_upload(private, down, trainer, payload_tensors(down), {})
         return new_state, Payload(self._uploads.sent(pairs))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_i times A_i, B_i and B_i A_i, and n_i."""
+        """Return n_i times A_i, B_i and B_i A_i, and n_i."""
         return ClientContributions(residual_aggregation.pairs_and_products(self._uploads.opened(payload), num_examples))
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """The factors, and under the names of R their products."""
+        """Return the shapes of the factors and, under the names of R, of their products."""
         return dict.fromkeys(spec, ())
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Eqs. 2 to 4."""
+        """Apply eqs. 2 to 4."""
         means = sums.means(factor_names(residual_aggregation.server_model(server)))
         pairs = {name: w.float() for name, w in cast_to(means, self.wire_dtype).items()}
         rounded = self.wire_dtype != "float32"  # a rounded product is not in the span of the others
@@ -130,7 +130,7 @@ class FedExLoRA(WeightAveragingMethod):
         return {"server": residual_aggregation.server_model(server)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Down: both factors, and R, or factors of its last change, or nothing of it. Up: both factors."""
+        """Declare both factors down, with R, factors of its last change, or neither; and both factors up."""
         pairs = factor_names(spec)
         return MessageLayout(
             residual_aggregation.residual_fields(spec, pairs, self.wire_dtype) + self._uploads.fields(pairs)

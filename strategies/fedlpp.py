@@ -7,21 +7,21 @@ factors in full precision and sends them quantised block by block; the clients t
 |---|---|---|
 | A_t, B_t | `server.tensors` | LoRA factors, fp32 |
 | Q, b | `quantiser`, `bits` | one code for each weight |
-| Delta_k | the upload | what training changed in the proxy |
+| Delta_k | the upload | the change of the proxy by training |
 | n_k | `num_examples` | examples of client k |
 | eta | `server_rate` | step of the server |
 
     proxy   = Q(A_t), Q(B_t)                                                       (the same for every client)
-    A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, and B alike                 update = "delta"
-    A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, and B alike              update = "replace"
+    A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, likewise B                  update = "delta"
+    A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, likewise B               update = "replace"
 
-A client shares: what its training changed in the LoRA factors that it got. With it stays: nothing; the server keeps the
-exact factors, and sends them rounded to a few levels.
+A client shares: the change that training made to the received LoRA factors. With it stays: nothing; the server keeps
+the exact factors, and sends them rounded to a few levels.
 
 The client learns: the quantised factors of every round it takes part in. It has the frozen base in clear.
 The server learns: each client's update, in full.
 
-Formal guarantees: none (epsilon is infinite). The rounding error of the factors is hidden; nothing of the base is.
+Formal guarantees: none (epsilon is infinite). The rounding error of the factors is hidden; the base is not hidden.
 
 | case | result |
 |---|---|
@@ -82,7 +82,7 @@ class FedLPP(Method):
 
     @property
     def upload_kind(self) -> Sends:
-        """A change of the proxy."""
+        """Return "changes": clients send a change of the proxy."""
         return "changes"
 
     def __post_init__(self) -> None:
@@ -94,14 +94,14 @@ class FedLPP(Method):
         return MaskedWeightsCodec(spec, {}, dict.fromkeys(spec, BlockQuantizer(self.quantiser, self.bits, self.block)))
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(A_0, B_0)."""
+        """Return (A_0, B_0)."""
         return FederatedState(dict(weights))
 
     def _proxy(self, server: FederatedState) -> Payload:
         return Payload(self._veil(param_specs_of(server.tensors)).close(server.tensors, {}))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Q(A_t), Q(B_t)."""
+        """Return Q(A_t), Q(B_t)."""
         return self._proxy(server)
 
     def client(
@@ -113,11 +113,11 @@ class FedLPP(Method):
         return None, Payload(cast_to({n: w - received[n] for n, w in trained.items()}, self.wire_dtype))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_k Delta_k, and n_k."""
+        """Return n_k Delta_k, and n_k."""
         return weighted_contributions(payload_tensors(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """The weighted mean change, added to the full factors or to the proxy."""
+        """Add the weighted mean change to the full factors or to the proxy."""
         change = sums.means({n: torch.zeros(w.shape) for n, w in server.tensors.items()})
         spec = param_specs_of(server.tensors)
         base = server.tensors if self.update == "delta" else dict(self._veil(spec).open(self._proxy(server)))
@@ -128,12 +128,12 @@ class FedLPP(Method):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model; with `down` also the proxy that a client got."""
+        """Return the server's model; with `down` also the proxy that a client received."""
         if down is None:
             return {"server": server.tensors}
         spec = param_specs_of(server.tensors)
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec).open(down)), spec)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Codes down, the dense change up."""
+        """Declare codes down, and the dense change up."""
         return MessageLayout(self._veil(spec).fields("down") + dense_fields(spec, "up", self.wire_dtype))

@@ -21,8 +21,8 @@ product entry by entry and never leaves the site.
     A_{r+1} = sum_k (n_k / m_r) A^k, and B likewise  (3, on the server)
     W       = W_0 + s B A                            (4, the server's model: the private factor is 1 everywhere)
 
-A client shares: one pair of factors a layer. With it stays: a second pair, whose product scales that of the first
-entry by entry.
+A client shares: one pair of factors per layer. With it stays: a second pair, whose product scales the product of
+the first entry by entry.
 
 The client learns: A and B of every round it takes part in.
 The server learns: each client's trained A and B, in full, and n_k. It learns nothing of the private pair directly,
@@ -35,7 +35,7 @@ message cannot contain one.
 |---|---|
 | first participation | the client draws its private pair from its own secret: A_p uniform within 1/sqrt(d_in); B_p zero
   in form "plus-one" (so that W^k is the server's model), from N(0, 1/r) in form "product" |
-| site that lost its private state | the pair is drawn anew, as at a first participation |
+| site that lost its private state | it draws a new pair, as at a first participation |
 | site that is new to the server but has a private state | it continues with its own pair |
 | form "product", if B_p were 0 | with B = 0 every gradient is zero and training never starts, so B_p is drawn |
 | form "plus-one", B = 0 and B_p = 0 | only B has a gradient in the first step, then all four |
@@ -85,7 +85,7 @@ class FedPara(WeightAveragingMethod):
     wire_dtype: WireDtype = "float32"
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(A_0, B_0). The private pair that the task drew is dropped: every client draws its own."""
+        """Return (A_0, B_0), without the private pair that the task drew: every client draws its own."""
         shared = drop_private_factors(weights)
         factor_modules(shared)
         return FederatedState(shared)
@@ -93,7 +93,7 @@ class FedPara(WeightAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 2 and local epochs on both pairs; the shared one is sent."""
+        """Apply eq. 2, train both pairs, and send the shared one."""
         received = payload_tensors(down)
         own = private.tensors if private is not None else self._drawn(trainer.spec, ctx.rng("private pair"))
         start = {n: received[n] if n in received else own[n] for n in trainer.spec}  # Eq. 2
@@ -105,18 +105,18 @@ class FedPara(WeightAveragingMethod):
         return self.adapter.draw({n: t.shape for n, t in spec.items() if n not in shared}, rng, {})
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Eq. 3."""
+        """Apply eq. 3."""
         return FederatedState(sums.means(server.tensors))
 
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model (Eq. 4); with `private` also that client's, with both pairs as it last trained them."""
+        """Return the server's model (Eq. 4); with `private` also that client's, with both pairs as last trained."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": self._with_neutral_pair(server.tensors), **clients}
 
     def _with_neutral_pair(self, shared: Weights) -> dict[str, Tensor]:
-        """All four factors of every module; the private ones are set so that they change nothing (Eq. 4)."""
+        """Return all four factors of every module, with private factors that have no effect (Eq. 4)."""
         whole: dict[str, Tensor] = {}
         for module in factor_modules(shared):
             a, b = shared[f"{module}.lora_A"], shared[f"{module}.lora_B"]
@@ -128,7 +128,7 @@ class FedPara(WeightAveragingMethod):
         return whole
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """The shared pair, both ways."""
+        """Declare the shared pair, both ways."""
         shared = drop_private_factors(spec)
         return MessageLayout(
             dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)

@@ -25,21 +25,21 @@ A client shares: the LoRA factors of the top layers; all layers in round 0. With
 The client learns: W_T of every round it takes part in, and W_L,1 (in round 0 the initial weights).
 The server learns: in round 0 everything that a client trained; in later rounds its trained top layers and n_k.
 
-Formal guarantees: none (epsilon is infinite). By construction: after round 0 no upload holds a tensor of a lower layer,
-and the server's lower layers never change again. What clients sent in round 0, the server has seen.
+Formal guarantees: none (epsilon is infinite). By construction: after round 0 no upload contains a tensor of a lower
+layer, and the server's lower layers never change again. The server has seen the clients' uploads of round 0.
 
 | case | result |
 |---|---|
 | `layers` at or above the number of layers | FedAvg, bit for bit |
 | client that trained in round 0 | its next participation starts from W_L,1, not from its own lower layers of round 0 |
-| round 0 once more, at a site whose upload of it is in the server's state | the site sends its top layers alone |
-| round 0 once more, because that upload was lost | the same upload again: a site takes no other message for round 0, so
-  its lower layers leave it in one form only; W_L,1 is the mean over the clients whose first upload was accepted |
+| round 0 is repeated at a site whose upload is in the server's state | the site sends only its top layers |
+| round 0 is repeated because that upload was lost | the same upload again: a site accepts no other message for round 0,
+  so it sends its lower layers in one form only; W_L,1 is the mean over clients whose first upload was accepted |
 | newcomer in a later round | gets the current top layers and W_L,1 |
-| the server takes a site for new that has a state of a round after 0, for example because its upload was lost | the
+| the server considers a site new although it has later state, for example because its upload was lost | the
   server sends W_L,1 once more; the site continues with its own lower layers |
 | site that lost its private state | it reports an error and gets all layers next time |
-| upload of a round after 0 that holds lower layers | these layers are left out of the mean |
+| upload after round 0 that contains lower layers | the mean ignores these layers |
 | no upload | the weights stay, bit for bit |
 | client that never came back after round 0 | it deploys what it trained in round 0 |
 
@@ -93,16 +93,16 @@ class FedPer(Method):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return True: in a round 0 that is repeated, sites that have trained before send the top layers alone."""
+        """Return True: in a repeated round 0, sites that have trained before send only the top layers."""
         return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """The adapter's initial weights; no client holds W_L,1 yet."""
+        """Return the adapter's initial weights; no client has W_L,1 yet."""
         self._top(spec)
         return FederatedState(dict(weights), {"holders": []})
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """W_T; in round 0, and to every client that may lack lower layers, also W_L."""
+        """Return W_T; in round 0, and for every client that may lack lower layers, also W_L."""
         if ctx.round == 0 or ctx.is_new or not _holds(server, ctx.client):
             return Payload(cast_to(server.tensors, self.wire_dtype), "all")
         return Payload(cast_to(_only(self._top(server.tensors), server.tensors), self.wire_dtype), "top")
@@ -110,9 +110,9 @@ class FedPer(Method):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Local epochs on all layers from Eq. 3; the top layers are sent, at first in round 0 all layers."""
+        """Train all layers from Eq. 3; send the top layers, or all layers the first time in round 0."""
         top, received = self._top(trainer.spec), payload_tensors(down)
-        # Eq. 4: lower layers that a site kept in round 0 are never started from.
+        # Eq. 4: training never starts from lower layers that a site kept in round 0.
         has_own = private is not None and private.scalars["round"] != 0
         lower_layers = private.tensors if private is not None and has_own else received
         start = {n: (received if n in top else lower_layers).get(n) for n in trainer.spec}  # Eq. 3
@@ -123,34 +123,34 @@ class FedPer(Method):
                 "none; the server sends all layers at the next participation"
             )
         trained = trainer.train(as_spec(whole, trainer.spec)).weights
-        # A server that asks for round 0 again must not get what was trained since: private state says who has sent it.
+        # A server that repeats round 0 must not get later training: private state shows whether it was already sent.
         first = ctx.round == 0 and private is None
         sent, variant = (trained, "all") if first else (_only(top, trained), "top")
         return FederatedState(dict(trained), {"round": ctx.round}), Payload(cast_to(sent, self.wire_dtype), variant)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_k W^k, and n_k: of all layers in round 0, of the top layers after it."""
+        """Return n_k W^k, and n_k: for all layers in round 0, for the top layers afterwards."""
         sent = payload_tensors(payload)
         return weighted_contributions(sent if ctx.round == 0 else _only(self._top(spec), sent), num_examples)
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """All layers in round 0, the top layers after it."""
+        """Return the shapes of all layers in round 0, and of the top layers afterwards."""
         return dict.fromkeys(spec if round_ == 0 else _only(self._top(spec), spec), ())
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Eq. 1 in round 0, Eq. 2 after it."""
+        """Apply eq. 1 in round 0, and eq. 2 afterwards."""
         holders = {*_holders(server)} | (set(sums.clear) if ctx.round > 0 else set())
         return FederatedState(sums.means(server.tensors), {"holders": sorted(holders)})
 
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model, with W_L,1 in the lower layers; with `private` also that client's, as last trained."""
+        """Return the server's model, with lower layers W_L,1; with `private` also that client's, as last trained."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": server.tensors, **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """The top layers always; the lower ones down to a client that may lack them, and up in round 0."""
+        """Declare the top layers always; the lower layers down to a client that may lack them, and up in round 0."""
         top = self._top(spec)
         shared, lower = _only(top, spec), {n: t for n, t in spec.items() if n not in top}
         both = ("all", "top")
@@ -160,7 +160,7 @@ class FedPer(Method):
         return MessageLayout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
 
     def _top(self, names: Iterable[str]) -> frozenset[str]:
-        """Names of the tensors in the top layers. Raises ConfigError for a tensor whose name has no layer number."""
+        """Return the names of the top layers' tensors. Raises ConfigError for a name without a layer number."""
         layer_of = {name: _layer(name) for name in names}
         shared = sorted(set(layer_of.values()))[-self.layers :]
         return frozenset(name for name, layer in layer_of.items() if layer in shared)
@@ -185,7 +185,7 @@ def _holders(server: FederatedState) -> Sequence[str]:
 
 
 def _holds(server: FederatedState, client: str) -> bool:
-    """Halves the sorted list: a round asks this for every site, and N looks through N names would be quadratic."""
+    """Return whether `client` is in the sorted list, by bisection, because a round asks this for every site."""
     holders = _holders(server)
     at = bisect.bisect_left(holders, client)
     return at < len(holders) and holders[at] == client

@@ -7,7 +7,7 @@ FedAvg with a loss term that pulls each client's weights back to those that the 
 
 | paper | code | shape, unit |
 |---|---|---|
-| w^t | what was received | every tensor of the adapter |
+| w^t | the received weights | every tensor of the adapter |
 | mu | `mu` | loss over squared weight |
 | F_k | the client's training loss | nats |
 | n_k, m_t | `num_examples`, their sum over the cohort | examples |
@@ -32,9 +32,9 @@ depends on no example, so its gradient is added after the noise.
 | case | result |
 |---|---|
 | mu = 0 | FedAvg, bit for bit |
-| one step a participation | FedAvg: at w = w^t the term has no gradient |
+| one step per round | FedAvg: at w = w^t the term has no gradient |
 | no upload | the weights stay, bit for bit |
-| reported losses | of F_k alone |
+| reported losses | only F_k |
 
 Differences from the paper: the optimizer is AdamW. It scales the term's gradient together with the loss's, so the
 same mu pulls with a different strength than under SGD. The paper draws devices with probabilities n_k / n and then
@@ -90,18 +90,18 @@ class FedProx(WeightAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Local epochs on Eq. 2 from w^t; nothing is kept."""
+        """Train on Eq. 2 from w^t, without private state."""
         start = as_spec(payload_tensors(down), trainer.spec)
         trained = trainer.train(start, penalty=_proximal(self.mu, start) if self.mu else None).weights
         return None, Payload(self._uploads.sent(trained))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """The mean."""
+        """Return the mean."""
         return FederatedState(sums.means(server.tensors))
 
 
 def _proximal(mu: float, centre: Weights) -> Penalty:
-    """mu / 2 ||w - centre||^2; the centre is taken to where the weights are once."""
+    """Return the penalty mu / 2 ||w - centre||^2; it copies the centre to the weights' device once."""
     there: dict[str, Tensor] = {}
 
     def penalty(now: Weights) -> Tensor:

@@ -10,7 +10,7 @@ are missing, either in every round or in one, and the rest is rounded to a few l
 | M^c, p_2 | `_visible` (M^s o M^c), `client_rate` | one bit a column, drawn for each client and round; rate of zeros |
 | 1 / (1 - p) | `scale` | for both masks together, so that E[W~] = W |
 | Q, w | `quantiser`, `bits` | one code for each weight |
-| Delta W_k | the upload with `update = "delta"` | what training changed in the proxy |
+| Delta W_k | the upload with `update = "delta"` | the change of the proxy by training |
 | D_k | `num_examples` | examples of client k |
 
     W~_k = Q(W_t o M^s o M^c_k / ((1 - p_1)(1 - p_2)))                   (Eq. 1 to 3, mask first; Q: Eq. 4, or `nf_sym`)
@@ -20,8 +20,8 @@ are missing, either in every round or in one, and the rest is rounded to a few l
 
 A column is an output feature. Q acts on the matrices of attention and MLP layers, in blocks over the visible columns.
 
-A client shares: what its training changed in the proxy that it got. With it stays: nothing; the server keeps its model,
-and sends that proxy: some columns are missing, the rest is rounded to a few levels.
+A client shares: the change that training made to the received proxy. With it stays: nothing; the server keeps its
+model, and sends that proxy: some columns are missing, the rest is rounded to a few levels.
 
 The client learns: its proxies, and so which columns are missing; over the rounds it sees all columns that the server
 does not mask.
@@ -37,9 +37,9 @@ Formal guarantees: none (epsilon is infinite). By construction:
 | a masked column in local training | it stays zero (no step, no weight decay) and is not in the upload |
 | output head | a tied head is one tensor with the embedding and has its mask; a head that is not tied gets the same
   mask |
-| an upload that names other columns than the client got | server-masked columns are never counted |
+| an upload that names other columns than the client received | server-masked columns are never counted |
 | no upload | everything stays |
-| a tensor of more than two axes without a place (fused experts) | ConfigError: it would be sent unprotected |
+| a tensor of more than two axes without a known location (fused experts) | ConfigError: it would be sent unprotected |
 
 Differences from the paper: its code sends all weights and masks activations on the client; here the weights, with their
 biases, are masked before they are sent. `mask_targets = "proj"` masks the layers whose activations the paper's code
@@ -111,12 +111,12 @@ class FedQSN(Method):
 
     @property
     def upload_kind(self) -> Sends:
-        """A change of the proxy."""
+        """Return "changes": clients send a change of the proxy."""
         return "changes"
 
     @property
     def aggregate_divisor(self) -> float:
-        """`scale`, for the masked columns."""
+        """Return `scale`, for the masked columns."""
         return self.scale
 
     @property
@@ -131,7 +131,7 @@ class FedQSN(Method):
 
     @property
     def on_device(self) -> bool:
-        """Proxies and changes are as large as the model."""
+        """Return True, because proxies and changes are as large as the model."""
         return True
 
     def __post_init__(self) -> None:
@@ -169,11 +169,11 @@ class FedQSN(Method):
 
     @property
     def scale(self) -> float:
-        """The factor of every visible column; public, as p_1 and p_2 are."""
+        """Return the factor of every visible column; it is public, like p_1 and p_2."""
         return 1.0 / ((1.0 - self.server_rate) * (1.0 - self.client_rate))
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """W_0, and the places of its tensors. Raises ConfigError where no layer is linear, or one is fused."""
+        """Return W_0 with its tensors' locations. Raises ConfigError without linear layers, or with fused ones."""
         if not any(t.place and t.place.part == "linear" for t in spec.values()):
             raise ConfigError(
                 f"task.model: expected a language model with linear layers (nn.Linear, Conv1D), found none among "
@@ -187,12 +187,12 @@ class FedQSN(Method):
         return FederatedState(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 
     def _shown(self, veil: MaskedWeightsCodec, secret: bytes) -> dict[str, Tensor]:
-        """M^s by layer: the same for every client and round."""
+        """Return M^s by layer, the same for every client and round."""
         stream = RandomStream.derive(secret, 0, "", "server mask")
         return {layer: stream.bernoulli(1.0 - self.server_rate, (n,)) for layer, n in veil.columns.items()}
 
     def _visible(self, shown: Tensor, stream: RandomStream) -> Tensor:
-        """M^s o M^c of one layer."""
+        """Return M^s o M^c of one layer."""
         if not self.exact:
             return shown & stream.bernoulli(1.0 - self.client_rate, tuple(shown.shape))
         left = shown.nonzero().squeeze(1)
@@ -200,7 +200,7 @@ class FedQSN(Method):
         return shown.index_fill(0, left[hidden], False)
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantised."""
+        """Return W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantised."""
         veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
         visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
         return Payload(veil.close(server.tensors, visible, self.scale, ctx.device))
@@ -208,7 +208,7 @@ class FedQSN(Method):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Trains the proxy, its missing columns held at zero, and sends the visible columns. Nothing is kept."""
+        """Train the proxy with missing columns held at zero, send the visible columns, and keep no state."""
         veil = self._veil(trainer.spec, "down")
         visible, received = veil.visible(down), lazy_spec(veil.opened(down, ctx.device), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}
@@ -218,11 +218,11 @@ class FedQSN(Method):
         return None, Payload(self._veil(trainer.spec, "up").close(sent, visible))
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """Raises WireError unless every tensor has as many columns as its mask has ones."""
+        """Raise WireError unless every tensor has as many columns as its mask has ones."""
         self._veil(spec, "up").check(payload)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_k times the visible columns, divided by `scale`, and n_k for these columns."""
+        """Return n_k times the visible columns, divided by `scale`, and n_k for these columns."""
         return ClientContributions(self._terms(payload, float(num_examples), self._veil(spec, "up")))
 
     def _terms(self, payload: Payload, weight: float, veil: MaskedWeightsCodec) -> Iterator[Contribution]:
@@ -247,9 +247,7 @@ class FedQSN(Method):
             if name in sums:
                 moved = sums.moved(name)
                 moved = moved & veil.seen(name, visible_masks) if name in veil.masked else moved
-                aggregate = sums.take(
-                    name
-                )  # which becomes the new tensor, so that there is no third one beside the old
+                aggregate = sums.take(name)  # becomes the new tensor, so that no third copy is needed
                 aggregate = (aggregate.add_(old) if self._sends_change else aggregate).to(old.dtype)
                 new[name] = torch.where(moved, aggregate, old, out=aggregate)
         return FederatedState(new, server.scalars)
@@ -257,14 +255,14 @@ class FedQSN(Method):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model, which is the restored one; with `down` also the proxy that a client got."""
+        """Return the server's model, which is the restored one; with `down` also the proxy that a client received."""
         if down is None:
             return {"server": server.tensors}
         spec = _spec(server)
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec, "down").open(down)), spec)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Both ways: one bit a column, the visible columns, and all other tensors whole."""
+        """Declare, both ways: one bit per column, the visible columns, and all other tensors whole."""
         return MessageLayout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
 
 

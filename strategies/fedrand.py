@@ -19,7 +19,7 @@ factors that it gets, and likewise the B factors.
     send A^(k) if a_k = 1 else B^(k), after E local epochs on both                      (Algorithm 2)
     A_{r+1} = sum_{a_k=1} n_k / (alpha m_r) A^(k),  B_{r+1} = sum_{a_k=0} n_k / (beta m_r) B^(k)   (Algorithm 1)
 
-A client shares: one LoRA factor, drawn anew by the client in each round. With it stays: the other factor.
+A client shares: one LoRA factor, which the client draws in each round. With it stays: the other factor.
 
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
 The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets both
@@ -32,13 +32,13 @@ Formal guarantees: none (epsilon is infinite). By construction:
 
 | case | result |
 |---|---|
-| nobody shares A (alpha = 0) | A_{r+1} = A_r, the same tensor; likewise B |
+| no client shares A (alpha = 0) | A_{r+1} = A_r, the same tensor; likewise B |
 | rho = 1 | only A is shared; the server's B stays at zero, so its model is the base |
 | rho = 0 | only B is shared; the server's A stays A_0 |
 | newcomer in round 0 | it starts at the server's (A_0, B_0) |
 | newcomer in a later round | `cold = "server"`: both factors from the server. `cold = "initial"`: its private factor
   starts as A_0 or B_0, which no longer matches the other one; only for the paper's literal rule |
-| past factor of a site that skipped rounds | as at the end of its last participation, however long ago |
+| past factor of a site that skipped rounds | as at the end of its last participation |
 | site that lost its private state | with downlink = "both" it is a newcomer; with "selected" it reports an error and
   gets both factors next time |
 
@@ -121,16 +121,16 @@ class FedRand(WeightAveragingMethod):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether sites draw their factor: one site alone may then send it."""
+        """Return whether sites draw their factor: then a single site may be the only one to send it."""
         return 0.0 < self.rho < 1.0
 
     @property
     def keeps_past(self) -> bool:
-        """True unless `past` is off."""
+        """Return True unless `past` is off."""
         return self.past
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(A_0, B_0), drawn once for all clients."""
+        """Return (A_0, B_0), drawn once for all clients."""
         factor_modules(spec)
         initial_factors = (
             {_INITIAL + n: w for n, w in parse_factor_name(weights, "A").items()} if self.cold == "initial" else {}
@@ -138,7 +138,7 @@ class FedRand(WeightAveragingMethod):
         return FederatedState({**weights, **initial_factors}, {"next_factor": {}})
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """(A_r, B_r); with `downlink = "selected"` the factor that the client announced."""
+        """Return (A_r, B_r); with `downlink = "selected"` the factor that the client announced."""
         variant = self._down_variant(server, ctx)
         sent = server.tensors if variant == "cold" else _factors(server.tensors)
         if variant in FACTORS:
@@ -154,7 +154,7 @@ class FedRand(WeightAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 5, Eq. 6 and local epochs on both factors; one of them is sent (Algorithm 2)."""
+        """Apply eq. 5 and 6, train both factors, and send one of them (Algorithm 2)."""
         shared = _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")  # Eq. 5
         start = self._start(shared, private, down, trainer.spec, ctx)  # Eq. 6
         trained = trainer.train(start).weights
@@ -188,11 +188,11 @@ class FedRand(WeightAveragingMethod):
         return as_spec({n: received[n] if factor_name(n) == shared else own_factors[n] for n in spec}, spec)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_k times the factor that was sent (decoded where it is coded), and n_k; the announced draw in clear."""
+        """Return n_k times the sent factor (decoded if quantized), and n_k; the announced draw in the clear."""
         return replace(weighted_contributions(self._uploads.opened(payload), num_examples), clear=payload.scalars)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """The mean of A over those who sent A, and of B over those who sent B (Algorithm 1)."""
+        """Return the mean of A over clients that sent A, and of B over clients that sent B (Algorithm 1)."""
         announced = {client: _side(scalars["next_factor"]) for client, scalars in sums.clear.items() if scalars}
         new = sums.means(_factors(server.tensors))
         if not self.normalise:
@@ -203,12 +203,12 @@ class FedRand(WeightAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model; with `private` also that client's."""
+        """Return the server's model; with `private` also that client's."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": _factors(server.tensors), **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Down: both factors or the announced one. Up: exactly one."""
+        """Declare both factors or the announced one down, and exactly one up."""
         fields = dense_fields(
             parse_factor_name(spec, "A"), "down", self.wire_dtype, self._down_variants("A"), self._when("A")
         )
@@ -246,7 +246,7 @@ def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _random_pair(spec: Spec, rng: RandomStream) -> dict[str, Tensor]:
-    """A uniform on +-1/sqrt(d_in), as PEFT draws it; B zero."""
+    """Return A uniform on +-1/sqrt(d_in), as in PEFT, and B zero."""
     generator = rng.torch_generator()
     return {
         n: torch.zeros(t.shape)

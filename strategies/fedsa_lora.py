@@ -15,25 +15,25 @@ Clients train both LoRA factors. They share A and keep B at the site, so every c
     A_{t+1} = sum_i (n_i / m_t) A_i                                                    (2, server)
     W_i = W_0 + scale B_i A_{t+1}                                                      (3, the model of client i)
 
-A client shares: one trained LoRA factor, A. With it stays: the other one, B.
+A client shares: one trained LoRA factor, A. With it stays: the other factor, B.
 
 The client learns: A_t of every round it takes part in.
 The server learns: each client's trained A in full, and n_i. It never gets a B.
 
 Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`, and B is
-noised too. By construction, no message has a field for B.
+noisy too. By construction, no message has a field for B.
 
 | case | result |
 |---|---|
 | the server's own model | its B is B_0, so with LoRA's zeros it is the base: score the clients' models |
-| newcomer, also in a later round | B_i starts at zero, beside A_t |
-| a site that skipped rounds | its B as it last trained it, beside an A that others have moved |
+| newcomer, also in a later round | B_i starts at zero, with A_t |
+| a site that skipped rounds | its B as it last trained it, with an A that others have trained since |
 | a site that lost its private state | a newcomer |
 | no upload | A stays, bit for bit |
 | FedRand with rho = 1 | the same clients and uploads, bit for bit; but there B_0 goes down too |
 
 Differences from the paper: the optimizer is AdamW. The mean is over the round's cohort and weighted with n_i. B is
-never on the wire, not even B_0, which everyone knows. The paper's text was not available. The equations follow the
+never on the wire, not even B_0, which every party knows. The paper's text was not available. The equations follow the
 figure and the configuration that its authors published, in which the names with "lora_B" stay at the client.
 """
 
@@ -74,13 +74,13 @@ class FedSALoRA(LoraAveragingMethod):
     upload_bits: int = 0
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """A_t, the same for every client."""
+        """Return A_t, the same for every client."""
         return Payload(cast_to(parse_factor_name(server.tensors, "A"), self.wire_dtype))
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 1: A is sent, B is kept."""
+        """Apply eq. 1, send A, and keep B."""
         spec, received = trainer.spec, payload_tensors(down)
         own_factors = (
             private.tensors if private else {n: torch.zeros(t.shape) for n, t in spec.items() if factor_name(n) == "B"}
@@ -98,11 +98,11 @@ class FedSALoRA(LoraAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """The server's model, whose B is B_0; with `private` that client's (Eq. 3)."""
+        """Return the server's model, whose B is B_0; with `private` that client's (Eq. 3)."""
         clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
         return {"server": server.tensors, **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """A, both ways."""
+        """Declare A, both ways."""
         shared = parse_factor_name(spec, "A")
         return MessageLayout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))

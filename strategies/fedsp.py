@@ -1,7 +1,7 @@
 """FedSP.
 
 Dong, Xie, Ding, Shen, Chen, Li: Tunable Soft Prompts are Messengers in Federated Learning. EMNLP Findings 2023. FedQSN
-compares itself with it. The server sends a few layers of its model and no others; prefixes carry what both sides learn.
+compares itself with it. The server sends only a few layers of its model; both sides exchange trained prefixes.
 
 | symbol | code | shape, unit |
 |---|---|---|
@@ -10,7 +10,7 @@ compares itself with it. The server sends a few layers of its model and no other
 | P | "prefix" | layers x 2 x heads x length x width: keys and values before every layer |
 | n_k | `num_examples` | examples of client k |
 
-    m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own rows, before round 0             `before_round_0`
+    m_0 <- argmin mean_l (h_l(m) - h_l(M))^2 on the server's own examples, before round 0         `before_round_0`
     m_k <- local training of m_k with P fixed, then P_k <- local training of P with m_k fixed     `alternate`
     P <- sum_k n_k P_k / sum_k n_k;  m likewise with proxy = "shared"
     deployed: M with P
@@ -23,18 +23,18 @@ head. With proxy = "shared" it learns the mean of m in every round.
 The server learns: each client's P_k; with proxy = "shared" its m_k too.
 
 Formal guarantees: none (epsilon is infinite). By construction: no tensor of M's other layers is in the server's state,
-so none is on the wire; m_0 has seen them only through distillation.
+so none is on the wire; m_0 depends on them only through distillation.
 
 | case | result |
 |---|---|
-| a newcomer, or a site that lost its state | it gets m_0 and P, later P alone; with proxy = "shared" always m and P |
-| proxy = "local": P came alone, and the site has no private state | StateError |
+| a newcomer, or a site that lost its state | it gets m_0 and P, later only P; with proxy = "shared" always m and P |
+| proxy = "local": the site gets only P, and has no private state | StateError |
 | no upload | the state stays, bit for bit |
 | distil_steps = 0 | m_0 is the first cells of M, without distillation |
 | alternate = false | m_k and P_k are trained together |
 
-Differences from the paper: P starts as the keys and values of random tokens (drawn from a normal distribution, it would
-set M back by a nat); the server does not train P; a round is one mean over its clients.
+Differences from the paper: P starts as the keys and values of random tokens (a start from a normal distribution would
+increase M's loss by a nat); the server does not train P; a round is one mean over its clients.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FedSP(Method):
 
     @property
     def server_adapter(self) -> PrefixAdapter:
-        """The server's model has all its layers."""
+        """Return the adapter of the server's model, which has all its layers."""
         return PrefixAdapter(self.adapter.length)
 
     @property
@@ -105,18 +105,18 @@ class FedSP(Method):
         return self.distil_steps > 0
 
     def before_round_0(self, weights: Weights, server: Distiller) -> Weights:
-        """m_0: distilled from M."""
+        """Return m_0, distilled from M."""
         distilled_weights = server.distil(weights, self.distil_steps, self.distil_rate)
         return {n: weights[n] if n == PREFIX else w for n, w in distilled_weights.items()}
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(P, m_0)."""
+        """Return (P, m_0)."""
         if PREFIX not in spec or len(spec) < 2:
             raise ConfigError(f'adapter: expected the tensor "{PREFIX}" and those of a proxy, found {sorted(spec)}')
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """P; for a newcomer, or where the proxy is shared, also m."""
+        """Return P; for a newcomer, or if the proxy is shared, also m."""
         whole = ctx.is_new or self.proxy == "shared"
         sent = server.tensors if whole else {PREFIX: server.tensors[PREFIX]}
         return Payload(cast_to(sent, self.wire_dtype), self._variant(whole))
@@ -127,7 +127,7 @@ class FedSP(Method):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Local training of m_k and P; m_k stays at the site, unless it is shared."""
+        """Train m_k and P; keep m_k at the site unless it is shared."""
         received = as_spec(payload_tensors(down), trainer.spec)
         if down.variant == _PREFIX:
             if private is None:
@@ -145,23 +145,23 @@ class FedSP(Method):
         return FederatedState(dict(trained)), Payload(cast_to({PREFIX: trained[PREFIX]}, self.wire_dtype))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_k times what was sent, and n_k."""
+        """Return n_k times the sent tensors, and n_k."""
         return weighted_contributions(payload_tensors(payload), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """The weighted mean of what was sent."""
+        """Return the weighted mean of the sent tensors."""
         return FederatedState(sums.means(server.tensors), server.scalars)
 
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """View "server": P for the server's model M, and the proxy. "client": that client's. "proxy": as received."""
+        """Return the views "server" (P for the server's model M, and the proxy), "client" and "proxy" (received)."""
         clients = {"client": private.tensors} if private is not None else {}
         proxies = {"proxy": {**server.tensors, **payload_tensors(down)}} if down is not None else {}
         return {"server": server.tensors, **clients, **proxies}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """The prefix both ways; the proxy down to newcomers, or both ways where it is shared."""
+        """Declare the prefix both ways; the proxy down to newcomers, or both ways if it is shared."""
         prefix = {PREFIX: spec[PREFIX]}
         others = {n: t for n, t in spec.items() if n != PREFIX}
         if self.proxy == "shared":

@@ -3,7 +3,7 @@
 Sun, Li, Li, Ding: Improving LoRA in Privacy-preserving Federated Learning. ICLR 2024.
 https://arxiv.org/abs/2403.12313
 
-One LoRA factor is drawn once and never trained: A. Clients train and share B alone.
+One LoRA factor, A, is drawn once and never trained. Clients train and share only B.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -12,12 +12,12 @@ One LoRA factor is drawn once and never trained: A. Clients train and share B al
 | n_i, m_t | `num_examples`, their sum over the cohort | examples |
 
     W_i = W_0 + scale B_i A_0                                                   (1, the client's model)
-    B_i <- local epochs on B alone, from B_t                                    (2, client)
+    B_i <- local epochs only on B, from B_t                                     (2, client)
     B_{t+1} = sum_i (n_i / m_t) B_i                                             (3, server)
     sum_i (n_i / m_t) B_i A_0 = B_{t+1} A_0                                     (4: the mean of the products is exact)
 
-Under `dp.*`, noise in A and noise in B meet in a product where both are trained. Here a step's noise is in B alone, and
-the bound C on a row's gradient is B's alone.
+With `dp.*`, methods that train both factors multiply noise in A with noise in B. Here a step's noise is only in B, and
+the bound C on a per-example gradient covers only B.
 
 A client shares: one LoRA factor, B; the other one, A, is never trained. With it stays: nothing.
 
@@ -25,20 +25,20 @@ The client learns: A_0, and B_t of every round it takes part in.
 The server learns: each client's trained B in full and n_i, and with A_0, which it drew, the client's whole model.
 
 Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
-A never changes by one bit, and no upload holds it.
+no bit of A ever changes, and no upload contains A.
 
 | case | result |
 |---|---|
 | no upload | B stays, bit for bit |
 | one upload | its B, bit for bit |
-| in a step | A has no gradient, no state of the optimiser, no weight decay, and no part in a gradient's norm |
-| a site that skipped rounds, or lost its files | nothing: a site keeps no state |
+| in a step | A has no gradient, no optimiser state, no weight decay, and no part in a gradient's norm |
+| a site that skipped rounds, or lost its files | no effect: a site keeps no state |
 | the rank is one | A_0 fixes one direction of the inputs for the whole run |
 
-Differences from the paper: AdamW, not SGD; the mean is over the cohort of the round. A is in every broadcast, though
-it never changes: so a site keeps nothing, and noise may be in the sum of the uploads (`secure.noise = "sum"`), which is
-refused to a site with state. Uploads are halved as in the paper, broadcasts are not. The paper's text was not at hand:
-the equations follow its abstract, and code of others that runs it as a baseline.
+Differences from the paper: AdamW, not SGD; the mean is over the cohort of the round. A is in every broadcast although
+it never changes. So a site keeps no state, and noise may be in the sum of the uploads (`secure.noise = "sum"`), which
+methods with private state do not allow. Uploads are halved as in the paper, broadcasts are not. The paper's text was
+not available: the equations follow its abstract, and others' code that runs it as a baseline.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FFALoRA(LoraAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 2: B is trained and sent; nothing is kept."""
+        """Apply eq. 2: train and send B, and keep no state."""
         start = as_spec(payload_tensors(down), trainer.spec)
         trained = trainer.train(start, held_factors(trainer.spec, "A")).weights
         return None, Payload(self._uploads.sent(parse_factor_name(trained, "B")))
@@ -87,7 +87,7 @@ class FFALoRA(LoraAveragingMethod):
         return FederatedState({**server.tensors, **sums.means(parse_factor_name(server.tensors, "B"))})
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Down: both factors. Up: B."""
+        """Declare both factors down, and B up."""
         return MessageLayout(
             dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(parse_factor_name(spec, "B"))
         )

@@ -1,7 +1,7 @@
 """Fixed position embedding.
 
 Sawada, Imaizumi, Kiya compare their random binary weights for federated learning of the Vision Transformer with it.
-Clients never send the gradient of the position embedding, from which APRIL's closed form starts; it stays as it is.
+Clients never send the gradient of the position embedding, which APRIL's closed form needs; the embedding never changes.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -13,12 +13,12 @@ Clients never send the gradient of the position embedding, from which APRIL's cl
     send g^n_j for every tensor j that is not hidden
     w_j <- w_j - eta (1/N) sum_n g^n_j  (Eq. 10 and 12 without masks);  E_pos <- E_pos
 
-A client shares: its gradient without that of the position embedding. With it stays: that part of the gradient.
+A client shares: its gradient without the position embedding's part. With it stays: that part of the gradient.
 
 The client learns: the weights of every round it takes part in.
 The server learns: each client's gradient of every tensor that is not hidden, in full.
 
-Formal guarantees: none (epsilon is infinite). The hidden gradient may be computable from what is sent.
+Formal guarantees: none (epsilon is infinite). The hidden gradient may be computable from the gradients that are sent.
 
 | case | result |
 |---|---|
@@ -88,7 +88,7 @@ class FixedPosition(FedSgdMethod):
         return [name for name, keep in keep_probability({self.hidden: 1.0}, names).items() if keep]
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """w_0, and zero moments for Adam. Raises ConfigError where nothing would be withheld."""
+        """Return w_0, and zero moments for Adam. Raises ConfigError if no tensor would be withheld."""
         if len(self._sent(spec)) == len(spec):
             raise ConfigError(
                 f"hidden: expected a regular expression that matches some of {len(spec)} tensors such as {min(spec)}, "
@@ -99,7 +99,7 @@ class FixedPosition(FedSgdMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """g without the hidden tensors."""
+        """Return g without the hidden tensors."""
         gradient = fedsgd.client_gradient(trainer, payload_tensors(down), self.exchange)
         return None, Payload(cast_to({n: gradient[n] for n in self._sent(trainer.spec)}, self.wire_dtype))
 
@@ -108,6 +108,6 @@ class FixedPosition(FedSgdMethod):
         return weighted_contributions(payload_tensors(payload), float(num_examples) if self.weighted else 1.0)
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Every tensor down, all but the hidden ones up."""
+        """Declare every tensor down, and all but the hidden ones up."""
         up = {name: spec[name] for name in self._sent(spec)}
         return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(up, "up", self.wire_dtype))

@@ -4,7 +4,7 @@ Wang, Shen, He, Sun, Guo, Wang, Li: FLoRA: Federated Fine-Tuning Large Language 
 Adaptations. NeurIPS 2024. https://arxiv.org/abs/2409.05976
 
 The server stacks the clients' factors instead of averaging them: the stack's product is the mean of the clients'
-products. It goes into the base, and the next round starts from fresh factors. Sites may have ranks of their own.
+products. It goes into the base, and the next round starts from fresh factors. Sites may have different ranks.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -20,36 +20,36 @@ products. It goes into the base, and the next round starts from fresh factors. S
     D_t = B A = sum_k p_k B_k A_k                                                                  (3, server)
     R_{t+1} = R_t + D_t                                                                            (4, server and site)
 
-A client shares: both LoRA factors, of a rank that may be the site's own; their mean product goes into the base. With it
-stays: a copy of what went into the base.
+A client shares: both LoRA factors, possibly of the site's own rank; their mean product goes into the base. With it
+stays: a copy of the change to the base.
 
 The client learns: A_t and R_t of every round it takes part in; of the others' products only their mean.
 The server learns: each client's trained A and B in full, and n_k; under secure aggregation, if it
 keeps to the protocol, the sum of B A.
 
 Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
-R has no gradient, and no upload holds it.
+R has no gradient, and no upload contains it.
 
-What goes down of R, what sites and server keep of it, and at which size: see `fedveil.adapters.residual_aggregation`.
+`fedveil.adapters.residual_aggregation` describes which part of R is broadcast, and what sites and server keep of it.
 
 | case | result |
 |---|---|
 | no upload | R stays, and A_t too, bit for bit |
 | one upload | its product |
-| newcomer, a site that skipped rounds, or one that lost its files | gets R whole |
-| a site of the last sums | gets factors of D, of rank sum_k r_k at most; R whole where they would be no smaller |
+| newcomer, a site that skipped rounds, or one that lost its files | gets the whole R |
+| a site in the last sums | gets factors of D, of rank at most sum_k r_k; the whole R if they would be no smaller |
 | an upload of another rank than the site's | refused |
-| secure aggregation | a site's vector has B_k A_k, d_out x d_in a layer. A rank above all others' may
-  still show in the sum, and then parts of the sum are of one site |
-| `fedveil audit` | R and A_t are read off the broadcasts: a site's start and its trained model are known to the bit |
-| the same under secure aggregation | products alone are summed: attacks on gradients are left out, with the reason |
-| `final/` | a pair a layer, of the rank of R: up to the smaller of its widths |
+| secure aggregation | a site's vector has B_k A_k, d_out x d_in per layer. A rank above all others' may
+  still show in the sum, and then parts of the sum come from one site |
+| `fedveil audit` | the broadcasts reveal R and A_t: a site's start and its trained model are known to the bit |
+| the same under secure aggregation | only products are summed: the audit skips attacks on gradients, with the reason |
+| `final/` | one pair per layer, of the rank of R: up to the smaller of the layer's widths |
 
-Differences from the paper: AdamW. A_t is drawn by the server, once for all clients of a round: in the paper each client
-draws its own. The paper sends the stack itself, in which every client sees each other one's factors: here factors of
-the product go down, which are as small and show the mean alone. One scale serves all ranks, that of the adapter. What
-lies beyond a site's rank is zero and frozen, so a lower rank saves bytes and no computing. The paper's text was not at
-hand: the equations follow its abstract and others' accounts of it.
+Differences from the paper: AdamW. The server draws A_t once for all clients of a round; in the paper each client
+draws its own. The paper sends the stack itself, which shows every client the others' factors. Here the server sends
+factors of the product, which are as small and show only the mean. One scale serves all ranks, that of the adapter.
+Entries beyond a site's rank are zero and frozen, so a lower rank saves bytes but no computation. The paper's text was
+not available: the equations follow its abstract and others' accounts of it.
 """
 
 from __future__ import annotations
@@ -94,19 +94,19 @@ class FLoRA(HeterogeneousRankMethod):
     upload_bits: int = 0
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(A_0, 0), and R_0, which is zero unless `weights` have one."""
+        """Return (A_0, 0), and R_0, which is zero unless `weights` have one."""
         pairs = {name: torch.zeros_like(w) for name, w in parse_factor_name(factor_names(weights), "B").items()}
         return residual_aggregation.start_state(spec, {**weights, **pairs})
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """A_t, the same for every client, and what this one lacks of R_t."""
+        """Return A_t, the same for every client, and the part of R_t that this client lacks."""
         drawn = parse_factor_name(factor_names(residual_aggregation.server_model(server)), "A")
         return residual_aggregation.make_broadcast(server, cast_to(drawn, self.wire_dtype), ctx)
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 1: a pair of the site's rank is sent; R_t is kept, for the server sends its changes."""
+        """Apply eq. 1, send a pair of the site's rank, and keep R_t, because the server sends its changes."""
         rank, spec = self.rank_of(ctx.site), factor_names(trainer.spec)
         drawn = parse_factor_name({name: w for name, w in payload_tensors(down).items() if name in spec}, "A")
         zero = {name: torch.zeros(tensor.shape) for name, tensor in parse_factor_name(spec, "B").items()}
@@ -117,15 +117,15 @@ class FLoRA(HeterogeneousRankMethod):
         return new_state, Payload(self._uploads.sent(heterogeneous_ranks.cut_to_rank(trained_pairs, rank)))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_k B_k A_k, and n_k."""
+        """Return n_k B_k A_k, and n_k."""
         return ClientContributions(residual_aggregation.factor_products(self._uploads.opened(payload), num_examples))
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """The products, under the names of R."""
+        """Return the shapes of the products, under the names of R."""
         return dict.fromkeys(residual_names(spec), ())
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Eqs. 3 and 4, and a new A."""
+        """Apply eqs. 3 and 4, and draw a new A."""
         shapes = {name: tuple(w.shape) for name, w in factor_names(residual_aggregation.server_model(server)).items()}
         pairs = self.adapter.draw(shapes, ctx.rng("A"), {})
         stacked = sum(self.rank_of(site) for site in sums.clear)
@@ -134,11 +134,11 @@ class FLoRA(HeterogeneousRankMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """One model: the server's, whose B is zero. What a site keeps of R is the server's too."""
+        """Return one model, the server's, whose B is zero. A site's copy of R equals the server's."""
         return {"server": residual_aggregation.server_model(server)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Down: A, and R, or factors of its last change, or nothing of it. Up: both factors, of the site's rank."""
+        """Declare A down, with R, factors of its last change, or neither; and both factors of the site's rank up."""
         pairs = factor_names(spec)
         up = heterogeneous_ranks.rank_fields(self._uploads.fields(pairs), self.ranks)
         return MessageLayout(

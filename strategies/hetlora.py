@@ -3,7 +3,7 @@
 Cho, Liu, Xu, Fahrezi, Joshi: Heterogeneous LoRA for Federated Fine-tuning of On-device Foundation Models.
 EMNLP 2024. https://arxiv.org/abs/2401.06432
 
-Sites have ranks of their own. The server truncates its factors to a site's rank and pads what comes back with
+Sites may have different ranks. The server truncates its factors to a site's rank and pads the uploads with
 zeros.
 
 | paper | code | shape, unit |
@@ -17,7 +17,7 @@ zeros.
     (A_k, B_k) <- local epochs on both                                              (2, client)
     A = sum_k (S_k / sum_j S_j) [A_k; 0],  B = sum_k (S_k / sum_j S_j) [B_k, 0]     (3, server)
 
-A client shares: both LoRA factors, of a rank that may be the site's own. With it stays: nothing.
+A client shares: both LoRA factors, possibly of the site's own rank. With it stays: nothing.
 
 The client learns: the first r_k rows of A and columns of B of every round it takes part in.
 The server learns: each client's trained A_k and B_k in full, and n_k.
@@ -29,17 +29,17 @@ Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `f
 | no upload | A and B stay, bit for bit |
 | all ranks are r, weights "examples" | FedAvg |
 | a row of A and column of B that some of the cohort have | the mean with the others' zeros, as in (3) |
-| one that nobody in the cohort has | stays, bit for bit |
-| weights "norm", an upload whose B_k A_k is 0 in a layer | weighs nothing there |
-| weights "norm", a site that makes its factors large | weighs as much more: set `cohort.max-norm-ratio` |
-| weights "norm" under secure aggregation | refused by the site: unseen weights are whole numbers of examples |
+| a row and column that no client in the cohort has | stays, bit for bit |
+| weights "norm", an upload whose B_k A_k is 0 in a layer | has no weight there |
+| weights "norm", a site that makes its factors large | has proportionally more weight: set `cohort.max-norm-ratio` |
+| weights "norm" under secure aggregation | the site refuses: secure weights are whole numbers of examples |
 | an upload of another rank than the site's | refused |
 
 Differences from the paper: a row of A and column of B that no client in the cohort has stay unchanged. By (3) they
 would become 0, and once both are 0, neither has a gradient again. The paper weights by "norm". Here the default is
 by examples, because a hostile site can choose its norm. Rank self-pruning, by which a site lowers its rank, is
-left out: a rank that depends on a site's examples would reveal something about them. `ranks` fixes before the run
-what a site sends. All ranks use one scale, the adapter's. The optimizer is AdamW. The paper's text was not
+left out: a rank that depends on a site's examples would reveal something about them. `ranks` fixes each site's
+rank before the run. All ranks use one scale, the adapter's. The optimizer is AdamW. The paper's text was not
 available, so the equations follow its abstract and other authors' accounts of it.
 """
 
@@ -92,19 +92,19 @@ class HetLoRA(HeterogeneousRankMethod):
         return heterogeneous_ranks.pad_to_rank(received, spec)
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(A, B) of the largest rank, drawn once for all clients."""
+        """Return (A, B) of the largest rank, drawn once for all clients."""
         factor_modules(spec)
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """Eq. 1: what a client of this rank trains."""
+        """Return the factors for a client of this rank (eq. 1)."""
         rank = self.rank_of(ctx.client)
         return Payload(cast_to(heterogeneous_ranks.cut_to_rank(server.tensors, rank), self.wire_dtype))
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 2: a pair of the site's rank is trained and sent; nothing is kept."""
+        """Apply eq. 2: train and send a pair of the site's rank, and keep no state."""
         rank, spec = self.rank_of(ctx.site), trainer.spec
         heterogeneous_ranks.check_upload(down, self.ranks, ctx.site, self.adapter.rank)
         start = as_spec(self.starting_weights(payload_tensors(down), spec), spec)
@@ -112,14 +112,14 @@ class HetLoRA(HeterogeneousRankMethod):
         return None, Payload(self._uploads.sent(heterogeneous_ranks.cut_to_rank(trained, rank)))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """S_k A_k and S_k B_k with zeros beyond their rank, and S_k."""
+        """Return S_k A_k and S_k B_k with zeros beyond their rank, and S_k."""
         factors = self._uploads.opened(payload)
         if self.weights == "norm":
             return ClientContributions(_by_norm(factors, spec))
         return weighted_contributions(heterogeneous_ranks.pad_to_rank(factors, spec), num_examples)
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Eq. 3; what lies beyond the rank of every site in the sums stays."""
+        """Apply eq. 3; entries beyond the rank of every site in the sums do not change."""
         new = sums.means(server.tensors)
         for name, unseen in heterogeneous_ranks.rows_beyond(
             server.tensors, max(map(self.rank_of, sums.clear), default=0)
@@ -128,7 +128,7 @@ class HetLoRA(HeterogeneousRankMethod):
         return FederatedState(new)
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Both factors, of the site's rank, both ways."""
+        """Declare both factors of the site's rank, both ways."""
         down, up = dense_fields(spec, "down", self.wire_dtype), self._uploads.fields(spec)
         return MessageLayout(
             heterogeneous_ranks.rank_fields(down, self.ranks) + heterogeneous_ranks.rank_fields(up, self.ranks)
@@ -136,7 +136,7 @@ class HetLoRA(HeterogeneousRankMethod):
 
 
 def _by_norm(found: Weights, spec: Spec) -> Iterator[Contribution]:
-    """The terms of every layer whose product is not 0, weighted with its norm."""
+    """Yield the terms of every layer whose product is not 0, weighted with its norm."""
     for module in factor_modules(found):
         norm = float(torch.linalg.vector_norm(factor_product(found, module)))
         pair = {name: found[name] for name in (f"{module}.lora_A", f"{module}.lora_B")}

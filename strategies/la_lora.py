@@ -3,7 +3,7 @@
 Liu, Miao, Xi, Liu: Rethinking LoRA for Privacy-Preserving Federated Learning in Large Models. ICLR 2026.
 https://arxiv.org/abs/2602.19926
 
-A client trains one LoRA factor in a step and the other one in the next, and shares both.
+A client trains one LoRA factor in one step and the other in the next step, and shares both.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -11,15 +11,15 @@ A client trains one LoRA factor in a step and the other one in the next, and sha
 | A_i, B_i | `<module>.lora_A`, `<module>.lora_B` | r x d_in and d_out x r, weights; A random, B zero at first |
 | n_i, m_t | `num_examples`, their sum over the cohort | examples |
 
-    k even: B_i <- B_i - step on B alone,  A_i stays                                   (1, client)
-    k odd:  A_i <- A_i - step on A alone,  B_i stays                                   (2, client)
+    k even: B_i <- B_i - step only on B,  A_i unchanged                                (1, client)
+    k odd:  A_i <- A_i - step only on A,  B_i unchanged                                (2, client)
     A_{t+1} = sum_i (n_i / m_t) A_i,  B_{t+1} = sum_i (n_i / m_t) B_i                  (3, server)
 
-RoLoRA alternates over rounds, so the mean of the products is exact; here it alternates within a round, and it is not:
-`aggregation_gap` of `fedveil.ops.lora_algebra` measures by how much. Under `dp.*` each step's noise is in one factor,
-whose gradient alone the bound C clips: a step never multiplies noise of A with noise of B.
+RoLoRA alternates over rounds, so the mean of the products is exact. LA-LoRA alternates within a round, so the mean is
+not exact: `aggregation_gap` of `fedveil.ops.lora_algebra` measures the difference. With `dp.*`, each step's noise is in
+one factor, and the bound C clips only that factor's gradient: a step never multiplies noise of A with noise of B.
 
-A client shares: both LoRA factors, trained in turns, a step each. With it stays: nothing.
+A client shares: both LoRA factors, trained in alternating steps. With it stays: nothing.
 
 The client learns: (A_t, B_t) of every round it takes part in.
 The server learns: each client's trained A and B in full, and n_i, as under FedAvg.
@@ -28,17 +28,17 @@ Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `f
 
 | case | result |
 |---|---|
-| train.max-steps = 1 | B alone is ever trained, as in FFA-LoRA, and A is sent all the same |
-| an odd number of steps | B has one step more; the next participation begins with B again |
-| in a step | the other factor has no gradient and no weight decay; AdamW's states of it stay as they are |
+| train.max-steps = 1 | only B is ever trained, as in FFA-LoRA, but A is still sent |
+| an odd number of steps | B has one more step; the next participation begins with B again |
+| in a step | the other factor has no gradient and no weight decay; its AdamW state does not change |
 | no upload | both factors stay, bit for bit |
 
-Differences from the paper: its low-pass filter over noised gradients is left out. What its authors published filters
-with an FFT where the text is said to have a fixed Gaussian kernel, and adds the raw gradient once more; and it clips
-the gradient of a batch, a tensor at a time, to a bound that depends on the rows, for which no accountant gives an
-epsilon. Here `dp.*` clips rows, over all tensors of the step. Their code begins with A, which has no gradient while B
-is zero; here B comes first. They train B with twice the rate of A; here both have one rate. AdamW; the mean is weighted
-with n_i. The paper's text was not at hand, beyond its abstract and that code.
+Differences from the paper: this file omits the low-pass filter over noisy gradients. The published code filters with an
+FFT, while the text is said to use a fixed Gaussian kernel, and it adds the raw gradient once more. It also clips the
+gradient of a batch, one tensor at a time, to a bound that depends on the examples, for which no accountant gives an
+epsilon. Here `dp.*` clips per example, over all tensors of the step. Their code begins with A, which has no gradient
+while B is zero; here B comes first. They train B with twice the rate of A; here both have the same rate. The optimizer
+is AdamW; the mean is weighted with n_i. We had only the paper's abstract and that code.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LALoRA(LoraAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 1 and 2 in turns; both factors are sent, nothing is kept."""
+        """Alternate eq. 1 and 2, send both factors, and keep no state."""
         spec = trainer.spec
         trained = trainer.train(
             as_spec(payload_tensors(down), spec), [held_factors(spec, "A"), held_factors(spec, "B")]
@@ -85,5 +85,5 @@ class LALoRA(LoraAveragingMethod):
         return None, Payload(self._uploads.sent(trained))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Eq. 3."""
+        """Apply eq. 3."""
         return FederatedState(sums.means(server.tensors))

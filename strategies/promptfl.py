@@ -3,7 +3,7 @@
 Guo, Guo, Wang, Tang, Xu: PromptFL: Let Federated Participants Cooperatively Learn Prompts Instead of Models. IEEE
 Transactions on Mobile Computing 2023. https://arxiv.org/abs/2208.11625. The prompt is that of CoOp (Zhou et al. 2022).
 
-All clients train one prompt, which stands before the class names of a frozen CLIP; the server averages it as FedAvg
+All clients train one prompt, which precedes the class names of a frozen CLIP. The server averages it as FedAvg
 averages weights.
 
 | paper | code | shape, unit |
@@ -65,10 +65,10 @@ class PromptFL(WeightAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Local epochs from P_t; nothing is kept."""
+        """Train from P_t, without private state."""
         trained = trainer.train(as_spec(payload_tensors(down), trainer.spec)).weights
         return None, Payload(cast_to(trained, self.wire_dtype))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """sum_k (n_k / n) P^k."""
+        """Return sum_k (n_k / n) P^k."""
         return FederatedState(sums.means(server.tensors))

@@ -17,31 +17,31 @@ Each client multiplies its gradient entry by entry with a random binary mask and
     updates of one entry in m epochs by N clients ~ Binomial(m, 1 - R^N); locked: m with probability 1 - R^N, else 0
                                                 (Eq. 13, corrected: it is printed with R^{n(1-f)} for R^{n(m-f)})
 
-A client shares: the entries of its gradient that a random mask lets through; masks are drawn for each batch or
+A client shares: the entries of its gradient that a random mask selects; masks are drawn for each batch or
 epoch, or once. With it stays: the other entries.
 
 The client learns: the weights of every round it takes part in.
 The server learns: each client's surviving gradient entries, bit for bit, and which they are. Masks are public:
-explicit bits, a key that the server expands, or visible zeros. Several masks of one client together leave out
+explicit bits, a key that the server expands, or visible zeros. Several masks of one client together hide
 almost no entry.
 
-Formal guarantees: none (epsilon is infinite). A mask leaves entries out; it does not protect the others.
+Formal guarantees: none (epsilon is infinite). A mask omits entries; it does not protect the others.
 
 | case | result |
 |---|---|
 | an entry that every client masked (c = 0) | unchanged bit for bit: no step, no decay, no moments, no step count |
 | no upload | everything stays |
 | R = 0 for a tensor | it is sent whole, without a mask, in every wire form: equal to FedSGD bit for bit |
-| R = 1 for a tensor | it is never sent and never moves; where all tensors have R = 1, uploads have no fields |
-| a true zero in the gradient | explicit, seeded: counted in c, as in Eq. 12. implicit: the server cannot tell it from a
-  masked entry and leaves it out of c, which pulls the mean away from zero; the same holds for what half precision
-  rounds to zero |
+| R = 1 for a tensor | it is never sent and never changes; if all tensors have R = 1, uploads have no fields |
+| a true zero in the gradient | explicit, seeded: counted in c, as in Eq. 12. implicit: the server cannot distinguish it
+  from a masked entry and does not count it in c, which moves the mean away from zero; the same holds for values that
+  half precision rounds to zero |
 | wire = "seeded", several R | 32 bytes for each distinct R strictly between 0 and 1 |
 | a mask of a wrong shape | the layout refuses it |
 | more or fewer values than the mask has ones | `check` refuses the upload |
-| mask_period = "batch" with exchange = "epoch" | one mask a participation, because single batches are not exchanged |
+| mask_period = "batch" with exchange = "epoch" | one mask per round, because single batches are not exchanged |
 | mask_period = "never", and the site lost its private state | the site draws another mask and keeps that one |
-| buffers | none: adapters have parameters only |
+| buffers | none: adapters have only parameters |
 
 Differences from the paper: `exchange = "epoch"` sends a pseudo-gradient after local epochs, which a deployment can
 afford. The server's Adam counts steps per entry. `weighted` puts n_k into both sums of Eq. 12; the paper has no
@@ -116,7 +116,7 @@ class RandomBinary(FedSgdMethod):
 
     @property
     def on_device(self) -> bool:
-        """With all weights, gradient and masks are as large as the model."""
+        """Return True: if all weights are trained, gradient and masks are as large as the model."""
         return True
 
     @property
@@ -145,7 +145,7 @@ class RandomBinary(FedSgdMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """B o g (Eq. 10)."""
+        """Return B o g (Eq. 10)."""
         keep = random_masks.keep_probability(self.rate, trainer.spec)
         keys, private = self._keys(private, keep, ctx)
         gradient = cast_to(
@@ -167,7 +167,7 @@ class RandomBinary(FedSgdMethod):
     def _keys(
         self, private: FederatedState | None, keep: Mapping[str, float], ctx: RoundContext
     ) -> tuple[dict[float, bytes], FederatedState | None]:
-        """The keys of this participation's masks, and the private state that keeps them for the next participations."""
+        """Return the keys of this client round's masks, and the private state that keeps them for later rounds."""
         if self.mask_period == "batch" or (self.mask_period == "epoch" and self.epoch_batches == 1):
             return random_masks.draw_mask_keys(ctx.rng("mask"), keep), None
         used = cast(int, private.scalars["used"]) if private else 0
@@ -179,14 +179,14 @@ class RandomBinary(FedSgdMethod):
         return keys, FederatedState({}, {"keys": {repr(k): key.hex() for k, key in keys.items()}, "used": used + 1})
 
     def check(self, payload: Payload, spec: Spec) -> None:
-        """Raises WireError unless every tensor has as many values as its mask has ones."""
+        """Raise WireError unless every tensor has as many values as its mask has ones."""
         if self.wire == "implicit":
             return
         for name, mask in self._masks(payload, {n: t.shape for n, t in spec.items()}):
             random_masks.check_count(name, cast(Tensor, payload.fields[name]), mask)
 
     def _masks(self, payload: Payload, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-        """An upload's masks by tensor, one at a time; tensors that are sent whole or not at all have none."""
+        """Yield an upload's masks by tensor, one at a time, for tensors that are partly sent."""
         keep = random_masks.keep_probability(self.rate, shapes)
         if self.wire == "seeded":
             keys = {k: payload.fields[_key_name(k)] for k in set(keep.values()) if random_masks.is_random(k)}
@@ -211,7 +211,7 @@ class RandomBinary(FedSgdMethod):
             )
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """B o g and B (Eq. 12), one tensor at a time."""
+        """Return B o g and B (Eq. 12), one tensor at a time."""
         weight = float(num_examples) if self.weighted else 1.0
         shapes = {n: t.shape for n, t in spec.items()}
         return ClientContributions(
@@ -224,7 +224,7 @@ class RandomBinary(FedSgdMethod):
         return {n: t.shape if random_masks.is_random(keep[n]) else () for n, t in spec.items() if keep[n] > 0}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Every tensor down. Up: whole where R = 0, nothing where R = 1, and between the two as `wire` says."""
+        """Declare every tensor down; up whole if R = 0, omitted if R = 1, and otherwise as `wire` says."""
         keep = random_masks.keep_probability(self.rate, spec)
         fields = dense_fields(spec, "down", self.wire_dtype)
         fields += dense_fields({n: t for n, t in spec.items() if keep[n] == 1.0}, "up", self.wire_dtype)

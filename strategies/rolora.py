@@ -3,7 +3,7 @@
 Chen, Guo, Ju, Dalal, Zhu, Khisti: Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA. NeurIPS
 2025. https://arxiv.org/abs/2502.01755
 
-One LoRA factor is trained and shared in a round, the other one in the next: B in even rounds, A in odd ones.
+Clients train and share one LoRA factor in each round: B in even rounds, A in odd ones.
 
 | paper | code | shape, unit |
 |---|---|---|
@@ -11,12 +11,12 @@ One LoRA factor is trained and shared in a round, the other one in the next: B i
 | B_t, A_t | `<module>.lora_B`, `<module>.lora_A` | d_out x r and r x d_in, weights |
 | n_i, m_t | `num_examples`, their sum over the cohort | examples |
 
-    t even: B_i <- local epochs on B alone, from (A_t, B_t);  B_{t+1} = sum_i (n_i / m_t) B_i,  A_{t+1} = A_t     (1)
-    t odd:  A_i <- local epochs on A alone, from (A_t, B_t);  A_{t+1} = sum_i (n_i / m_t) A_i,  B_{t+1} = B_t     (2)
+    t even: B_i <- local epochs only on B, from (A_t, B_t);  B_{t+1} = sum_i (n_i / m_t) B_i,  A_{t+1} = A_t     (1)
+    t odd:  A_i <- local epochs only on A, from (A_t, B_t);  A_{t+1} = sum_i (n_i / m_t) A_i,  B_{t+1} = B_t     (2)
     t even: sum_i (n_i / m_t) B_i A_t = B_{t+1} A_{t+1};  t odd: sum_i (n_i / m_t) B_t A_i = B_{t+1} A_{t+1}      (3)
 
 By (3) the mean of the products is exact in every round, as in FFA-LoRA; but over two rounds both factors are learnt.
-All clients train the same factor in a round: FedRand's clients draw theirs, and keep the other one.
+All clients train the same factor in a round, whereas FedRand's clients draw a factor and keep the other.
 
 A client shares: the LoRA factor that the round trains: B, then A. With it stays: nothing.
 
@@ -25,20 +25,20 @@ The server learns: each client's trained factor of the round in full, and n_i. I
 the client's whole model.
 
 Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
-no upload holds both factors, and none holds the factor that is not trained in its round.
+no upload contains both factors, or the factor that is not trained in its round.
 
 | case | result |
 |---|---|
-| round 0 | B is trained, for A has no gradient while B is zero |
+| round 0 | B is trained, because A has no gradient while B is zero |
 | in a step | the other factor has no gradient, no optimiser state, no weight decay, and no part in a gradient's norm |
-| an upload with the factor of another round | left out of the mean |
-| no upload | both factors stay, bit for bit; the next round trains the other factor all the same |
-| a site that skipped rounds, or lost its files | nothing: a site keeps no state |
+| an upload with the factor of another round | the mean ignores it |
+| no upload | both factors stay, bit for bit; the next round still trains the other factor |
+| a site that skipped rounds, or lost its files | no effect: a site keeps no state |
 
 Differences from the paper: AdamW; the mean is over the cohort of the round and weighted with n_i. Both factors are in
-every broadcast, though a site of the last round lacks one alone: so a site keeps nothing. The paper's text was not at
-hand. That B comes first follows code that others published of it, and the gradients at B = 0; accounts of the paper
-disagree about which factor it calls A.
+every broadcast, although a site of the last round lacks only one. So a site keeps no state. The paper's text was not
+available. B comes first as in code that others published, and because of the gradients at B = 0; accounts of the
+paper disagree about which factor it calls A.
 """
 
 from __future__ import annotations
@@ -79,27 +79,27 @@ class RoLoRA(LoraAveragingMethod):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Eq. 1 or 2: one factor is trained and sent; nothing is kept."""
+        """Apply eq. 1 or 2: train and send one factor, and keep no state."""
         side, start = _trained(ctx.round), as_spec(payload_tensors(down), trainer.spec)
         trained = trainer.train(start, held_factors(trainer.spec, "B" if side == "A" else "A")).weights
         return None, Payload(self._uploads.sent(parse_factor_name(trained, side)), side)
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """n_i times the factor of the round, and n_i."""
+        """Return n_i times the factor of the round, and n_i."""
         return weighted_contributions(
             parse_factor_name(self._uploads.opened(payload), _trained(ctx.round)), num_examples
         )
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """The factor of the round."""
+        """Return the shape of the round's factor."""
         return {name: () for name in spec if factor_name(name) == _trained(round_)}
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Eq. 1 or 2; the other factor stays."""
+        """Apply eq. 1 or 2; the other factor does not change."""
         return FederatedState({**server.tensors, **sums.means(parse_factor_name(server.tensors, _trained(ctx.round)))})
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Down: both factors. Up: the one of the round."""
+        """Declare both factors down, and the round's factor up."""
         fields = dense_fields(spec, "down", self.wire_dtype)
         for side, when in zip(FACTORS, ("odd rounds", "even rounds, from 0"), strict=True):
             fields += self._uploads.fields(parse_factor_name(spec, side), (side,), when)

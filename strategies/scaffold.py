@@ -11,7 +11,7 @@ A client corrects each of its steps by the difference between all clients' mean 
 | c | `control.<name>` in `server.tensors` | gradients; zero at first |
 | c_i | `control.<name>` in the private state | gradients; zero at first |
 | g_i(x) | `trainer.gradient` | of the mean loss of one batch |
-| S, N | the cohort; `server.scalars["seen"]`, sorted | clients; those whose upload was ever in a sum |
+| S, N | the cohort; `server.scalars["seen"]`, sorted | clients; all clients whose upload was ever in a sum |
 | n_i, m | `num_examples`, their sum over the cohort | examples |
 
     y_i <- y_i - step on (g_i(y_i) - c_i + c), from y_i = x                          (Algorithm 1, line 10)
@@ -34,10 +34,10 @@ Formal guarantees: none (epsilon is infinite). `dp.*` is refused, because no acc
 | case | result |
 |---|---|
 | c = c_i = 0, so in round 0 | the clients' steps are FedAvg's |
-| one client | c = c_i: nothing is corrected |
+| one client | c = c_i: no correction |
 | all clients in every round | c is the mean of the c_i, weighted with n_i |
 | newcomer | c_i = 0 |
-| a site that lost its private state | c_i = 0: it sends a whole gradient as a change once more, and c stays off by it |
+| a site that lost its private state | c_i = 0: it sends a whole gradient as a change again, and c keeps that error |
 | no upload | x and c stay, bit for bit |
 
 Differences from the paper: the optimizer is AdamW, which scales the corrected gradient, instead of SGD. Option II
@@ -91,30 +91,30 @@ class Scaffold(WeightAveragingMethod):
         return True
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """x, and c = 0."""
+        """Return x, and c = 0."""
         return FederatedState({**weights, **_zeros(spec)}, {"seen": []})
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Line 12, then line 10: y_i and the change of c_i are sent, c_i is kept as the server can add it up."""
+        """Run line 12, then line 10; send y_i and the change of c_i, and keep c_i as the server can add it up."""
         spec, received = trainer.spec, payload_tensors(down)
         start = as_spec({name: received[name] for name in spec}, spec)
         own = private.tensors if private else _zeros(spec)
         gradient = {name: g.detach().to("cpu", torch.float32) for name, g in trainer.gradient(start).weights.items()}
         change = cast_to({CONTROL + name: g - own[CONTROL + name] for name, g in gradient.items()}, self.wire_dtype)
         drift = {name: received[CONTROL + name].float() - own[CONTROL + name] for name in spec}
-        # Trained last: its report is the turn's.
+        # Train last, so that its report is that of the client round.
         trained = trainer.train(start, penalty=_along(drift)).weights
         new_control = {name: own[name] + moved.float() for name, moved in change.items()}
         return FederatedState(new_control), Payload({**cast_to(trained, self.wire_dtype), **change})
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
-        """The tensors, and their control variates."""
+        """Return the shapes of the tensors and of their control variates."""
         return dict.fromkeys([*spec, *map(CONTROL.__add__, spec)], ())
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
-        """Lines 16 and 17."""
+        """Run lines 16 and 17."""
         seen = sorted({*cast("Sequence[str]", server.scalars["seen"]), *sums.clear})
         new, part = sums.means(server.tensors), len(sums.clear) / len(seen)
         for name, c in server.tensors.items():
@@ -125,11 +125,11 @@ class Scaffold(WeightAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """One model: x."""
+        """Return one model: x."""
         return {"server": {n: w for n, w in server.tensors.items() if not n.startswith(CONTROL)}}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Both ways: every tensor, and c or the change of c_i."""
+        """Declare, both ways: every tensor, and c or the change of c_i."""
         return MessageLayout(self._fields(spec, "down") + self._fields(spec, "up"))
 
     def _fields(self, spec: Spec, direction: Direction) -> tuple[WireField, ...]:
@@ -142,7 +142,7 @@ def _zeros(spec: Spec) -> dict[str, Tensor]:
 
 
 def _along(drift: Weights) -> Penalty:
-    """<drift, y>, whose gradient is the drift; it is taken to where the weights are once."""
+    """Return the penalty <drift, y>, whose gradient is the drift; it copies the drift to the weights' device once."""
     there: dict[str, Tensor] = {}
 
     def penalty(now: Weights) -> Tensor:

@@ -1,1 +1,1 @@
-"""The audit of a run: which attacks run, on what, against which controls, and what they find."""
+"""The audit of a run: its attacks, their targets and controls, and the findings."""

@@ -28,7 +28,7 @@ _FILE = TypeAdapter(_File)
 
 
 def card_audit_section(run: Path) -> AuditSection:
-    """The findings about the run in a folder. Raises StateError where audit.json is none."""
+    """Return the findings about the run in a folder. Raises StateError if audit.json is invalid."""
     file = run / findings.FILE
     if not file.is_file():
         return AuditSection()

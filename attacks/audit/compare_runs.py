@@ -25,7 +25,7 @@ from fedveil.attacks.secagg_views import secagg_view_of_run
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 
-_SAME = ("task", "train")  # sections that make the rows, and how long a row is trained on
+_SAME = ("task", "train")  # sections that determine the examples, and how long each is trained on
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class RunAudit:
     """A run's audit.
 
     Attributes:
-        audit: what was found.
-        over_sites: of each attack the parts of its mean area; none where the sites' non-members are not the same rows,
-            or where the server's sums of unseen uploads are not shown.
+        audit: the findings.
+        over_sites: placement values of each attack's mean AUROC; empty if the sites have different non-members,
+            or if broadcasts do not reveal the secure sums.
     """
 
     audit: AuditReport
     over_sites: Mapping[str, PlacementValues]
 
     def beside(self, base: RunAudit | None, digest: str = "") -> AuditReport:
-        """The audit with each attack over all sites, compared with `base`, whose audit.json has that digest."""
+        """Return the audit with each attack over all sites, compared with `base`, whose audit.json has that digest."""
         across = [
             SiteAveragedAuroc.from_scores(attack, mine, base.over_sites.get(attack) if base else None, digest)
             for attack, mine in self.over_sites.items()
@@ -81,18 +81,18 @@ def prepare_shared_inputs(
     attacks: Sequence[AuditAttack],
     by_heart: int,
 ) -> SharedAuditInputs:
-    """Trains the controls as the finished run in `folder` says, and asks them, on the CPU. Writes nothing.
+    """Train the controls for the finished run in `folder`, and attack them, on the CPU. Write no file.
 
     Args:
-        config: the run's.
+        config: the run's config.
         asked: every site; each takes part in every run.
-        source: the auditor's rows.
-        attacks: those that are to be tried.
+        source: the auditor's examples.
+        attacks: the attacks to try.
         by_heart: members of the overfitted control.
 
     Raises:
-        StateError: there is no tap, or no final model.
-        ConfigError: no rows, or too few.
+        StateError: there are no captured messages, or no final model.
+        ConfigError: there are no examples, or too few.
     """
     knowledge, *_ = _read(folder, config)
     members, rest = draw_samples(source, config, knowledge.task, asked, asked)
@@ -108,11 +108,11 @@ def prepare_shared_inputs(
 
 
 def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> RunAudit:
-    """Attacks a finished run on what its tap recorded. Writes nothing.
+    """Attack a finished run from its captured messages. Write no file.
 
     Raises:
-        StateError: there is no tap, or no final model.
-        ConfigError: a run of other rows than the first.
+        StateError: there are no captured messages, or no final model.
+        ConfigError: the run has other examples than the first run.
     """
     if any(getattr(config, section) != getattr(told.config, section) for section in _SAME):
         raise ConfigError(
@@ -135,9 +135,9 @@ def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> 
 def average_over_sites(
     scored: Mapping[tuple[str, str], Sides], attacks: Sequence[str], models: Sequence[str]
 ) -> dict[str, PlacementValues]:
-    """The parts of each attack's mean area over `models`, of the attacks that have scores of all of them.
+    """Return the placement values of each attack's mean AUROC over `models`.
 
-    None of an attack that scores all rows of a model alike: it says nothing of that one.
+    Omit attacks without scores for some model, and attacks that give all examples of a model the same score.
     """
     return {
         attack: placement_values([scored[model, attack] for model in models])

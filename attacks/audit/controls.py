@@ -1,13 +1,12 @@
-"""Controls that are trained, both undefended.
+"""Trained controls, both without defenses.
 
-| control | what it is | what an attack does there |
+| control | model | an attack |
 |---|---|---|
-| `train_overfitted_control` | knows some members by heart | it wins, or it measures nothing |
-| `train_control` | was taught members as well as the run's model, and is asked about others | it loses, or rows differ
-  |
+| `train_overfitted_control` | has memorized some members | must win, or it measures nothing |
+| `train_control` | trained as well as the run's model, on other members than those scored | must lose |
 
-Training on rows of one source lowers the loss of all rows of that source, and an attack takes that for membership where
-the non-members are of another one. A model of before any training does not show it.
+Training on examples of one source lowers the loss of all examples of that source. If the non-members come from another
+source, an attack mistakes this for membership. An untrained model does not show this effect.
 """
 
 from __future__ import annotations
@@ -50,22 +49,22 @@ _SETTINGS: Mapping[str, object] = {
     "run.deterministic": True,
     "client.worker": False,
 }
-_SCORED = 64  # rows of a client, whose loss tells when the training ends
-_DEFENCES = ("dp.", "secure.", "aggregate.")  # left at their defaults, which are none
+_SCORED = 64  # examples of a client whose loss decides when training ends
+_DEFENCES = ("dp.", "secure.", "aggregate.")  # keep their defaults, which switch them off
 
 
 @dataclass(frozen=True)
 class TrainedControl:
-    """A control after its training.
+    """A trained control.
 
     Attributes:
-        weights: of the server's model.
-        rounds: how many there were.
-        loss_share: the loss of the rows that it was trained on at the end, as a part of that at the start; of
-            _SCORED of each client's at most.
-        task, members: what it was trained with, and the rows it was trained on. Client "a" has every other
-            one, from the first on.
-        view: the server's, of the control's messages.
+        weights: the server's model.
+        rounds: number of rounds.
+        loss_share: final loss on the training examples divided by the initial loss, over at most
+            _SCORED examples of each client.
+        task, members: the task, and the training examples. Client "a" has every other
+            example, starting with the first.
+        view: the server's view of the control's messages.
     """
 
     weights: Weights
@@ -77,9 +76,10 @@ class TrainedControl:
 
 
 def control_config(config: RunConfig) -> RunConfig:
-    """The controls' config: the run's, with FedAvg of every site in every round and a higher learning rate.
+    """Return the controls' config: the run's config with FedAvg, all sites in every round, and a higher learning rate.
 
-    The rate is three times the run's, and 3e-3 at least. Pages, which this machine may not have, become plain memory.
+    The rate is three times the run's, and at least 3e-3. A paged optimizer, which this machine may not support,
+    becomes an unpaged one.
     """
     rate = max(3 * config.train.learning_rate, 3e-3)
     unpaged = {"train.optimizer": config.train.optimizer.removeprefix("paged-")}
@@ -91,9 +91,7 @@ def control_config(config: RunConfig) -> RunConfig:
 
 
 def gentle_config(config: RunConfig) -> RunConfig:
-    """The config of the control `train_control`, from that of `control_config`: rounds of one epoch, so that it ends in
-    time.
-    """
+    """Return the config for `train_control` from `control_config`'s: one epoch per round, so that it can stop early."""
     return parse({**config.flat(), "train.epochs": 1})
 
 
@@ -109,15 +107,15 @@ def train_overfitted_control(
     rounds: int = 8,
     say: Callable[[str], None] = _silent,
 ) -> TrainedControl:
-    """Trains FedAvg of two clients on `members`.
+    """Train FedAvg with two clients on `members`.
 
-    It ends when their loss is KNOWN_BY_HEART of what it was at the start, and after `rounds` at the latest.
+    Training ends when their loss is KNOWN_BY_HEART of the initial loss, and after `rounds` at the latest.
 
     Args:
         task: loaded with `config`.
-        config: as `control_config` made it.
-        tap: records the messages.
-        say: told after each round how far it is.
+        config: from `control_config`.
+        tap: captures the messages.
+        say: called with the progress after each round.
     """
     return _trained(task, members, config, tap, rounds, KNOWN_BY_HEART, say)
 
@@ -131,16 +129,16 @@ def train_control(
     rounds: int = 16,
     say: Callable[[str], None] = _silent,
 ) -> TrainedControl:
-    """Trains FedAvg of two clients on `rows`, which no attack is to be asked about.
+    """Train FedAvg with two clients on `rows`, which no attack may score.
 
-    It ends when their loss is that share of what it was at the start, and after `rounds` at the latest.
+    Training ends when their loss is `loss_share` of the initial loss, and after `rounds` at the latest.
 
     Args:
         task: loaded with `config`.
-        config: as `gentle_config` made it.
-        tap: records the messages.
-        loss_share: the share that the model under attack has left of its members' loss.
-        say: told after each round how far it is.
+        config: from `gentle_config`.
+        tap: captures the messages.
+        loss_share: final loss of the attacked model's members divided by their initial loss.
+        say: called with the progress after each round.
     """
     return _trained(task, rows, config, tap, rounds, loss_share, say)
 

@@ -1,16 +1,16 @@
-"""Two runs' scores of the same rows, compared row by row: the mean AUROC over sites, and the difference between runs.
+"""Compare two runs' scores example by example: the mean AUROC over sites, and the difference between the runs.
 
-Rows that are easy to tell are so in both runs, so a difference on the same rows is seen with fewer of them than two
-intervals side by side need. DeLong, DeLong and Clarke-Pearson 1988: Comparing the Areas under Two or More Correlated
-Receiver Operating Characteristic Curves. Here the area is a mean over sites: members are each site's own, the
-non-members are the same rows for all of them.
+An example that is easy to classify is easy in both runs. So a paired comparison needs fewer examples than two separate
+intervals. DeLong, DeLong and Clarke-Pearson 1988: Comparing the Areas under Two or More Correlated
+Receiver Operating Characteristic Curves. Here the area is a mean over sites: each site has its own members, and all
+sites have the same non-members.
 
-    v_ij = part of the non-members that member j of site i is above (ties halved),   m_i of them,  K sites
-    u_k  = mean over the sites of the part of their members that are above non-member k,   n of them
+    v_ij = fraction of the non-members that member j of site i scores above (ties halved),   m_i members,  K sites
+    u_k  = mean over the sites of the fraction of their members that score above non-member k,   n non-members
     A = (1/K) sum_i mean_j v_ij,   var A = (1/K^2) sum_i var_j(v_ij) / m_i + var_k(u_k) / n
 
-and of a difference the same with the differences of v and u. It is about the rows: what another seed of the same
-training would give is not in it.
+The variance of a difference uses the differences of v and u. It covers the choice of examples, but not the choice of
+the training seed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ import numpy as np
 
 from fedveil.attacks.statistics import IntervalEstimate, Scores, two_sided
 
-Sides = tuple[Scores, Scores]  # of members and of non-members
-ALPHA = 0.04  # of all comparisons together: room below 5 % for scores whose spread is not a normal one
+Sides = tuple[Scores, Scores]  # scores of members and of non-members
+ALPHA = 0.04  # for all comparisons together; below 5 % to allow for scores that are not normally distributed
 _Z = 1.959964  # of 95 %
 _MOST_NAME, _MOST_SITES = 300, 100_000
 
 
 @dataclass(frozen=True)
 class PlacementValues:
-    """The parts v and u of an area, or of a difference of two areas.
+    """The placement values v and u of an area, or of a difference of two areas.
 
     Attributes:
-        of_members: (m_i,) of each site.
-        of_others: (n,) means over the sites.
+        of_members: v of each site, shape (m_i,).
+        of_others: u, shape (n,).
     """
 
     of_members: Sequence[Scores]
     of_others: Scores
 
     def less(self, other: PlacementValues) -> PlacementValues:
-        """The parts of the difference of two areas of the same rows. Raises ValueError for other numbers of rows."""
+        """Return the difference from another area of the same examples. Raises ValueError if their numbers differ."""
         mine, theirs = self._rows, other._rows
         if mine != theirs:
             raise ValueError(f"expected scores of the same rows, found {mine} and {theirs}")
@@ -52,7 +52,7 @@ class PlacementValues:
 
     @property
     def value(self) -> float:
-        """The area, or the difference."""
+        """Return the area, or the difference."""
         return float(np.mean([site.mean() for site in self.of_members]))
 
     @property
@@ -67,13 +67,13 @@ class PlacementValues:
         return max(math.sqrt(of_members + of_others), 1 / max(sum(map(len, self.of_members)), len(self.of_others)))
 
     def estimate(self, low: float = -1.0, high: float = 1.0) -> IntervalEstimate:
-        """The value with its 95 % interval, cut to what is possible."""
+        """Return the value with its 95 % interval, clipped to [low, high]."""
         half = _Z * self.standard_error
         return IntervalEstimate(self.value, max(low, self.value - half), min(high, self.value + half))
 
     @property
     def p(self) -> float:
-        """Two-sided, of a value of 0."""
+        """Return the two-sided p-value of the hypothesis that the value is 0."""
         return two_sided(self.value / self.standard_error)
 
     @property
@@ -82,10 +82,10 @@ class PlacementValues:
 
 
 def placement_values(sites: Sequence[Sides]) -> PlacementValues:
-    """The parts of the mean area over `sites`, whose non-members are the same rows in the same order.
+    """Return the placement values of the mean area over `sites`, which have the same non-members in the same order.
 
     Raises:
-        ValueError: no site, a site with fewer than two rows on a side, other numbers of non-members, or a NaN.
+        ValueError: no site, fewer than two examples on a side, different numbers of non-members, or a NaN.
     """
     sizes = [(len(members), len(others)) for members, others in sites]
     if not sizes or min(map(min, sizes)) < 2 or len({others for _, others in sizes}) > 1:
@@ -97,7 +97,7 @@ def placement_values(sites: Sequence[Sides]) -> PlacementValues:
 
 
 def _above(scores: Scores, others: Scores) -> Scores:
-    """(scores,) the part of `others` that each score is above, ties halved."""
+    """Return the fraction of `others` that each score is above, ties halved; shape (scores,)."""
     ordered = np.sort(others)
     return (np.searchsorted(ordered, scores, "left") + np.searchsorted(ordered, scores, "right")) / (2 * len(others))
 

@@ -25,9 +25,9 @@ from fedveil.attacks.base import OTHER_ROWS, OVERFITTED, ROUND_0, WRONG_SITE
 from fedveil.errors import StateError
 
 FILE = "audit.json"  # of a run folder: an Audit as JSON
-PICTURES = "reconstructed.png"  # beside it: attempts at the sites' pictures, where there were any
+PICTURES = "reconstructed.png"  # next to it: reconstructions of the sites' images, if there are any
 RESAMPLES = 1000
-ALPHA = 0.05  # of all verdicts of a kind together
+ALPHA = 0.05  # for all verdicts of a kind together
 TO_LOSE = (ROUND_0, OTHER_ROWS)
 _MOST_BYTES, _MOST_FINDINGS, _MOST_ATTACKS, _MOST_NAME = 1 << 26, 20_000, 1000, 300
 Numbers = NDArray[np.float64]
@@ -40,10 +40,10 @@ class AttackFinding:
     Attributes:
         auroc: value and 95 % bootstrap interval.
         tpr_at_1, tpr_at_01: true positive rate at 1 % and 0.1 % false positives, with intervals.
-        epsilon_bound: with 95 % confidence a training that gave this away is not (epsilon, 1e-5)-private below it.
-        members, non_members: rows behind it.
-        verdict: whether members score "above" non-members, "below", or 0.5 is not ruled out ("contains").
-        p: of the verdict.
+        epsilon_bound: lower bound on the epsilon of the training at delta 1e-5, with 95 % confidence.
+        members, non_members: numbers of examples.
+        verdict: "above" or "below" if members score above or below non-members; "contains" if 0.5 is not ruled out.
+        p: p-value of the verdict.
     """
 
     model: str
@@ -59,7 +59,7 @@ class AttackFinding:
 
     @property
     def kind(self) -> str:
-        """A control "to win" or "to lose", or a finding "about the run"."""
+        """Return the kind: a control "to win" or "to lose", or a finding "about the run"."""
         if is_control_name(self.attack) or self.model in TO_LOSE:
             return "to lose"
         return "to win" if self.model == OVERFITTED else "about the run"
@@ -108,10 +108,10 @@ class AuditReport:
 
     @classmethod
     def read(cls, run: Path) -> AuditReport | None:
-        """The audit of the run in that folder; None where it was not audited.
+        """Return the audit of the run in a folder; None if the run was not audited.
 
         Raises:
-            StateError: a file that `fedveil audit` has not written.
+            StateError: `fedveil audit` did not write the file.
         """
         file = run / FILE
         if not file.is_file():
@@ -145,7 +145,7 @@ class AuditReport:
 
 
 def _finding(row: Mapping[str, Any]) -> AttackFinding:
-    """A finding as JSON has it. Raises ValueError, KeyError or TypeError for another thing."""
+    """Parse a finding from JSON. Raises ValueError, KeyError or TypeError if it is malformed."""
     auroc, at_1, at_01 = (_share(row[name]) for name in ("auroc", "tpr_at_1", "tpr_at_01"))
     bound, p = float(row["epsilon_bound"]), float(row["p"])
     if row["verdict"] not in ("above", "below", "contains") or not math.isfinite(bound) or not 0 <= p <= 1:
@@ -165,10 +165,10 @@ def _share(value: Sequence[float]) -> tuple[float, float, float]:
 def make_finding(
     model: str, attack: str, members: Numbers, non_members: Numbers, seed: int, z: float | None = None
 ) -> AttackFinding:
-    """The statistics of one attack's scores, alone: no verdict is corrected yet.
+    """Return the statistics of one attack's scores; the verdict is not yet corrected for multiple testing.
 
     Args:
-        z: of the rank test, where scores were compared within labels; by default that of these scores.
+        z: result of a rank test within labels; by default the z of these scores.
     """
     rng = np.random.default_rng(seed)
     auroc = statistics.bootstrap_interval(statistics.areas_under_roc, members, non_members, rng, RESAMPLES)
@@ -185,7 +185,7 @@ def make_finding(
 
 
 def correct_for_multiple_tests(found: Sequence[AttackFinding]) -> list[AttackFinding]:
-    """The findings with verdicts that are corrected for all others of their kind."""
+    """Return the findings with verdicts corrected for the number of findings of each kind."""
     p = [f.p for f in found]
     for kind in {f.kind for f in found}:
         at = [i for i, f in enumerate(found) if f.kind == kind]
@@ -202,7 +202,7 @@ def _triple(estimate: statistics.IntervalEstimate) -> tuple[float, float, float]
 
 
 def control_name(attack: str) -> str:
-    """The name of an attack's control: the same rows against another site's upload."""
+    """Return the name of an attack's control: the same examples against another site's upload."""
     return f"{attack}, {WRONG_SITE}"
 
 
@@ -212,5 +212,5 @@ def is_control_name(attack: str) -> bool:
 
 
 def attack_names(found: Sequence[AttackFinding]) -> list[str]:
-    """Names of the attacks, their controls on wrong sites apart."""
+    """Return the names of the attacks, without those of their wrong-site controls."""
     return list(dict.fromkeys(f.attack for f in found if not is_control_name(f.attack)))

@@ -22,7 +22,7 @@ from fedveil.config import RunConfig
 from fedveil.contract.task import Task
 from fedveil.tasks.image_classification import ImageClassification
 
-_A_SITE = 2  # gradients of each site that are tried
+_A_SITE = 2  # gradients tried per site
 _SITES = 4
 _RECOVERED = 30.0  # dB
 
@@ -42,7 +42,7 @@ class ContactSheet:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One gradient: the image read off it, the nearest own one, and how near (dB) that and the mean image come."""
+    """Result for one gradient: the reconstructed image, the nearest own image, its PSNR and the mean image's PSNR."""
 
     label: str
     image: Image
@@ -82,7 +82,7 @@ def reconstruct_images(
 def _of_site(
     view: AdversaryView, task: ImageClassification, site: str, own: torch.Tensor, low: float, high: float
 ) -> list[_Attempt]:
-    """Attempts at the first gradients of one site, whose images `own` are (images, channels, height, width)."""
+    """Attack the first gradients of one site, whose images `own` are (images, channels, height, width)."""
     model, attempts = task.base.model, []
     for upload, _ in zip(view.uploads(site), range(_A_SITE), strict=False):
         observation = observed_gradients.observe_upload(view.exchange.method, upload.payload, task.spec)

@@ -1,15 +1,15 @@
 """Audit a run: run every applicable attack on the run's captured messages, together with its controls.
 
-| model under attack | whose adversary holds it |
+| model under attack | who has it |
 |---|---|
-| server | everyone who gets the final model |
+| server | every party that gets the final model |
 | <site> | the server: the site's last factors or weights, paired by `factor_pairing.latest` |
 | <site>, merged | the server: the site's last upload, the rest from the broadcast it answered |
-| round 0 | nobody trained it: an attack must lose here |
-| other rows | half of the members taught it, and it is asked about the others: an attack must lose here |
-| another site's upload | for the alignment alone: the site's rows did not move it, so the attack must not win |
-| overfitted FedAvg | a few members known by heart, undefended: an attack must win here |
-| <site>, the sum | of a secure run: the sum of all sites, taken for the site's own upload (attacks/secagg_views.py) |
+| round 0 | a control: the model is untrained, so an attack must lose |
+| other rows | a control: trained on half of the members and scored on the others, so an attack must lose |
+| another site's upload | a control for attacks on uploads: not trained on the site's examples, so they must not win |
+| overfitted FedAvg | a control: a few memorized members, no defense, so an attack must win |
+| <site>, the sum | the server of a secure run: the sum of all sites instead of the upload (attacks/secagg_views.py) |
 
 If an attack's controls fail, the attack proves nothing about the run in either direction, and the result
 says so. In round 0, and for a model trained on other examples, the non-members do not come from the
@@ -56,7 +56,7 @@ from fedveil.wire.capture import MessageCapture
 
 __all__ = ["audit_run"]
 
-_BY_HEART = 64  # members of the overfitted control
+_BY_HEART = 64  # number of members of the overfitted control
 _UNREAD: Mapping[str, Sequence[str]] = {
     "weights": (),
     "gradients": (
@@ -85,24 +85,24 @@ def audit_run(
     budget: TimeBudget | None = None,
     planted: tuple[str, Path] | None = None,
 ) -> tuple[AuditReport, bytes | None]:
-    """Attacks a finished run on what its tap recorded. Writes nothing.
+    """Attack a finished run from its captured messages. Write no file.
 
     Args:
-        folder: the run's; its tap and its final model are read.
-        config: the run's.
+        folder: the run folder, with captured messages and final model.
+        config: the run's config.
         asked: every site that the run asked to take part.
-        source: the auditor's rows.
-        device: where models are asked, "auto", "cpu" or "cuda".
-        say: told what is done now.
-        budget: of the attacks; the controls are always trained, and take of it.
-        planted: a site, and the folder of the canaries in its rows.
+        source: the auditor's examples.
+        device: device of the models: "auto", "cpu" or "cuda".
+        say: called with the progress.
+        budget: time limit of the attacks; the controls are always trained, and use part of it.
+        planted: a site, and the folder of the canaries in its examples.
 
     Returns:
-        What was found, and a sheet of rebuilt pictures as PNG, None where the run sends no gradients of pictures.
+        The report, and a PNG of reconstructed images; None if the run sends no gradients of images.
 
     Raises:
-        StateError: there is no tap, or no final model.
-        ConfigError: no rows are named, or too few are there.
+        StateError: there are no captured messages, or no final model.
+        ConfigError: `source` names no examples, or there are too few.
     """
     budget = budget or TimeBudget()
     method = strategies.create_method(config.method.name, config.method.params)
@@ -144,7 +144,7 @@ def controls_of(
     say: Callable[[str], None],
     by_heart: int = _BY_HEART,
 ) -> tuple[TrainedControl, TrainedControl | None]:
-    """The control that knows members by heart, and the one that half of the members taught as well as the run did."""
+    """Train the overfitted control, and the control that half of the members train as well as the run's model."""
     assert knowledge.server is not None
     everyone = [row for sample in members.values() for row in sample.rows]
     drawn = random.Random(source.seed).sample(everyone, len(everyone))
@@ -181,21 +181,21 @@ def run_audit(
     budget: TimeBudget | None = None,
     scored: dict[tuple[str, str], Sides] | None = None,
 ) -> AuditReport:
-    """Runs every attack on the server's model, each rebuilt client, what each site sent, and the controls.
+    """Run every attack on the server's model, each rebuilt client, each site's uploads, and the controls.
 
     Args:
-        view: the server's.
+        view: the server's view.
         knowledge: of the same run; `server` is its final model.
-        members: rows that each site trained on, of the sites that took part.
-        non_members: rows that no site trained on, of the same distribution.
+        members: training examples of each site that took part.
+        non_members: examples that no site trained on, of the same distribution.
         control: the overfitted control.
-        taught: the control of other rows, where there are enough.
-        seed: of the bootstrap.
-        sums: of a secure run, where its broadcasts show them.
-        attacks: by default every installed one.
-        known: findings about the controls, where they are known already.
-        budget: steps that do not fit into it are left out and named.
-        scored: gets the scores of members and non-members, by model and attack.
+        taught: the control of other examples, if there are enough.
+        seed: seed of the bootstrap.
+        sums: view of a secure run's sums, if its broadcasts reveal them.
+        attacks: by default every installed attack.
+        known: findings about the controls, if they are already known.
+        budget: time limit; steps that do not fit are skipped and named.
+        scored: receives the scores of members and non-members, by model and attack.
 
     Raises:
         ValueError: `knowledge` has no final model.
@@ -253,7 +253,7 @@ class _OfRun:
         return [(kind, name) for kind in (KINDS if self._sends_weights else KINDS[:1]) for name in names]
 
     def steps(self, site: str) -> list[AuditStep]:
-        """Every attack on what a site sent, on the same of another site, and on its rebuilt models."""
+        """Return the steps of all attacks on a site's uploads, on another site's uploads, and on its rebuilt models."""
         sample, sites = self.members[site], list(self.members)
         mine, theirs = (of.alike(sample.labels, ON_UPLOADS) for of in (sample, self.non_members))
         steps = self.found.upload_steps(site, self.view, site, self.knowledge, mine, theirs)
@@ -282,6 +282,6 @@ def _summed(site: str) -> str:
 
 
 def _unread(kind: str, attacks: Sequence[AuditAttack]) -> Sequence[str]:
-    """Return sentences on what is not attacked in a run with uploads of this kind."""
+    """Return sentences on what the audit does not attack in a run with uploads of this kind."""
     read = any(isinstance(attack, UploadAttack) and kind in attack.reads for attack in attacks)
     return () if kind == "changes" and read else _UNREAD[kind]

@@ -1,11 +1,11 @@
-"""The steps of an audit, in the order of what they cost, within a budget of time.
+"""The steps of an audit, cheapest first, within a time budget.
 
-| case | what is done |
+| case | result |
 |---|---|
-| no budget | every step |
-| time is over | no other step begins; the one under way ends, so an audit may take longer by one step |
-| the longest step of the same attack so far took longer than what is left | not begun; cheaper ones are |
-| a control | a step like another, before those of its attack: where it does not fit, they do not either |
+| no budget | every step runs |
+| time is over | no further step begins; the current one ends, so an audit may take longer by one step |
+| the longest step of the same attack so far took longer than the time left | it is skipped; cheaper ones may run |
+| a control | a step before those of its attack: if it does not fit, they do not either |
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOST_MINUTES = 60 * 24 * 30.0
 
 @dataclass(frozen=True)
 class AuditStep:
-    """One attack, or several that share a pass, on one model or on what one site sent.
+    """One attack, or several that share a pass, on one model or on one site's uploads.
 
     Attributes:
-        attacks: their names.
-        on: what is attacked, in words.
-        cost: of `AuditAttack.cost`.
-        take: does it.
+        attacks: names of the attacks.
+        on: description of the target.
+        cost: as `AuditAttack.cost`.
+        take: runs the step.
     """
 
     attacks: str
@@ -64,12 +64,12 @@ class TimeBudget:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Return the seconds left."""
         return self._began[0] + self.seconds - self.clock()
 
 
 def take_steps(steps: Sequence[AuditStep], budget: TimeBudget) -> list[AuditStep]:
-    """Takes the steps, the cheapest first and those of equal cost in their order; returns those that did not fit."""
+    """Run the steps, cheapest first and those of equal cost in their order; return the steps that did not fit."""
     longest: dict[str, float] = {}
     left = []
     for step in sorted(steps, key=lambda step: step.cost):
@@ -83,7 +83,7 @@ def take_steps(steps: Sequence[AuditStep], budget: TimeBudget) -> list[AuditStep
 
 
 def describe_skipped(left: Sequence[AuditStep]) -> list[str]:
-    """A sentence for each attack that the time was too short for."""
+    """Return a sentence for each attack that was skipped for lack of time."""
     targets_by_attack: dict[str, list[str]] = {}
     for step in left:
         targets_by_attack.setdefault(step.attacks, []).append(step.on)

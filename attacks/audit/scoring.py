@@ -1,4 +1,4 @@
-"""Asks attacks about models, uploads and controls, and keeps the statistics of what they say."""
+"""Run attacks on models, uploads and controls, and keep the statistics of their scores."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from fedveil.attacks.samples import AuditSample
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import Rows, Task
 
-ON_UPLOADS = 60  # rows of a side that attacks on uploads get: they may take a gradient of each
+ON_UPLOADS = 60  # examples per side for attacks on uploads, which may need a gradient of each
 Kind = Literal["uploads", "model"]
 KINDS: tuple[Kind, ...] = ("uploads", "model")
 
 
 class AuditScorer:
-    """Makes the steps of an audit, and keeps what they found.
+    """Builds the steps of an audit, and keeps their findings.
 
     Attributes:
         done: the findings.
-        kinds: of each score's name, whether it is of a model or of uploads.
+        kinds: for each score name, whether it is a score of models or of uploads.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AuditScorer:
     def of_controls(
         self, knowledge: AdversaryKnowledge, everyone: Rows, control: TrainedControl, taught: TrainedControl | None
     ) -> Sequence[AttackFinding]:
-        """Every attack on the controls: what it found, which is not in `done`."""
+        """Run every attack on the controls and return the findings, which are not added to `done`."""
         before, self.done = self.done, []
         for step in self.control_steps(knowledge, everyone, control, taught):
             step.take()
@@ -75,7 +75,7 @@ class AuditScorer:
     def control_steps(
         self, knowledge: AdversaryKnowledge, everyone: Rows, control: TrainedControl, taught: TrainedControl | None
     ) -> list[AuditStep]:
-        """Every attack on the controls."""
+        """Return the steps of every attack on the controls."""
         initial = knowledge.initial
         steps = self.model_steps(ROUND_0, knowledge.task, lambda: [(ROUND_0, initial)], everyone)
         steps += self._control_steps(OVERFITTED, control, initial, control.members, control.members[::2])
@@ -107,11 +107,11 @@ class AuditScorer:
         members: Rows,
         labels: Sequence[str] = (),
     ) -> list[AuditStep]:
-        """All attacks that are to be tried on models, which share a pass: one step, or none where there are none.
+        """Return one step for all attacks on models, which share a pass; no step if there are no such attacks.
 
         Args:
-            on: the models, in a word.
-            models: gives their names and weights, one after the other.
+            on: description of the models.
+            models: yields their names and weights, one after the other.
         """
         attacks = [attack for attack in self._on_models if on not in TO_LOSE or on in attack.must_lose]
         name = ", ".join(attack.name for attack in self._on_models)
@@ -132,7 +132,8 @@ class AuditScorer:
         others: AuditSample,
         is_beside: bool = False,
     ) -> list[AuditStep]:
-        """Each attack that can read them on the uploads of `site`; of another site than the rows' it is a control."""
+        """Return a step for each attack that can read the uploads of `site`; it is a control if the rows are another
+        site's."""
 
         def step(attack: UploadAttack) -> AuditStep:
             return AuditStep(
@@ -153,7 +154,7 @@ class AuditScorer:
         members: Rows,
         labels: Sequence[str] = (),
     ) -> None:
-        """Attacks on one model; with the members' labels, within a label."""
+        """Run attacks on one model; with the members' labels, compare scores within a label."""
         others = self._non_members
         self._say(f"{model}: {len(members)} members, {len(others.rows)} non-members")
         mine, theirs = (self._base.scores(attacks, task, weights, rows) for rows in (members, others.rows))
@@ -172,13 +173,13 @@ class AuditScorer:
         others: AuditSample,
         is_control: bool = False,
     ) -> None:
-        """One attack on the uploads of `site`."""
+        """Run one attack on the uploads of `site`."""
         self._say(f"{model}: {attack.name} on {len(members.rows)} members, {len(others.rows)} non-members")
         if not members.rows or not others.rows:
             return
         ask = partial(self._shared.scores, attack) if isinstance(attack, GradientAttack) else attack.scores
         mine = ask(view, site, knowledge, members.rows)
-        asked = (id(attack), id(view), site, *map(id, others.rows))  # a site's own upload, and as a wrong one
+        asked = (id(attack), id(view), site, *map(id, others.rows))  # for the site's own upload, and for a wrong one
         if asked not in self._theirs:
             self._theirs[asked] = ask(view, site, knowledge, others.rows)
         theirs = self._theirs[asked]
@@ -196,7 +197,7 @@ class AuditScorer:
         labels: Sequence[str],
         other_labels: Sequence[str],
     ) -> None:
-        """The statistics of one attack's scores; nothing where no label has rows on both sides."""
+        """Add the statistics of one attack's scores, unless no label has examples on both sides."""
         z = None
         if labels and len(members) and len(non_members):
             z = statistics.rank_test(members, non_members, labels, other_labels)

@@ -1,14 +1,14 @@
-"""An audit as a gate before a model goes further: it passes, leaks above a limit, or cannot tell. It reads findings.
+"""An audit as a release gate: from the findings it decides "pass", "leak above the limit" or "undecided".
 
 | the audit | exit code |
 |---|---|
-| an attack whose controls hold was tried on every model and upload, and no lower bound is above the limit | 0 |
-| a lower bound of an attack whose controls hold, or an epsilon that canaries show, is above the limit | 1 |
-| neither: of a model or an upload no such attack was tried | 3 |
+| an attack whose controls passed was tried on every model and upload, and no lower bound is above the limit | 0 |
+| a lower bound of an attack whose controls passed, or of canaries, is above the limit | 1 |
+| neither: on some model or upload no such attack was tried | 3 |
 
-To pass is not to be safe: other attacks may find more, and intervals of few rows are wide. The sentence names the
-highest value that was not ruled out. Bounds are of 95 % each, not corrected for their number, so that a limit close to
-guessing also fails runs that give nothing away.
+Passing does not prove safety: other attacks may find more, and intervals of few examples are wide. The sentence names
+the highest value that was not ruled out. Each bound is at 95 %, not corrected for their number, so a limit close to
+guessing also fails runs that reveal nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedveil.errors import ConfigError
 
 PASSES, ABOVE, CANNOT_TELL = 0, 1, 3
 Triple = tuple[float, float, float]
-# Value, lower and upper bound. An epsilon has a lower bound alone.
+# Value, lower and upper bound. An epsilon has only a lower bound.
 FIGURES: Mapping[str, Callable[[AttackFinding], Triple]] = {
     "auroc": lambda f: f.auroc,
     "tpr-at-1": lambda f: f.tpr_at_1,

@@ -4,11 +4,11 @@ The attack reads one step of plain SGD on a LoRA pair after the embeddings. A ru
 site trains one step of `dp.*` without noise, or if it sends the gradient of one batch. For all other runs
 the audit reports why it skips the attack (`explain_misfit`).
 
-| asked about | is |
+| case | example |
 |---|---|
-| a site's row | of the auditor's rows of that site the one of which most tokens were read off its uploads |
-| to lose: a row of no site | the same of as many rows that no site trained on; the first tokens of rows may be alike |
-| to win: one step on one row | a row of no site, one step from the same start, made by the auditor |
+| a site | the auditor's example of that site whose tokens the uploads reveal most |
+| the control to lose | the same, among as many examples of no site; first tokens may coincide |
+| the control to win | an example of no site, on which the auditor takes one step from the same start |
 
 The auditor's examples are a sample. If it has few of a site's examples, an upload may reveal one outside
 the sample.
@@ -29,13 +29,13 @@ from fedveil.contract.task import Task
 from fedveil.tasks.text_generation import TextGeneration
 from fedveil.training.adapter_task import AdaptedTask
 
-POSITIONS = 12  # tokens of a row that are read; fewer where rows are shorter
-_SITES, _A_SITE = 4, 4  # sites, and the last uploads of each, that are tried
-_WHOLE = 0.9  # of the tokens, from which on a row counts as read
+POSITIONS = 12  # tokens recovered per example; fewer if examples are shorter
+_SITES, _A_SITE = 4, 4  # number of sites, and of last uploads per site, that are tried
+_WHOLE = 0.9  # fraction of tokens from which an example counts as recovered
 
 
 def explain_misfit(view: AdversaryView, task: Task, config: RunConfig) -> str:
-    """Why tokens cannot be read off a run, in words that follow a colon; "" where they can be tried."""
+    """Return why tokens cannot be recovered from a run, as text to follow a colon; "" if the attack applies."""
     method, dp = view.exchange.method, config.dp
     if not isinstance(task, TextGeneration):
         return "the sites' rows are not texts"
@@ -67,11 +67,11 @@ def describe_recovery(
     non_members: AuditSample,
     is_over: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Sentences on what was read of a run that fits. After `is_over` says so, no further site is tried.
+    """Return sentences on the tokens recovered from a run. Once `is_over` is true, no further site is tried.
 
     Args:
-        view: the server's.
-        members, non_members: the auditor's rows.
+        view: the server's view.
+        members, non_members: the auditor's examples.
     """
     task = knowledge.task
     assert isinstance(task, AdaptedTask)
@@ -102,7 +102,7 @@ def describe_recovery(
 
 
 def _one_step(task: AdaptedTask, turn: ObservedClientUpdate, name: str, places: Sequence[object], row: object) -> float:
-    """The share of a row's tokens that its own gradient at the turn's start spells out."""
+    """Return the fraction of an example's tokens that its own gradient at the client round's start reveals."""
     task.put(turn.start)
     moved = row_gradient(task, row)[name]
     return token_recovery.recovered_share(token_recovery.read_tokens(moved, places), list(row.ids))  # type: ignore[arg-type, attr-defined]

@@ -1,4 +1,4 @@
-"""Summarize an audit in words: which attacks count, where membership shows, and where that says little.
+"""Summarize an audit in words: the attacks that count, the members found, and findings that prove little.
 
 A control is a model for which the answer is known (attacks/audit/runner.py). If an attack's controls fail,
 it proves nothing about the run in either direction, and its note says so. Verdicts are corrected for
@@ -19,19 +19,19 @@ from fedveil.attacks.audit.findings import AttackFinding, attack_names, control_
 
 
 def to_lose(found: Sequence[AttackFinding], attack: str) -> list[AttackFinding]:
-    """The controls that the attack must lose and could win."""
+    """Return the controls that the attack must lose and could win."""
     lost = [f for f in found if f.kind == "to lose" and f.attack in (attack, control_name(attack))]
     return [f for f in lost if not f.is_blind]
 
 
 def explain_unusable(found: Sequence[AttackFinding], attack: str) -> list[str]:
-    """Why the attack proves nothing about the run, in words; [] where its controls hold."""
+    """Return the reasons why the attack proves nothing about the run; [] if its controls passed."""
     won = next((f for f in found if f.kind == "to win" and f.attack == attack), None)
     reasons = []
     if won is None or won.verdict != "above":
         reasons.append(f"it does not win where members are memorized ({_shown(won) if won else 'not tried'})")
     lost = to_lose(found, attack)
-    # Another site's training may undo rows: below 0.5.
+    # Another site's training may lower the scores of these examples below 0.5.
     failed = [f for f in lost if f.verdict == "above" or (f.verdict == "below" and not is_control_name(f.attack))]
     if not lost or failed:
         details = ", ".join(f"{f.model}: {_shown(f)}" for f in failed) or "no control that could fail was tried"

@@ -1,1 +1,1 @@
-"""Canaries: rows that a coin put in or left out, and the epsilon that one run shows by how many coins are guessed."""
+"""Canaries: examples that coins include or exclude, and the epsilon bound from the coins that one run reveals."""

@@ -1,32 +1,32 @@
-"""A lower bound on epsilon from one training: canaries that were in or out by coins, and how many coins were guessed.
+"""A lower bound on epsilon from one training run: the auditor guesses the coins that included or excluded canaries.
 
 Steinke, Nasr, Jagielski: Privacy Auditing with One (1) Training Run. NeurIPS 2023, arXiv 2305.08846, Theorem 5.2 and
-Corollary 5.4. The text was not at hand: the formula is that of appendix D as other projects quote it (jax_privacy's
-`auditing` among them), and gives the two published values that they quote, of appendix D and of section 7.
+Corollary 5.4. We did not have the paper: the formula is that of appendix D as other projects quote it (such as
+jax_privacy's `auditing`). It gives the two published values that they quote, from appendix D and section 7.
 
 | paper | here | |
 |---|---|---|
 | m | canaries | coins, fair and independent of each other |
-| r | guesses | of the auditor who sees the output alone; the others it leaves open |
-| v | correct | guesses that were right |
-| W | | the number of right guesses, were the mechanism (epsilon, delta)-private |
+| r | guesses | by an auditor who sees only the output; it does not guess the other coins |
+| v | correct | number of correct guesses |
+| W | | the number of correct guesses if the mechanism were (epsilon, delta)-private |
 
     q = e^eps / (e^eps + 1),   f(v) = P[Binomial(r, q) >= v]
     P[W >= v] <= f(v) + 2 m delta max_(1 <= i <= v) (f(v - i) - f(v)) / i
 
 Formal guarantees: the bound is above the mechanism's epsilon, at `delta`, with probability 1 - confidence at most. The
-neighbouring relation is that of a coin: two data sets that differ where one coin differs. Guesses may depend on each
-other in any way. How many are made is fixed before: `best_epsilon_bound` tries the numbers of `_PARTS` and several
-scores, and shares the error out among them (Bonferroni).
+neighbouring relation is that of a coin: two data sets are neighbours if one coin differs. Guesses may depend on each
+other in any way. Their number is fixed in advance: `best_epsilon_bound` tries the numbers of `_PARTS` and several
+scores, and divides the error among them (Bonferroni).
 
 | case | result |
 |---|---|
-| no guess, or no more right ones than chance gives | 0 |
-| every guess right | finite: m coins bound at most about ln(m / ln(1 / (1 - confidence))) |
-| scores that are all equal | guesses of no content: 0 but for 1 - confidence |
-| delta 0 | the binomial tail alone |
+| no guess, or no more correct guesses than by chance | 0 |
+| every guess correct | finite: m coins bound at most about ln(m / ln(1 / (1 - confidence))) |
+| all scores equal | random guesses: 0, except with probability 1 - confidence |
+| delta 0 | only the binomial tail |
 
-Adaptive note: a weak score gives a low bound, never a wrong one. A bound of 0 says nothing of privacy.
+Adaptive note: a weak score gives a low bound, never a wrong one. A bound of 0 says nothing about privacy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedveil.attacks.statistics import Scores
 
 __all__ = ["EpsilonLowerBound", "best_epsilon_bound", "epsilon_at_least", "p_value"]
 
-_PARTS = (1, 2, 4)  # of the coins, all, a half and a quarter are guessed
+_PARTS = (1, 2, 4)  # guess all coins, half of them, and a quarter
 _LARGEST, _STEPS = 60.0, 45  # of epsilon; halvings
 
 
@@ -69,10 +69,10 @@ class EpsilonLowerBound:
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """The most that the chance of so many right guesses can be under (epsilon, delta)-privacy.
+    """Return the maximum probability of this many correct guesses under (epsilon, delta)-privacy.
 
     Raises:
-        ValueError: counts that cannot be, or an epsilon or delta outside its range.
+        ValueError: impossible counts, or an epsilon or delta outside its range.
     """
     if not 0 <= correct <= guesses <= canaries or canaries < 1:
         raise ValueError(f"expected 0 <= correct <= guesses <= canaries, found {correct}, {guesses}, {canaries}")
@@ -89,7 +89,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 @lru_cache(maxsize=1 << 12)
 def epsilon_at_least(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """The largest epsilon that so many right guesses rule out, with that confidence; 0 where they rule out none.
+    """Return the largest epsilon that this many correct guesses rule out, with that confidence; 0 if none.
 
     Raises:
         ValueError: as `p_value`, or a confidence that is not between 0 and 1.
@@ -107,15 +107,15 @@ def epsilon_at_least(canaries: int, guesses: int, correct: int, delta: float, co
 def best_epsilon_bound(
     scores: Mapping[str, Scores], coins: NDArray[np.bool_], delta: float, confidence: float = 0.95
 ) -> EpsilonLowerBound:
-    """The best bound of several scores and numbers of guesses; together they are wrong as seldom as one alone.
+    """Return the best bound over several scores and numbers of guesses, corrected for their number.
 
     Args:
-        scores: by name, (canaries,) numbers that are above 0 where the coin is more likely true, and the further from 0
-            the surer. They depend on the mechanism's output and not on the coins.
-        coins: (canaries,) as they fell.
+        scores: by name, (canaries,) numbers, above 0 if the coin is more likely true; further from 0 means more
+            certain. They depend on the mechanism's output and not on the coins.
+        coins: (canaries,) results of the coins.
 
     Raises:
-        ValueError: no scores, of another number than the coins, or not finite.
+        ValueError: no scores, not as many scores as coins, or a score that is not finite.
     """
     if not scores or not len(coins) or any(len(s) != len(coins) or not np.isfinite(s).all() for s in scores.values()):
         lengths = {name: len(s) for name, s in scores.items()}

@@ -5,22 +5,22 @@ canary. Each position holds one canary of a pair. Data sets of different coins t
 example, so the adjacency is replace-one. The coins affect neither the number of examples nor their
 positions.
 
-| file of a folder of canaries | holds |
+| file in a folder of canaries | content |
 |---|---|
-| `data/train.*` | what the site trains on: its rows less twice as many as there are pairs, and one of each pair |
-| `secret/first.*`, `secret/second.*` | the pairs, in one order |
-| `secret/coins.json` | which of each pair is in; whoever trains must not read it |
+| `data/train.*` | the site's training data: its examples without two per pair, plus one of each pair |
+| `secret/first.*`, `secret/second.*` | the pairs, in the same order |
+| `secret/coins.json` | the chosen one of each pair; people who train must not read it |
 
-| score of a pair | is the first's less the second's |
+| score of a pair | first canary's value minus the second's |
 |---|---|
-| loss | fall of the loss from the public base to the run's model |
-| alignment | cosine of the row's gradient with what the site sent (attacks/membership/alignment.py) |
+| loss | decrease of the loss from the public base to the run's model |
+| alignment | cosine of the example's gradient with the site's upload (attacks/membership/alignment.py) |
 
 | case | result |
 |---|---|
-| a run that never trained on the rows | a bound of 0, but for 1 - confidence |
-| rows that `task.examples-per-site` left out | their coins are guessed by chance: a lower bound |
-| a claim of add-or-remove-one | another relation: both are shown, and not compared |
+| a run that never trained on the canaries | a bound of 0, except with probability 1 - confidence |
+| canaries that `task.examples-per-site` left out | their coins are guessed at random, which lowers the bound |
+| a claim of add-or-remove-one | another adjacency: both are shown, but not compared |
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 LEAST, MOST = 20, 20_000  # pairs
 DATA, SECRET, FIRST, SECOND, COINS = "data", "secret", "first", "second", "coins.json"
-DELTA = 1e-5  # where the run claims none
+DELTA = 1e-5  # if the run claims no delta
 _MOST_BYTES, _MOST_UPLOADS = 1 << 20, 8
 Row = Mapping[str, Any]
 
@@ -74,16 +74,16 @@ class CanaryPlan:
 
 
 def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], choice: random.Random) -> CanaryPlan:
-    """Rows with a pair for each coin: the first where it is true.
+    """Create a canary pair for each coin; the training data gets the first one if the coin is true.
 
     Args:
-        rows: a site's.
-        column: of the target.
-        coins: (pairs,) fair and independent of everything.
-        choice: which rows are made canaries; it is independent of the coins.
+        rows: the site's examples.
+        column: column of the target.
+        coins: (pairs,) fair coins, independent of everything else.
+        choice: selects the examples that become canaries, independently of the coins.
 
     Raises:
-        ConfigError: too few or too many pairs, or too few rows.
+        ConfigError: too few or too many pairs, or too few examples.
     """
     pairs = len(coins)
     if not LEAST <= pairs <= MOST or 2 * pairs > len(rows):
@@ -91,7 +91,7 @@ def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], c
             f"--pairs: expected {LEAST} to {MOST}, and at most half of the {len(rows)} rows, found {pairs}"
         )
     drawn = choice.sample(range(len(rows)), 2 * pairs)
-    # Each takes the target of the next; the last that of the first.
+    # Each takes the target of the one before; the first takes that of the last.
     swapped = {at: {**rows[at], column: rows[drawn[i - 1]][column]} for i, at in enumerate(drawn)}
     places, away = drawn[:pairs], drawn[pairs:]
     first, second = [swapped[at] for at in places], [swapped[at] for at in away]
@@ -101,7 +101,7 @@ def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], c
 
 
 def canary_coins(folder: Path) -> NDArray[np.bool_]:
-    """The coins in a folder of canaries. Raises StateError where it is none."""
+    """Return the coins in a folder of canaries. Raises StateError if it is not such a folder."""
     file = folder / SECRET / COINS
     try:
         if file.stat().st_size > _MOST_BYTES:
@@ -142,12 +142,12 @@ def bound_from_audit(
 def canary_scores(
     site: str, view: AdversaryView, knowledge: AdversaryKnowledge, first: Sequence[Rows], second: Sequence[Rows]
 ) -> dict[str, Scores]:
-    """(pairs,) of each score that fits the run; above 0 where the first is likelier in.
+    """Return each applicable score, shape (pairs,): above 0 if the first canary is more likely in the data.
 
     Args:
-        site: whose rows they were among.
-        view: of the server, or of its sums.
-        knowledge: with the run's final model.
+        site: site whose examples contain the canaries.
+        view: view of the server, or of its sums.
+        knowledge: includes the run's final model.
         first, second: the prepared rows of each canary, by pair.
     """
     rows = [row for each in (*first, *second) for row in each]
@@ -181,7 +181,7 @@ def describe_bound(bound: EpsilonLowerBound, site: str, claim: PrivacyBudget | N
 
 
 def _rows(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
-    """The rows of each canary of one side."""
+    """Return the rows of each canary of one side."""
     files = sorted(folder.glob(f"{name}.*"))
     if len(files) != 1:
         raise StateError(f"{folder}: expected one file {name}.jsonl or {name}.parquet, found {len(files)}")
@@ -194,7 +194,7 @@ def _rows(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
 
 
 def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:
-    """(rows,) loss under the public base less that under the run's model."""
+    """Return the loss under the public base minus that under the run's model, shape (rows,)."""
     if knowledge.server is None:
         raise ValueError(
             "knowledge.server: expected the server's final model, found None; pass it to AdversaryKnowledge"
@@ -204,7 +204,7 @@ def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:
 
 
 def _of_pairs(scores: Scores, sizes: Sequence[int]) -> Scores:
-    """(pairs,) mean over the first's rows less that over the second's; `sizes` is of all firsts, then all seconds."""
+    """Return the mean over the first's rows minus the second's, (pairs,); `sizes` lists firsts, then seconds."""
     means = np.array([part.mean() if len(part) else 0.0 for part in np.split(scores, np.cumsum(sizes)[:-1])])
     half = len(means) // 2
     return np.asarray(means[:half] - means[half:])

@@ -1,1 +1,1 @@
-"""Attacks that tell members of the training rows from others."""
+"""Attacks that distinguish training examples (members) from other examples."""

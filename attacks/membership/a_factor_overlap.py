@@ -5,7 +5,7 @@ FedRand with rho = 1, or a first client round that drew A. An example then has n
 `alignment` uses the overlap instead. It does not need B:
 
     dL/dA = s B^T G,    G = sum_t e_t x_t^T, a row's gradient in the layer's own weight (out x d_in)
-    B' = EPSILON Q,     Q drawn with orthonormal columns: r random directions of G, at next to the same model
+    B' = EPSILON Q,     Q random with orthonormal columns: r random directions of G; the model hardly changes
     o_l = g_l D_l^T     (r x r), g_l = dL/dA at B' in layer l, D_l = A_sent - A_broadcast
     score = sqrt(sum_l |o_l|^2 / (sum_l |g_l|^2 sum_l |D_l|^2))
 
@@ -15,9 +15,9 @@ lies in the span of its inputs.
 
 | case | result |
 |---|---|
-| A that did not move | 0 for every row |
-| a layer without a pair | does not count |
-| r above the rows of B | the columns that are left over are 0 |
+| A did not change | 0 for every example |
+| a layer without a pair | ignored |
+| r above the number of rows of B | the remaining columns are 0 |
 """
 
 from __future__ import annotations

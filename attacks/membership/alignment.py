@@ -1,13 +1,13 @@
-"""The adaptive attacker on partial uploads: does the sent factor's update point where this row would push it?
+"""An adaptive attack on partial uploads: measures how well a sent factor's update aligns with an example's gradient.
 
-The server knows where a site started, and sees where it left what it sent (`client_updates`). A row that was trained on
-has moved a tensor along minus the row's own gradient. Gradients of single rows as membership signals: Nasr, Shokri,
-Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
+The server knows the start of a site's training, and the end of each tensor that the site sent (`client_updates`).
+Training on an example moves a tensor along the example's negative gradient. Per-example gradients as membership
+signals: Nasr, Shokri, Houmansadr 2019, and Li, Rezaei, Liu 2023 (cosine attack).
 
     score(x) = mean over the last uploads of cos(-dL(x)/dS at the start, S_sent - S_broadcast),  S = the sent tensors
 
-A site that sent A alone, and whose B was never seen, is at B = 0 for all that the server knows; a row has no gradient
-in A there, and the cosine would be 0 for every row. Then the score is the mean `a_factor_overlap` at PROBES drawn B.
+If a site sent only A and the server never saw B, the last known B is 0. An example then has no gradient in A, and the
+cosine would be 0 for every example. So the score is the mean `a_factor_overlap` at PROBES random B.
 
 Adaptive note: on the tiny LLaVA under FedSA-LoRA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, one seed)
 the cosine had an AUROC of 0.50 by construction, the overlap 0.78 on a site's own upload and 0.60 on another site's.
@@ -30,7 +30,7 @@ from fedveil.contract.task import Rows
 
 __all__ = ["PROBES", "AlignmentAttack", "alignment_scores"]
 
-PROBES = 2  # draws of a B that was never seen
+PROBES = 2  # number of random B for a B that was never seen
 
 
 def _aligned_with(turn: ObservedClientUpdate) -> Read:
@@ -39,10 +39,10 @@ def _aligned_with(turn: ObservedClientUpdate) -> Read:
 
 @dataclass(frozen=True)
 class AlignmentAttack(GradientAttack):
-    """The score "alignment": the mean cosine, or overlap, over the site's last uploads; 0 where nothing moved.
+    """The score "alignment": the mean cosine, or overlap, over the site's last uploads; 0 if nothing changed.
 
     Attributes:
-        uploads: how many.
+        uploads: number of last uploads.
     """
 
     uploads: int = 1
@@ -59,7 +59,7 @@ class AlignmentAttack(GradientAttack):
 
     @override
     def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
-        """The turn as it was seen, or once with each probe."""
+        """Yield the client round as observed, or once with each probe."""
         turn = turns.at(site, index)
         yield from (probe_b_factor(turn, number) for number in range(PROBES)) if is_blind(turn) else (turn,)
 
@@ -74,8 +74,8 @@ class AlignmentAttack(GradientAttack):
 def alignment_scores(
     view: AdversaryView, site: str, knowledge: AdversaryKnowledge, rows: Rows, uploads: int = 1
 ) -> Scores:
-    """(rows,) mean cosine of each row over the site's last `uploads` uploads; 0 where nothing moved.
+    """Return each example's mean cosine over the site's last `uploads` uploads, shape (rows,); 0 if nothing changed.
 
-    The task must train by gradients of its own (`fedveil.training.gradient_backend.TrainableTask`).
+    The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`).
     """
     return AlignmentAttack(uploads).scores(view, site, knowledge, rows)["alignment"]

@@ -1,4 +1,4 @@
-"""The attack net of `shadow_models`: Linear(n, 32) - ReLU - Linear(32, 2), with logits, trained by cross entropy."""
+"""The attack net of `shadow_models`: Linear(n, 32) - ReLU - Linear(32, 2), trained with cross entropy on logits."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ HIDDEN = 32
 
 @dataclass(frozen=True)
 class AttackNet:
-    """A trained net: Linear - ReLU - Linear, on inputs that it standardises."""
+    """A trained net: Linear - ReLU - Linear; it standardises its inputs."""
 
     weights: Sequence[Tensor]
     mean: Tensor
     std: Tensor
 
     def logits(self, inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """(rows, 2) logits of "out" and "in" under `weights`; `inputs` is (rows, n)."""
+        """Return the logits of "out" and "in" under `weights`, shape (rows, 2); `inputs` is (rows, n)."""
         first, first_bias, second, second_bias = weights
         return ((inputs - self.mean) / self.std @ first + first_bias).relu() @ second + second_bias
 
     @torch.no_grad()
     def scores(self, inputs: Tensor) -> Scores:
-        """(rows,) logit("in") - logit("out"); `inputs` is (rows, n)."""
+        """Return logit("in") - logit("out"), shape (rows,); `inputs` is (rows, n)."""
         logits = self.logits(inputs, self.weights)
         return np.asarray((logits[:, 1] - logits[:, 0]).double().numpy())
 
@@ -44,12 +44,12 @@ def fit_attack_net(
     patience: int,
     generator: torch.Generator,
 ) -> AttackNet:
-    """Trains a net by Adam over all records at once, and returns the one of least held-out loss.
+    """Train a net with full-batch Adam, and return the net with the lowest held-out loss.
 
     Args:
         known, held: training and held-out records: inputs (rows, n) and labels (rows,), 0 for "out" or 1 for "in".
-        patience: the training ends once the held-out loss has not fallen for so many epochs.
-        generator: draws the first weights.
+        patience: training ends after this many epochs without a lower held-out loss.
+        generator: random generator of the initial weights.
     """
     inputs, labels = known
     net = AttackNet((), inputs.mean(0), inputs.std(0).clamp_min(1e-6))

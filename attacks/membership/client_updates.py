@@ -1,9 +1,8 @@
 """Updates of a run's sites as seen by one adversary: where each client round started and ended.
 
 The server broadcast the start of each sent tensor and sees its end, so it knows both exactly. A tensor that
-the site kept is set to the last value the server saw, as in `factor_pairing`. If the method lets sites keep
-nothing (FedRand w/o past), the broadcast is the exact start. The same holds with a residual, whose start
-`residual_replay` gives.
+the site kept is set to the last value the server saw, as in `factor_pairing`. If sites keep no tensors
+(FedRand w/o past), the broadcast is the exact start. With a residual, `residual_replay` gives the exact start.
 
 SCAFFOLD corrects every step by c - c_i. The server knows this correction: it broadcasts c, and the changes
 of c_i add up to it. AdamW scales a correction per entry, down to its signs if it has no other input. So the
@@ -14,9 +13,9 @@ the tiny LLaVA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, five se
 
 | case | result |
 |---|---|
-| a site that lost its c_i | the sum is off by it, and what is taken off is another plane of two dimensions |
-| sums of several sites | as they are: with all sites in every round their corrections cancel |
-| a view without the turn's broadcast | as it is: c is not known |
+| a site that lost its c_i | the sum is wrong, and the projection removes a wrong plane of two dimensions |
+| sums of several sites | unchanged: with all sites in every round their corrections cancel |
+| a view without the client round's broadcast | unchanged: c is not known |
 
 Messages are decoded only when a client update is requested, and then only its own two. Earlier messages are
 decoded for c_i, and for tensors whose start the update's own broadcast does not give. For the latter the
@@ -42,7 +41,7 @@ from fedveil.wire.payloads import payload_tensors
 
 __all__ = ["ObservedClientUpdate", "ObservedClientUpdates", "remove_correction"]
 
-_ALIKE = 1e-9  # of a vector's length: what is left of it beside another that points as it does, by rounding
+_ALIKE = 1e-9  # relative length below which the remainder of a vector, after projecting out a parallel one, is rounding
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class ObservedClientUpdate:
     """One participation of a site, as the server knows it.
 
     Attributes:
-        round: in which it was.
-        start: every tensor of the spec.
-        moved: where the site left each tensor that it sent, less its start, and under SCAFFOLD less its correction.
-        probe: of the B in `start` the number of its draw, where the server never saw one; None: as it was seen.
+        round: number of the round.
+        start: every tensor of the spec, before training.
+        moved: change of each tensor that the site sent; under SCAFFOLD without the correction.
+        probe: number of the random draw of B in `start`, if the server never saw B; None if as observed.
     """
 
     round: int
@@ -63,38 +62,38 @@ class ObservedClientUpdate:
 
     @cached_property
     def starts_at(self) -> bytes:
-        """Equal for turns whose starts are equal to the bit."""
+        """Return a digest that is equal for client rounds with bit-identical starts."""
         return _digest(self.start)
 
     @cached_property
     def moves_by(self) -> bytes:
-        """Equal for turns whose moves are equal to the bit."""
+        """Return a digest that is equal for client rounds with bit-identical changes."""
         return _digest(self.moved)
 
 
 class ObservedClientUpdates:
-    """Every turn in a view, none of them decoded yet.
+    """All client rounds in a view, decoded only on request.
 
     Attributes:
         sites: names of the sites with an accepted upload, sorted.
     """
 
     def __init__(self, view: AdversaryView, initial: Weights) -> None:
-        """Reads the tap's index. `initial`: the weights of round 0, which everybody can draw."""
+        """Read the index of captured messages. `initial`: the weights of round 0, which every party can generate."""
         self._view, self._initial, self._of = view, initial, view.participations()
         self.sites = sorted(self._of)
         self._controls: dict[str, tuple[int, Mapping[str, Tensor]]] = {}
 
     def rounds(self, site: str) -> list[int]:
-        """The round of each turn of a site, in their order; none for a site without one."""
+        """Return the round numbers of a site's client rounds, in order; empty if there are none."""
         return [part.up.round for part in self._of.get(site, ())]
 
     def of_round(self, site: str, round_: int) -> list[ObservedClientUpdate]:
-        """A site's turns in a round: several where the server repeated it."""
+        """Return a site's client rounds in one round: several if the server repeated it."""
         return [self.at(site, i) for i, round_number in enumerate(self.rounds(site)) if round_number == round_]
 
     def at(self, site: str, index: int) -> ObservedClientUpdate:
-        """One turn of a site; -1 is its last."""
+        """Return one client round of a site; index -1 is its last."""
         parts = self._of[site]
         index %= len(parts)
         got = self._got(parts[index])
@@ -107,7 +106,7 @@ class ObservedClientUpdates:
             return ObservedClientUpdate(upload.round, start, {n: w - start[n] for n, w in pairs.items()})
         sent = self._left(upload, got)
         past = self._past(parts[:index], {n for n in self._initial if n not in sent or n not in got})
-        fallback = {**self._initial, **got, **past}  # a tensor that is not sent: the site's own past, where it was seen
+        fallback = {**self._initial, **got, **past}  # a tensor that is not sent: the site's last known value
         start = {n: (got.get(n, fallback[n]) if n in sent else fallback[n]).float() for n in self._initial}
         moved = {n: w - start[n] for n, w in sent.items()}
         if isinstance(self._view.exchange.method, Scaffold) and got and not self._view.is_unseen:
@@ -116,7 +115,7 @@ class ObservedClientUpdates:
         return ObservedClientUpdate(upload.round, start, moved)
 
     def _control(self, site: str, index: int) -> Mapping[str, Tensor]:
-        """SCAFFOLD's c_i before a turn of the site, as its changes of it add up; without names before the first."""
+        """Return SCAFFOLD's c_i before a client round: the sum of its observed changes; empty before the first."""
         done, total = self._controls.get(site, (0, {}))
         if done > index:
             done, total = 0, {}
@@ -124,7 +123,7 @@ class ObservedClientUpdates:
         for part in self._of[site][done:index]:
             for name, change in payload_tensors(self._view.read(part.up).payload).items():
                 if name.startswith(CONTROL):
-                    total[name] = total.get(name, 0.0) + change.double()  # two bounded ones could pass fp32's end
+                    total[name] = total.get(name, 0.0) + change.double()  # the sum of two could overflow fp32
         self._controls[site] = index, total
         return total
 
@@ -163,7 +162,7 @@ class ObservedClientUpdates:
 
 
 def remove_correction(moved: Mapping[str, Tensor], correction: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The moves less their parts along the correction of the same names and along its signs, over all tensors."""
+    """Return the changes without their components along the correction and along its signs, over all tensors."""
     names = sorted(moved)
     whole = torch.cat([moved[n].double().flatten() for n in names])
     along = torch.cat([correction[n].double().flatten() for n in names])

@@ -1,26 +1,26 @@
-"""FedMIA: a row is a member of a site where that site's upload points along its gradient further than the others' do.
+"""FedMIA: an example is a member of a site if that site's upload aligns with its gradient more than the others' do.
 
 Zhu, Li, Gu, Yao, Fan, Han: FedMIA: An Effective Membership Inference Attack Exploiting "All for One" Principle in
-Federated Learning. CVPR 2025, arXiv 2402.06289. Only its abstract, the start of its text and its README were at hand.
+Federated Learning. CVPR 2025, arXiv 2402.06289. We had only its abstract, the start of its text and its README.
 
-At most one site has a row, so the uploads of all others show what an upload looks like that the row did not move.
+At most one site has an example, so the uploads of all other sites give the null distribution.
 
-    M_k(x) = cosine of -dL(x)/dS at the start with what site k moved, S = the tensors that it sent (see `alignment`)
+    M_k(x) = cosine of -dL(x)/dS at the start with the update of site k, S = the tensors that it sent (see `alignment`)
     z_t(x) = (M_site - mean of the others' M) / deviation of the others' M        in round t
     score  = mean over rounds of ln Phi(z_t)                                      other sites are the null distribution
 
 | case | result |
 |---|---|
-| fewer than OWN_SPREAD others in a used round | M_site - mean of the others' M: a deviation of few values is noise |
+| fewer than OWN_SPREAD others in a used round | M_site - mean of the others' M: a deviation of few values is noisy |
 | a round in which no other site sent the same tensors | not used |
-| no such round | 0 for every row |
-| one site | the audit leaves it out |
-| others that agree to the bit | a least deviation of 1e-3 |
+| no usable round | 0 for every example |
+| one site | the audit skips the attack |
+| others with bit-identical values | a minimum deviation of 1e-3 |
 
-Adaptive note: what all sites share (a gradient that every row of the task has) cancels, which `alignment` cannot do;
-sites whose rows are of another kind make bad nulls, and the control of wrong sites tells. Under FedRand the others are
-those that drew the same factor. Differences from the paper: one measurement, and the last ROUNDS alone; the case of few
-others is ours.
+Adaptive note: the gradient component that all examples of the task share cancels, unlike in `alignment`. Sites with
+examples of another kind give a bad null distribution, which the wrong-site control reveals. Under FedRand the others
+are those that drew the same factor. Differences from the paper: one measurement, and only the last ROUNDS; the case of
+few others is ours.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
     "compare_sites",
 ]
 
-ROUNDS, OWN_SPREAD = 4, 8  # most rounds that are used; others for a deviation of a row's own
+ROUNDS, OWN_SPREAD = 4, 8  # maximum number of rounds; minimum number of others for a deviation per example
 _LEAST_STD = 1e-3
 
 
@@ -70,7 +70,8 @@ class FedMIAAttack(GradientAttack):
 
     @override
     def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
-        """And those of others in that round that sent the same tensors; none without one."""
+        """Yield it and the updates of other sites in that round that sent the same tensors; nothing if there are
+        none."""
         own, alone = turns.at(site, index), True
         for other in [other for other in turns.sites if other != site][:OTHERS]:
             for turn in turns.of_round(other, own.round):
@@ -87,9 +88,9 @@ class FedMIAAttack(GradientAttack):
 
 
 def compare_sites(measured: Sequence[Scores]) -> Scores:
-    """(rows,) scores from the measurements of rounds, each (1 + others, rows), the site's own first.
+    """Return scores from the measurements of rounds, each of shape (1 + others, rows) with the site's own first.
 
-    How it is done depends on the numbers of sites alone, so that a row's score does not depend on the others asked.
+    The rule depends only on the number of sites, so an example's score does not depend on the other examples.
     """
     least = min(len(of_round) - 1 for of_round in measured)
     total = np.zeros(measured[0].shape[1])

@@ -6,12 +6,12 @@ requests an example at a start, all attacks read their numbers from that gradien
 are stored. This includes other sites with the same start, because examples of no site are asked about each
 of them.
 
-| what is held | at most |
+| in memory | at most |
 |---|---|
-| gradients | those of a training batch, of at most `per_example_gradients.MOST_BYTES` |
-| moves of sites | those of one turn that the attacks read: the site's own, and of OTHERS other sites |
-| starts | of those, as many as differ |
-| numbers | of `most` rows and readings, about 200 bytes each, and of the request under way; the oldest are forgotten |
+| gradients | those of a training batch, at most `per_example_gradients.MOST_BYTES` |
+| updates of sites | those that the attacks read for one client round: the site's own, and of OTHERS other sites |
+| starts | the different starts of those updates |
+| numbers | `most` pairs of example and reading, about 200 bytes each, and the current request; the oldest are dropped |
 
 The attack that asks first is charged the time of the shared work. In an audit that is the cheapest attack.
 """
@@ -38,8 +38,8 @@ from fedveil.contract.task import Rows
 
 __all__ = ["COSINE", "GradientAttack", "GradientReading", "GradientStatistic", "SharedGradientScorer"]
 
-MOST = 1 << 19  # rows times readings whose numbers are kept: about 100 MB
-OTHERS = 12  # most other sites whose turns are read beside a site's own
+MOST = 1 << 19  # maximum number of stored pairs of example and reading: about 100 MB
+OTHERS = 12  # maximum number of other sites whose updates are read along with a site's own
 Gradient = Mapping[str, Tensor]
 Read = Callable[[Gradient], Sequence[float]]
 _Key = tuple[int, bytes, bytes, str]  # task, start, move, gauge
@@ -62,19 +62,19 @@ class GradientStatistic:
 
 @dataclass(frozen=True)
 class GradientReading:
-    """A gauge at a turn."""
+    """A statistic at one client update."""
 
     gauge: GradientStatistic
     turn: ObservedClientUpdate
 
 
 class GradientAttack(UploadAttack):
-    """An attack that reads numbers off the gradients of single rows, and nothing else of them.
+    """An attack that computes only a few numbers from each per-example gradient.
 
-    The task must train by gradients of its own (`fedveil.training.gradient_backend.TrainableTask`).
+    The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`).
 
     Attributes:
-        gauge: what it reads off each.
+        gauge: the statistic that it computes.
     """
 
     gauge: ClassVar[GradientStatistic]
@@ -88,16 +88,16 @@ class GradientAttack(UploadAttack):
         """Return the site's client updates to attack, as indices into `ObservedClientUpdates.rounds`."""
 
     def beside(self, turns: ObservedClientUpdates, site: str, index: int) -> Iterator[ObservedClientUpdate]:
-        """The turns that it reads for one of them, that one first; none where it is of no use to it."""
+        """Yield the client updates to read for one of them, itself first; nothing if it is not usable."""
         yield turns.at(site, index)
 
     @abstractmethod
     def combined(self, values: Sequence[Sequence[Scores]], count: int) -> Mapping[str, Scores]:
-        """(rows,) scores by name.
+        """Return scores by name, each of shape (rows,).
 
         Args:
-            values: for each turn that was of use, of each that it read, (rows, numbers).
-            count: of the rows.
+            values: for each usable client update and each update read for it, an array (rows, numbers).
+            count: number of rows.
         """
 
     @override
@@ -107,13 +107,13 @@ class GradientAttack(UploadAttack):
 
 @dataclass
 class SharedGradientScorer:
-    """Attacks that share the gradients of rows, and the numbers that were read so far.
+    """Attacks that share per-example gradients, and the numbers computed so far.
 
     Attributes:
-        attacks: all that may ask.
-        others: other sites whose turns are read on the way.
-        most: numbers of rows and readings that are kept.
-        computed: how many gradients there were so far.
+        attacks: all attacks that may request scores.
+        others: maximum number of other sites whose updates are read along.
+        most: maximum number of stored pairs of example and reading.
+        computed: number of gradients computed so far.
     """
 
     attacks: Sequence[GradientAttack]
@@ -122,12 +122,12 @@ class SharedGradientScorer:
     computed: int = 0
     _known: OrderedDict[_Key, dict[int, tuple[Any, Sequence[float]]]] = field(default_factory=OrderedDict)
     _turns: dict[tuple[int, int], tuple[AdversaryView, Weights, ObservedClientUpdates]] = field(default_factory=dict)
-    _tasks: dict[int, Any] = field(default_factory=dict)  # an id is of one thing as long as that thing is held
+    _tasks: dict[int, Any] = field(default_factory=dict)  # holds each task, so that its id stays unique
 
     def scores(
         self, attack: GradientAttack, view: AdversaryView, site: str, knowledge: AdversaryKnowledge, rows: Rows
     ) -> Mapping[str, Scores]:
-        """See `UploadAttack.scores`: the same scores as the attack gives alone."""
+        """Return the scores of `UploadAttack.scores`: the same as without sharing."""
         turns = self._turns_of(view, knowledge.initial)
         values = []
         for index in attack.at(turns, site):
@@ -182,7 +182,7 @@ class SharedGradientScorer:
         return scores
 
     def _read(self, task: Any, start: Weights, reads: Mapping[_Key, Read], rows: Rows) -> None:
-        """Reads what is not known yet at a start: one gradient of each row."""
+        """Compute the missing numbers at a start, with one gradient per example."""
         known = {key: self._known.setdefault(key, {}) for key in reads}
         task.put(start)
         unread = {id(row): row for row in rows if any(id(row) not in of for of in known.values())}
@@ -195,9 +195,9 @@ class SharedGradientScorer:
                     of[id(row)] = row, tuple(reads[key](gradient))
 
     def _forget(self, asked: Sequence[_Key]) -> None:
-        """Drops the numbers that were asked for longest ago, down to `most`."""
+        """Drop the numbers that were requested longest ago, down to `most`."""
         for key in asked:
-            if key in self._known:  # not where no row was asked about
+            if key in self._known:  # absent if there were no rows
                 self._known.move_to_end(key)
         num_cached = sum(map(len, self._known.values()))
         while num_cached > self.most:

@@ -1,20 +1,19 @@
-"""LiRA, the likelihood-ratio attack with shadow models: the yardstick for other membership attacks.
+"""LiRA, the likelihood-ratio attack with shadow models: the reference for other membership attacks.
 
 Carlini, Chien, Nasr, Song, Terzis, Tramèr: Membership Inference Attacks From First Principles. IEEE S&P 2022.
 
-    phi = ln(p / (1 - p)),  p = exp(-loss): the mean probability of the row's own target      (section V-B)
+    phi = ln(p / (1 - p)),  p = exp(-loss): the mean probability of the example's own target  (section V-B)
     online:  ln N(phi; mu_in, s_in) - ln N(phi; mu_out, s_out)                                  (Algorithm 1)
-    offline: ln Phi((phi - mu_out) / s_out), where no shadow had the row                        (Eq. 4)
+    offline: ln Phi((phi - mu_out) / s_out), if no shadow trained on the example                (Eq. 4)
 
-The adversary draws rows like the target's and trains shadows on random halves of a pool that holds the target's
-candidates. It compares the target's confidence in a row with that of the shadows that had the row, and of those that
-had not.
+The adversary draws examples like the target's and trains shadows on random halves of a pool that contains the target's
+candidates. It compares the target's confidence on an example with that of the shadows trained with and without it.
 
 | case | result |
 |---|---|
-| a row with fewer than 16 shadows a side | the variance pooled over all rows (Carlini et al., section VI-B) |
-| a row that no shadow had (or every one) | offline against the side that is there; a row without both: ValueError |
-| shadows that agree to the bit | a least standard deviation of 1e-3 |
+| fewer than 16 shadows per side | the variance pooled over all examples (Carlini et al., section VI-B) |
+| an example in no shadow, or in all | offline against the side that exists; without both sides: ValueError |
+| shadows with bit-identical values | a minimum standard deviation of 1e-3 |
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class ShadowModelSet:
     """Shadow models of a pool.
 
     Attributes:
-        members: (shadows, pool) whether a shadow was trained on a row.
-        weights: of each shadow.
+        members: (shadows, pool), true if a shadow was trained on an example.
+        weights: weights of each shadow.
     """
 
     members: NDArray[np.bool_]
@@ -49,27 +48,27 @@ class ShadowModelSet:
 
 
 def target_confidence(losses: Numbers) -> Numbers:
-    """(rows,) phi of mean target losses in nats. It is finite for losses of 0."""
+    """Return phi of mean target losses in nats, shape (rows,). It is finite for losses of 0."""
     return np.asarray(-losses - np.log(-np.expm1(-np.maximum(losses, 1e-12))))
 
 
 def train_shadows(
     train: Callable[[list[int], int], Weights], pool: int, count: int, rng: np.random.Generator
 ) -> ShadowModelSet:
-    """Trains shadows, each on half of the pool; each row is in exactly half of them.
+    """Train shadows, each on half of the pool; each example is in exactly half of them.
 
     Args:
-        train: gets the indices of a shadow's rows and the shadow's number, and returns its weights.
-        pool: number of rows.
+        train: gets the indices of a shadow's examples and the shadow's number, and returns its weights.
+        pool: number of examples.
         count: number of shadows.
 
     Raises:
-        ValueError: a count that is not even and at least 2, or a pool below 2 rows.
+        ValueError: `count` is odd or below 2, or the pool has fewer than 2 examples.
     """
     if count < 2 or count % 2 or pool < 2:
         raise ValueError(f"expected an even number of shadows, 2 or more, and 2 rows, found {count} and {pool}")
     members = np.zeros((count, pool), dtype=bool)
-    for first in range(0, count, 2):  # a pair of shadows shares the pool out
+    for first in range(0, count, 2):  # two shadows divide the pool
         half = rng.permutation(pool)[: pool // 2]
         members[first, half] = True
         members[first + 1] = ~members[first]
@@ -79,15 +78,15 @@ def train_shadows(
 
 
 def lira_scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -> Numbers:
-    """(rows,) log likelihood ratio of each row.
+    """Return the log likelihood ratio of each example, shape (rows,).
 
     Args:
         target: (rows,) phi under the attacked model.
         shadows: (shadows, rows) phi under each shadow.
-        members: (shadows, rows) which shadow had which row.
+        members: (shadows, rows), true if the shadow was trained on the example.
 
     Raises:
-        ValueError: a row that no shadow scored.
+        ValueError: an example that no shadow scored.
     """
     mean_in, std_in = _gaussian(shadows, members)
     mean_out, std_out = _gaussian(shadows, ~members)
@@ -100,7 +99,7 @@ def lira_scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -
 
 
 def _gaussian(shadows: Numbers, chosen: NDArray[np.bool_]) -> tuple[Numbers, Numbers]:
-    """Mean and standard deviation of the chosen shadows, by row; a pooled deviation where they are few."""
+    """Return the mean and standard deviation of the chosen shadows per example; pooled if there are few shadows."""
     values = np.where(chosen, shadows, np.nan)
     number = chosen.sum(0)
     mean = np.full(shadows.shape[1], np.nan)
@@ -118,7 +117,7 @@ def _log_normal(x: Numbers, mean: Numbers, std: Numbers) -> Numbers:
 
 
 def log_cdf(z: Numbers) -> Numbers:
-    """ln Phi(z), by the error function; far below by its asymptote, so that no score is minus infinity."""
+    """Return ln Phi(z) from the error function; for very low z from its asymptote, so that no score is -infinity."""
 
     def of(v: float) -> float:
         if v > -30:

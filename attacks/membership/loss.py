@@ -1,8 +1,8 @@
-"""The loss attack, plain and calibrated: a row is called a member where the model's loss on its target is low.
+"""The loss attack, plain and calibrated: an example is called a member if the model's loss on its target is low.
 
 Yeom, Giacomelli, Fredrikson, Jha: Privacy Risk in Machine Learning. CSF 2018.
 
-Calibrated, a row is called a member where training has lowered its loss:
+The calibrated attack calls an example a member if training has lowered its loss:
 
 Watson, Guo, Cormode, Sablayrolles: On the Importance of Difficulty Calibration in Membership Inference Attacks.
 ICLR 2022.
@@ -21,7 +21,7 @@ __all__ = ["CalibratedLossAttack", "LossAttack"]
 
 
 class LossAttack(ModelAttack):
-    """The score "loss": minus the loss of the row's own target."""
+    """The score "loss": the negative loss of the example's own target."""
 
     @property
     @override

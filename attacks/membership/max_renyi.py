@@ -2,17 +2,17 @@
 
 Li, Wu, Chen, Tonglet, ..., Cevher: Membership Inference Attacks against Large Vision-Language Models. NeurIPS 2024.
 
-Takes the Rényi entropy of the model's next-token distribution p at each position, then the mean of the K % largest of a
-slice:
+The attack takes the Rényi entropy of the model's next-token distribution p at each position, and then the mean of the
+K % largest entropies of a slice:
 
     H_alpha(p) = ln(sum_v p_v^alpha) / (1 - alpha),  H_1 = -sum_v p_v ln p_v,  H_inf = -ln max_v p_v
     score = -mean of the k largest H_alpha,  k = max(1, int(K / 100 * T))
 
-A row with a low score of entropy is called a member.
+An example with a low entropy is called a member.
 
 | case | result |
 |---|---|
-| K = 0 | the largest entropy alone |
+| K = 0 | only the largest entropy |
 | T < 20, K = 10 | k = 1: the same as K = 0, no independent evidence |
 | K = 100 | the mean over the slice |
 | uniform p | ln V for every alpha |
@@ -43,13 +43,13 @@ PERCENTS = (0, 10, 100)
 def renyi_entropy(
     logits: Float[Tensor, "positions classes"], alpha: float, clamp: float = 0.0
 ) -> Float[Tensor, " positions"]:
-    """H_alpha of each position, in nats, double precision.
+    """Return H_alpha of each position, in nats, in double precision.
 
     Args:
-        clamp: a least probability. The public code has 1e-10; 0 clamps nothing.
+        clamp: minimum probability. The public code has 1e-10; 0 means no minimum.
 
     Raises:
-        ValueError: an alpha that is not above 0.
+        ValueError: alpha is not above 0.
     """
     if not alpha > 0:
         raise ValueError(f"alpha: expected a number above 0 or infinity, found {alpha}")
@@ -66,7 +66,7 @@ def renyi_entropy(
 
 
 def max_k(entropies: NDArray[np.float64], percent: float) -> float:
-    """Mean of the k largest of T entropies, k = max(1, int(percent / 100 * T)).
+    """Return the mean of the k largest of T entropies, k = max(1, int(percent / 100 * T)).
 
     Raises:
         ValueError: no entropies, or a percentage outside 0 to 100.
@@ -79,12 +79,12 @@ def max_k(entropies: NDArray[np.float64], percent: float) -> float:
 
 @dataclass(frozen=True)
 class MaxRenyiAttack(ModelAttack):
-    """MaxRényi-K% on every slice of the model's answer, for K = 0, 10 and 100; a score is called "<slice> <K>%".
+    """MaxRényi-K% on every slice of the model's output, for K = 0, 10 and 100; a score is called "<slice> <K>%".
 
-    The slice "target" is called "caption" where the model reads images.
+    The slice "target" is called "caption" if the model reads images.
 
     Attributes:
-        alpha: 0.5 is the headline, chosen before any result was seen.
+        alpha: order of the entropy; we chose 0.5 before we saw any result.
     """
 
     alpha: float = 0.5

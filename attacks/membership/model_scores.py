@@ -1,6 +1,6 @@
-"""Scores of rows under one model: every attack on models from one pass over the rows.
+"""Scores of examples under one model: one pass over the examples serves every attack on models.
 
-The public base is asked about each row once, however many models are under attack. `center_scores` compares scores
+The public base scores each example once, for any number of attacked models. `center_scores` compares scores
 within a label.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["PublicBaseScores", "center_scores", "target_loss"]
 class PublicBaseScores:
     """The public base that every adversary has: the task, and the adapter's weights of round 0.
 
-    It keeps the losses of the rows that it was asked about.
+    It keeps the losses that it has computed.
     """
 
     task: Task
@@ -33,7 +33,7 @@ class PublicBaseScores:
     _known: dict[int, tuple[Any, float]] = field(default_factory=dict)
 
     def losses(self, rows: Rows) -> Scores:
-        """(rows,) mean loss of each row's own target under the base, in nats."""
+        """Return the mean loss of each example's own target under the base, in nats, shape (rows,)."""
         unknown = list({id(row): row for row in rows if id(row) not in self._known}.values())
         for row, prediction in zip(unknown, self.task.predict(self.initial, unknown), strict=True):
             self._known[id(row)] = (row, target_loss(prediction))
@@ -42,12 +42,12 @@ class PublicBaseScores:
     def scores(
         self, attacks: Sequence[ModelAttack], task: Task, weights: Weights, rows: Rows, generated_rows: int = 0
     ) -> dict[str, Scores]:
-        """(rows,) scores of `rows` under `weights`, by the names that the attacks give them.
+        """Return the attacks' scores of `rows` under `weights`, by name, each of shape (rows,).
 
-        The slice "generated" is of the first `generated_rows` rows, and its scores have as many entries.
+        The slice "generated" covers only the first `generated_rows` rows, and its scores have as many entries.
 
         Raises:
-            ValueError: two attacks that give a score of one name.
+            ValueError: two attacks give scores with the same name.
         """
         all_scores = self._scores(attacks, task.predict(weights, rows), rows)
         if generated_rows:
@@ -74,11 +74,10 @@ class PublicBaseScores:
 def center_scores(
     members: Scores, non_members: Scores, member_labels: Sequence[str], other_labels: Sequence[str]
 ) -> tuple[Scores, Scores]:
-    """Every score less the mean score of the non-members of the same label.
+    """Subtract from each score the mean score of the non-members with the same label.
 
-    A non-member is left out of its own mean. Rows without such a mean are dropped. A client's model likes the labels
-    that its client has; that is no membership, and without this a client's rows would be called members for their
-    labels.
+    The mean for a non-member excludes that non-member. Examples without such a mean are dropped. A client's model
+    favors the labels of its client. Without this correction, the attack would take that for membership.
     """
     groups = {
         label: non_members[[i for i, other in enumerate(other_labels) if other == label]] for label in set(other_labels)
@@ -98,5 +97,5 @@ def center_scores(
 
 
 def target_loss(prediction: ExamplePrediction) -> float:
-    """Mean loss of a row's own target, in nats."""
+    """Return the mean loss of an example's own target, in nats."""
     return float(torch.nn.functional.cross_entropy(prediction.logits["target"], prediction.wanted))

@@ -1,12 +1,12 @@
-"""The gradients of single rows, many at a time where the task tells rows apart (`per_example.PerExampleLoss`).
+"""Per-example gradients, batched if the task has a per-example loss (`per_example.PerExampleLoss`).
 
-| what | how |
+| case | method |
 |---|---|
-| the loss that steps take is the target's alone, of a row by itself, on a base that is not quantised | a batch of
-  training's rows at once, by torch.func |
-| any other task, and a model that torch.func cannot take (said once) | row by row |
+| the training loss covers only the example's own target, and the base is not quantised | a training batch at once,
+  with torch.func |
+| any other task, or a model that torch.func does not support (logged once) | one example at a time |
 
-Of at most `MOST_BYTES` at once: what is held is those gradients, and what their backward passes hold.
+At most `MOST_BYTES` are in memory at once: the gradients, and the memory of their backward passes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MOST_BYTES = 1 << 28
 
 
 def row_gradients(task: Any, rows: Rows) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Each row's place and the gradient of its summed loss at the weights put in last, on the CPU.
+    """Yield each example's index and the gradient of its summed loss at the current weights, on the CPU.
 
-    Not in the order of the rows: those of like length are computed together.
+    The order differs from that of `rows`: examples of similar length are computed together.
     """
     sizes = _sizes(task, rows)
     if sizes is None:
@@ -46,7 +46,7 @@ def row_gradients(task: Any, rows: Rows) -> Iterator[tuple[int, dict[str, Tensor
 
 
 def row_gradient(task: Any, row: Any) -> dict[str, Tensor]:
-    """The gradient of one row's loss at the weights put in last, on the CPU; without tensors that it does not reach."""
+    """Return one example's gradient at the current weights, on the CPU, without tensors that do not affect its loss."""
     for parameter in task.trained.values():
         parameter.grad = None
     task.loss_sum(task.collate([row]).to(task.device)).backward()
@@ -68,7 +68,7 @@ def _sizes(task: Any, rows: Rows) -> list[int] | None:
         return None
     try:
         return [task.samples([row])[0].numel() for row in rows]
-    except TaskError:  # a prompt whose loss branches on values
+    except TaskError:  # a prompt whose loss depends on values in a branch
         return None
 
 
@@ -80,7 +80,7 @@ def _together(task: Any, weights: dict[str, Tensor], rows: Rows) -> Iterator[dic
         warnings.warn(f"gradients of rows, one row at a time: {first_line(error)}", stacklevel=2)
         yield from (row_gradient(task, row) for row in rows)
         return
-    for place, count in enumerate(terms):  # of a row without targets the mean is none, and the sum 0
+    for place, count in enumerate(terms):  # without targets there is no mean, and the sum is 0
         yield {
             name: count * g[place].cpu() if count else torch.zeros_like(g[place]).cpu() for name, g in gradients.items()
         }

@@ -1,33 +1,34 @@
-"""Projection residuals: does a row's own gradient lie in the span of what a site sent of a LoRA factor?
+"""Projection residuals: measure how far an example's gradient lies outside the span of a sent LoRA factor's update.
 
 After Deng, Chen, Luo, Liu, Wang, Cai, Liu, Jia, Fu: Toward Efficient Membership Inference Attacks against Federated
-Large Language Models: A Projection Residual Approach (ProjRes). IEEE S&P 2026, arXiv 2604.21197. Only its abstract was
-at hand: it projects hidden embeddings of a row on the subspace of a layer's gradient. What follows is made for LoRA.
+Large Language Models: A Projection Residual Approach (ProjRes). IEEE S&P 2026, arXiv 2604.21197. We had only its
+abstract: it projects an example's hidden embeddings on the subspace of a layer's gradient. This version is for LoRA.
 
-For y = W x + s B A x, with the inputs x_t (d) and the errors e_t = dL/dy_t (out) of a row's tokens t:
+For y = W x + s B A x, with the inputs x_t (d) and the errors e_t = dL/dy_t (out) of an example's tokens t:
 
-    dL/dA = s sum_t (B^T e_t) x_t^T   (r x d): its rows lie in the span of the row's inputs
-    dL/dB = s sum_t e_t (A x_t)^T     (out x r): its columns lie in the span of the row's errors
+    dL/dA = s sum_t (B^T e_t) x_t^T   (r x d): its rows lie in the span of the example's inputs
+    dL/dB = s sum_t e_t (A x_t)^T     (out x r): its columns lie in the span of the example's errors
 
     P_A: on the rows of A_sent - A_broadcast,   P_B: on the columns of B_sent - B_broadcast
-    score(x) = -mean over layers of ||G(x) - P G(x)|| / ||G(x)||,   G(x) = the row's own gradient at the start
+    score(x) = -mean over layers of ||G(x) - P G(x)|| / ||G(x)||,   G(x) = the example's own gradient at the start
 
-One step of one row moves a factor along that row's gradient, so its residual is 0. Unlike the cosine of `alignment` it
-does not ask where in the span the gradient lies: a step that mixes the r directions, or turns one round, stays in it.
+One step on one example moves a factor along its gradient, so its residual is 0. Unlike the cosine of `alignment`, the
+residual does not depend on the direction within the span: a step that mixes or reverses the r directions stays in it.
 
 | case | result |
 |---|---|
-| a factor that was not sent, or did not move in any layer | has no score, or 0 for every row |
-| A at the start, where B = 0 | dL/dA is 0 for every row: 0 |
-| n rows in the step, or k steps | r directions hold a share of each row's gradient: worse with each |
+| a factor that was not sent, or that changed in no layer | no score, or 0 for every example |
+| A at the start, where B = 0 | dL/dA is 0 for every example: 0 |
+| n examples in the step, or k steps | the r directions contain less of each example's gradient: less accurate |
 | AdamW | signs of the entries: the span is another one, and full |
-| a row that does not reach a layer | that layer does not count |
+| an example whose loss does not depend on a layer | that layer is ignored |
 
-Adaptive note: a method that sends one factor gives that one's score; noise or codes make the span full, and then every
-row has a residual. On the tiny text base with pairs of rank 8 and B away from 0, the AUROC from A and from B was 1.00
-and 1.00 for one row and one step of SGD, 1.00 and 1.00 for four rows, 0.82 and 0.81 for 16, and 0.60 and 0.62 after one
-epoch of AdamW over 64 rows (means of 8, 5, 3 and 2 draws against 40 rows). So neither factor gives away more here; an
-earlier pilot of another size had 0.96 from A and 1.0 from B for one row, 0.62 and 0.98 for four.
+Adaptive note: a method that sends one factor gives that factor's score. Noise or quantization makes the span full, and
+then every example has a residual. On the tiny text base with pairs of rank 8 and B away from 0, the AUROC from A and
+from B was 1.00 and 1.00 for one example and one step of SGD, 1.00 and 1.00 for four examples, 0.82 and 0.81 for 16,
+and 0.60 and 0.62 after one epoch of AdamW over 64 examples (means of 8, 5, 3 and 2 draws against 40 examples). So
+neither factor reveals more here. An earlier pilot of another size had 0.96 from A and 1.0 from B for one example, 0.62
+and 0.98 for four.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _RANK = 1e-4  # singular values below this part of the largest are rounding
 
 
 def update_span(moved: Tensor, factor: str) -> Tensor:
-    """(n, rank) orthonormal columns: of the rows of a move of A, or of the columns of one of B."""
+    """Return orthonormal columns (n, rank) that span the rows of A's change, or the columns of B's change."""
     matrix = moved.double().T if factor == "A" else moved.double()
     left, sizes, _ = torch.linalg.svd(matrix, full_matrices=False)
     basis: Tensor = left[:, sizes > _RANK * sizes[0]]
@@ -61,14 +62,15 @@ def update_span(moved: Tensor, factor: str) -> Tensor:
 
 
 def projection_residual(gradient: Tensor, basis: Tensor, factor: str) -> float:
-    """||G - P G|| / ||G||, from 0 to 1; 1 for a gradient of 0."""
+    """Return ||G - P G|| / ||G||, from 0 to 1; 1 for a gradient of 0."""
     matrix = gradient.double().T if factor == "A" else gradient.double()
     size = float(matrix.norm())
     return float((matrix - basis @ (basis.T @ matrix)).norm()) / size if size else 1.0
 
 
 def _residuals_on(turn: ObservedClientUpdate) -> Read:
-    """Minus a row's mean residual over layers, by factor; 0 where none counts, NaN for a factor that was not sent."""
+    """Return the negative mean residual over layers, by factor: 0 without layers, NaN for a factor that was not
+    sent."""
     spans = {name: update_span(d, _factor(name)) for name, d in turn.moved.items() if _factor(name) and bool(d.any())}
     sent = {_factor(name) for name in turn.moved}
 
@@ -85,7 +87,7 @@ def _residuals_on(turn: ObservedClientUpdate) -> Read:
 
 
 def _factor(name: str) -> str:
-    """ "A" or "B"; "" for a tensor that is of no pair."""
+    """Return "A" or "B"; "" for a tensor that belongs to no pair."""
     return next((factor for factor in FACTORS if name.endswith(f".lora_{factor}")), "")
 
 
@@ -94,10 +96,10 @@ _RESIDUALS = GradientStatistic("residuals", len(FACTORS), _residuals_on)
 
 @dataclass(frozen=True)
 class ProjectionResidualAttack(GradientAttack):
-    """The scores "projection of A" and "projection of B"; of the factors that the site sent.
+    """The scores "projection of A" and "projection of B", for the factors that the site sent.
 
     Attributes:
-        uploads: of how many of the site's last uploads the mean is.
+        uploads: number of the site's last uploads to average over.
     """
 
     uploads: int = 1

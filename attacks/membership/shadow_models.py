@@ -2,24 +2,24 @@
 
 Shokri, Stronati, Song, Shmatikov: Membership Inference Attacks Against Machine Learning Models. IEEE S&P 2017.
 
-The adversary has rows of its own, trains models like the target on random halves of them, records what each model says
-of every row, and learns from these records to tell "in" from "out".
+The adversary trains models like the target on random halves of its own examples. It records each model's output for
+every example, and trains an attack net on these records to distinguish "in" from "out".
 
-    record = (softmax vector of a shadow on a row, the row's class, whether the shadow was trained on it)
+    record = (softmax vector of a shadow for an example, the example's class, "in" or "out")
     net_c  = Linear(C, 32) - ReLU - Linear(32, 2), logits, cross entropy; one for each class c     "per class"
     net    = the same on the vector and the one-hot class, Linear(2 C, 32)                         "global"
-    score  = logit("in") - logit("out"); above 0 a row is called a member
+    score  = logit("in") - logit("out"); above 0 an example is called a member
 
-Each row of the pool is in exactly half of the shadows, so the records are balanced in every class. A net is kept from
-the epoch with the least cross entropy on held-out shadows, which no net was trained on.
+Each example of the pool is in exactly half of the shadows, so the records are balanced in every class. A net is taken
+from the epoch with the lowest cross entropy on held-out shadows, which no net was trained on.
 
 | case | result |
 |---|---|
-| a class with fewer than 5 rows in the pool | its rows are scored by the global net, and so marked |
-| a row of the pool that is one of the target's rows | refused: its shadows would have seen the answer |
-| a "member" that the target was not trained on | refused: a score near 1/2 would say nothing |
-| a class that has members or non-members alone | no part of the outcome |
-| more members than non-members of a class, or the reverse | as many of each, chosen by the stream |
+| a class with fewer than 5 examples in the pool | the global net scores its examples, and the result says so |
+| an example of the pool that is also one of the target's | refused: its shadows would have seen the answer |
+| a "member" that the target was not trained on | refused: a score near 1/2 would mean nothing |
+| a class with only members or only non-members | left out of the result |
+| more members than non-members of a class, or the reverse | equally many of each, chosen at random |
 
 Differences from the paper: vectors of all shadows feed one set of nets; there is no synthetic data; the cross entropy
 is of logits, not of sigmoids (the code of Tran et al., DP-FPL, has both).
@@ -57,7 +57,7 @@ __all__ = [
 
 Vectors = NDArray[np.float64]  # (rows, classes), softmax
 Labels = NDArray[np.int64]
-Train = Callable[[Rows, int], Weights]  # like the target: rows and the number of the shadow in, its weights out
+Train = Callable[[Rows, int], Weights]  # trains like the target; takes examples and the number of the shadow
 Says = Callable[[Weights, Rows], Vectors]
 
 FEWEST_ROWS = 5
@@ -65,14 +65,14 @@ FEWEST_ROWS = 5
 
 @dataclass(frozen=True)
 class ShadowAttackConfig:
-    """The attack's hyper-parameters.
+    """The attack's hyperparameters.
 
     Attributes:
-        shadows: how many, an even number.
-        held_out: part of the shadows that decide when the training of the nets ends, at least one pair.
-        epochs: the most that a net is trained for, each over all records at once.
-        learning_rate: of Adam.
-        patience: the training ends after so many epochs without a better held-out loss.
+        shadows: number of shadows, even.
+        held_out: fraction of the shadows that decide when training of the nets ends, at least one pair.
+        epochs: maximum number of full-batch epochs of a net.
+        learning_rate: learning rate of Adam.
+        patience: training ends after this many epochs without a lower held-out loss.
 
     Raises:
         ValueError: fewer than 4 shadows or an odd number, or another field out of range.
@@ -149,10 +149,10 @@ class ShadowAttackResult:
 def train_shadows(
     train: Train, says: Says, pool: Rows, labels: Sequence[int], settings: ShadowAttackConfig, rng: np.random.Generator
 ) -> ShadowOutputs:
-    """Trains the shadows, each on a random half of the pool, and asks each about every row of the pool.
+    """Train the shadows, each on a random half of the pool, and query each for every example of the pool.
 
     Raises:
-        ValueError: a pool of fewer than 2 rows.
+        ValueError: the pool has fewer than 2 examples.
     """
     shadows = lira.train_shadows(lambda i, n: train([pool[j] for j in i], n), len(pool), settings.shadows, rng)
     vectors = np.stack([says(weights, pool) for weights in shadows.weights])
@@ -192,7 +192,7 @@ def target_outputs(
 def run_shadow_attack(
     found: ShadowOutputs, at: TargetOutputs, settings: ShadowAttackConfig, rng: np.random.Generator
 ) -> Mapping[str, ShadowAttackResult]:
-    """The outcomes of the nets "per class" and "global". Raises ValueError where no class has both sides."""
+    """Return the results of the nets "per class" and "global". Raises ValueError if no class has both sides."""
     classes = found.vectors.shape[-1]
     pairs = settings.shadows // 2
     held_out_mask = np.repeat(
@@ -201,7 +201,7 @@ def run_shadow_attack(
     seed = int(rng.integers(2**31))
 
     def fitted(chosen: NDArray[np.bool_], tagged: bool, number: int) -> attack_net.AttackNet:
-        """A net on the records of the chosen rows."""
+        """Train a net on the records of the chosen examples."""
 
         def of(side: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
             vectors = found.vectors[side][:, chosen].reshape(-1, classes)
@@ -267,7 +267,7 @@ def _outcome(
 
 
 def _mean(values: Scores, rng: np.random.Generator, resamples: int = 1000) -> IntervalEstimate:
-    """The mean over classes with its bootstrap interval."""
+    """Return the mean over classes with its bootstrap interval."""
     drawn = rng.choice(values, (resamples, len(values))).mean(1)
     low, high = np.quantile(drawn, (0.025, 0.975))
     return IntervalEstimate(float(values.mean()), float(low), float(high))

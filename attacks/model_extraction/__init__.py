@@ -1,1 +1,1 @@
-"""Attacks on what a server or a client hides of its model."""
+"""Attacks on the hidden part of a server's or a client's model."""

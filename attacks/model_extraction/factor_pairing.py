@@ -1,11 +1,9 @@
-"""Rebuild clients from what the server saw (FedRand, section 4.3; where the paper is open, our own pairing).
+"""Rebuild clients from the messages that the server saw (FedRand, section 4.3, with our pairing where it has none).
 
-| model | each tensor is | who would do so |
+| model | each tensor is | attacker |
 |---|---|---|
-| `latest_factors` | the site's last upload of it, whatever the round; never sent: the server's own | the paper's
-  attacker |
-| `merge_with_broadcast` | from the site's last upload, else from the broadcast it answered | an attacker who wants no
-  stale factor |
+| `latest_factors` | the site's last upload of it, from any round; the server's own if never sent | the paper's |
+| `merge_with_broadcast` | from the site's last upload, else from the broadcast it answered | avoids stale factors |
 
 Tensors are paired by name alone, so one attack covers every method. Under FedAvg both models equal the
 client. Under FedPer the private layers remain the server's, and under FedPara so does the private pair.
@@ -32,13 +30,13 @@ __all__ = ["RebuiltClient", "ReconstructionError", "latest_factors", "merge_with
 
 @dataclass(frozen=True)
 class RebuiltClient:
-    """A client's model as the server can put it together.
+    """A client's model, rebuilt by the server.
 
     Attributes:
         weights: every tensor of the spec, fp32.
-        seen: the round in which the site last sent each tensor. A tensor that it never sent is left out.
-        staleness: participations of the site between the oldest and the newest of these; 0 if all are of one upload.
-        coverage: the part of the tensors that the site ever sent, 0 to 1.
+        seen: the round in which the site last sent each tensor, without tensors that it never sent.
+        staleness: participations between the oldest and the newest of these tensors; 0 if one upload has them all.
+        coverage: fraction of the tensors that the site has ever sent, 0 to 1.
     """
 
     weights: Weights
@@ -62,12 +60,12 @@ class ReconstructionError:
 
 
 def latest_factors(view: AdversaryView, site: str, fallback: Weights) -> RebuiltClient:
-    """Each tensor as the site sent it last. `fallback` is the server's model, and has every tensor of the spec."""
+    """Return each tensor as the site last sent it. `fallback` is the server's model, with every tensor of the spec."""
     if (whole := _beside_residual(view, site)) is not None:
         return whole
     tensors: dict[str, Tensor] = {}
     seen: dict[str, int] = {}
-    turns: dict[str, int] = {}  # a repeated round has more than one upload of a site
+    turns: dict[str, int] = {}  # a repeated round has more than one upload from a site
     for turn, upload in enumerate(view.uploads(site)):
         for name, tensor in view.added(upload).items():
             if name in fallback:
@@ -78,7 +76,7 @@ def latest_factors(view: AdversaryView, site: str, fallback: Weights) -> Rebuilt
 
 
 def merge_with_broadcast(view: AdversaryView, site: str, fallback: Weights) -> RebuiltClient:
-    """The site's last upload, completed with the broadcast that it answered, then with `fallback`."""
+    """Return the site's last upload, completed from the broadcast that it answered, and then from `fallback`."""
     if (whole := _beside_residual(view, site)) is not None:
         return whole
     uploads = deque(view.uploads(site), maxlen=1)
@@ -114,7 +112,7 @@ def _beside_residual(view: AdversaryView, site: str) -> RebuiltClient | None:
 
 
 def reconstruction_error(rebuilt: Weights, true: Weights) -> ReconstructionError:
-    """The error over the tensors of `true`. Raises KeyError for one that was not rebuilt."""
+    """Return the error over the tensors of `true`. Raises KeyError if one was not rebuilt."""
     pairs = [n.removesuffix(".lora_A") for n in true if n.endswith(".lora_A")]
     products = [(factor_product(rebuilt, m), factor_product(true, m)) for m in pairs]
     return ReconstructionError(_relative(products), _relative([(rebuilt[n], true[n].float()) for n in true]))

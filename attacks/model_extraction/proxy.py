@@ -1,4 +1,4 @@
-"""Measure how much of the server's model a proxy reveals (FedQSN, FedLPP, FedSP) and clients can recover.
+"""Measure how much of the server's model a proxy reveals (FedQSN, FedLPP, FedSP), and how much clients can recover.
 
 The adversary is one client, or several colluding ones. It knows what the client side of the method knows:
 its messages and the hyperparameters. If so declared, it also knows the public base W_0 that the server
@@ -6,21 +6,19 @@ started from.
 
 | attack | what it does |
 |---|---|
-| `average_proxies` | the mean of every entry over the proxies that showed it, of rounds or of colluders; their scale
-  undone |
-| `fill_from_base` | what no proxy showed is taken from the public base |
-| `fine_tune_proxy` | a client trains what it has on its own data |
+| `average_proxies` | averages each entry over the proxies that show it (rounds or colluders), after undoing the scale |
+| `fill_from_base` | fills the missing entries from the public base |
+| `fine_tune_proxy` | trains the proxy on a client's own data |
 
-A proxy is read from the client side of the method: it is the model that `Method.client` passes to training.
-The parts that the client side keeps at that point are missing from the proxy. So the attacks need not know
-how a method hides the model.
+The proxy is the model that `Method.client` passes to training. It lacks the parts that the client side
+keeps out of training. So the attacks do not depend on how a method hides the model.
 
     cosine(x, y) = <x, y> / (|x| |y|), 0 where one of them is all zero
     gap(metric) = the metric of the best server model - that of the best proxy, each chosen by its validation loss
 
 | case | result |
 |---|---|
-| an entry that no proxy showed | 0 in `average_proxies`, True in `missing` |
+| an entry that no proxy shows | 0 in `average_proxies`, True in `missing` |
 | no proxy at all | ValueError |
 | proxy = server = public base | similarity of the differences: 0 |
 """
@@ -56,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProxyModel:
-    """A model that a client can put together.
+    """A model that a client can rebuild.
 
     Attributes:
         weights: every tensor of the spec; missing entries are 0.
@@ -70,7 +68,7 @@ class ProxyModel:
 
     @property
     def undone(self) -> dict[str, Tensor]:
-        """The weights, divided by the scale where the method multiplied them."""
+        """Return the weights, without the factor by which the method multiplied some of them."""
         return {n: w / self.scale if n in self.missing else w for n, w in self.weights.items()}
 
 
@@ -79,9 +77,9 @@ class ModelSimilarity:
     """Cosine similarity to the server's model, in three forms.
 
     Attributes:
-        whole: of all tensors as received, as one vector.
-        visible: of all visible entries, as one vector, the scale undone.
-        mean: of each tensor as received, the mean over tensors.
+        whole: over all tensors as received, as one vector.
+        visible: over all visible entries without the scale, as one vector.
+        mean: mean over tensors of each received tensor's similarity.
     """
 
     whole: float
@@ -98,12 +96,12 @@ class ProxyScores:
 
 
 class _Started(Exception):
-    """Ends a client half where training would begin."""
+    """Raised to stop a client's step before training begins."""
 
 
 @dataclass
 class _Reader:
-    """A trainer that remembers what it is asked to train, and trains nothing."""
+    """A trainer that records the weights it should train, and does not train."""
 
     spec: Spec
     num_examples: int = 1
@@ -121,20 +119,20 @@ class _Reader:
 def read_proxy(
     method: Method, spec: Spec, down: Payload, scale: float = 1.0, known: Weights | None = None
 ) -> ProxyModel:
-    """The proxy in a broadcast.
+    """Return the proxy in a broadcast.
 
     Args:
-        scale: the method's; 1 for a method that does not scale.
+        scale: the method's scale; 1 for a method that does not scale.
         known: the site's weights before this broadcast, for a method that sends a part of its proxy once (fedsp).
 
     Raises:
-        ValueError: a method whose client half asks for no training.
+        ValueError: the method's client step does not train.
     """
     reader = _Reader(spec)
     ctx = RoundContext(0, "adversary", True, bytes(32))
     try:
         private = None if known is None else FederatedState(dict(known))
-        method.client(private, down, cast("Trainer", reader), ctx)  # it asks for nothing but training
+        method.client(private, down, cast("Trainer", reader), ctx)  # it only calls the trainer
     except _Started:
         return ProxyModel(reader.weights, reader.frozen, scale)
     raise ValueError(
@@ -144,9 +142,9 @@ def read_proxy(
 
 
 def list_proxies(view: AdversaryView, sites: Sequence[str] | None = None, scale: float = 1.0) -> Iterator[ProxyModel]:
-    """Every proxy in the view, in the order of its messages. With `sites` only those of these sites, which collude.
+    """Yield every proxy in the view, in message order; with `sites`, only the proxies of these colluding sites.
 
-    What a method sends once stays as it was sent: the view does not show how a site's training changed it.
+    A part that a method sends once stays as sent: the view does not show how a site's training changed it.
     """
     known: dict[str, Weights] = {}
     for sighting in view.broadcasts():
@@ -158,7 +156,7 @@ def list_proxies(view: AdversaryView, sites: Sequence[str] | None = None, scale:
 
 
 def average_proxies(seen: Iterable[ProxyModel]) -> ProxyModel:
-    """The mean of every entry over the proxies that showed it. Raises ValueError where there is no proxy.
+    """Return the mean of each entry over the proxies that show it. Raises ValueError without any proxy.
 
     One proxy is in memory at a time.
     """
@@ -174,7 +172,7 @@ def average_proxies(seen: Iterable[ProxyModel]) -> ProxyModel:
 
 
 def fill_from_base(proxy: ProxyModel, base: Weights) -> ProxyModel:
-    """The proxy with its scale undone, and its missing entries taken from the public base."""
+    """Return the proxy without its scale, with missing entries filled from the public base."""
     known = proxy.undone
     return ProxyModel(
         {n: torch.where(proxy.missing[n], base[n], w) if n in proxy.missing else w for n, w in known.items()}, {}
@@ -182,16 +180,16 @@ def fill_from_base(proxy: ProxyModel, base: Weights) -> ProxyModel:
 
 
 def fine_tune_proxy(proxy: ProxyModel, local: Trainer) -> ProxyModel:
-    """The proxy after training on a client's own data. No entry is held still: a dishonest client may train all."""
+    """Return the proxy after training all its entries on a client's own data, as a dishonest client may."""
     return ProxyModel(local.train(proxy.weights).weights, {})
 
 
 def proxy_similarity(
     proxy: ProxyModel, server: Weights, names: Iterable[str], base: Weights | None = None
 ) -> ModelSimilarity:
-    """The similarity of a proxy to the server's model, over the protected tensors `names`.
+    """Return the similarity of a proxy to the server's model, over the protected tensors `names`.
 
-    With `base` it is that of the differences to the base, W_t - W_0 and proxy - W_0. As received, a missing entry is
+    With `base`, compare the differences to the base, W_t - W_0 and proxy - W_0. As received, a missing entry is
     0, and its difference to the base is -W_0.
     """
     as_received, visible, each = _Cosine(), _Cosine(), []
@@ -209,7 +207,7 @@ def proxy_similarity(
 
 
 class _Cosine:
-    """The cosine of two long vectors, given piece by piece."""
+    """Computes the cosine of two long vectors from their pieces."""
 
     def __init__(self) -> None:
         self._dot = self._x = self._y = 0.0

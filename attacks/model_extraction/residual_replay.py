@@ -6,12 +6,12 @@ the method again on the broadcasts that the site answered, with a trainer that d
 
 | case | result |
 |---|---|
-| a broadcast of a change alone | the site's earlier broadcasts are read back to one that needs none |
-| a repeated round | each attempt begins from what the site had kept of an earlier round |
+| a broadcast with only a change | the attack also reads earlier broadcasts, back to a complete one |
+| a repeated round | each attempt begins from the state that the site kept from an earlier round |
 | a broadcast that the view lacks | StateError, with the site and the round |
 | a lower rank of the site (FLoRA) | its pairs, with zeros beyond the rank |
-| uploads in codes | the weights that they stand for |
-| sums unseen | FedEx-LoRA's mean pairs; of FLoRA products alone are summed, in which there are no pairs |
+| quantized uploads | the decoded weights |
+| secure sums | FedEx-LoRA's mean pairs; FLoRA sums only products, which contain no pairs |
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def explain_misfit(view: AdversaryView) -> str:
 
 
 def starting_weights(view: AdversaryView, answered: Sequence[ObservedParticipation], index: int) -> Weights:
-    """Every tensor of the spec as the site began with it in one of its participations.
+    """Return every tensor of the spec at the start of one participation of a site.
 
     Args:
-        view: of the server.
-        answered: all participations of the site, in their order.
-        index: which of them.
+        view: the server's view.
+        answered: all participations of the site, in order.
+        index: index of the participation.
 
     Raises:
-        StateError: a broadcast that this needs is not in the view.
+        StateError: the view lacks a required broadcast.
     """
-    turns = [index]  # back to a broadcast that needs nothing of an earlier one
+    turns = [index]  # back to a complete broadcast
     while True:
         try:
             state, trained = _again(view, answered[turns[0]], None)
@@ -95,7 +95,7 @@ def _again(
 
 
 class _Still(Trainer):
-    """Remembers what it was to train from, and leaves it there."""
+    """A trainer that records its start and returns it unchanged."""
 
     num_examples = 1
 
@@ -124,7 +124,7 @@ class _Still(Trainer):
 
 
 def final_factors(view: AdversaryView, upload: ObservedMessage) -> dict[str, Tensor]:
-    """The pairs that an upload holds, fp32, in the spec's shapes; of sums the mean pairs, where these are summed."""
+    """Return an upload's pairs, fp32, in the spec's shapes; for sums the mean pairs, if the sums contain pairs."""
     spec, method = view.exchange.spec, view.exchange.method
     assert isinstance(method, FedExLoRA | FLoRA), "see misfit"
     uploads = UploadQuantization(method.wire_dtype, method.upload_bits)

@@ -1,1 +1,1 @@
-"""Attacks that rebuild rows from gradients."""
+"""Attacks that reconstruct examples from gradients."""

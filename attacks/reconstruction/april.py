@@ -1,25 +1,25 @@
-"""APRIL: the closed form that reads an image off the gradient of a ViT's first attention.
+"""APRIL: a closed form that reconstructs an image from the gradient of a ViT's first attention.
 
 Lu, Zhang, Zhao, Gu, Cheng: APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers. CVPR 2022, section 4.
 
-Where the embedded tokens z0 feed only the attention of block 0, with d = dL/d(q, k, v), one image and S patches:
+If the embedded tokens z0 feed only the attention of block 0, with d = dL/d(q, k, v), one image and S patches:
 
-    A = dL/dE_pos = d W          (S + 1) x D     W: the weights of q, k, v over each other, 3D x D
+    A = dL/dE_pos = d W          (S + 1) x D     W: the stacked weights of q, k, v, 3D x D
     G = dL/dW     = d^T z0            3D x D
     A^T z0 = W^T G                               biases drop out
 
 Solve it for z0 by least squares, subtract E_pos, drop the class token, subtract the bias b of the patch embedding, and
-solve E X^T = (z - b)^T for the patches X. Where the picture is known to be X = T u, solve E (T u)^T = (z - b)^T for u,
+solve E X^T = (z - b)^T for the patches X. If the image is known to be X = T u, solve E (T u)^T = (z - b)^T for u,
 by LSMR (Fong, Saunders: SIAM J. Sci. Comput. 33(5), 2011).
 
 | case | result |
 |---|---|
 | block without layer norm and residual (`replace_first_block`), batch 1, D >= S + 1 and D >= C P^2 | exact |
 | the same, D < C P^2 | the patches of least norm: blurred |
-| the same, of a picture that was enlarged by a known map T | exact where the small one has fewer values than S D |
-| the standard pre-norm block | fails even undefended: z0 reaches the loss by the residual and W by the layer norm |
+| the same, an image that was upsampled by a known map T | exact if the small image has fewer values than S D |
+| the standard pre-norm block | fails even undefended: z0 reaches the loss by the residual, and W by the layer norm |
 | batch above 1 | fails: A is a sum over the batch |
-| a mask on the gradient | fails: zeros are taken as data, which says nothing of an adversary who knows the mask |
+| a mask on the gradient | fails: it treats zeros as data; an adversary who knows the mask may succeed |
 | dL/dE_pos withheld (zeros) | the image of z0 = 0, no information |
 
 The paper on random binary weights for ViT, whose method this repository tests, took the attack from a public
@@ -46,7 +46,7 @@ __all__ = ["PATCH_WEIGHT", "POSITION", "AprilBlock", "ImageUpsampling", "april_c
 
 Named = Mapping[str, Tensor]
 
-_EXACT, _MOST_STEPS = 1e-12, 2000  # of LSMR: the relative tolerance, and its end where it does not get there
+_EXACT, _MOST_STEPS = 1e-12, 2000  # LSMR's relative tolerance, and its maximum number of steps
 
 POSITION = r"embeddings\.position_embeddings"
 PATCH_WEIGHT = r"patch_embeddings\.projection\.weight"
@@ -61,15 +61,15 @@ class ImageUpsampling:
     """A linear map T from a small picture into the model's input, such as bilinear resizing.
 
     Attributes:
-        apply: T of (1, channels, height, width), in double precision.
-        shape: of the small picture, (channels, height, width).
+        apply: T, for input (1, channels, height, width) in double precision.
+        shape: shape of the small image, (channels, height, width).
     """
 
     apply: Callable[[Tensor], Tensor]
     shape: tuple[int, int, int]
 
     def input_of(self, kernel: Tensor, tokens: Tensor) -> Image:
-        """T u for the u of least squares ||E T u - tokens||: kernel (D, C, P, P), tokens (S, D) without their bias."""
+        """Return T u for the u that minimises ||E T u - tokens||: kernel (D, C, P, P), tokens (S, D) without bias."""
 
         def embedded(flat: Tensor) -> Tensor:
             patches = functional.conv2d(self.apply(flat.reshape(1, *self.shape)), kernel, stride=kernel.shape[-1])
@@ -89,7 +89,7 @@ class ImageUpsampling:
 
 
 class AprilBlock(nn.Module):
-    """A block of attention, then MLP, without layer norm and residual; both are those of the block that it replaces."""
+    """Attention followed by MLP, without layer norm and residual; it reuses both from the block that it replaces."""
 
     attention: nn.Module
     mlp: nn.Module
@@ -100,16 +100,16 @@ class AprilBlock(nn.Module):
         self.mlp = block.mlp
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The block's output (batch, tokens, width)."""
+        """Return the block's output (batch, tokens, width)."""
         attended, _ = self.attention(hidden_states, attention_mask, **kwargs)
         output: Tensor = self.mlp(attended)
         return output
 
 
 def replace_first_block(model: nn.Module) -> nn.Module:
-    """Replaces block 0 of a transformers ViT by a `AprilBlock`, in place, so that z0 feeds only the attention.
+    """Replace block 0 of a transformers ViT with an `AprilBlock`, in place, so that z0 feeds only the attention.
 
-    This is what public implementations of APRIL attack. It is not a ViT that anybody trains. Parameters keep their
+    Public implementations of APRIL attack this model, which is not a ViT used in practice. Parameters keep their
     names and values; the block's two layer norms are gone.
     """
     layers: Any = next(m for n, m in model.named_modules() if n.endswith(("vit.layers", "encoder.layer")))
@@ -120,15 +120,15 @@ def replace_first_block(model: nn.Module) -> nn.Module:
 def april_closed_form(
     gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0, enlargement: ImageUpsampling | None = None
 ) -> Image:
-    """The image whose gradients these are, clipped to [low, high]. Zeros of a mask are taken as data.
+    """Return the image that gives these gradients, clipped to [low, high]. Zeros of a mask count as data.
 
     Args:
-        gradients: by parameter name; those of the position embedding and of q, k, v of block 0 are used.
-        model: the ViT at the weights that the gradients were taken at.
-        enlargement: what made the model's input of a smaller picture, if the adversary knows it; the input is returned.
+        gradients: by parameter name; the attack uses those of the position embedding and of q, k, v of block 0.
+        model: the ViT with the weights at which the gradients were computed.
+        enlargement: the map from a smaller image to the model's input, if the adversary knows it.
 
     Raises:
-        ValueError: a gradient that is missing.
+        ValueError: a gradient is missing.
     """
     weights = dict(model.named_parameters())
     a = to_double(find_tensor(gradients, POSITION)).flatten(0, -2)
@@ -144,9 +144,9 @@ def april_closed_form(
 
 
 def find_tensor(tensors: Named, pattern: str) -> Tensor:
-    """The one tensor whose name ends in the regular expression `pattern`. Raises ValueError for none or several.
+    """Return the only tensor whose name ends in the regular expression `pattern`. Raises ValueError otherwise.
 
-    Never by index: the modified block has fewer tensors.
+    A lookup by index would fail, because the modified block has fewer tensors.
     """
     matches = [n for n in tensors if re.search(rf"(^|\.){pattern}$", n)]
     if len(matches) != 1:
@@ -155,18 +155,18 @@ def find_tensor(tensors: Named, pattern: str) -> Tensor:
 
 
 def least_squares(a: Tensor, b: Tensor) -> Tensor:
-    """The X of least norm that minimises ||A X - B||, by singular values (gelsd): a lack of rank is no error."""
+    """Return the X of least norm that minimises ||A X - B||, by singular values (gelsd), for A of any rank."""
     solution: Tensor = torch.linalg.lstsq(a, b, driver="gelsd").solution
     return solution
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    """The tensor on the host in double precision, where gelsd runs."""
+    """Return the tensor on the CPU in double precision, as gelsd needs it."""
     return tensor.detach().double().cpu()
 
 
 def assemble_patches(patches: Tensor, model: nn.Module) -> Image:
-    """The image that flattened patches make, of the sizes in the model's configuration."""
+    """Assemble the image from flattened patches, with the sizes in the model's configuration."""
     config: Any = model.config
     size, patch = (s if isinstance(s, int) else s[0] for s in (config.image_size, config.patch_size))
     return join_patches(patches, config.num_channels, size, size, patch)

@@ -36,10 +36,10 @@ __all__ = ["direct_inversion"]
 
 
 def direct_inversion(gradients: Named, model: nn.Module, low: float = -1.0, high: float = 1.0) -> Image:
-    """The image whose gradients these are, clipped to [low, high]. Of the model only the sizes are used.
+    """Return the image that gives these gradients, clipped to [low, high]. Only the model's sizes are used.
 
     Raises:
-        ValueError: a gradient that is missing.
+        ValueError: a gradient is missing.
     """
     a = to_double(find_tensor(gradients, POSITION)).flatten(0, -2)[1:]
     kernel = to_double(find_tensor(gradients, PATCH_WEIGHT)).flatten(1)

@@ -1,28 +1,28 @@
-"""Masked gradient matching: the adversary who knows which entries of a gradient were withheld.
+"""Masked gradient matching: an attack by an adversary who knows which entries of a gradient were withheld.
 
 Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019, with two changes: only observed entries are matched, and small
 images are found by Levenberg-Marquardt (Marquardt 1963). The prior is that of Geiping, Bauermeister, Dröge, Moeller:
-Inverting Gradients. NeurIPS 2020. The start from coarse images is ours: three from grey noise ended in wrong minima on
-4 of 12 of CIFAR-10's pictures at 8 x 8 pixels, with no mask at all, and this one on one of those; it and seven more, of
-50 steps, on 1 of 20 others. All its draws end alike, so the other starts are of noise: of sums of waves some are found
-from there alone.
+Inverting Gradients. NeurIPS 2020. The start from coarse images is ours. On 12 of CIFAR-10's images at 8 x 8 pixels,
+without a mask, three starts from grey noise ended in wrong minima on 4 images, and the coarse start on one of those.
+The coarse start with seven more starts of 50 steps failed on 1 of 20 other images. All draws of the coarse start end
+alike, so the other starts use noise: some sums of waves are found only from there.
 
     r(u) = m o (grad_w L(f_w(T u), y) - g) / ||m o g||         the residual is ||r||
     levenberg_marquardt:  (J^T J + mu t I) du = -J^T r,        J = dr/du,  t = mean diagonal of J^T J
-    of a batch            J = [J_1 ... J_b],  J_i = dg_i/du_i / (b ||m o g||),  g_i the gradient of image i alone
-    the first start       u of 1 x 1 pixel fits r, then the same of 2 x 2, 4 x 4 ..., each enlarged, then u itself
+    for a batch           J = [J_1 ... J_b],  J_i = dg_i/du_i / (b ||m o g||),  g_i the gradient of image i alone
+    the first start       fit r with u of 1 x 1 pixel, then of 2 x 2, 4 x 4 ..., each upsampled, then u itself
     first_order:          min ||r(u)||^2 + tv TV(T u)          by Adam
 
-u is the unknown image, T a known map into the model's input (an upsampling, else the identity), m the mask, which
-anybody sees from the zeros, and y the known label. An adversary who does not know y tries each label and keeps the
-least residual. Of several starts the one of least residual is kept. Nothing here sees the true image. The gradient of a
-mean of losses is the mean of the images' gradients, so a column of J costs one image, however large the batch.
+u is the unknown image, T a known map into the model's input (an upsampling, else the identity), m the mask, which the
+zeros reveal, and y the known label. An adversary who does not know y tries each label and keeps the least residual. Of
+several starts, the attack keeps the one with the least residual. It never sees the true image. The gradient of a mean
+of losses is the mean of the images' gradients, so a column of J costs one image for any batch size.
 
 | case | result |
 |---|---|
 | nothing observed | ValueError |
-| fewer observed entries than unknowns | the damped step of least norm: an image of small residual, not the image |
-| pre-norm ViT with D <= C P^2 and D - 1 < S | a residual of 0 and not the image: layer norms do not see z + c 1 |
+| fewer observed entries than unknowns | a damped step of least norm: an image of small residual, not the true image |
+| pre-norm ViT with D <= C P^2 and D - 1 < S | residual 0, not the true image: layer norms ignore the c 1 in z + c 1 |
 | several exchanges | one residual over all, each at its own weights |
 """
 
@@ -43,20 +43,20 @@ from fedveil.attacks.reconstruction.observed_gradients import ObservedGradient
 __all__ = ["MatchedImage", "coarser_sizes", "first_order", "levenberg_marquardt", "total_variation"]
 
 _LARGEST_JACOBIAN = 1 << 29  # entries in double precision: 4 GiB
-_COARSE = 12  # steps for each of the coarser images of a start
-_START = 0.05  # deviation of a start, in parts of the valid range: wider ones end in a wrong minimum more often
+_COARSE = 12  # number of steps for each coarser image of a start
+_START = 0.05  # standard deviation of a start, relative to the valid range: wider starts end in wrong minima more often
 _EASED, _RAISED, _LEAST, _MOST = 1 / 5, 4.0, 1e-15, 1e6  # of the damping mu
 
 
 @dataclass(frozen=True)
 class MatchedImage:
-    """The image of least residual.
+    """The image with the least residual.
 
     Attributes:
-        image: of the unknown's shape, clipped to the valid range.
-        residual: ||r|| before the clipping; 1 = no better than a gradient of zeros.
-        iterations: how many the start that was kept took.
-        start: the number of that start.
+        image: the image, in the unknown's shape, clipped to the valid range.
+        residual: ||r|| before clipping; 1 = no better than a gradient of zeros.
+        iterations: number of iterations of the best start.
+        start: number of the best start.
     """
 
     image: Tensor
@@ -81,20 +81,20 @@ def levenberg_marquardt(
     low: float = -1.0,
     high: float = 1.0,
 ) -> MatchedImage:
-    """The image by damped Gauss-Newton steps in double precision, for about a thousand unknowns.
+    """Find the image by damped Gauss-Newton steps in double precision, for about a thousand unknowns.
 
     Args:
-        model: in evaluation mode, where no image of a batch changes what another gives; its attention by `sdpa`:
-            transformers' eager attention rounds to single precision.
+        model: in evaluation mode, so that the images of a batch do not affect each other; with `sdpa` attention,
+            because transformers' eager attention rounds to single precision.
         labels: (batch,) classes.
-        shape: of the unknown (batch, channels, height, width). Without `upsample` it is the shape of the model's input.
-        upsample: T, of each image by itself.
-        starts: the most; there is no further one once a residual is below `tolerance`.
-        damping: mu of the first step. A step that helps divides it by 5, a step that does not multiplies it by 4.
-        coarse: steps for each of the first start's coarser images; 0 = it is of grey noise as all others.
+        shape: the unknown's shape (batch, channels, height, width); the model's input shape without `upsample`.
+        upsample: T, applied to each image separately.
+        starts: maximum number of starts; no further start once a residual is below `tolerance`.
+        damping: mu of the first step. A successful step divides it by 5, an unsuccessful one multiplies it by 4.
+        coarse: steps for each coarser image of the first start; 0 = the first start is grey noise like the others.
 
     Raises:
-        ValueError: a Jacobian above 4 GiB, or nothing observed.
+        ValueError: a Jacobian above 4 GiB, or nothing was observed.
     """
     residual = residual_of(model, observed, labels, upsample, torch.float64)
     entries, unknowns = residual.targets.numel(), math.prod(shape)
@@ -120,28 +120,28 @@ def levenberg_marquardt(
 
 
 def coarser_sizes(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Heights and widths of the coarser images of the first start, the smallest first: halves down to a side of 1."""
+    """Return the sizes of the first start's coarser images, smallest first: repeated halves down to a side of 1."""
     height, width = shape[-2:]
     halvings = range(min(height, width).bit_length() - 1, 0, -1)
     return [(height >> k, width >> k) for k in halvings]
 
 
 def _at(size: tuple[int, int], images: Tensor) -> Tensor:
-    """Images of that height and width; smaller ones are means, larger ones bilinear."""
+    """Resize images to that height and width: averaging to shrink, bilinear to enlarge."""
     if size[0] < images.shape[-2]:
         return functional.adaptive_avg_pool2d(images, size)
     return functional.interpolate(images, size, mode="bilinear", align_corners=False)
 
 
 def _of_smaller(residual: GradientResidual, full: tuple[int, int]) -> GradientResidual:
-    """r of smaller images, as a function of them: they are enlarged to the unknown's size."""
+    """Return r as a function of smaller images, which are upsampled to the unknown's size."""
     return replace(residual, sent=lambda images, of: residual.sent(_at(full, images), of))
 
 
 def _damped(
     residual: GradientResidual, shape: Sequence[int], flat: Tensor, iterations: int, tolerance: float, mu: float
 ) -> tuple[Tensor, float, int]:
-    """Levenberg-Marquardt from one start: where it ended, the residual's norm there, and the steps it took."""
+    """Run Levenberg-Marquardt from one start; return its end point, the residual's norm there, and the steps."""
     eye = torch.eye(flat.numel(), dtype=flat.dtype, device=flat.device)
     r = residual(flat.reshape(*shape))
     for step in range(iterations):
@@ -178,10 +178,10 @@ def first_order(
     low: float = -1.0,
     high: float = 1.0,
 ) -> MatchedImage:
-    """The image by Adam with a cosine schedule and a total-variation prior, in the model's own precision.
+    """Find the image by Adam with a cosine schedule and a total-variation prior, in the model's own precision.
 
-    For large images. The arguments are those of `levenberg_marquardt`; `variation` is the weight of the prior, which is
-    taken of the mapped image.
+    This is for large images. The arguments are those of `levenberg_marquardt`; `variation` is the weight of the prior
+    on the mapped image.
     """
     kind = next(model.parameters()).dtype
     residual = residual_of(model, observed, labels, upsample, kind)
@@ -194,7 +194,7 @@ def first_order(
         for step in range(iterations):
             image = unknown.reshape(*shape)
             r = residual(image)
-            # The prior moves the image off the least residual, so the one of least residual is remembered on the way.
+            # The prior moves the image away from the least residual, so keep the image with the least residual so far.
             if float(r.detach().norm()) < least:
                 best, least, at = unknown.detach().clone(), float(r.detach().norm()), step
             if least < tolerance:
@@ -213,7 +213,7 @@ def first_order(
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of neighbouring pixels, across plus down; `images` is (..., height, width)."""
+    """Return the mean absolute difference of horizontal plus vertical neighbours; `images` is (..., height, width)."""
     return images.diff(dim=-1).abs().mean() + images.diff(dim=-2).abs().mean()
 
 
@@ -239,7 +239,7 @@ def _least(
     device: torch.device,
     kind: torch.dtype,
 ) -> MatchedImage:
-    """The start of least residual."""
+    """Return the result of the start with the least residual."""
     if starts < 1:
         raise ValueError(f"starts: expected at least 1, found {starts}")
     low, high = span

@@ -32,9 +32,9 @@ class GradientResidual:
     """r(u) over all exchanges.
 
     Attributes:
-        sent: the observed entries of the gradient of the mean loss of images with these labels.
+        sent: returns the observed entries of the gradient of the mean loss, for images with these labels.
         targets: those entries as the client sent them.
-        labels: of the batch.
+        labels: classes of the batch.
         size: ||m o g||.
     """
 
@@ -44,11 +44,11 @@ class GradientResidual:
     size: Tensor
 
     def __call__(self, unknown: Tensor) -> Tensor:
-        """(entries,) of these images."""
+        """Return the residual of these images, shape (entries,)."""
         return (self.sent(unknown, self.labels) - self.targets) / self.size
 
     def jacobian(self, unknown: Tensor) -> Tensor:
-        """(entries, unknowns), image by image: a mean of losses has the mean of the images' gradients."""
+        """Return the Jacobian (entries, unknowns), image by image: the mean loss has the mean of their gradients."""
         count, each = len(self.labels), unknown[0].numel()
         eye = torch.eye(each, dtype=unknown.dtype, device=unknown.device)
         columns = []
@@ -64,7 +64,7 @@ class GradientResidual:
 def residual_of(
     model: nn.Module, observed: Sequence[ObservedGradient], labels: Tensor, upsample: Map | None, kind: torch.dtype
 ) -> GradientResidual:
-    """The residual of what was observed, in this precision. Raises ValueError where nothing was."""
+    """Create the residual for observed gradients, in this precision. Raises ValueError if nothing was observed."""
     parts: list[tuple[dict[str, Tensor], dict[str, Tensor], Tensor]] = []
     targets: list[Tensor] = []
     device = labels.device

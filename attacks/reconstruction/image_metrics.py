@@ -1,10 +1,10 @@
-"""Images: how near a reconstruction comes, patches, baselines, and a sheet to look at.
+"""Image metrics, patches, the mean-image baseline, and contact sheets.
 
 | function | source |
 |---|---|
 | `peak_signal_to_noise` | 10 log10(L^2 / MSE), L = the width of the range of values |
 | `structural_similarity` | Wang, Bovik, Sheikh, Simoncelli 2004, Image Quality Assessment, section III-B and III-C |
-| `mean_image` | the guess of an adversary who saw no message |
+| `mean_image` | the guess of an adversary who saw no messages |
 
 Every image is (channels, height, width) with values in [low, high].
 
@@ -48,18 +48,18 @@ _THUMB, _TEXT, _GAP = 96, 14, 4  # of a contact sheet, in pixels
 
 
 def peak_signal_to_noise(mine: Image, true: Image, data_range: float) -> float:
-    """Peak signal to noise ratio in dB; `data_range` = high - low, 2 for values in [-1, 1]."""
+    """Return the peak signal-to-noise ratio in dB; `data_range` = high - low, 2 for values in [-1, 1]."""
     _check(mine, true, data_range)
     error = (mine.double() - true.double()).square().mean().item()
     return math.inf if error == 0 else 10 * math.log10(data_range**2 / error)
 
 
 def structural_similarity(mine: Image, true: Image, data_range: float, low: float = 0.0) -> float:
-    """Mean structural similarity over windows inside the image and over channels.
+    """Return the mean structural similarity over windows inside the image and over channels.
 
         SSIM = (2 mx my + C1)(2 sxy + C2) / ((mx^2 + my^2 + C1)(sx^2 + sy^2 + C2)),  C1 = (0.01 L)^2,  C2 = (0.03 L)^2
 
-    Intensities are counted from `low`: the formula is made for values in [0, L], and shifted values change it.
+    Intensities are measured from `low`: the formula is for values in [0, L], and an offset changes its result.
     """
     _check(mine, true, data_range)
     if min(true.shape[1:]) < _WINDOW:
@@ -68,7 +68,7 @@ def structural_similarity(mine: Image, true: Image, data_range: float, low: floa
     at = torch.arange(_WINDOW, dtype=torch.float64) - (_WINDOW - 1) / 2
     line = torch.exp(-at.square() / (2 * _SIGMA**2))
     window = torch.outer(line, line)[None, None] / line.sum() ** 2
-    # Twice the same moments by one convolution: E x, E y, E x^2, E y^2, E xy.
+    # One convolution computes all moments: E x, E y, E x^2, E y^2, E xy.
     mx, my, xx, yy, xy = (functional.conv2d(of, window) for of in (x, y, x * x, y * y, x * y))
     c1, c2 = (_K1 * data_range) ** 2, (_K2 * data_range) ** 2
     means = (2 * mx * my + c1) / (mx * mx + my * my + c1)
@@ -77,10 +77,10 @@ def structural_similarity(mine: Image, true: Image, data_range: float, low: floa
 
 
 def join_patches(patches: Patches, channels: int, height: int, width: int, patch: int) -> Image:
-    """Return the image of patches that come row by row, each flattened as a convolution kernel is.
+    """Join patches in row order, each flattened like a convolution kernel, into an image.
 
     Raises:
-        ValueError: patches of another number or size.
+        ValueError: the number or size of the patches is wrong.
     """
     rows, columns = height // patch, width // patch
     if patches.shape != (rows * columns, channels * patch * patch):
@@ -92,9 +92,9 @@ def join_patches(patches: Patches, channels: int, height: int, width: int, patch
 
 
 def mean_image(images: Float[Tensor, "images channels height width"], without: int | None = None) -> Image:
-    """The mean of images of the same kind: an attack that does worse has learnt nothing from the message.
+    """Return the mean image: an attack that scores below it has learnt nothing from the message.
 
-    `without` leaves out the image under attack, which an adversary does not have. Raises ValueError where none is left.
+    `without` leaves out the image under attack, which an adversary does not have. Raises ValueError if none is left.
     """
     indices = [i for i in range(len(images)) if i != without]
     if not indices:
@@ -105,10 +105,10 @@ def mean_image(images: Float[Tensor, "images channels height width"], without: i
 def contact_sheet(
     images: Sequence[Image], labels: Sequence[str], low: float = 0.0, high: float = 1.0, columns: int = 8
 ) -> bytes:
-    """A PNG of the images in rows, each under its label; values outside [low, high] are clipped, a NaN is black.
+    """Return a PNG of the images in rows, each under its label; values are clipped to [low, high], a NaN is black.
 
     Raises:
-        ValueError: no images, or another number of labels.
+        ValueError: no images, or a different number of labels.
     """
     if len(images) != len(labels) or not images:
         raise ValueError(f"expected a label for each image, found {len(images)} images and {len(labels)} labels")
@@ -121,7 +121,7 @@ def contact_sheet(
         left, top = _GAP + place % columns * width, _GAP + place // columns * height
         values = ((image.double() - low) / (high - low)).nan_to_num(0.0, 1.0, 0.0).clamp(0, 1).mul(255).round()
         pixels = values.byte().cpu().expand(3, -1, -1).permute(1, 2, 0).contiguous()
-        # Nearest neighbour: a sheet must not smooth away what a bad reconstruction looks like.
+        # Nearest neighbour: smoothing would hide the artifacts of a bad reconstruction.
         thumb = Pillow.fromarray(pixels.numpy()).resize((_THUMB, _THUMB), Pillow.Resampling.NEAREST)
         draw.text((left, top), label, fill="black")
         sheet.paste(thumb, (left, top + _TEXT))

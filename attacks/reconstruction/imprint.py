@@ -1,27 +1,27 @@
-"""Imprint: a server that broadcasts a LoRA pair made so that one upload spells out the beginnings of the rows.
+"""Imprint: a server broadcasts a crafted LoRA pair, so that one upload reveals the first tokens of the examples.
 
 After Fowl, Geiping, Czaja, Goldblum, Goldstein: Robbing the Fed. ICLR 2022, and Shi et al.: From Efficiency to Leakage
-(NeuroImprint). 2026, arXiv 2606.20553. Both have biases and a ReLU of their own to sort rows into neurons. A LoRA pair
-has neither, so the activation behind the adapted layer takes their place, and the span of what was learned is searched
-as DAGER does (Petrov et al. 2024).
+(NeuroImprint). 2026, arXiv 2606.20553. Both use their own biases and ReLU to sort examples into neurons. A LoRA pair
+has neither, so this attack uses the activation after the adapted layer instead. It searches the span of the learned
+update as DAGER does (Petrov et al. 2024).
 
-With u = W x + b + s B A x before the activation of the first block's MLP, x (d) the input of a token, and r the rank:
+With u = W x + b + s B A x before the activation of the first block's MLP, x (d) a token's input, and r the rank:
 
-    A_0 = gate, B[k, 0] = slope / s for r - 1 neurons k     u_k is far below 0, and its slope 0, but where gate . x > 0
+    A_0 = gate, B[k, 0] = slope / s for r - 1 neurons k     u_k is far below 0, with slope 0, unless gate . x > 0
     B[k_j, j] = FAINT for j = 1 .. r - 1, one neuron each   dL/dA_j = s FAINT sum_t (dL/du_t)_(k_j) x_t over those t
     A_j <- A_j - lr g / (|g| + 1e-8)                        AdamW's first step; g is small, so it can be solved for g
 
-The gate is open at a few chosen positions. Their x depend on the tokens up to there and on the public base alone. So if
-no more than r - 1 different x pass the gate, their span is known, and a prefix is extended by each token of the
-vocabulary whose x lies in it.
+The gate is open at a few chosen positions. Their x depend only on the tokens up to there and on the public base. So if
+at most r - 1 different x pass the gate, their span is known. The attack extends a prefix by each token of the
+vocabulary whose x lies in that span.
 
 | case | result |
 |---|---|
-| one step of AdamW, at most r - 1 different beginnings at the chosen positions | every row's beginning, exactly |
-| more of them than r - 1 | the span is too large or wrong: few or none |
+| one step of AdamW, at most r - 1 different prefixes at the chosen positions | every example's prefix, exactly |
+| more than r - 1 different prefixes | the span is too large or wrong: few or none |
 | an honest broadcast (B = 0) | none: dL/dA is 0 |
-| several local steps | worse with each: what step 1 wrote into B lets every token into A |
-| a method that withholds A | none of that upload |
+| several local steps | worse with each step: after step 1 changed B, every token contributes to A |
+| a method that withholds A | none from that upload |
 | noise on the gradient (`dp.*`) | none |
 """
 
@@ -49,10 +49,10 @@ __all__ = [
 
 Tokens = tuple[int, ...]
 
-FAINT = 1e-6  # so small that AdamW's first step is not yet the sign of the gradient
-_ADAM = 1e-8  # what AdamW adds to the root, as torch has it
+FAINT = 1e-6  # so small that AdamW's first step is not yet the gradient's sign
+_ADAM = 1e-8  # AdamW's epsilon, as in torch
 _RANK = 1e-5  # singular values below this part of the largest are rounding
-_OUTSIDE = 0.02  # of a candidate's norm that may lie outside the span
+_OUTSIDE = 0.02  # fraction of a candidate's norm that may lie outside the span
 _MARGIN_STEPS = 100
 _MOST_PATHS = 1000
 
@@ -77,7 +77,8 @@ def layer_inputs(
 def gate_direction(
     task: AdaptedTask, weights: Weights, layer: str, positions: range, public: Sequence[TokenExample]
 ) -> Float64[Tensor, " d"]:
-    """A direction: its product with an input is about 1 or more at `positions` of public rows, -1 or less elsewhere."""
+    """Return a direction whose product with inputs of public examples is about 1 or more at `positions`, and -1 or
+    less elsewhere."""
     states = [(layer_inputs(task, weights, layer, [row.ids])[0], len(row.ids)) for row in public]
     x = torch.cat([each for each, _ in states])
     inside = torch.cat([torch.arange(n) for _, n in states])
@@ -99,18 +100,18 @@ def gate_direction(
 def craft_broadcast(
     task: AdaptedTask, weights: Weights, layer: str, gate: Tensor, slope: float, plain: bool = True
 ) -> Weights:
-    """`weights` with an imprinting pair at `layer`; the other layers stay.
+    """Return `weights` with an imprinting pair at `layer`; the other layers do not change.
 
     Args:
-        slope: of the neurons' inputs in the gate's product; below about 5 the gate does not close.
-        plain: whether the reading rows of A become 0, which is read more exactly. Otherwise they stay as they are, and
-            the change is smaller.
+        slope: slope of the neurons' inputs in the gate's product; below about 5 the gate does not close.
+        plain: True sets the reading rows of A to 0, for a more exact result. Otherwise they do not change, and
+            the broadcast changes less.
     """
     a, b = weights[f"{layer}.lora_A"].clone(), weights[f"{layer}.lora_B"].clone()
     read, scale = len(a) - 1, float(getattr(task.adapter, "scale", 1.0))
     neurons = _quiet(task, layer, read)
     norm = float(gate.norm())
-    size = (slope * norm * read**0.5 / scale) ** 0.5  # of A_0: where A_0 and B's first column are equally large
+    size = (slope * norm * read**0.5 / scale) ** 0.5  # norm of A_0 at which A_0 and B's first column are equally large
     a[0] = (gate / norm * size).float()
     if plain:
         a[1:] = 0.0
@@ -120,7 +121,7 @@ def craft_broadcast(
 
 
 def _quiet(task: AdaptedTask, layer: str, count: int) -> Tensor:
-    """The neurons of the layer with the smallest weights: the base moves their inputs least."""
+    """Return the layer's neurons with the smallest weights, whose inputs the base affects least."""
     module = task.base.model.get_submodule(layer)
     matrix = module.get_parameter("base_layer.weight").detach().float()
     out = len(task.trained[f"{layer}.lora_B"])
@@ -131,12 +132,12 @@ def _quiet(task: AdaptedTask, layer: str, count: int) -> Tensor:
 def recover_gradient(
     sent: Weights, answered: Weights, layer: str, rate: float, decay: float, adamw: bool = True
 ) -> Float64[Tensor, "read d"] | None:
-    """The gradient of the reading rows of A, up to a factor; None where the upload has no A.
+    """Return the gradient of the reading rows of A, up to a factor; None if the upload has no A.
 
     Args:
         sent, answered: the broadcast and the upload.
         rate, decay: the run's learning rate and weight decay.
-        adamw: whether AdamW made the step; otherwise the step is the gradient.
+        adamw: True if AdamW made the step; otherwise the step is the gradient.
     """
     name = f"{layer}.lora_A"
     if name not in answered:
@@ -145,17 +146,17 @@ def recover_gradient(
         return (answered[name].double() - sent[name].double())[1:]
     step = (answered[name].double() - sent[name].double() * (1 - rate * decay))[1:] / rate
     step = step.clamp(-1 + 1e-9, 1 - 1e-9)
-    return _ADAM * step / (step.abs() - 1)  # a step goes down the gradient
+    return _ADAM * step / (step.abs() - 1)  # a step descends the gradient
 
 
 def recover_prefixes(
     task: AdaptedTask, weights: Weights, layer: str, found: Tensor | None, prefix: Tokens, length: int
 ) -> set[Tokens]:
-    """The beginnings of `length` tokens whose inputs at each position behind the public `prefix` lie in the span.
+    """Return the prefixes of `length` tokens whose inputs at each position after the public `prefix` lie in the span.
 
     Args:
-        weights: the broadcast's.
-        found: of `recover_gradient`.
+        weights: weights of the broadcast.
+        found: result of `recover_gradient`.
     """
     if found is None or not found.any() or not found.isfinite().all():
         return set()

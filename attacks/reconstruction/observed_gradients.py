@@ -2,9 +2,9 @@
 
 | case | result |
 |---|---|
-| masks of random binary weights, whatever their form on the wire | public: an entry is seen where its mask is one |
-| a tensor that was not sent (fixed position) | in no `ObservedGradient`: it is not matched |
-| a true zero under an implicit mask | not seen, like a withheld entry |
+| masks of random binary weights, in any encoding | public: an entry is observed if its mask is one |
+| a tensor that was not sent (fixed position) | not in any `ObservedGradient`, so it is not matched |
+| a true zero under an implicit mask | not observed, like a withheld entry |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ObservedGradient:
 
 
 def observe_all_entries(gradients: Mapping[str, Tensor]) -> ObservedGradient:
-    """Takes every entry as sent. On masked gradients this is the attack that takes zeros as data."""
+    """Treat every entry as sent. On masked gradients, this is the attack that treats zeros as data."""
     return ObservedGradient(gradients, {n: torch.ones_like(g, dtype=torch.bool) for n, g in gradients.items()})
 
 
@@ -57,7 +57,7 @@ def observe_upload(method: Method, payload: Payload, spec: Spec) -> ObservedGrad
 
 
 def subsample_entries(observed: ObservedGradient, most: int, generator: torch.Generator) -> ObservedGradient:
-    """Keeps about `most` of the observed entries, drawn at random: a smaller Jacobian with enough equations."""
+    """Keep about `most` of the observed entries, drawn at random: a smaller Jacobian with enough equations."""
     total = sum(int(seen.sum()) for seen in observed.seen.values())
     if total <= most:
         return observed

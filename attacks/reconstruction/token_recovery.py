@@ -1,28 +1,28 @@
-"""The tokens of a row, read off the span of one LoRA gradient: which tokens of the vocabulary lie in it, by position.
+"""Recover an example's tokens from the span of one LoRA gradient, by testing every token of the vocabulary.
 
 After Petrov, Dimitrov, Baader, Müller, Vechev: DAGER: Exact Gradient Inversion for Large Language Models. NeurIPS 2024,
-arXiv 2405.15586. The text was not at hand: its check of single tokens at the first layer is from memory, and what
-follows is made for a pair of factors. Whole sentences, by deeper layers, are not searched.
+arXiv 2405.15586. We did not have the paper: its test of single tokens at the first layer is from memory, and this
+version is for a pair of factors. It does not search whole sentences with deeper layers.
 
-At an adapted layer that reads the embeddings alone, y = W x + s B A x, with x_t (d) the input of token t at position t:
+At an adapted layer that reads only the embeddings, y = W x + s B A x, with x_t (d) the input of token t at position t:
 
     dL/dA = s sum_t (B^T dL/dy_t) x_t^T        (r x d): all its rows lie in the span of the x_t
     T different x_t, T < r, B of full rank     the rows span all of it, if the errors are independent
-    token v stands at position p               x(v, p) lies in the span: ||x - P x|| <= OUTSIDE ||x||
+    token v is at position p                   x(v, p) lies in the span: ||x - P x|| <= OUTSIDE ||x||
 
-x(v, p) depends on the public base alone, so every token of the vocabulary is tried at every position.
+x(v, p) depends only on the public base, so the attack tests every token of the vocabulary at every position.
 
 | case | result |
 |---|---|
-| one step of SGD, fewer different tokens than the rank | every token at its place |
-| as many or more tokens than the rank | none: the span holds combinations of them alone |
+| one step of SGD, fewer different tokens than the rank | every token at its position |
+| as many or more tokens than the rank | none: the span contains only combinations of them |
 | B = 0, as before any training | none: dL/dA is 0 |
-| several rows | the tokens of all of them at each position, while they are fewer than the rank |
-| AdamW | none: its first step is the sign of the gradient, which spans another space |
+| several examples | the tokens of all of them at each position, if they are fewer than the rank |
+| AdamW | none: its first step is the gradient's sign, which spans another space |
 | A withheld, noise on the gradient (`dp.noise-multiplier`), another site's upload | none |
 
-Adaptive note: a rank below the number of tokens in a batch is what keeps this off, not the method; a server that makes
-the pair itself gets around that (`imprint`).
+Adaptive note: the only protection is a rank below the number of tokens in a batch, not the method. A server that crafts
+the pair avoids that limit (`imprint`).
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ __all__ = [
     "token_inputs",
 ]
 
-OUTSIDE = 1e-3  # of an input's norm that may lie outside the span: rounding of single precision
-_ROWS = 4096  # that a base is asked about at once
+OUTSIDE = 1e-3  # fraction of an input's norm that may lie outside the span: rounding in single precision
+_ROWS = 4096  # tokens per forward pass of the base
 _RANK = 1e-5  # singular values below this part of the largest are rounding
 
 
 def gradient_span(moved: Tensor) -> Tensor:
-    """(rank, d) orthonormal rows of the span of a move or gradient of A; none where it is 0, not finite, or full.
+    """Return orthonormal rows (rank, d) of the span of A's change or gradient; none if it is 0, not finite, or full.
 
-    A span of as many directions as A has rows holds combinations of the inputs, and says nothing of one of them.
+    A span with as many directions as A has rows contains combinations of the inputs, and does not reveal single ones.
     """
     none = torch.zeros(0, moved.shape[1], dtype=torch.float64)
     if not moved.any() or not moved.isfinite().all():
@@ -68,8 +68,8 @@ def read_tokens(moved: Tensor, places: Sequence[Tensor]) -> list[set[int]]:
     """Return the tokens that lie in the span, at each position.
 
     Args:
-        moved: (r, d) where the site left the layer's A, less where it was; or a gradient of it.
-        places: the `token_inputs` of each position. They depend on the public base alone, so they serve every upload.
+        moved: (r, d) change of the layer's A at the site, or its gradient.
+        places: the `token_inputs` of each position. They depend only on the public base, so every upload can use them.
     """
     basis = gradient_span(moved)
     if not len(basis):
@@ -79,12 +79,12 @@ def read_tokens(moved: Tensor, places: Sequence[Tensor]) -> list[set[int]]:
 
 
 def recovered_share(found: Sequence[set[int]], row: Sequence[int]) -> float:
-    """The share of a row's tokens that were found at their places. `row` is of as many tokens, or more."""
+    """Return the fraction of an example's tokens found at their positions. `row` has as many tokens, or more."""
     return sum(token in at for at, token in zip(found, row, strict=False)) / len(found)
 
 
 def token_inputs(task: AdaptedTask, weights: Weights, layer: str, position: int) -> Tensor:
-    """(vocabulary, d) what the layer gets for each token at a position. What stands before it does not matter."""
+    """Return the layer's input for each token at a position, shape (vocabulary, d). Earlier tokens do not matter."""
     vocabulary = int(task.base.model.config.vocab_size)
     rows = [[0] * position + [token] for token in range(vocabulary)]
     return torch.cat(
@@ -93,7 +93,7 @@ def token_inputs(task: AdaptedTask, weights: Weights, layer: str, position: int)
 
 
 def first_layer(task: AdaptedTask, weights: Weights) -> str | None:
-    """The first module with a pair whose input is each token's embedding alone; None where there is none."""
+    """Return the first module with a pair whose input is only each token's embedding; None if there is none."""
     pairs = (name.removesuffix(".lora_A") for name in weights if name.endswith(".lora_A"))
     return next((layer for layer in pairs if reads_embeddings(task, weights, layer)), None)
 

@@ -1,1 +1,1 @@
-"""Attacks on what a site's rows have in common: not told of a row, and not hidden by a guarantee for single rows."""
+"""Attacks on common properties of a site's examples, which example-level privacy does not protect."""

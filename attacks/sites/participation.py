@@ -1,12 +1,12 @@
-"""Participation: tests whether the site with given examples took part in a round, from the round's sum alone.
+"""Participation: tests whether the site with given examples took part in a round, using only the round's sum.
 
 This is client-level inference: the secret is not an example but that an institution took part in training.
 The adversary sees a run's models: another site, any recipient of the broadcasts, or the server under secure
-aggregation. It sees the sum of each round, but the messages do not reveal who contributed. The attacker has
+aggregation. It sees the sum of each round, but the messages do not reveal the contributors. The attacker has
 examples of each candidate, not necessarily those used in training, and examples of no candidate. It knows
 base and method.
 
-Client update t (a "turn") is an upload or a sum with start S_t and end S_t + d_t. X_k are the examples of
+Client update t is an upload or a sum with start S_t and end S_t + d_t. X_k are the examples of
 candidate k, and X_0 those of no candidate:
 
     p_t(X) = mean_{x in X} g(x) / |g(x)|,  g(x) = dL(x)/dS at the start                       (1)
@@ -15,23 +15,23 @@ candidate k, and X_0 those of no candidate:
     in a round: s_tk = l_tk - mean_k l_tk - mean_t l_tk + mean_tk l_tk                         (3)
     at all:     a_k  = mean over rounds of max_(t in the round) (l_tk - mean_k l_tk)           (4)
 
-(3) removes what all candidates share in one turn, and what one candidate shares with every turn: examples
-of a common kind align with every update. (4) cannot remove the latter, since a site may have taken part in
-all rounds.
+(3) removes the component that all candidates share in one update, and the component that one candidate shares
+with every update: examples of a common kind align with every update. (4) cannot remove the latter, since a
+site may have taken part in all rounds.
 
-| the attacker needs to see | in the tap of a run that is |
+| the attacker needs | available from captured messages |
 |---|---|
-| an upload's start and end | in the clear: each upload is a sum of one site (the control that it must win) |
-| a round's sum | under secure aggregation: `secagg_views.SecureSumView`, of methods whose broadcasts show their sums |
+| an upload's start and end | without secure aggregation: an upload is a sum of one site (the control to win) |
+| a round's sum | with secure aggregation: `secagg_views.SecureSumView`, if the method's broadcasts reveal sums |
 
 | case | result |
 |---|---|
-| a turn that moved nothing | l = 0 |
-| A alone was sent, and B was never seen | no turn: rows have no gradient in A there |
-| one candidate, one turn | (3) is 0: there is nothing to set it apart from |
-| the same sites in every round, seen as sums | (3) is noise; (4) tells them from who never took part |
-| a candidate that never took part | (3) is noise: the control that it must lose |
-| uploads that hold nothing of the rows | (3) and (4) are noise: the other control that it must lose |
+| an update without change | l = 0 |
+| only A was sent, and B was never seen | not used: examples have no gradient in A there |
+| one candidate, one update | (3) is 0: there is nothing to compare with |
+| the same sites in every round, seen as sums | (3) is noise; (4) separates them from candidates that never took part |
+| a candidate that never took part | (3) is noise: a control to lose |
+| uploads that do not depend on the examples | (3) and (4) are noise: the other control to lose |
 
 Noisy steps bound what an example reveals, not what a site of many examples reveals. Noise for sites would
 have to be added to the sum, with the whole upload clipped.
@@ -57,11 +57,11 @@ __all__ = ["ParticipationScores", "participation_scores"]
 
 @dataclass(frozen=True)
 class ParticipationScores:
-    """Eq. 2.
+    """The values of eq. 2.
 
     Attributes:
-        turns: round, and the sites that are known to be behind it: who sent the upload, or was asked in the round.
-        candidates: their names.
+        turns: the round, and the sites known to be behind each update: the sender, or all sites asked in the round.
+        candidates: names of the candidates.
         values: (turns, candidates).
     """
 
@@ -70,17 +70,17 @@ class ParticipationScores:
     values: Scores
 
     def in_a_round(self) -> Scores:
-        """(turns, candidates) of eq. 3: higher where the candidate is likelier in that turn."""
+        """Return eq. 3, shape (turns, candidates): higher if the candidate is likelier to be in that update."""
         each = self.values - self.values.mean(1, keepdims=True)
         return np.asarray(each - each.mean(0, keepdims=True))
 
     def at_all(self) -> Scores:
-        """(candidates,) of eq. 4: higher where the candidate is likelier to have taken part in the run."""
+        """Return eq. 4, shape (candidates,): higher if the candidate is likelier to have taken part in the run."""
         each, rounds = self.values - self.values.mean(1, keepdims=True), np.array([round_ for round_, _ in self.turns])
         return np.asarray(np.mean([each[rounds == round_].max(0) for round_ in np.unique(rounds)], 0))
 
     def truth(self, of: Mapping[str, str] | None = None) -> np.ndarray:
-        """(turns, candidates) whether each was in each turn; `of` names the site whose turns a candidate is given."""
+        """Return (turns, candidates), true if a candidate is in an update; with `of`, the site that it names is."""
         names = [(of or {}).get(name, name) for name in self.candidates]
         return np.array([[name in sites for name in names] for _, sites in self.turns])
 
@@ -88,7 +88,7 @@ class ParticipationScores:
 def participation_scores(
     view: AdversaryView, knowledge: AdversaryKnowledge, candidates: Mapping[str, Rows], nobody: Rows
 ) -> ParticipationScores:
-    """Compute eq. 1 and 2 for every turn in the view; messages with equal start and end, as in a sum, are one turn.
+    """Compute eq. 1 and 2 for every update in the view; messages with equal start and end, as in a sum, are one update.
 
     The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`). Memory
     holds the mean gradients of all candidates at one start at a time.
@@ -111,7 +111,7 @@ def participation_scores(
     )
     places = sorted((round_, site, index) for site in turns.sites for index, round_ in enumerate(turns.rounds(site)))
     pulls: dict[tuple[bytes, frozenset[str]], list[dict[str, Tensor]]] = {}
-    known: dict[tuple[int, bytes, bytes], int] = {}  # place in `found`
+    known: dict[tuple[int, bytes, bytes], int] = {}  # index in `found`
     for round_, site, index in places:
         turn = turns.at(site, index)
         same = round_, turn.starts_at, turn.moves_by
@@ -132,6 +132,6 @@ def participation_scores(
 def _pulls(
     knowledge: AdversaryKnowledge, turn: ObservedClientUpdate, candidates: Mapping[str, Rows], nobody: Rows
 ) -> list[dict[str, Tensor]]:
-    """p_t(X_k) - p_t(X_0) of each candidate."""
+    """Return p_t(X_k) - p_t(X_0) of each candidate."""
     common = mean_pull(knowledge.task, turn, nobody)
     return [subtract_named(mean_pull(knowledge.task, turn, rows), common) for rows in candidates.values()]

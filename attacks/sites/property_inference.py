@@ -4,7 +4,7 @@ Ateniese et al. 2015; Melis, Song, De Cristofaro, Shmatikov 2019 (arXiv 1805.040
 cohorts: So et al. 2021 (arXiv 2106.03328); Lam et al. 2021, "Gradient Disaggregation" (arXiv 2106.06089).
 
 The attacker has its own examples, some with the property and some without, which belong to no site. At the
-start of a client update t (a "turn") it computes the direction in which each kind pushes the sent tensors
+start of a client update t it computes the direction in which each kind pushes the sent tensors
 S. It then measures how far the site moved along the difference:
 
     u_t = mean_{x with} g(x) / |g(x)| - mean_{x without} g(x) / |g(x)|,   g(x) = dL(x)/dS at the start     (1)
@@ -14,22 +14,22 @@ A site's estimate is z_k of
 
     min_{z, o} sum_t (l_t - o_{g(t)} - mean_{k in C_t} z_k)^2 + ridge sum_k z_k^2                           (3)
 
-| the server sees | C_t | g(t), what shares an offset |
+| the server sees | C_t | g(t), the updates that share an offset |
 |---|---|---|
-| uploads | the site | turns of a round in which the same tensors were sent |
-| sums | the sites of the round's cohort | all rounds: sites are told apart by the rounds that they were in |
+| uploads | the site | updates of a round with the same sent tensors |
+| sums | the sites of the round's cohort | all rounds: sites differ by the rounds in which they took part |
 
 An estimate ranks sites; it is not a share. `pairwise_concordance` gives the fraction of correctly ordered
 pairs.
 
 | case | result |
 |---|---|
-| a turn that moved nothing | l = 0 |
-| A alone was sent, and B was never seen | no l: rows have no gradient in A there, whatever they are |
+| an update without change | l = 0 |
+| only A was sent, and B was never seen | no l: no example has a gradient in A there |
 | sums over the same cohort in every round | the estimates are equal: concordance 0.5 |
-| a site that alone sent what it sent, in every round | its estimate is 0 |
-| sites of equal shares | not a pair that `pairwise_concordance` asks about |
-| a site without a turn | no estimate |
+| in every round, no other site sent the same tensors | the site's estimate is 0 |
+| two sites with equal shares | `pairwise_concordance` ignores this pair |
+| a site without an update | no estimate |
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from fedveil.contract.task import Rows
 __all__ = ["PropertyScore", "estimate_from_sums", "estimate_from_uploads", "pairwise_concordance", "property_scores"]
 
 Estimates = Mapping[str, float]  # by site
-RIDGE = 0.1  # of eq. 3: a sum of many sites says little of each
-_EQUAL = 1e-9  # a leaning lies between -2 and 2: what differs by less differs by rounding
+RIDGE = 0.1  # of eq. 3: a sum of many sites reveals little about each
+_EQUAL = 1e-9  # l lies between -2 and 2; smaller differences are rounding
 
 
 @dataclass(frozen=True)
 class PropertyScore:
-    """Eq. 2, of one turn: how far what was sent went the way of rows with the property."""
+    """Eq. 2 for one client update: how far the sent tensors moved in the direction of examples with the property."""
 
     round: int
     site: str
@@ -69,15 +69,15 @@ class PropertyScore:
 def property_scores(
     view: AdversaryView, knowledge: AdversaryKnowledge, having: Rows, lacking: Rows
 ) -> list[PropertyScore]:
-    """Eq. 1 and 2 for every turn in the view. Each row's gradient is taken once for all turns that start alike.
+    """Compute eq. 1 and 2 for every update in the view; updates with equal starts share per-example gradients.
 
-    The task must train by gradients of its own (`fedveil.training.gradient_backend.TrainableTask`).
+    The task must compute its own gradients (`fedveil.training.gradient_backend.TrainableTask`).
     """
     turns, scores = ObservedClientUpdates(view, knowledge.initial), list[PropertyScore]()
     places = sorted((round_, site, index) for site in turns.sites for index, round_ in enumerate(turns.rounds(site)))
     known: dict[tuple[bytes, frozenset[str]], dict[str, Tensor]] = {}
     for round_, of_round in itertools.groupby(places, key=lambda place: place[0]):
-        known.clear()  # later rounds start elsewhere
+        known.clear()  # later rounds have another start
         for _, site, index in of_round:
             turn = turns.at(site, index)
             if is_blind(turn):
@@ -90,12 +90,12 @@ def property_scores(
 
 
 def _direction(task: Any, turn: ObservedClientUpdate, having: Rows, lacking: Rows) -> dict[str, Tensor]:
-    """Eq. 1, over the tensors that were sent."""
+    """Compute eq. 1 over the tensors that were sent."""
     return subtract_named(mean_pull(task, turn, having), mean_pull(task, turn, lacking))
 
 
 def mean_pull(task: Any, turn: ObservedClientUpdate, rows: Rows) -> dict[str, Tensor]:
-    """The mean of g(x) / |g(x)| over rows at a turn's start, of the tensors that were sent; a gradient of 0 adds 0."""
+    """Return the mean of g(x) / |g(x)| over examples at an update's start, for sent tensors; a 0 gradient adds 0."""
     total: dict[str, Tensor] = {}
     task.put(turn.start)
     for _, example_grads in row_gradients(task, rows):
@@ -107,25 +107,25 @@ def mean_pull(task: Any, turn: ObservedClientUpdate, rows: Rows) -> dict[str, Te
 
 
 def subtract_named(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """a - b, where a name that is in one of them alone is 0 in the other."""
+    """Return a - b; a name that is missing from one of them counts as 0."""
     names = [*a, *(name for name in b if name not in a)]
     return {n: a[n] - b[n] if n in a and n in b else (a[n] if n in a else -b[n]) for n in names}
 
 
 def score_along(direction: Mapping[str, Tensor], turn: ObservedClientUpdate) -> float:
-    """Eq. 2."""
+    """Compute eq. 2."""
     length = math.sqrt(sum(float(d.double().square().sum()) for d in turn.moved.values()))
     dot = sum(float((u * turn.moved[name].double()).sum()) for name, u in direction.items())
     return -dot / length if length else 0.0
 
 
 def estimate_from_uploads(found: Sequence[PropertyScore]) -> Estimates:
-    """Eq. 3 of uploads."""
+    """Solve eq. 3 for uploads."""
     return _solved([((each.site,), each.value, (each.round, each.sent)) for each in found])
 
 
 def estimate_from_sums(found: Sequence[PropertyScore]) -> Estimates:
-    """Eq. 3 of sums: the leanings of a round are the same, that of its sum. In a sum each site weighs alike."""
+    """Solve eq. 3 for sums: all values l of a round equal that of its sum, in which each site has the same weight."""
     rounds = sorted({each.round for each in found})
     cohorts = {t: tuple(each.site for each in found if each.round == t) for t in rounds}
     values = {each.round: each.value for each in found}
@@ -133,7 +133,7 @@ def estimate_from_sums(found: Sequence[PropertyScore]) -> Estimates:
 
 
 def _solved(seen: Sequence[tuple[tuple[str, ...], float, Hashable]]) -> Estimates:
-    """Eq. 3 of (C_t, l_t, g(t))."""
+    """Solve eq. 3 for (C_t, l_t, g(t))."""
     sites, groups = sorted({site for of, _, _ in seen for site in of}), list({group: None for _, _, group in seen})
     asked, targets = np.zeros((len(seen) + len(sites), len(sites) + len(groups))), np.zeros(len(seen) + len(sites))
     for t, (of, value, group) in enumerate(seen):
@@ -146,7 +146,7 @@ def _solved(seen: Sequence[tuple[tuple[str, ...], float, Hashable]]) -> Estimate
 
 
 def pairwise_concordance(found: Estimates, shares: Mapping[str, float]) -> float:
-    """The share of pairs of sites that the estimates order as the sites' true shares do, ties halved; 0.5 is a guess.
+    """Return the fraction of site pairs that the estimates order like the true shares, ties halved; 0.5 is a guess.
 
     Raises:
         ValueError: no two sites with estimates have different shares.

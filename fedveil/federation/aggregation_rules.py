@@ -6,16 +6,15 @@ cohort allow it. One site's weight is bounded:
 
     n_k <- min(n_k, s / (1 - s) * sum of the others' n),   s from 1/2 to 1
 
-A site reports its own number of examples, and the server cannot verify it. With s = 1/2 it never weighs
-more than all others together, regardless of its report. Methods that weigh every site alike do not need
-the bound.
+A site reports its own number of examples, and the server cannot verify it. With s = 1/2, a site never has more
+weight than all others together, regardless of its report. Methods with equal weights do not need the bound.
 
 | case | what happens |
 |---|---|
-| s = 1 | nothing is bounded |
-| a round of one upload | nothing is bounded |
-| no site is above the bound | every upload is passed on in the order in which it came |
-| one site is above it (with s >= 1/2 there cannot be two) | it may come later than it came, with fewer examples |
+| s = 1 | no weight is bounded |
+| a round with one upload | no weight is bounded |
+| no site is above the bound | every upload is passed on in order of arrival |
+| one site is above it (with s >= 1/2 there cannot be two) | it may be passed on later, with fewer examples |
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def fewest_sites(aggregate: AggregateConfig, fraction: float) -> int:
 
 
 def check_rule(exchange: MessageExchange, aggregate: AggregateConfig) -> None:
-    """Raises ConfigError for a rule that compares whole uploads, with a method whose uploads cannot be compared."""
+    """Raise ConfigError if the rule compares whole uploads but the method's uploads cannot be compared."""
     variants = exchange.layout.variants("up")
     if aggregate.rule == "multi-krum" and (exchange.method.has_masked_terms or len(variants) > 1):
         obstacle = "masks" if exchange.method.has_masked_terms else f"uploads of the kinds {', '.join(variants)}"
@@ -69,7 +68,7 @@ def check_rule(exchange: MessageExchange, aggregate: AggregateConfig) -> None:
 
 
 def check_cohort(secure: SecureConfig, aggregate: AggregateConfig, cohort: CohortConfig) -> None:
-    """Raise ConfigError for what this cohort, or a sum of masked uploads, does not allow under any method."""
+    """Raise ConfigError for settings that this cohort, or a sum of masked uploads, does not allow with any method."""
     check_secure(secure, aggregate, cohort)
     check_count(aggregate, "cohort.min-sites", cohort.min_sites)
     drawn = cohort_size(cohort.fraction, max(cohort.sites, cohort.min_sites))
@@ -104,12 +103,12 @@ def check_count(aggregate: AggregateConfig, field: str, found: int) -> None:
 
 
 def cohort_size(fraction: float, sites: int) -> int:
-    """Sites in a cohort: ceil(fraction x sites)."""
+    """Return the number of sites in a cohort: ceil(fraction x sites)."""
     return math.ceil(round(fraction * sites, 9))  # 0.3 * 10 is 3.0000000000000004
 
 
 def draw_cohort(sites: Iterable[str], fraction: float, secret: bytes, round_: int, attempt: int = 0) -> list[str]:
-    """ceil(fraction x sites) names, uniform without replacement, sorted.
+    """Draw ceil(fraction x sites) names uniformly without replacement; return them sorted.
 
     A repeated round draws a new cohort, so that one site that is down does not end the run.
     """

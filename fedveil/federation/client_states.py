@@ -1,4 +1,4 @@
-"""The private states of a federation in one process: in memory up to a bound, beyond it in files, bit for bit."""
+"""The private states of an in-process federation: in memory up to a limit, and in files beyond it, bit for bit."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ class ClientStateCache(MutableMapping[str, FederatedState | None]):
             entry = self._written(state, site)
         else:
             self.memory_bytes += _nbytes(state)
-        self._release(states.get(site))  # last: a state that cannot be written costs no other
+        self._release(states.get(site))  # last, so that a state that cannot be written does not affect the others
         states[site] = entry
 
     def _written(self, state: FederatedState, site: str) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="fedveil-private-"))
             weakref.finalize(self, shutil.rmtree, self._folder)
-        file = self._folder / f"{next(self._numbers)}.safetensors"  # a site's name may be no file name
+        file = self._folder / f"{next(self._numbers)}.safetensors"  # a site's name may not be a valid file name
         try:
             save_state(state, file)
         except OSError as error:

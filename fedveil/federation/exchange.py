@@ -37,9 +37,9 @@ class MessageExchange:
     """A method on a spec, which both ends must share.
 
     Attributes:
-        method: with its hyper-parameters.
+        method: the method with its hyperparameters.
         name: the method's file name, which the envelope carries.
-        spec: what is trained.
+        spec: the trained tensors.
     """
 
     method: Method
@@ -48,7 +48,7 @@ class MessageExchange:
 
     @cached_property
     def layout(self) -> MessageLayout:
-        """Every field on the wire."""
+        """Return every field on the wire."""
         return self.method.layout(self.spec)
 
     @cached_property
@@ -88,8 +88,8 @@ class MessageExchange:
         """Run the whole client round: decode, train, encode.
 
         Returns the new private state and the reply, in parts. If the caller keeps no reference to `data`, its memory
-        can be freed while the client trains. `turn` is the site's name for the state, which the reply carries if there
-        is one to keep.
+        can be freed while the client trains. `turn` is the site's name for the new state; the reply contains it if
+        there is such a state.
 
         Raises:
             WireError: the message does not match the layout, or holds a value that is not finite.
@@ -112,9 +112,9 @@ class MessageExchange:
     def trained(
         self, private: FederatedState | None, received: list[Payload], trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload, Mapping[str, float]]:
-        """Run the method's client half; return the new private state, the payload to send, and the report.
+        """Run the method's client step; return the new private state, the payload to send, and the report.
 
-        `received` has one payload, which is taken out of it, so that its memory can be freed while the client trains.
+        `received` has one payload, which is removed from it, so that its memory can be freed while the client trains.
         """
         reporting = _Reporting(trainer)
         private, payload = self.method.client(private, received.pop(), reporting, ctx)
@@ -135,7 +135,7 @@ class MessageExchange:
         return message
 
     def contributions(self, upload: AcceptedUpload) -> ClientContributions:
-        """Return what an upload adds to the sums."""
+        """Return an upload's contributions to the sums."""
         return self.method.contributions(upload.payload, upload.num_examples, self.spec, upload.ctx)
 
     def aggregate(

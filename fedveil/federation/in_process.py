@@ -40,7 +40,7 @@ class InProcessFederation:
     Attributes:
         exchange: the method on its spec.
         config: the sections cohort, aggregate, secure, run and dp are read.
-        trainer_for: gives a site's trainer for one round.
+        trainer_for: returns a site's trainer for one round.
         sites: names of the sites.
         server: the server's state.
         last_cohort: sites of the last round.
@@ -49,9 +49,9 @@ class InProcessFederation:
         reports: the last report of each site.
         tap: records every message; None records nothing.
         unseen: the keys of server and sites under secure aggregation; else None.
-        max_share: as cohort.max-weight-fraction of a run over gRPC. No site here is hostile: by default none is cut.
-        private_bytes: memory limit for the sites' private states; the others are in temporary files.
-        private: each site's private state; a site that never took part has none.
+        max_share: like cohort.max-weight-fraction; by default no limit, because no site here is hostile.
+        private_bytes: memory limit for the sites' private states; the rest is in temporary files.
+        private: each site's private state; None for a site that never took part.
     """
 
     exchange: MessageExchange
@@ -109,7 +109,7 @@ class InProcessFederation:
             self.server = self.exchange.aggregate(
                 self.server, uploads, lambda: aggregation_rules.make_aggregator(self.config.aggregate)
             )
-        self.private.commit()  # with the server's state, or not at all
+        self.private.commit()  # only together with the server's state
         self.participated |= set(chosen)
         self.last_cohort = chosen
 

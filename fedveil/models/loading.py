@@ -87,13 +87,13 @@ def pick_device(device: str) -> torch.device:
 
 
 def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
-    """The causal language model of `config.task.model` with `adapter` attached, on `device`.
+    """Load the causal language model `config.task.model` on `device`, with `adapter` attached.
 
-    A base that is only read is kept as bf16 under `train.precision = bf16`, or quantised; what is trained is fp32.
+    A frozen base is in bf16 with `train.precision = bf16`, or quantised; trained weights are fp32.
 
     Raises:
-        TaskError: the base or its tokenizer cannot be loaded whole.
-        ConfigError: the adapter fits no layer of it, or it is not made for task.max-tokens.
+        TaskError: the base or its tokenizer cannot be loaded completely.
+        ConfigError: the adapter fits no layer of the base, or the base does not support task.max-tokens.
     """
     with quiet_libraries():
         from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,1 +1,1 @@
-"""Functions from tensors to tensors: sums, masks, codes, steps. They touch no file, network or model."""
+"""Functions on tensors: sums, masks, quantization and optimizer steps, without files, network or models."""

@@ -6,14 +6,14 @@ Tensor number t of a key has two keystreams, each from block 0 on:
     nonce  = t (8 bytes, little endian) | stream (4 bytes, little endian): 0 for entries, 1 for ties
 
 Byte i of the entries' keystream decides entry i, in row-major order. The ties, in their order, take the
-words of the other keystream, as in `fedveil.rng.draw_booleans`. A block is a function of its number, so
-a GPU computes all of them at once. AES, which makes the other streams, reads tables. A tensor needs
-nothing from another tensor's keystream.
+words of the other keystream, as in `fedveil.rng.draw_booleans`. A block depends only on its number, so
+a GPU computes all of them at once. (AES, which the other streams use, reads tables.) A tensor's keystream
+is independent of other tensors' keystreams.
 
-| device | who computes |
+| device | implementation |
 |---|---|
 | CPU | OpenSSL, by `cryptography` |
-| CUDA | `triton_kernels`; where they do not work (`triton_available`), torch, operation by operation |
+| CUDA | `triton_kernels`; if they do not work (`triton_available`), torch, operation by operation |
 | any other | torch |
 """
 
@@ -33,7 +33,7 @@ BLOCK_BYTES = 64
 LARGEST = 2**32 * BLOCK_BYTES  # entries of a tensor: the counter of blocks has 32 bits
 _ENTRIES, _TIES = 0, 1
 _CONSTANT = b"expand 32-byte k"
-_PIECE = 1 << 19  # blocks at a time: what torch computes with is 64 bytes a block, and stays in a GPU's cache
+_PIECE = 1 << 19  # blocks at a time: torch needs 64 bytes per block, which stay in a GPU's cache
 
 
 def draw_mask(
@@ -84,7 +84,7 @@ def decide_bits(
 
 
 def key_stream(state: Int32[Tensor, "16"], count: int) -> UInt8[Tensor, " n"]:
-    """The first `count` bytes, on the device of the state."""
+    """Return the first `count` bytes, on the device of the state."""
     blocks = -(-count // BLOCK_BYTES)
     out = torch.empty(blocks, 16, dtype=torch.int32, device=state.device)
     for start in range(0, blocks, _PIECE):

@@ -26,7 +26,7 @@ _TABLE = 1 << 16  # entries with their own buckets and signs; beyond these the t
 
 
 def count_sketch(tensor: Tensor, key: bytes, name: str) -> Float64[Tensor, "64"]:
-    """The sketch of one tensor. The same key and name give the same buckets and signs, by place."""
+    """Return the sketch of one tensor. The same key and name give each position the same bucket and sign."""
     out = torch.zeros(SIZE, dtype=torch.float64)
     flat = tensor.detach().flatten().cpu()
     digest = hashlib.blake2b(name.encode(), key=key, digest_size=8).digest()

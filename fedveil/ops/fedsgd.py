@@ -36,13 +36,13 @@ _BETA_1, _BETA_2, _EPS = 0.9, 0.999, 1e-8
 
 
 def check_learning_rate(learning_rate: float | None) -> None:
-    """Raises ConfigError unless it is None or above 0."""
+    """Raise ConfigError unless the learning rate is None or above 0."""
     if learning_rate is not None and not 0.0 < learning_rate < math.inf:
         raise ConfigError(f"learning_rate: expected a finite number above 0, found {learning_rate}")
 
 
 def check_wire_dtype(wire_dtype: WireDtype) -> None:
-    """Raises ConfigError for float16, in which entries of a gradient below 3e-8 are zeros, and these would count."""
+    """Raise ConfigError for float16, in which gradient entries below 3e-8 become zeros, which would count."""
     if wire_dtype == "float16":
         raise ConfigError(
             'wire_dtype: expected "float32" or "bfloat16" where gradients are sent, found "float16", which rounds '
@@ -70,7 +70,7 @@ def client_gradient(
 
 
 def start_state(weights: Weights, optimiser: Optimiser) -> FederatedState:
-    """The server's state before round 0: the weights, and zero moments and counts for Adam."""
+    """Return the server's state before round 0: the weights, and zero moments and counts for Adam."""
     if optimiser == "sgd":
         return FederatedState(dict(weights))
     moments = {p + n: torch.zeros(w.shape) for p in (_FIRST, _SECOND) for n, w in weights.items()}
@@ -80,7 +80,7 @@ def start_state(weights: Weights, optimiser: Optimiser) -> FederatedState:
 
 
 def weights_after(server: FederatedState) -> dict[str, Tensor]:
-    """The weights in a server's state, without the optimiser's tensors."""
+    """Return the weights in a server's state, without the optimiser's tensors."""
     return {n: w for n, w in server.tensors.items() if not n.startswith((_FIRST, _SECOND, _STEPS))}
 
 
@@ -103,7 +103,7 @@ def gradient_step(
 
 
 def _adam(g: Tensor, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The direction of the step, and the moments and step counts after it."""
+    """Return the direction of the step, and the moments and step counts after it."""
     first = own[_FIRST] * _BETA_1 + g * (1 - _BETA_1)
     second = own[_SECOND] * _BETA_2 + g.square() * (1 - _BETA_2)
     steps = own[_STEPS] + 1
@@ -132,7 +132,7 @@ class FedSgdMethod(Method):
 
     @property
     def upload_kind(self) -> Sends:
-        """Gradients, or pseudo-gradients of an epoch, without what a client withholds."""
+        """Return the kind: gradients, or pseudo-gradients of an epoch, without withheld tensors."""
         return "gradients"
 
     @property
@@ -141,11 +141,11 @@ class FedSgdMethod(Method):
         return self.exchange == "epoch"
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """w_0, and zero moments for Adam."""
+        """Return w_0, and zero moments for Adam."""
         return start_state(weights, self.optimiser)
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """w, the same for every client."""
+        """Return w, the same for every client."""
         return Payload(cast_to(weights_after(server), self.wire_dtype))
 
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
@@ -156,5 +156,5 @@ class FedSgdMethod(Method):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """One model: the server's."""
+        """Return one model: the server's."""
         return {"server": weights_after(server)}

@@ -18,7 +18,7 @@ others:
 2. Each of these m lies within D sqrt((n - f - 2) / (n - 2 f - 1)) of an upload that is not hostile. The
    reason: s of an upload that is not hostile is at most (n - f - 2) D^2, and there are more than m such
    uploads. Of the uploads nearest to a hostile one, n - 2 f - 1 are not hostile. So hostile uploads
-   further away than that are never averaged, however many of the f agree.
+   further away than that are never averaged, even if all f of them agree.
 
 That bounds the distance over all entries together, not any single entry. Within D a hostile upload may
 put its whole distance into one entry, where the median would stop it. Examples that differ much between
@@ -28,12 +28,12 @@ sites make D large, and an honest site that is unlike the others is left out.
 |---|---|
 | fewer than 2 f + 3 uploads | ConfigError; a run refuses such a cohort before it trains
   (`fedveil.federation.aggregation_rules`) |
-| a term with a mask | ConfigError: the sender chooses its mask, and over the entries that both hold, a hostile upload
-  that shares few with any other is close to all |
+| a term with a mask | ConfigError: the sender chooses its mask. A hostile upload that shares few entries with the
+  others would be close to all of them over the shared entries |
 | uploads with other names | ConfigError, for the same reason |
-| weights | not used: a client could claim any; `weight` still gives their sum, `examples` and `clear` those of all |
+| weights | not used: a client could claim any weight; `weight` still gives their sum, `examples` and `clear` all |
 | all uploads equal | the result is that upload, bit for bit |
-| the order of arrival | changes nothing, bit for bit |
+| the order of arrival | has no effect, bit for bit |
 | memory | all values of the round, plus n blocks in fp64; distances hold n^2 numbers |
 """
 
@@ -89,12 +89,12 @@ class MultiKrumAggregator:
         return name in self._weight
 
     def weight(self, name: str) -> float:
-        """Sum of the weights that clients gave; 0.0 if no client sent the name."""
+        """Return the sum of the weights that clients gave; 0.0 if no client sent the name."""
         return self._weight.get(name, 0.0)
 
     @cached_property
     def chosen(self) -> list[str]:
-        """The clients whose uploads are averaged, sorted. Raises ConfigError for fewer uploads than `min_uploads`."""
+        """Return the sorted clients whose uploads are averaged. Raises ConfigError below `min_uploads`."""
         clients, least = sorted(self._held), min_uploads(self._hostile, self._best)
         if len(clients) < least:
             raise ConfigError(
@@ -114,7 +114,7 @@ class MultiKrumAggregator:
         return mean
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """The mean of the chosen uploads, each with the same weight, fp32."""
+        """Return the mean of the chosen uploads, each with the same weight, fp32."""
         return self._mean.mean(name)
 
     def take(self, name: str) -> Float[Tensor, "..."]:
@@ -122,11 +122,11 @@ class MultiKrumAggregator:
         return self._mean.take(name)
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True everywhere."""
+        """Return True everywhere."""
         return self._mean.moved(name)
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The result under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return the result for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         return self._mean.means(otherwise)
 
 
@@ -134,7 +134,7 @@ _NOT_COMPARABLE = 'aggregate.rule: expected uploads of the same entries for "mul
 
 
 def squared_distances(uploads: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, "n n"]:
-    """||V_i - V_j||^2, fp64, of uploads with the same names and shapes. Holds a block of each upload at a time."""
+    """Return ||V_i - V_j||^2, fp64, for uploads with the same names and shapes, block by block."""
     n = len(uploads)
     distances = torch.zeros(n, n, dtype=torch.float64)
     for name in sorted(uploads[0]):
@@ -147,7 +147,7 @@ def squared_distances(uploads: Sequence[Mapping[str, Tensor]]) -> Float[Tensor, 
 
 
 def krum_scores(distances: Float[Tensor, "n n"], hostile: int) -> Float[Tensor, " n"]:
-    """s: for each upload, the sum of its n - f - 2 smallest squared distances to others."""
+    """Return s: for each upload, the sum of its n - f - 2 smallest squared distances to others."""
     n = len(distances)
     others = distances.masked_fill(torch.eye(n, dtype=torch.bool), torch.inf)
     return others.sort(1).values[:, : n - hostile - 2].sum(1)

@@ -1,7 +1,7 @@
 """LoRA factors by name: `<module>.lora_A` (r x d_in) and `<module>.lora_B` (d_out x r); W = W_0 + scale * B A.
 
-The papers' "A" is the randomly initialised factor and their "B" the one that starts at zero; so are ours.
-An adapter of kind "hadamard-lora" has a second pair a module, `<module>.private_A` and `<module>.private_B`.
+As in the papers, "A" is the randomly initialised factor and "B" the one that starts at zero.
+An adapter of kind "hadamard-lora" has a second pair per module, `<module>.private_A` and `<module>.private_B`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def factor_name(name: str) -> Factor:
 
 
 def parse_factor_name(tensors: Mapping[str, T], side: Factor) -> dict[str, T]:
-    """The entries of one factor."""
+    """Return the entries of one factor."""
     return {name: value for name, value in tensors.items() if factor_name(name) == side}
 
 
@@ -55,7 +55,7 @@ def drop_private_factors(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def factor_product(weights: Mapping[str, Tensor], module: str) -> Float[Tensor, "d_out d_in"]:
-    """B A of one module, without the scale."""
+    """Return B A of one module, without the scale."""
     return weights[f"{module}.lora_B"] @ weights[f"{module}.lora_A"]
 
 

@@ -20,18 +20,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-_MORE = 8  # columns of a sketch beyond the rank: with none, a direction that it hardly touches is lost to rounding
+_MORE = 8  # extra columns of a sketch: without them, rounding would lose directions that the sketch hardly covers
 Residual = bool | Literal["rank-k"]
 
 
 def factorize_matrix(p: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """One power iteration on p (b x d) from `start` (d x k). Returns u (b x k) and v (k x d), both orthonormal."""
+    """Run one power iteration on p (b x d) from `start` (d x k); return orthonormal u (b x k) and v (k x d)."""
     u = _orthonormal(p @ start)
     return u, _orthonormal(p.T @ u).T
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Gram-Schmidt by QR, with its signs. Linearly dependent columns are replaced by any that complete the basis."""
+    """Orthonormalize by QR, with Gram-Schmidt's signs. Dependent columns are replaced to complete the basis."""
     q, r = torch.linalg.qr(columns)
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0).to(q)
     signed: Tensor = q * signs
@@ -39,14 +39,14 @@ def _orthonormal(columns: Tensor) -> Tensor:
 
 
 def compose_factors(p: Tensor, u: Tensor, v: Tensor, residual: Residual) -> Tensor:
-    """The private prompt of the forward pass, by `residual`: u v + r = p (true), u v (false), u u^T p ("rank-k")."""
+    """Return the forward pass's private prompt by `residual`: u v + r = p (true), u v (false), u u^T p ("rank-k")."""
     if residual == "rank-k":
         return u @ (u.T @ p)
     return u @ v + (p - u @ v) if residual else u @ v
 
 
 def full_gradient(u: Tensor, v: Tensor, d_u: Tensor, d_v: Tensor) -> Tensor:
-    """Eq. 4 (b x d): the gradient's projection onto col(u) + row(v), from the gradients of u and v."""
+    """Return eq. 4 (b x d): the gradient's projection onto col(u) + row(v), from the gradients of u and v."""
     return d_u @ v + u @ d_v - u @ (u.T @ d_u) @ v
 
 
@@ -62,7 +62,7 @@ def factor_pair(
     width = min(most + _MORE, *p.shape)
     basis = _orthonormal(p @ torch.randn(p.shape[1], width, generator=generator).to(p))
     u, s, right = torch.linalg.svd(basis.T @ p, full_matrices=False)
-    lost = s.square().flip(0).cumsum(0).flip(0).sqrt()  # by leaving out the values from here on
+    lost = s.square().flip(0).cumsum(0).flip(0).sqrt()  # error without the values from here on
     if (k := int((lost > error / 2).sum())) > most:
         return None
     left, right = basis @ (u[:, :k] * s[:k]), right[:k]

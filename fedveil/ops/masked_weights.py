@@ -1,10 +1,10 @@
 """Weights with masked columns omitted and matrices quantized, in the same form on the wire in both directions.
 
-The wire carries the visible columns of every masked tensor, packed; for each masked layer one bit a column, as
-"visible.<layer>"; codes where a quantiser is given, in blocks over the packed entries; and all other tensors whole.
+A message has the packed visible columns of every masked tensor; for each masked layer one bit per column, as
+"visible.<layer>"; codes if a quantiser is given, in blocks over the packed entries; and all other tensors whole.
 
-A column is an output feature of a layer, whichever axis of the tensor holds it. A mask has one bit a column, True where
-the column is visible. A weight and its bias share it, and so do an embedding and an output head that is not tied to it:
+A column is an output feature of a layer, on any axis of the tensor. A mask has one bit per column, True if the
+column is visible. A weight and its bias share a mask, and so do an embedding and an output head that is not tied to it:
 their columns are the features of the hidden state. A tied head is the same tensor as the embedding and so has its mask.
 
     pack(x, J)[..., j'] = x[..., j] for the visible columns j, J = positions(M), in their order
@@ -57,7 +57,7 @@ class MaskedWeightsCodec:
 
     @property
     def columns(self) -> dict[str, int]:
-        """The number of columns of every masked layer, by layer name, sorted."""
+        """Return the number of columns of every masked layer, sorted by layer name."""
         return dict(sorted((p.columns, self.spec[n].shape[p.axis]) for n, p in self.masked.items()))
 
     def close(
@@ -90,7 +90,7 @@ class MaskedWeightsCodec:
         return fields
 
     def visible(self, payload: Payload) -> dict[str, Tensor]:
-        """The masks in a payload, by layer."""
+        """Return the masks in a payload, by layer."""
         return {layer: cast(Tensor, payload.fields[_VISIBLE + layer]) for layer in self.columns}
 
     def open(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +129,7 @@ class MaskedWeightsCodec:
         return tuple(n if axis == place.axis else 1 for axis, n in enumerate(shape))
 
     def check(self, payload: Payload) -> None:
-        """Raises WireError unless every masked tensor has as many columns as its mask has ones."""
+        """Raise WireError unless every masked tensor has as many columns as its mask has ones."""
         visible = self.visible(payload)
         for name, place in self.masked.items():
             value = payload.fields[name]
@@ -142,7 +142,7 @@ class MaskedWeightsCodec:
                 )
 
     def fields(self, direction: Direction) -> tuple[WireField, ...]:
-        """The fields of a method's layout."""
+        """Return the fields of a method's layout."""
         bits = tuple(WireField(_VISIBLE + c, direction, BitCodec(), (n,), "column") for c, n in self.columns.items())
         dense, tensor_fields = DenseCodec(self.dtype), []
         for name, t in self.spec.items():
@@ -168,13 +168,13 @@ def column_positions(visible: Mapping[str, Tensor], device: torch.device | None 
 
 
 def pack_columns(x: Shaped[Tensor, "..."], positions: Int64[Tensor, " m"], axis: int) -> Shaped[Tensor, "..."]:
-    """The columns at these positions, contiguous."""
+    """Return the columns at these positions, contiguous."""
     return x.index_select(axis, positions.to(x.device))
 
 
 def unpack_columns(
     packed: Shaped[Tensor, "..."], visible: Bool[Tensor, " n"], axis: int, shape: tuple[int, ...]
 ) -> Shaped[Tensor, "..."]:
-    """The inverse of `pack_columns`, with zeros for the missing columns."""
+    """Invert `pack_columns`, with zeros for the missing columns."""
     whole = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
     return whole.index_copy_(axis, visible.nonzero().squeeze(1).to(packed.device), packed)

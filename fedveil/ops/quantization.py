@@ -12,7 +12,7 @@
 | "nf" | 2^w; 3 for w = 1 | 1 to 4 | as "nf_sym", with 2^(w-1) - 1 negative ones (-1, 0, 1 for w = 1); w = 4 is NF4 |
 | "absmax" | 2^w - 1 | 2 to 8 | even steps from -1 to 1 |
 
-On CUDA a kernel quantizes a tensor (`triton_kernels`); where it does not work, and on other devices, torch does. Both
+On CUDA a kernel quantizes a tensor (`triton_kernels`); if it does not work, and on other devices, torch does. Both
 give the same codes and scales, bit for bit.
 
 | case | result |
@@ -78,11 +78,11 @@ class BlockQuantizer:
 
     @property
     def codec(self) -> QuantizedCodec:
-        """The codec that sends these codes."""
+        """Return the codec that sends these codes."""
         return QuantizedCodec(len(self.levels), self.block)
 
     def quantise(self, x: Float[Tensor, "*s"]) -> QuantizedTensor:
-        """Codes (uint8, the shape of x) and scales (fp32, one a block), on the device of x. Raises TaskError."""
+        """Return codes (uint8, the shape of x) and scales (fp32, one per block), on x's device. Raises TaskError."""
         coded = self.coded(x)
         check_bits([coded])
         return coded
@@ -106,7 +106,7 @@ class BlockQuantizer:
         )
 
     def dequantise(self, coded: QuantizedTensor) -> Float[Tensor, "..."]:
-        """level[code] * scale, fp32, on the device of the codes."""
+        """Return level[code] * scale, fp32, on the device of the codes."""
         codes, scales = coded.codes.reshape(-1), coded.scales
         out = torch.empty(codes.shape, device=codes.device)
         table = torch.tensor(self.levels, device=codes.device)
@@ -121,7 +121,7 @@ class BlockQuantizer:
 
 def check_bits(coded: Sequence[QuantizedTensor]) -> None:
     """Raise TaskError if a value was not finite; waits for the device once."""
-    largest = [c.scales.amax() for c in coded if len(c.scales)]  # NaN, where one is
+    largest = [c.scales.amax() for c in coded if len(c.scales)]  # NaN if a value is NaN
     if largest and not torch.isfinite(torch.stack(largest)).all():
         raise TaskError("weights: expected finite values to quantize, found NaN or infinity; lower the learning rate")
 
@@ -136,7 +136,7 @@ def _levels(table: Table, bits: int) -> tuple[float, ...]:
 
 
 def _quantiles(count: int) -> list[float]:
-    """Normal quantiles at `count` even steps from _OFFSET to before 1/2, divided by the first; descending."""
+    """Return normal quantiles at `count` even steps from _OFFSET to before 1/2, divided by the first; descending."""
     quantiles = [NormalDist().inv_cdf(_OFFSET + (0.5 - _OFFSET) * i / count) for i in range(count)]
     return [q / quantiles[0] for q in quantiles]
 
@@ -167,7 +167,7 @@ def _each(flat: Tensor, block: int, work: Callable[[slice, slice], None]) -> Non
 
 
 def _chunks(count: int, block: int, size: int) -> list[tuple[slice, slice]]:
-    """Slices of the entries and of their blocks' scales, in chunks of whole blocks."""
+    """Return slices of the entries and of their blocks' scales, in chunks of whole blocks."""
     rows = max(1, size // block)
     return [
         (slice(i * block, min((i + rows) * block, count)), slice(i, min(i + rows, -(-count // block))))
@@ -192,7 +192,7 @@ def _quantise(x: Tensor, how: BlockQuantizer, codes: Tensor, scales: Tensor) -> 
 
 
 def _by_block(x: Tensor, scales: Tensor, block: int, operation: Callable[..., Tensor]) -> None:
-    """x <- operation(x, the scale of its block), in place."""
+    """Apply x <- operation(x, the scale of its block), in place."""
     whole = len(x) - len(x) % block
     rows = x[:whole].view(-1, block)
     operation(rows, scales[: len(rows), None], out=rows)

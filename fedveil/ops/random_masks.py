@@ -39,7 +39,7 @@ Rate = float | Mapping[str, float]  # R of all tensors, or by regular expression
 
 
 def check_rate(field: str, rate: Rate) -> None:
-    """Raises ConfigError unless every R is from 0 to 1 and every pattern is a regular expression."""
+    """Raise ConfigError unless every R is from 0 to 1 and every pattern is a regular expression."""
     for pattern, value in rate.items() if isinstance(rate, Mapping) else [("", rate)]:
         where = f"{field}.{pattern}" if pattern else field
         if not 0.0 <= value <= 1.0:
@@ -48,7 +48,7 @@ def check_rate(field: str, rate: Rate) -> None:
 
 
 def check_pattern(field: str, pattern: str) -> None:
-    """Raises ConfigError unless `pattern` is a regular expression."""
+    """Raise ConfigError unless `pattern` is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -56,7 +56,7 @@ def check_pattern(field: str, pattern: str) -> None:
 
 
 def keep_probability(rate: Rate, names: Iterable[str]) -> dict[str, float]:
-    """1 - R, the probability of a one, by tensor name; 1 for a name that no pattern of a map matches."""
+    """Return 1 - R, the probability of a one, by tensor name; 1 for a name that no pattern of a map matches."""
     if not isinstance(rate, Mapping):
         return dict.fromkeys(names, 1.0 - rate)
     return {n: 1.0 - next((r for pattern, r in rate.items() if re.search(pattern, n)), 0.0) for n in names}
@@ -111,7 +111,7 @@ def pack_masked(value: Float[Tensor, "*s"], mask: Bool[Tensor, "*s"]) -> Float[T
 
 
 def check_count(name: str, values: Float[Tensor, " n"], mask: Bool[Tensor, "..."]) -> None:
-    """Raises WireError unless there are as many values as the mask has ones."""
+    """Raise WireError unless there are as many values as the mask has ones."""
     _check(name, values, _ones(mask))
 
 

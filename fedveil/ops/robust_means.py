@@ -1,4 +1,4 @@
-"""Means that single clients cannot move far, entry by entry: the median and the trimmed mean (Yin et al. 2018).
+"""Entry-wise means that single clients cannot move far: the median and the trimmed mean (Yin et al. 2018).
 
 The c values that clients sent for an entry are sorted, t are omitted at each end, and the rest are averaged.
 
@@ -12,7 +12,7 @@ that stay in it still move the result, and a majority determines it.
 |---|---|
 | weights | not used: a client could claim any; `weight` still gives their sum |
 | masks | c counts the clients whose mask is True at the entry; no client: zero, and `moved` is False |
-| memory | all values of the round, where `RunningSums` holds one |
+| memory | all values of the round, whereas `RunningSums` holds one |
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class RobustAggregator:
         return name in self._held
 
     def weight(self, name: str) -> float:
-        """Sum of the weights that clients gave; 0.0 if no client sent the name."""
+        """Return the sum of the weights that clients gave; 0.0 if no client sent the name."""
         return self._weight.get(name, 0.0)
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """The median or trimmed mean, fp32; zero where no client's mask is True."""
+        """Return the median or trimmed mean, fp32; zero where no client's mask is True."""
         if name not in self._mean:
             entries, shape = self._held[name], self._held[name][0][0].shape
             flat_mean, everywhere = torch.empty(shape.numel()), torch.ones(1, dtype=torch.bool).expand(shape.numel())
@@ -85,11 +85,11 @@ class RobustAggregator:
         return torch.where(inlier_mask, ordered, 0.0).sum(0) / inlier_mask.sum(0).clamp(min=1)
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask is True; everywhere for a name without masks."""
+        """Return True where at least one client's mask is True; everywhere for a name without masks."""
         masks = [mask for _, mask in self._held[name] if mask is not None]
         everywhere = torch.ones(self._held[name][0][0].shape, dtype=torch.bool)
         return torch.stack(masks).any(0) if masks else everywhere
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The result under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return the result for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         return {name: self.mean(name).to(old.dtype) if name in self else old for name, old in otherwise.items()}

@@ -2,15 +2,15 @@
 
     mean_j = mean_{j-1} + (w_j m_j / W_j) (x_j - mean_{j-1}),   W_j = w_1 m_1 + ... + w_j m_j
 
-in one in-place pass over an fp32 accumulator. W is a number for a name without masks, and a tensor for one with masks.
-For masks that are constant along an axis (expanded tensors, as for whole columns) W has one entry there.
+in one in-place pass over an fp32 accumulator. W is a number for a name without masks, and a tensor for a name with
+masks. For masks that are constant along an axis (expanded tensors, as for whole columns) W has one entry there.
 
 | case | result |
 |---|---|
 | a name that no client sent | it is not in the sums; `means` gives `otherwise[name]`, the same tensor |
 | all terms equal | the mean is that value, bit for bit |
 | fp16 or bf16 values | accumulated in fp32 |
-| a weight that is NaN, 0 or below | ValueError; the intake gate has refused such uploads before |
+| a weight that is NaN, 0 or below | ValueError; upload validation refuses such uploads earlier |
 | a name with a mask in one term and without one in another | ValueError: the method has an error |
 """
 
@@ -30,8 +30,8 @@ _BLOCK = 1 << 18  # entries; 1 MB in fp32
 
 @final
 class RunningSums:
-    """Implements `fedveil.contract.contributions.AggregateSums`. Holds at most two fp32 tensors a name, for any number
-    of clients; one, where masks leave out whole columns.
+    """Implements `fedveil.contract.contributions.AggregateSums`. Holds at most two fp32 tensors per name for any number
+    of clients; only one if masks omit whole columns.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class RunningSums:
         self.clear: dict[str, Mapping[str, str | float]] = {}
 
     def add(self, client: str, num_examples: int, terms: ClientContributions) -> None:
-        """Adds all terms of one client."""
+        """Add all terms of one client."""
         for term in terms.tensors:
             self.fold(term.name, term.value, term.weight, term.mask)
         self.examples += num_examples
@@ -61,7 +61,7 @@ class RunningSums:
             return
         total = float(self._weight.get(name, 0.0)) + weight
         if name not in self._mean:
-            # In order, whatever the value's strides: `_blend` writes through a flat view.
+            # Contiguous for any strides of the value, because `_blend` writes through a flat view.
             in_order = torch.contiguous_format
             self._mean[name] = torch.empty_like(value, dtype=torch.float32, memory_format=in_order).copy_(value)
         else:
@@ -69,7 +69,7 @@ class RunningSums:
         self._weight[name] = total
 
     def _blend(self, mean: Tensor, value: Tensor, share: float) -> None:
-        """mean += share * (value - mean), in place. Half precision is widened block by block, in the cache."""
+        """Compute mean += share * (value - mean), in place. Half precision is widened block by block, in the cache."""
         if value.dtype == torch.float32:
             mean.lerp_(value, share)
             return
@@ -93,14 +93,14 @@ class RunningSums:
         return name in self._mean
 
     def weight(self, name: str) -> float:
-        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
+        """Return the sum of the weights for a name without masks; 0.0 if no client sent the name."""
         weight_sum = self._weight.get(name, 0.0)
         if isinstance(weight_sum, Tensor):
             raise ValueError(f"{name}: expected a name without masks, found one with a weight for every entry")
         return weight_sum
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """The weighted mean, fp32; zero where no client's mask is True."""
+        """Return the weighted mean, fp32; zero where no client's mask is True."""
         return self._mean[name]
 
     def take(self, name: str) -> Float[Tensor, "..."]:
@@ -108,13 +108,13 @@ class RunningSums:
         return self._mean.pop(name)
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask is True; everywhere for a name without masks. Only to be read."""
+        """Return True where at least one client's mask is True; everywhere for a name without masks. Read-only."""
         weight = self._weight[name]
         some = weight > 0 if isinstance(weight, Tensor) else torch.ones((), dtype=torch.bool)
         return some.expand(self._mean[name].shape)
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return the mean for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         return {name: self._mean[name].to(old.dtype) if name in self._mean else old for name, old in otherwise.items()}
 
 

@@ -1,7 +1,7 @@
 """Check that the GPU kernels work on this machine.
 
 Triton comes with torch's CUDA build and compiles at first use. For that it needs a C compiler and a
-writable folder. Where that fails, torch's own operations compute the same bits on the same device, some
+writable folder. If that fails, torch's own operations compute the same bits on the same device, about
 ten times slower.
 """
 
@@ -39,7 +39,7 @@ class Kernels(Protocol):
     def quantize_blocks(
         self, flat: Tensor, block: int, half: int, middles: tuple[float, ...], /
     ) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a flat tensor."""
+        """Return codes and scales of a flat tensor."""
         ...
 
 
@@ -54,7 +54,7 @@ def _tried(device: torch.device) -> Kernels | None:
         from fedveil.ops import triton_kernels
 
         triton_kernels.self_test(device)
-    except Exception as error:  # what the failing part of the compiler happens to raise
+    except Exception as error:  # the failing part of the compiler may raise any exception
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         log.warning(
             "GPU kernels: expected a working Triton and C compiler, found that they fail (%s); torch computes the "

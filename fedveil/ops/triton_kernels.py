@@ -35,7 +35,7 @@ def _there(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def self_test(device: torch.device) -> None:
-    """Run every kernel once. Raises the error that keeps one from working."""
+    """Run every kernel once. Raises the error of a kernel that does not work."""
     drawn = draw_mask(torch.zeros(2, 16, dtype=torch.int32, device=device), 128, 1, 100)
     values = torch.ones(100, dtype=torch.int16, device=device)
     unpack_masked(pack_masked(values, drawn), drawn, count_masked(drawn)[0])
@@ -45,7 +45,7 @@ def self_test(device: torch.device) -> None:
 
 @_there
 def draw_mask(states: Tensor, first: int, rest: int, count: int) -> Tensor:
-    """`chacha20.decide_bits` for `first` below 256 and at least one entry: (count,), bool."""
+    """Compute `chacha20.decide_bits` for `first` below 256 and at least one entry: (count,), bool."""
     programs = -(-count // _DRAWN)
     out = torch.empty(programs * _DRAWN // 4, dtype=torch.int32, device=states.device)
     tied = torch.empty(programs, dtype=torch.int32, device=states.device)
@@ -86,7 +86,7 @@ def _word(state, i: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _blocks(state, LANES: tl.constexpr):
-    """The keystream's words of this program: (LANES, 16), one block a row."""
+    """Return this program's words of the keystream: (LANES, 16), one block per row."""
     number = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.uint32)
     s0, s1, s2, s3 = _word(state, 0, LANES), _word(state, 1, LANES), _word(state, 2, LANES), _word(state, 3, LANES)
     s4, s5, s6, s7 = _word(state, 4, LANES), _word(state, 5, LANES), _word(state, 6, LANES), _word(state, 7, LANES)
@@ -130,7 +130,7 @@ def _words(state, out, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["splat"])
 def _draw(state, out, tied, splat, TIES: tl.constexpr, LANES: tl.constexpr):
-    """Four entries a word: 1 where the byte is below the threshold's, 2 where it ties with it; and the ties' number."""
+    """Draw four entries per word: 1 if the byte is below the threshold, 2 for a tie; count the ties."""
     x, t = _blocks(state, LANES), splat.to(tl.uint32, bitcast=True)
     below = (x | 0x80808080) - (t & 0x7F7F7F7F)  # the high bit: the lower seven of x are not below those of t
     # With x ^ 0xFFFFFFFF for ~x, which Triton's interpreter cannot compute in uint32.
@@ -200,7 +200,7 @@ def count_masked(mask: Tensor) -> tuple[Tensor, int]:
 
 @triton.jit
 def _loaded(pointer, start, n, SIZE: tl.constexpr):
-    """Entries from `start` on, zeros after the last; without a mask, as most are, a thread loads several at once."""
+    """Load entries from `start` on, zeros after the last; without a mask (usually) several per thread at once."""
     at = tl.arange(0, SIZE)
     if start + SIZE <= n:
         entries = tl.load(pointer + start + at)
@@ -238,7 +238,7 @@ def _scatter(values, mask, ends, out, n, SIZE: tl.constexpr):
 
 @_there
 def quantize_blocks(flat: Tensor, block: int, half: int, middles: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) and scales (fp32, one a block) of a flat tensor; NaN in the scale of a block that has one.
+    """Return codes (uint8) and scales (fp32, one per block) of a flat tensor; a NaN makes its block's scale NaN.
 
     Without `middles`, the code is the nearest even step from -half to half; with them, how many of them are below.
     """

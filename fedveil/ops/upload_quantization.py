@@ -42,7 +42,7 @@ class UploadQuantization:
         return dict(cast_to(weights, self.dtype))
 
     def opened(self, payload: Payload) -> Weights:
-        """The weights in a payload; of codes fp32, and off by at most half a step of their block."""
+        """Return the weights in a payload; decoded codes are fp32, at most half a step of their block off."""
         if self.bits:
             return {
                 name: self._coder.dequantise(cast(QuantizedTensor, value)) for name, value in payload.fields.items()
@@ -50,6 +50,6 @@ class UploadQuantization:
         return payload_tensors(payload)
 
     def fields(self, spec: Spec, variants: tuple[str, ...] = (), when: str = "always") -> tuple[WireField, ...]:
-        """One field for each tensor of `spec`."""
+        """Return one field for each tensor of `spec`."""
         dense = dense_fields(spec, "up", self.dtype, variants, when)
         return tuple(replace(f, codec=self._coder.codec) for f in dense) if self.bits else dense

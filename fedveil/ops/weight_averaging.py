@@ -1,7 +1,7 @@
 """Base classes of methods that broadcast the server's tensors and average the trained weights.
 
-A method's own file has its fields, both halves of its math (`client`, `server_update`), and what it does
-differently. A server optimizer, such as FedAdam or momentum, is a method that overrides `server_update` and keeps its
+A method's own file has its fields, the algorithm of client and server (`client`, `server_update`), and its
+deviations. A server optimizer, such as FedAdam or momentum, is a method that overrides `server_update` and keeps its
 state in the server's `FederatedState`; docs/extend/method.md shows one.
 """
 
@@ -18,7 +18,7 @@ from fedveil.wire.payloads import WireDtype, cast_to, dense_fields
 
 
 class WeightAveragingMethod(Method):
-    """A method that averages trained weights. It is no dataclass: each method declares its fields, in its own order.
+    """A method that averages trained weights. It is not a dataclass: each method declares its fields, in its own order.
 
     Attributes:
         wire_dtype: dtype on the wire, both ways.
@@ -36,19 +36,19 @@ class WeightAveragingMethod(Method):
         return UploadQuantization(self.wire_dtype, self.upload_bits)
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """The adapter's initial weights, drawn once for all clients."""
+        """Return the adapter's initial weights, drawn once for all clients."""
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
-        """The server's tensors, the same for every client."""
+        """Return the server's tensors, the same for every client."""
         return Payload(cast_to(server.tensors, self.wire_dtype))
 
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Every tensor of the upload times the client's number of examples, and that number."""
+        """Return every tensor of the upload times the client's number of examples, and that number."""
         return weighted_contributions(self._uploads.opened(payload), num_examples)
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Every tensor, both ways."""
+        """Declare every tensor, both ways."""
         return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(spec))
 
 
@@ -56,6 +56,6 @@ class LoraAveragingMethod(WeightAveragingMethod):
     """A method that averages LoRA factors."""
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
-        """(A_0, B_0), drawn once for all clients. Raises ConfigError where a factor stands alone."""
+        """Return (A_0, B_0), drawn once for all clients. Raises ConfigError if a factor has no partner."""
         factor_modules(spec)
         return super().init(spec, weights, rng)

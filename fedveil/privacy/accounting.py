@@ -1,4 +1,4 @@
-"""Epsilon from charges, and the noise for a wanted epsilon, by dp-accounting. No other module computes an upper bound.
+"""Compute epsilon from charges, and noise for a target epsilon, with dp-accounting. No other module computes bounds.
 
 Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it), as in
 `GaussianDpEvent`. Replacing one record moves the sum by up to 2 C; adding or removing one moves it by up to C.
@@ -97,7 +97,7 @@ def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, acros
 
 
 def accountant_relation(neighbours: Adjacency) -> dp_accounting.NeighboringRelation:
-    """Return dp-accounting's name of the relation."""
+    """Return dp-accounting's name for the relation."""
     from dp_accounting import NeighboringRelation
 
     if neighbours is Adjacency.REPLACE_ONE:
@@ -106,7 +106,7 @@ def accountant_relation(neighbours: Adjacency) -> dp_accounting.NeighboringRelat
 
 
 def dp_event(charges: Spent) -> Any:
-    """The charges as one dp-accounting event."""
+    """Return the charges as one dp-accounting event."""
     import dp_accounting
 
     parts = [dp_accounting.SelfComposedDpEvent(_one(*step), count) for step, count in charges.items() if count]

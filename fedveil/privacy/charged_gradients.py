@@ -71,13 +71,13 @@ class ChargedGradientSource(WrappedGradientSource):
 
     @override
     def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
-        """Raises BudgetError for a batch that was not drawn here or was used before."""
+        """Compute per-example gradients. Raises BudgetError for a batch that was not drawn here or was used before."""
         self._use(batch)
         return super().per_sample(weights, batch)
 
     @override
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
-        """Raises BudgetError as `per_sample` does."""
+        """Compute feature gradients. Raises BudgetError as `per_sample` does."""
         self._use(batch)
         return super().feature(weights, batch)
 

@@ -31,7 +31,7 @@ PerRow = Mapping[str, Tensor]  # each (rows, *shape)
 
 
 def per_example_norms(gradients: PerRow) -> Tensor:
-    """(rows,) fp64: the norm over all tensors of each row. In fp64 the squares of fp32 numbers do not overflow."""
+    """Return each example's norm over all tensors, (rows,) in fp64, where squares of fp32 numbers cannot overflow."""
     each = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=torch.float64) for g in gradients.values()]
     norms: Tensor = torch.linalg.vector_norm(torch.stack(each), dim=0)
     return norms

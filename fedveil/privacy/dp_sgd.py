@@ -1,4 +1,4 @@
-"""DP-SGD (Abadi et al. 2016) in place of a client's plain training, under any method that trains.
+"""DP-SGD (Abadi et al. 2016) instead of a client's plain training, for any method that trains.
 
     w <- w - eta (sum_i clip_C(g_i) + N(0, (z C)^2)) / B,   rows by Poisson sampling, `frozen` entries unchanged
 
@@ -83,8 +83,8 @@ class DpSgdConfig(PrivacyGuarantee):
 
     Attributes:
         clip, noise: C and the multiplier z.
-        learning_rate: eta, of plain SGD.
-        epsilon: no record is charged more; with None, charges are counted but not limited.
+        learning_rate: eta of plain SGD.
+        epsilon: limit of each record's charge; with None, charges are counted but not limited.
         delta, neighbours: delta and relation of every epsilon.
     """
 
@@ -150,7 +150,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
         spec: the trained tensors.
         rows: per-example gradients, charged to the ledger if the run has a guarantee.
         how: the parameters of the steps.
-        ctx: the client's, which gives the noise, or says that it is in the sum: the one step then has none.
+        ctx: the client's context: the source of the noise; if the noise is in the sum, the one step has no noise.
 
     Attributes:
         started, without_noise: weights before and after the step if the noise is in the sum. They must not leave the
@@ -171,7 +171,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """`steps` noisy steps from `weights`, which are only read. Reports the number of steps in this turn so far."""
+        """Take `steps` noisy steps from `weights`, which do not change. Report this client round's steps so far."""
         sets, how, rows = alternating_sets(frozen), self._how, self._rows
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
@@ -200,7 +200,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
-        """Raises ConfigError: no accountant covers a plain gradient."""
+        """Raise ConfigError, because no accountant covers a plain gradient."""
         raise ConfigError("gradient: expected a method that trains with noisy steps, found one that sends a gradient")
 
 
@@ -213,7 +213,7 @@ def _gradient(penalty: Penalty, weights: Weights) -> Weights:
 
 @final
 class _NoRows(PerExampleGradientSource):
-    """The examples as a method sees them under noisy steps: only their number."""
+    """The examples as a method sees them with noisy steps: only their number."""
 
     def __init__(self, num_examples: int) -> None:
         self._num_examples = num_examples

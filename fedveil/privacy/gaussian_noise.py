@@ -39,7 +39,7 @@ def add_noise(value: Tensor, std: float, source: Source) -> Tensor:
 
 
 def _normal(count: int, source: Source) -> NDArray[np.float64]:
-    """The Box-Muller transform: two uniform numbers of 53 bits give two normal ones."""
+    """Draw normal values by the Box-Muller transform: two uniform numbers of 53 bits give two normal ones."""
     pairs = (count + 1) // 2
     words = np.frombuffer(source(16 * pairs), dtype="<u8") >> np.uint64(11)
     radius = np.sqrt(-2 * np.log((words[:pairs] + 1.0) * 2.0**-53))  # in (0, 1]: no logarithm of 0

@@ -1,4 +1,4 @@
-"""Files written whole or not at all, small files with a checksum, and files of lines. It imports no torch.
+"""Atomically written files, small files with a checksum, and files of lines. It imports no torch.
 
 A checksum detects accidental changes by a disk or a person. It does not stop an attacker: anyone who can
 write the file can write the checksum.
@@ -28,23 +28,23 @@ _HEAD = b'{"checksum": "'
 _HEX = 32
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _PIECE = 1 << 20
-# Of what has the name of a partial file: it is gone, a link, another user's, or no file.
+# Errors for a path with the name of a partial file that is gone, a link, another user's file, or not a file.
 _NOT_LEFT = (errno.ENOENT, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
 
 
 def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = None) -> None:
     """Replace a file atomically: after a crash or power cut, readers find either the old or the new one, complete.
 
-    Only its owner can read it. When this returns, file and name are on the disk. What killed writers of the same file
-    have left is removed. Others may write to the folder, as the carrier of relay files does: a link is replaced and
-    never followed, and nothing that is no plain file is opened.
+    Only its owner can read it. When this returns, file and name are on the disk. Partial files that killed writers
+    left are removed. Other users may write to the folder, as the carrier of relay files does: a link is replaced and
+    never followed, and only regular files are opened.
 
     Args:
         data: may come in parts, such as `FileSeal.closed` gives.
-        keep: where the old file goes, in the same folder; a crash in between leaves the old one there alone.
+        keep: new name of the old file, in the same folder; after a crash in between, only this file exists.
 
     Raises:
-        OSError: it cannot be written, for example on a full disk.
+        OSError: the file cannot be written, for example on a full disk.
     """
     new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     paths.private_folder(path.parent)
@@ -67,7 +67,7 @@ def write_atomic(path: Path, data: bytes | Iterable[Bytes], keep: Path | None = 
 def link_atomic(path: Path, name: Path) -> None:
     """Give a file a second name in the same folder, replacing any file of that name, without copying bytes.
 
-    Where the file system has no links, the file is copied. Raises OSError.
+    If the file system does not support links, the file is copied. Raises OSError.
     """
     partial = name.with_name(f".{name.name}.{os.getpid()}.part")
     partial.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def link_atomic(path: Path, name: Path) -> None:
             with path.open("rb") as old:
                 write_atomic(name, iter(lambda: old.read(_PIECE), b""))
             return
-        partial.replace(name)  # does nothing where both are one file already
+        partial.replace(name)  # does nothing if both are already the same file
         sync_folder(name.parent)
     finally:
         partial.unlink(missing_ok=True)
@@ -88,13 +88,13 @@ def link_atomic(path: Path, name: Path) -> None:
 
 @contextlib.contextmanager
 def fill_folder(folder: Path) -> Iterator[Path]:
-    """A folder for files that others' code writes; when the block ends they replace those of their names in `folder`.
+    """Yield a temporary folder for files that a library writes; at the end they replace the files in `folder`.
 
-    Only their owner can read them. After an error in the block, `folder` is as it was. One process at a time.
+    Only their owner can read them. After an error in the block, `folder` is unchanged. One process at a time.
     """
     paths.private_folder(folder)
     scratch = folder / ".part"
-    shutil.rmtree(scratch, ignore_errors=True)  # what a killed process has left
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     scratch.mkdir(mode=0o700)
     try:
         yield scratch
@@ -112,9 +112,9 @@ def fill_folder(folder: Path) -> Iterator[Path]:
 
 
 def _new_partial(path: Path) -> tuple[Path, int]:
-    """Creates and locks a new file beside `path`, under a name that nobody can foresee; returns it and its descriptor.
+    """Create and lock a new file next to `path`, under an unpredictable name; return it and its descriptor.
 
-    A file that is there already is never opened: where others may write to the folder, it may be a link elsewhere.
+    An existing file is never opened: if other users may write to the folder, it may be a link to another place.
     """
     while True:
         partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(8)}.part")
@@ -122,18 +122,18 @@ def _new_partial(path: Path) -> tuple[Path, int]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return partial, descriptor
-        os.close(descriptor)  # another writer of the same file took it for a killed one's before it was locked
+        os.close(descriptor)  # before the lock, another writer removed it as a killed writer's file
 
 
 def _remove_left(path: Path, own: Path) -> None:
-    """Removes partial files that no process is writing: a living writer holds the lock of its own.
+    """Remove partial files that no process is writing: a running writer holds a lock on its file.
 
-    A link, a pipe, a folder or another user's file of such a name was left by no writer of ours, and stays.
+    A link, a pipe, a folder or another user's file with such a name is not from one of our writers, and stays.
     """
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         if left == own:
             continue
-        try:  # a pipe would hold up who opens it otherwise
+        try:  # otherwise, opening a pipe would block
             descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno not in _NOT_LEFT:
@@ -154,7 +154,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that has no such call
+        if error.errno != errno.EINVAL:  # a file system without this call
             raise
     finally:
         os.close(descriptor)
@@ -190,7 +190,7 @@ def verify_checksummed(data: bytes) -> bytes:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Appends one JSON line, whole or not at all. Raises OSError, for example on a full disk."""
+    """Append one JSON line atomically. Raises OSError, for example on a full disk."""
     line = json.dumps(record).encode() + b"\n"
     with path.open("ab", buffering=0) as file:
         end = file.tell()

@@ -6,9 +6,9 @@
     previous = hash of the line before; 64 zeros in the first
     n        = number of the line, from 0
 
-A line must be what this module would write, byte for byte, so even an added space is found. What the
-other side sends is cut before it becomes part of a line, so that a sender cannot make the log slow to
-continue: a text after 1,000 characters, a list after 4,096 entries.
+A line must be exactly what this module would write, byte for byte, so even an added space is found. Content from
+the other side is truncated, so that a sender cannot make appending slow: texts after 1,000 characters, lists
+after 4,096 entries.
 
 Formal guarantees, for a log whose head (number of lines, last hash) another party holds, and SHA-256
 without collisions:
@@ -72,13 +72,13 @@ class LogHead:
 
 
 def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
-    """Adds one line, which is on the disk when this returns. Several processes may append. Returns the new head.
+    """Append one line, which is on the disk when this returns, and return the new head. Several processes may append.
 
-    Texts and lists in `about` are cut; where they were, the line says how long they had been.
+    Long texts and lists in `about` are truncated; the line then records their original length.
 
     Raises:
-        StateError: the last line is torn or does not match its hash, the file cannot be written, or the line would be
-            longer than 8 MiB all the same. Nothing is added.
+        StateError: the last line is torn or does not match its hash, the file cannot be written, or the line would
+            still be longer than 8 MiB. The log does not change.
     """
     if _OWN & set(about):
         raise StateError(f"audit log: expected names other than {sorted(_OWN)}, found {sorted(_OWN & set(about))}")
@@ -107,7 +107,8 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
 
 
 def log_head(file: Path) -> LogHead:
-    """The log's head, from its last line alone; the head of an empty log if there is no file. Raises StateError."""
+    """Return the log's head, reading only its last line; the head of an empty log if there is no file. Raises
+    StateError."""
     return _head(last_entry(file))
 
 
@@ -120,7 +121,7 @@ def last_entry(file: Path) -> dict[str, Any]:
 
 
 def verify_log(file: Path, anchors: Iterable[LogHead] = ()) -> LogHead:
-    """Reads the whole log; returns its head.
+    """Read the whole log and return its head.
 
     Raises:
         StateError: a line is wrong, or the log does not reach an anchor; the message names the first such line.
@@ -140,7 +141,7 @@ def verify_log(file: Path, anchors: Iterable[LogHead] = ()) -> LogHead:
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """Every line of the log. Raises StateError for a wrong line, as `verify_log` does."""
+    """Return every line of the log. Raises StateError for a wrong line, as `verify_log` does."""
     return [record for record, _ in _chained(file)]
 
 
@@ -154,7 +155,7 @@ def _require(held: Mapping[int, LogHead], file: Path, found: LogHead) -> None:
 
 
 def _chained(file: Path) -> Iterator[tuple[dict[str, Any], LogHead]]:
-    """Every line, checked, with the head after it."""
+    """Yield every verified line, with the head after it."""
     try:
         log = file.open("rb")
     except OSError as error:
@@ -174,7 +175,7 @@ def _chained(file: Path) -> Iterator[tuple[dict[str, Any], LogHead]]:
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
-    """The record in a line. Raises StateError unless the line is whole and matches its hash."""
+    """Return the record in a line. Raises StateError unless the line is complete and matches its hash."""
     try:
         record = json.loads(line)
         right = isinstance(record, dict) and set(record) >= _OWN and line == _canonical(record) + b"\n"
@@ -193,10 +194,10 @@ def _head(record: Mapping[str, Any]) -> LogHead:
 
 
 def _last(file: Path, log: Any, end: int) -> dict[str, Any]:
-    """The last line of an open log of `end` bytes, {} of an empty one. Leaves the file position at the end."""
+    """Return the last line of an open log of `end` bytes; {} if it is empty. Leave the file position at the end."""
     start, tail, step = end, b"", _BLOCK
     while start and b"\n" not in tail[:-1]:
-        # Twice as much each time: a line of 20 MB, as older versions wrote, is read a few times and not 300 times.
+        # Double the block each time: a line of 20 MB, from an older version, needs a few reads instead of 300.
         step = min(start, 2 * step)
         start -= step
         log.seek(start)

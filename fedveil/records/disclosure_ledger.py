@@ -1,16 +1,16 @@
-"""A run's disclosure ledger, disclosure.jsonl: what left each side. Lines are appended and never removed.
+"""A run's disclosure ledger, disclosure.jsonl: the messages that left each side. Lines are appended and never removed.
 
     {"form": 2, "kind": 0, "direction": "up", "variant": "A", "fields": [[name, codec, shape, bytes], ...]}
     {"round": 4, "attempt": 0, "site": "north", "kind": 0, "bytes": 61440}
 
-Direction, variant, and names and codecs of fields make the kind of a message. A kind has one line,
-before its first message; every message has a line of its own.
+Direction, variant, and names and codecs of fields define the kind of a message. A kind has one line,
+before its first message; every message has its own line.
 
 | a message ... | its line also has |
 |---|---|
 | with fields of another shape than in the kind's line | "others": [[index of the field, shape, bytes], ...] |
-| with words in addition to its fields | "scalars": {name: word, ...} |
-| with figures of held-out examples (evaluate.held-out) | "figures": {name: bytes, ...} |
+| with scalars in addition to its fields | "scalars": {name: word, ...} |
+| with scores of held-out examples (evaluate.held-out) | "figures": {name: bytes, ...} |
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ NAME: Final = "disclosure.jsonl"
 Row = dict[str, Any]
 
 _FORM = 2
-_LONGEST = 40  # characters of a damaged line that are shown
+_LONGEST = 40  # characters of a damaged line in an error
 
 
 @final
 class DisclosureLedger:
-    """Appends to one run's ledger. Only one process does at a time: who holds the run folder's lock."""
+    """Appends to one run's ledger. Only the process that holds the run folder's lock may do so."""
 
     def __init__(self, file: Path) -> None:
-        """Raises StateError where the file has lines that are none of this form."""
+        """Open the ledger. Raises StateError if the file has lines of another form."""
         self._file = file
         self._kinds = {_key(kind, kind["direction"]): kind for kind in _read(file)[0]}
 
     def append(self, where: Mapping[str, Any], direction: str, disclosed: Mapping[str, Any]) -> None:
-        """Appends what a message disclosed.
+        """Append a message's disclosure.
 
         Args:
-            where: its round, attempt and site.
-            disclosed: in the form of `fedveil.wire.envelope.describe_message`.
+            where: the message's round, attempt and site.
+            disclosed: a result of `fedveil.wire.envelope.describe_message`.
         """
         kind = self._kind(direction, disclosed)
         line = {**where, "kind": kind["kind"], "bytes": disclosed["bytes"]}
@@ -71,13 +71,13 @@ class DisclosureLedger:
 
 
 def read_messages(file: Path) -> list[Row]:
-    """Every message of the ledger, [] where there is none. A last line still being written is left out.
+    """Return every message of the ledger; [] if there is no file. Skip a last line that is still being written.
 
     Each has round, attempt, site, direction, variant, kind, bytes, payload_bytes, fields as [name, codec, shape,
     bytes], scalars, and figures as bytes by name. Messages of a kind share one list of fields.
 
     Raises:
-        StateError: names the line that is none of this form.
+        StateError: a line has another form; the error names the line.
     """
     return _read(file)[1]
 
@@ -87,7 +87,7 @@ def _key(message: Mapping[str, Any], direction: str) -> tuple[Any, ...]:
 
 
 def _read(file: Path) -> tuple[list[Row], list[Row]]:
-    """Kinds and messages."""
+    """Return kinds and messages."""
     kinds: list[Row] = []
     messages: list[Row] = []
     data = file.read_bytes() if file.exists() else b""

@@ -1,4 +1,4 @@
-"""The disclosure ledger of a run, summed up: what left each side, how often, in how many bytes."""
+"""Summarize a run's disclosure ledger: the messages that left each side, with counts and bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class DisclosureKind:
     """All messages of one direction, variant and set of fields.
 
     Attributes:
-        fields: (name, codec, shape, bytes) of each field; of the first such message.
+        fields: (name, codec, shape, bytes) of each field of the first such message.
         sites: number of messages by site.
-        total_bytes: whole messages.
-        payload_bytes: the fields alone.
+        total_bytes: bytes of the whole messages.
+        payload_bytes: bytes of only the fields.
     """
 
     direction: str
@@ -35,12 +35,12 @@ class DisclosureKind:
 
     @property
     def messages(self) -> int:
-        """Number of messages."""
+        """Return the number of messages."""
         return self.sites.total()
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes beyond the fields: names, shapes, what a site reports of its training."""
+        """Return the bytes beyond the fields: names, shapes, and a site's training report."""
         return self.total_bytes - self.payload_bytes
 
 
@@ -48,7 +48,7 @@ def message_kinds(messages: Sequence[Mapping[str, Any]]) -> list[DisclosureKind]
     """Return the messages by kind, uploads first.
 
     Args:
-        messages: as `fedveil.records.disclosure_ledger.read_messages` gives them.
+        messages: from `fedveil.records.disclosure_ledger.read_messages`.
     """
     kinds: dict[int, DisclosureKind] = {}
     for message in messages:
@@ -75,7 +75,7 @@ class TrafficSummary:
 def site_traffic(
     messages: Sequence[Mapping[str, Any]], attempts: Sequence[Mapping[str, Any]]
 ) -> dict[str, TrafficSummary]:
-    """Return all messages by site, with those that `unlisted_messages` has.
+    """Return all messages by site, including `unlisted_messages`.
 
     The arguments are those of `message_kinds` and `reported_metrics`.
     """
@@ -94,9 +94,9 @@ def site_traffic(
 
 
 def unlisted_messages(attempts: Sequence[Mapping[str, Any]]) -> dict[str, TrafficSummary]:
-    """Return, by site, the messages that are in no ledger line: refused uploads, keys and shares.
+    """Return, by site, the messages without a ledger line: refused uploads, keys and shares.
 
-    Earlier records do not have their number.
+    Older records do not contain the number of messages.
     """
     traffic: defaultdict[str, TrafficSummary] = defaultdict(TrafficSummary)
     for attempt in attempts:
@@ -116,13 +116,13 @@ def scalar_names(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def reported_metrics(attempts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the figures that sites reported about their training, from the lines of metrics.jsonl."""
+    """Return the names of the training metrics that sites reported, from the lines of metrics.jsonl."""
     reports = [report for attempt in attempts for report in attempt.get("reports", {}).values()]
     return sorted({name for report in reports for name in report})
 
 
 def what_is_learned(method: str) -> list[str]:
-    """Return what each side learns, from the paragraphs "The ... learns: ..." of the method's own file."""
+    """Return the sentences "The ... learns: ..." from the method's own file."""
     file = paths.find_folder("strategies") / f"{Path(method).name}.py"
     if not file.is_file():
         return []
@@ -139,9 +139,7 @@ def what_is_learned(method: str) -> list[str]:
 
 
 def what_is_learned_in_sum(sentences: Sequence[str], server: str) -> list[str]:
-    """The sentences of `what_is_learned` for a run with secure aggregation: `server` in the place of what a server
-    learns otherwise, which follows as such.
-    """
+    """Return `what_is_learned` for a secure run: `server` replaces the server's sentences, which follow as contrast."""
     of_server = [sentence for sentence in sentences if sentence.startswith(_OF_SERVER)]
     clear = [f"Without secure aggregation it would be: {text.removeprefix(_OF_SERVER)}" for text in of_server]
     return [*(sentence for sentence in sentences if sentence not in of_server), _OF_SERVER + server, *clear]

@@ -2,9 +2,9 @@
 
     <run folder>/lock   held (flock) as long as the process lives; {"inode": of this file, "pid", "host", "since", ...}
 
-A process cannot catch SIGKILL. So it records its memory as it goes on, and readers infer the rest. A
-lock that no process holds means that it is dead. The kernel's count of memory kills, where readable,
-says why.
+A process cannot catch SIGKILL. So it records its memory while it runs, and readers infer the rest. If no process
+holds the lock, the process is dead. The kernel's count of out-of-memory kills, if readable, shows whether memory
+was the cause.
 
 `group_by_reason` explains to people why sites are missing: it lists sites with the same reason together.
 """
@@ -28,20 +28,22 @@ from typing import Any
 from fedveil.errors import OutOfMemoryError, StateError
 
 LOCK = "lock"
-TOLD_TO_END = "interrupted: its ServerApp was told to end"  # so a run's reason begins, after `flwr stop` or a signal
-TEMPORARY = "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation goes with whoever started it
+TOLD_TO_END = "interrupted: its ServerApp was told to end"  # beginning of a run's reason after `flwr stop` or a signal
+TEMPORARY = (
+    "FEDVEIL_TEMPORARY"  # in the environment of a ServerApp whose federation ends with the process that started it
+)
 _CGROUPS = Path("/sys/fs/cgroup")
 LOWER = "give the server more memory, or lower evaluate.eval-examples, or use a smaller or a quantized base"
 LOWER_AT_SITE = (
     "give the site more memory, or lower train.batch-size, or set train.quantized-base or "
     'train.optimizer = "adamw-8bit"'
 )
-_MUCH = 0.8  # of the memory that it may have: above that, memory is the likely reason
-_TRIES, _BETWEEN = 20, 0.1  # a reader that looks at a lock holds it for a moment
+_MUCH = 0.8  # fraction of the memory limit above which memory is the likely cause
+_TRIES, _BETWEEN = 20, 0.1  # a reader that checks the lock holds it for a moment
 
 
 class ExitCause(StrEnum):
-    """Return the cause that ended a process, in words that may be shared: without figures."""
+    """Return the cause that ended a process, in words that may be shared: without numbers."""
 
     MEMORY = "out of memory"
     PERHAPS_MEMORY = "probably out of memory"
@@ -50,7 +52,7 @@ class ExitCause(StrEnum):
 
 
 def lock_folder(folder: Path) -> int:
-    """Takes the folder's lock for the life of this process or until it is closed. Returns the file's descriptor.
+    """Take the folder's lock until this process ends or closes it. Return the file's descriptor.
 
     Raises:
         StateError: another process holds it; the message says which.
@@ -77,14 +79,14 @@ def lock_folder(folder: Path) -> int:
 
 
 def is_dead(folder: Path) -> bool:
-    """Return whether the folder's last writer is known to have ended; False where the folder is a copy."""
+    """Return whether the folder's last writer is known to have ended; False if the folder is a copy."""
     try:
         with (folder / LOCK).open("rb") as file:
             if json.loads(file.read()).get("inode") != os.fstat(file.fileno()).st_ino:
                 return False
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return True
-    except (OSError, ValueError, AttributeError):  # held, or none that can be read
+    except (OSError, ValueError, AttributeError):  # held, or unreadable
         return False
 
 
@@ -97,7 +99,7 @@ def _named(holder: bytes) -> str:
 
 
 def note_memory() -> dict[str, Any]:
-    """Memory of this process in MB, the most that it may have, and where the kernel counts its memory kills."""
+    """Return this process's memory in MB, its limit, and the location of the kernel's count of memory kills."""
     about: dict[str, Any] = {"pid": os.getpid(), "host": platform.node(), "boot": _boot()}
     status = _read(Path("/proc/self/status"))
     for name, key in (("memory_mb", "VmRSS"), ("peak_mb", "VmHWM")):
@@ -110,7 +112,7 @@ def note_memory() -> dict[str, Any]:
 
 
 def exit_cause(about: Mapping[str, Any]) -> ExitCause:
-    """Return what ended the process that wrote `about` of itself; values in it may be missing."""
+    """Return the cause that ended the process that wrote `about`, in which values may be missing."""
     memory, limit, kills = (_number(about.get(key)) for key in ("peak_mb", "limit_mb", "oom_kills"))
     if about.get("boot") and about.get("boot") != _boot():
         return ExitCause.MACHINE
@@ -121,7 +123,7 @@ def exit_cause(about: Mapping[str, Any]) -> ExitCause:
 
 
 def child_exit_cause(code: int, before: Mapping[str, Any]) -> tuple[ExitCause, str]:
-    """Return what ended a child process with that code, and a clause on what to lower if memory was the cause.
+    """Return the cause that ended a child process with that code, and which setting to lower if memory was the cause.
 
     `before` is the result of `note_memory` when the child was started. The child is in this process's
     cgroup, whose count of memory kills has then gone up.
@@ -131,7 +133,7 @@ def child_exit_cause(code: int, before: Mapping[str, Any]) -> tuple[ExitCause, s
 
 
 def describe_ending(about: Mapping[str, Any], lower: str = LOWER) -> str:
-    """Return the cause with the figures, for readers who may see them, and the setting to `lower`."""
+    """Return the cause with memory numbers, for readers who may see them, and the setting to `lower`."""
     memory, limit = (_number(about.get(key)) for key in ("peak_mb", "limit_mb"))
     figures = f"{memory} of {limit} MB at its last report" if memory >= 0 else "not recorded"
     return {
@@ -161,7 +163,7 @@ def _number(value: object) -> int:
 
 
 def _group() -> Path:
-    """The folder of this process's memory cgroup, of version 2 or 1; in a container the top one that it can see."""
+    """Return the folder of this process's memory cgroup (v2 or v1); in a container, the top one that it can see."""
     folders = [_CGROUPS / "memory", _CGROUPS]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -195,11 +197,11 @@ def _read(path: Path) -> str:
     return ""
 
 
-MOST = 5  # sites before a reason, and reasons; the records have all
+MOST = 5  # maximum number of sites per reason, and of reasons; the records have all
 
 
 def group_by_reason(failed: Mapping[str, str], most: int = MOST) -> list[str]:
-    """["east, north: why", "west: another", "and 2 more"] from the reason of each site, in their order."""
+    """Return texts like ["east, north: why", "west: another", "and 2 more"] from the reason of each site, in order."""
     sites: dict[str, list[str]] = {}
     for site, reason in failed.items():
         sites.setdefault(reason, []).append(site)

@@ -1,4 +1,4 @@
-"""The provenance of figures: the commit of the code, the machine, and the package versions."""
+"""The provenance of results: the commit of the code, the machine, and the package versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["environment_info", "git_commit"]
 
 
 def git_commit() -> str:
-    """The repository's commit, "+" where files have changed since; empty outside a checkout."""
+    """Return the repository's commit, with "+" if files have changed since; empty outside a checkout."""
     if (here := paths.checkout_folder()) is None:
         return ""
     describe = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
@@ -24,7 +24,7 @@ def git_commit() -> str:
 
 
 def environment_info() -> dict[str, Any]:
-    """The machine and the versions that matter."""
+    """Return the machine and the relevant versions."""
     import torch
 
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

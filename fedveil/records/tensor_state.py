@@ -1,8 +1,8 @@
-"""States on disk: one safetensors file with the scalars as JSON in its metadata, written whole or not at all.
+"""States on disk: one safetensors file with the scalars as JSON in its metadata, written atomically.
 
-A checksum over names, dtypes, shapes and bytes of the tensors and over the scalars stands before the scalars. Any
+A checksum over names, dtypes, shapes and bytes of the tensors and over the scalars precedes the scalars. Any
 program that reads safetensors can read the file. It is written from the tensors' own memory, part by part; reading
-holds it twice for a moment. Where a seal has a key, the file is the same one, sealed.
+briefly needs twice its size in memory. With a key, the same file is encrypted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _DTYPES = {
 def save_state(
     state: FederatedState, path: Path, seal: FileSeal = FileSeal(), role: str = "", keep: Path | None = None
 ) -> None:
-    """Writes the state as one file, under the role where it is sealed; the old one goes to `keep`, if that is given.
+    """Write the state as one file, bound to `role` if encrypted; rename the old file to `keep`, if given.
 
     Raises:
-        KeyError: a dtype of no method.
-        OSError: it cannot be written.
+        KeyError: an unsupported dtype.
+        OSError: the file cannot be written.
     """
     write_atomic(path, seal.closed(_parts(state), role), keep)
 
 
 def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> FederatedState:
-    """The state that `save_state` wrote. Raises StateError for a missing, damaged or exchanged file."""
+    """Return the state that `save_state` wrote. Raises StateError for a missing, damaged or exchanged file."""
     try:
         data = seal.read(path, role)
         tensors = load(data)  # checks the header
@@ -63,9 +63,9 @@ def load_state(path: Path, seal: FileSeal = FileSeal(), role: str = "") -> Feder
 def _parts(state: FederatedState) -> Iterator[Buffer]:
     """Return the bytes of a safetensors file, without the library's writer, which holds the state three times."""
     scalars = json.dumps(dict(state.scalars))
-    # One entry, as the checksum's: equal states shall be equal files.
+    # One entry, because equal states must give equal files.
     header: dict[str, Any] = {"__metadata__": {"scalars": f"{_checksum(state.tensors, scalars)} {scalars}"}}
-    # The widest entries first, as the library has it, so that every tensor begins at a multiple of its entries' width.
+    # The widest entries first, as in the library, so that every tensor begins at a multiple of its entry width.
     tensors = dict(sorted(state.tensors.items(), key=lambda named: (-named[1].element_size(), named[0])))
     end = 0
     for name, tensor in tensors.items():
@@ -79,7 +79,7 @@ def _parts(state: FederatedState) -> Iterator[Buffer]:
 
 
 def state_digest(weights: Weights) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of the weights. Equal digests mean bit-identical weights."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes of the weights: equal digests mean identical bits."""
     h = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name]

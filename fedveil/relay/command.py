@@ -23,7 +23,7 @@ _LINK = ("superlink", "ca", "key", "name", "poll-seconds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments."""
+    """Add the arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     init = actions.add_parser("init", help="make the keys of one end of a relay; run it once at each end")
     init.add_argument(

@@ -26,7 +26,7 @@ class EndpointConfig:
     """Configuration of one end.
 
     Attributes:
-        key, peer: files: this end's relay.key, the other end's relay.pub.
+        key, peer: paths of this end's relay.key and the other end's relay.pub.
         orders, replies: folders of the orders and the replies.
         state: state folder of the site or of the server's end.
         most_bytes: maximum size of a relay message.
@@ -40,7 +40,7 @@ class EndpointConfig:
     most_bytes: int
 
     def to_text(self) -> str:
-        """JSON, for the argument of a program."""
+        """Return the configuration as JSON, for a program argument."""
         paths = {name: str(getattr(self, name)) for name in ("key", "peer", "orders", "replies", "state")}
         return json.dumps({**paths, "most_bytes": self.most_bytes})
 
@@ -65,7 +65,7 @@ class PeerMessages:
         self._kind, self._most, self.incoming = kind, settings.most_bytes, IncomingFolder(folder)
 
     def next(self, tell: Callable[[str, str], None]) -> str | None:
-        """Return the next file name to process. A missing folder is only reported: it may be on a stick."""
+        """Return the next file name to process. A missing folder is only reported: it may be on a USB stick."""
         try:
             return self.incoming.next()
         except StateError as error:
@@ -77,6 +77,6 @@ class PeerMessages:
         try:
             with self.incoming.opened(name) as file:
                 return decrypt_message(file, name, self._kind, self.own, self.peer, self._most)
-        except OSError as error:  # for example, because the stick was pulled out
+        except OSError as error:  # for example, because the USB stick was removed
             words = sanitize(error.strerror, 80)
             raise WireError(f"{name}: expected a readable file, found {words}; copy it again") from None

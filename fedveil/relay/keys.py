@@ -1,7 +1,7 @@
 """Keys of one end of a relay: a 32-byte secret, and the two public keys derived from it.
 
     relay.key    32 bytes, which only its owner can read
-    relay.pub    "fedveil-relay-1 <64 hex digits> <64 hex digits>": Ed25519 to check signatures, X25519 to seal for it
+    relay.pub    "fedveil-relay-1 <64 hex digits> <64 hex digits>": Ed25519 to verify signatures, X25519 for encryption
 
 Each end has the other's relay.pub, and people at both ends compare the fingerprint over another channel.
 Otherwise anyone who can replace the file unnoticed can impersonate the other end.
@@ -51,7 +51,7 @@ class PeerKeys:
 
     @property
     def id(self) -> str:
-        """16 hex digits that tell this end from others."""
+        """Return 16 hex digits that identify this end."""
         return self._digest.hex()[:16]
 
     @property
@@ -76,17 +76,17 @@ class EndpointSecret:
 
     @property
     def public(self) -> PeerKeys:
-        """Its public half."""
+        """Return the public keys."""
         return PeerKeys(crypto.verifying_key(self.signing), crypto.public_key_of(self.opening))
 
     @property
     def signing(self) -> bytes:
-        """The private Ed25519 key."""
+        """Return the private Ed25519 key."""
         return crypto.derive_key(self.key, context_bytes("signing"))
 
     @property
     def opening(self) -> bytes:
-        """The private X25519 key."""
+        """Return the private X25519 key."""
         return crypto.derive_key(self.key, context_bytes("sealing"))
 
     @classmethod

@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.3
 
 
 def endpoint_settings(options: Mapping[str, Any], kit: Path | None, state: Path) -> EndpointConfig:
-    """Return one end's keys, folders and bounds, which exist. Raises ConfigError, which names the option."""
+    """Return one end's keys, folders and limits. Raises ConfigError, which names the option, if one is missing."""
     key_files = {}
     for name, file in (("relay-key", SECRET), ("peer", PEER)):
         given = options.get(name) or (kit / "keys" / file if kit else None)
@@ -53,7 +53,7 @@ def endpoint_settings(options: Mapping[str, Any], kit: Path | None, state: Path)
 
 
 def relay_environment(env: Mapping[str, str], folder: Path, end: str, settings: EndpointConfig) -> dict[str, str]:
-    """`env` for a SuperNode that is one end of a relay: "server" or "site". Its program goes to `folder`."""
+    """Return `env` for a SuperNode that is the "server" or "site" end of a relay; write its program to `folder`."""
     write_program(folder / "flower-supernode", f"relay.{end}_endpoint", repr(settings.to_text()))
     return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
 
@@ -102,7 +102,7 @@ def _told(name: str, state: Path) -> _Told:
 
 
 def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
-    """Run the server's end until its SuperNode ends, which raises ConfigError with the reason."""
+    """Run the server's end until its SuperNode ends; then raise ConfigError with the reason."""
     both = (site.site_from_kit(kit) if kit else {}) | {
         name: value for name, value in options.items() if value is not None
     }
@@ -146,7 +146,7 @@ def start_export(options: Mapping[str, Any], kit: Path | None) -> int:
 
 
 def start_import(options: Mapping[str, Any], kit: Path | None, permit_everything: bool, follow: bool) -> int:
-    """Run the site's end until every order was answered or refused, or forever with `follow`.
+    """Run the site's end until it has answered or refused every order, or forever with `follow`.
 
     Returns 1 if a message was refused, otherwise 0. Raises ConfigError, StateError.
     """

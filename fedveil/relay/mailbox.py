@@ -3,14 +3,14 @@
 A letter is a file whose name ends in ".relay". The rest of the name has no meaning; only the content
 counts.
 
-| in the folder letters come by | what happens |
+| in the incoming folder | what happens |
 |---|---|
-| another name, also of a file that is being copied (".x.relay.tmp") | it is not looked at |
-| a file that changed since the last look | it is looked at once it has not |
+| another name, such as that of a file being copied (".x.relay.tmp") | ignored |
+| a file that changed since the last look | read when it no longer changes |
 | a link, a folder, a pipe, a device | refused; it is not followed |
 | a file that cannot be read | refused |
-| more than 10,000 names | StateError: somebody has to look |
-| a file that was judged | it is not looked at again until it changes |
+| more than 10,000 names | StateError: a person has to clear the folder |
+| a file that was accepted or refused | ignored until it changes |
 
 Files in the folder are never changed or removed.
 """
@@ -38,10 +38,10 @@ Seen = tuple[int, int, int]
 
 @dataclass
 class IncomingFolder:
-    """A folder that letters come by.
+    """A folder in which letters arrive.
 
     Attributes:
-        waits: whether the last look found a file that was changed a moment ago.
+        waits: True if the last look found a file that had just changed.
     """
 
     folder: Path

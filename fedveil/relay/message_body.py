@@ -1,16 +1,16 @@
-"""Content of a relay message ("letter"): an order with all that a SuperNode would request, or a reply.
+"""Content of a relay message ("letter"): an order with everything that a SuperNode would request, or a reply.
 
     length of JSON    4 bytes, big endian
     JSON              {"version": 2, "sizes": {part: bytes}, ...}, at most 16 KiB
     parts             in the order of their names
 
-| content | JSON besides | parts |
+| content | other keys of the JSON | parts |
 |---|---|---|
 | Order | made, expires (ms since 1970 by the server's clock), node | bundle (Flower's Fab), message, run: protobuf |
 | Reply | order (a letter's id), code, reason, log, signature, seconds | upload |
 
-An order comes from the other end, and its parts are parsed like those from a SuperLink. A reply holds the
-bytes of an upload and a few words, each of limited size. No Flower object is parsed from it.
+An order comes from the other end, and its parts are parsed like those from a SuperLink. A reply contains the
+bytes of an upload and a few texts of limited size. No Flower object is parsed from it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fedveil.sanitize import sanitize
 _VERSION = 2
 _LENGTH, _LONGEST = 4, 16_384
 _MOST_MS = 31 * 86_400_000  # between `made` and `expires`: a round has at most 30 days
-_REASON = 2000  # characters, as the guard has it
+_REASON = 2000  # characters; the same limit as the guard's
 _CODES = range(1, 9)  # Flower's ErrorCode
 _SIGNATURE = re.compile(r"([0-9a-f]{16}:[0-9a-f]{128})?")
 
 
 @dataclass(frozen=True)
 class RelayRequest:
-    """A message of the server, with its run and its bundle.
+    """A message from the server, with its run and its bundle.
 
     Attributes:
-        made, expires: ms since 1970 by the clock of who wrote it; later than `expires` the server waits no more.
+        made, expires: ms since 1970 by the writer's clock; after `expires` the server no longer waits.
         node: Flower's number of the site.
         bundle, message, run: protobuf.
     """
@@ -53,7 +53,7 @@ class RelayRequest:
     run: bytes
 
     def packed(self) -> list[bytes]:
-        """The parts of its letter's content."""
+        """Encode the content of the letter, in parts."""
         return _packed(
             {"made": self.made, "expires": self.expires, "node": self.node},
             {"bundle": self.bundle, "message": self.message, "run": self.run},
@@ -61,7 +61,7 @@ class RelayRequest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> RelayRequest:
-        """Raises WireError for what is none."""
+        """Parse an order. Raises WireError if `content` is not a valid order."""
         about, parts = _unpacked(content, {"made": int, "expires": int, "node": int}, ("bundle", "message", "run"))
         order = cls(**about, bundle=parts["bundle"], message=parts["message"], run=parts["run"])
         if not 0 < order.made < order.expires <= order.made + _MOST_MS or not 0 < order.node < 1 << 64:
@@ -95,7 +95,7 @@ class RelayReply:
     upload: bytes
 
     def packed(self) -> list[bytes]:
-        """The parts of its letter's content."""
+        """Encode the content of the letter, in parts."""
         about = {"order": self.order, "code": self.code, "reason": self.reason, "log": self.log}
         about |= {"signature": self.signature, "seconds": self.seconds}
         return _packed(about, {"upload": self.upload})
@@ -108,7 +108,7 @@ class RelayReply:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> RelayReply:
-        """Raises WireError for what is none."""
+        """Parse a reply. Raises WireError if `content` is not a valid reply."""
         kinds = {"order": str, "code": int, "reason": str, "log": str, "signature": str, "seconds": float}
         about, parts = _unpacked(content, kinds, ("upload",))
         reply = cls(**about, upload=parts["upload"])
@@ -144,7 +144,7 @@ def _packed(about: Mapping[str, Any], parts: Mapping[str, bytes]) -> list[bytes]
 def _unpacked(
     content: bytes, kinds: Mapping[str, type], names: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The values and the parts of a content that has these alone. Raises WireError."""
+    """Parse a content that must have exactly these values and parts. Raises WireError."""
     length = int.from_bytes(content[:_LENGTH], "big")
     try:
         about = json.loads(content[_LENGTH : _LENGTH + length]) if length <= _LONGEST else None

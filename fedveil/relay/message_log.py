@@ -1,4 +1,4 @@
-"""Log of the orders that a site has taken and answered, which reveals changes (fedveil/records/audit_log.py).
+"""Tamper-evident log of the orders that a site accepted and answered (fedveil/records/audit_log.py).
 
     <state-dir>/relay-log.jsonl    {"event": "taken", "order": ID, "run": RUN, "made": MS}
                                    {"event": "answered", "order": ID, "reply": NAME}
@@ -6,10 +6,10 @@
 
 | an order | what happens |
 |---|---|
-| was answered | it is not taken again, ever, whatever the clock says |
-| was taken, and the process ended before it was answered | taken again; both logs show that a turn was charged twice |
-| is older than one of the same run that was taken | refused: the server has gone on since |
-| the log is torn or changed | StateError: nothing is taken |
+| was answered | never accepted again, at any time of the clock |
+| was accepted, but the process ended before it answered | accepted again; both logs show that it was charged twice |
+| is older than an accepted order of the same run | refused: the server has sent a newer one |
+| the log is torn or changed | StateError: no order is accepted |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOCK = "relay.lock"
 
 
 class DuplicateMessageError(PolicyError):
-    """Raised for a letter taken before: a file that stayed in the folder, or was delivered again."""
+    """Raised for a letter accepted before: a file that stayed in the folder, or was delivered again."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class MessageLog:
     """The log of one site, held by one process at a time.
 
     Attributes:
-        replies: by the id of each order that was answered, the name of its reply.
-        newest: by run, when the newest order that was taken was made, in ms.
+        replies: file name of the reply, by the id of each answered order.
+        newest: time (ms) at which the newest accepted order was made, by run.
     """
 
     file: Path
@@ -74,7 +74,7 @@ class MessageLog:
             self._held.close()
 
     def require_new(self, id_: str, run: str, order: RelayRequest) -> None:
-        """Raise DuplicateMessageError or PolicyError for an order that must not be taken."""
+        """Raise DuplicateMessageError or PolicyError for an order that must not be accepted."""
         if reply := self.replies.get(id_):
             raise DuplicateMessageError(f"was answered before; its reply is {reply}")
         if order.made < self.newest.get(run, 0):
@@ -84,15 +84,15 @@ class MessageLog:
             )
 
     def take(self, id_: str, run: str, order: RelayRequest) -> None:
-        """Notes that an order is about to be carried out. Raises StateError where that cannot be written."""
+        """Log that an order is accepted, before it is carried out. Raises StateError if the log cannot be written."""
         audit_log.append_entry(self.file, "taken", {"order": id_, "run": run, "made": order.made})
         self.newest[run] = max(order.made, self.newest.get(run, 0))
 
     def answer(self, id_: str, reply: str) -> None:
-        """Notes that an order was answered. Raises StateError where that cannot be written."""
+        """Log that an order was answered. Raises StateError if the log cannot be written."""
         audit_log.append_entry(self.file, "answered", {"order": id_, "reply": reply})
         self.replies[id_] = reply
 
     def refuse(self, file: str, reason: str) -> None:
-        """Notes that a letter was refused. Raises StateError where that cannot be written."""
+        """Log that a letter was refused. Raises StateError if the log cannot be written."""
         audit_log.append_entry(self.file, "refused", {"file": file, "reason": reason})

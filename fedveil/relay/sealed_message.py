@@ -1,17 +1,17 @@
-r"""A relay message ("letter"): one encrypted, signed file sent between the ends of a relay by any carrier.
+r"""A relay message ("letter"): one encrypted, signed file that any carrier takes from one end of a relay to the other.
 
     "FedVeil relay 1\n"    16 bytes
-    body                   the content as fedveil/encrypted_files.py seals it, under the letter's own key and the role
+    body                   the content, encrypted by fedveil/encrypted_files.py with the letter's own key and the role
                            "KIND/ID"
     head                   JSON of `MessageHeader`, at most 1,024 bytes
     signature              64 bytes: Ed25519 by the sender, over "fedveil relay 1", "letter" and the head
     length of the head     4 bytes, big endian
 
-    ephemeral   = X25519 key pair, new for every letter; the head has its public half
+    ephemeral   = X25519 key pair, new for every letter; the head contains its public half
     letter's key = HKDF-SHA256(X25519(ephemeral, recipient's key), [version, "letter", kind, id, sender, recipient])
-    body        = SHA-256 of the sealed body, in the head, so that the signature covers every byte
+    body        = SHA-256 of the encrypted body, in the head, so that the signature covers every byte
 
-The signature is at the end, so that a letter is written in one pass. A truncated file has no signature.
+The signature is at the end, so that a letter can be written in one pass. A truncated file has no signature.
 
 Formal guarantees, if no other party has this end's relay.key and the peer file is the other end's:
 
@@ -22,11 +22,11 @@ Formal guarantees, if no other party has this end's relay.key and the peer file 
 
 | case | result of `decrypt_message` |
 |---|---|
-| cut off, at whatever byte; or still being copied | Unfinished |
+| truncated at any byte, or still being copied | IncompleteMessageError |
 | a byte changed, added or removed; parts of two letters joined | WireError |
-| of another sender, for another recipient, of the other kind | WireError, which says what was found |
-| more than `most_bytes` | WireError, before a byte of it is read |
-| the same letter a second time | it is opened: who takes letters keeps their ids |
+| of another sender, for another recipient, of the other kind | WireError, which names the actual value |
+| more than `most_bytes` | WireError, before any byte is read |
+| the same letter a second time | decrypted again: the receiver must remember the ids of letters |
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PIECE = 1 << 20
 
 
 class IncompleteMessageError(WireError):
-    """A file that is the beginning of a letter at most: it was cut off, or is still being copied."""
+    """Raised for an incomplete letter: the file was truncated, or is still being copied."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MessageHeader:
     body: str
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
+        """Return the header as canonical JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -111,11 +111,11 @@ def decrypt_message(
     """Decrypt and verify one relay message of this kind; return its header and content.
 
     Args:
-        file: can be read at any place; nothing else is asked of it.
+        file: a seekable binary file; only read at offsets.
         name: the file's name, for error messages.
 
     Raises:
-        WireError, IncompleteMessageError: as the table above has it.
+        WireError, IncompleteMessageError: as in the table above.
     """
     size = file.seek(0, os.SEEK_END)
     if size > most_bytes:

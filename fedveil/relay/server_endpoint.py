@@ -1,21 +1,21 @@
 """The server's end of a relay: a SuperNode that connects in a site's place and exports its messages as letters.
 
-    SuperLink -- message, run, bundle --> this process -- order --> folder ... whoever carries it ... the site
-    SuperLink <-- a reply of its own ---- this process <-- reply -- folder ...
+    SuperLink -- message, run, bundle --> this process -- order --> folder ... carrier ... the site
+    SuperLink <-- its own reply --------- this process <-- reply -- folder ...
 
-It starts no SuperExec and no client process, so no bundle ever runs here. It has the site's node key: the
-server takes it for the site. It sees what the server sees, so it belongs on the server's machine.
+It starts no SuperExec and no client process, so no bundle ever runs here. It has the site's node key, so it
+acts as the site for the server. It sees what the server sees, so it belongs on the server's machine.
 
 | case | what happens |
 |---|---|
-| a message of secure aggregation, which waits for 120 s | it is refused here at once, with the reason |
+| a message of secure aggregation, which waits only 120 s | refused here at once, with the reason |
 | an order that would be larger than `most_bytes` | the same |
-| an order's time is over, and there was no reply | its file is taken back; a reply that comes later is refused |
-| this process ends | the same: the server counts the site as gone; a new order comes with the next attempt |
-| a reply to no order that is open | refused |
-| a reply that was taken, or a second one to its order | it is not taken again |
-| a reply to a run that has ended | it is thrown away, and said |
-| anything else that the site's SuperNode wrote than upload, reason, anchor and signature | it is not in the letter |
+| an order expires without a reply | its file is withdrawn; a later reply is refused |
+| this process ends | the same: the server treats the site as offline, and the next attempt has a new order |
+| a reply without an open order | refused |
+| a reply that was accepted, or a second reply to its order | not accepted again |
+| a reply for a run that has ended | discarded and reported |
+| anything from the site's SuperNode except upload, reason, anchor and signature | not in the letter |
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from fedveil.wire import chunking
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 _QUESTION = "query.secure"
 _LOST = (Exception, RunNotRunningException)  # the second is a BaseException
-_ROOM = 1 << 16  # bytes of a letter beside its parts, at most; the seal takes 16 a MiB more
+_ROOM = 1 << 16  # maximum overhead of a letter in bytes; encryption adds 16 bytes per MiB
 _BEHIND = "PolicyError: this site is behind a relay"
 _OWN = re.compile(r"order-\d{1,16}-[0-9a-f]{8}\.relay")
 
 
 @dataclass(frozen=True)
 class _Open:
-    """An order whose reply is waited for. `message` is without its content; `expires` in s since 1970."""
+    """An order that awaits its reply. `message` is without its content; `expires` is in s since 1970."""
 
     message: Message
     expires: float
@@ -97,7 +97,7 @@ class ServerEndpoint:
                 self._note("ended", {"file": file.name}, f"{file.name}: no reply: the relay has ended in the meantime")
 
     def install(self) -> None:
-        """Puts both functions in place of Flower's, for the rest of the process."""
+        """Replace Flower's two functions for the rest of the process."""
         module: Any = importlib.import_module("flwr.supernode.start_client_internal")
         module._pull_and_store_message, module._push_messages = self.look, self.push
 
@@ -132,7 +132,7 @@ class ServerEndpoint:
         self._take_back(lambda _: True, "the relay ended")
 
     def _pulled(self, received: tuple[Message, Any], given: dict[str, Any]) -> tuple[Message, Run, Fab, int]:
-        """The whole message, its run and bundle, and the bytes of all three."""
+        """Return the whole message, its run and bundle, and the total bytes of all three."""
         bare, tree = received
         run = given["get_run"](bare.metadata.run_id)
         fab = given["get_fab"](run.fab_hash, run.run_id)
@@ -170,7 +170,7 @@ class ServerEndpoint:
 
     def _order(self, message: Message, run: Run, fab: Fab) -> RelayRequest:
         about = message.metadata
-        # Later than the one before, whatever the clock does: the site goes by it.
+        # Always later than the previous order, even if the clock goes back: the site relies on this.
         self._made = max(int(about.created_at * 1000), self._made + 1)
         return RelayRequest(
             self._made, int((about.created_at + about.ttl) * 1000), about.dst_node_id,
@@ -242,7 +242,7 @@ class ServerEndpoint:
 
 
 def _remove(file: Path) -> None:
-    """Removes an order's file. A folder that the carrier of the letters put in its place stays, and is logged."""
+    """Remove an order's file. A folder that the carrier put in its place stays, and is logged."""
     try:
         file.unlink(missing_ok=True)
     except OSError as error:
@@ -250,7 +250,7 @@ def _remove(file: Path) -> None:
 
 
 def _message(reply: RelayReply, to: Message) -> Message:
-    """The relay's own message with what the letter has, as the guard would have sent it."""
+    """Create the relay's own message from a letter's reply, in the form that the guard would have sent."""
     if reply.code:
         return Message(Error(reply.code, reply.reason), reply_to=to)
     slices = list(chunking.slice_message([reply.upload]))
@@ -258,7 +258,7 @@ def _message(reply: RelayReply, to: Message) -> Message:
 
 
 def main(settings: str) -> None:
-    """The process. Its arguments are those of Flower's own `flower-supernode`."""
+    """Run the process. Its arguments are those of Flower's own `flower-supernode`."""
     end = ServerEndpoint(EndpointConfig.of_text(settings))
     end.install()
     try:

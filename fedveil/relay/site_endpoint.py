@@ -1,19 +1,19 @@
-"""The site's end: Flower's SuperNode, whose connection to a server is a folder of orders and one for replies.
+"""The site's end of a relay: Flower's SuperNode with a folder of orders and a folder of replies as its connection.
 
-    order -> this SuperNode -> SuperExec -> client process: the guard, the bundle -> worker     as on the wire
+    order -> this SuperNode -> SuperExec -> client process: the guard, the bundle -> worker     as over the network
     reply <- this SuperNode <- SuperExec <- client process: the guard measures it
 
-No address is asked and no socket opened but the SuperNode's own on the loopback. What the guard decides, what is
-charged, and what the audit log says is what it would be for a message from the wire, for it is the same processes.
+The process contacts no address, and opens only the SuperNode's own socket on loopback. The guard's decision, the
+ledger's charge and the audit log are the same as for a message over the network, because the same processes make them.
 
 | an order | what happens |
 |---|---|
-| is no whole letter of the other end for this one | refused, with a line in relay-log.jsonl; the guard never sees it |
-| ended, by this machine's clock | the same |
-| is older than another of its run that was taken | the same (message_log.py) |
-| was answered before | it is not taken again |
-| is for another node than the first one after the start | the same: start again |
-| passes | it is taken, one at a time, and its reply is written: the upload, or why the site has none |
+| is not a complete letter from the other end to this one | refused and logged in relay-log.jsonl; not for the guard |
+| has expired by this machine's clock | the same |
+| is older than an accepted order of its run | the same (message_log.py) |
+| was answered before | not accepted again |
+| is for another node than the first order after the start | the same: restart this end |
+| passes | accepted, one at a time; the reply has the upload, or the reason why there is none |
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from fedveil.relay.sealed_message import ORDER, REPLY, IncompleteMessageError, e
 from fedveil.relay.status_events import IDLE
 from fedveil.relay.supernode_program import as_this_user
 
-_LOOK_SECONDS = 0.2  # for the first order, after which Flower's own loop looks
+_LOOK_SECONDS = 0.2  # until the first order; then Flower's own loop polls
 _RAISED = 2
 
 
 @dataclass
 class _Taken:
-    """An order that is being carried out.
+    """The order in progress.
 
     Attributes:
-        tree, left, contents: of its reply: the parts that are to come, and those that have.
+        tree, left, contents: of its reply: all parts, the missing parts, and the received parts.
     """
 
     id: str
@@ -143,7 +143,7 @@ class SiteEndpoint:
         run = taken.message.metadata.run_id
         self._book.take(taken.id, str(run), taken.order)
         self._said.say("taken", f"{taken.file}: order of run {run} taken")
-        self._taken = {run: taken}  # one at a time, as of a SuperNode
+        self._taken = {run: taken}  # one at a time, as in a SuperNode
         bare = remove_content_from_message(taken.message)
         bare.metadata.__dict__["_message_id"] = taken.message.object_id
         return bare, get_object_tree(taken.message)
@@ -155,7 +155,7 @@ class SiteEndpoint:
             try:
                 return self._judged(name)
             except IncompleteMessageError as error:
-                self._said.say("refused", str(error))  # it may be whole at the next look: no line in the log
+                self._said.say("refused", str(error))  # it may be complete at the next look, so do not log it
             except DuplicateMessageError as error:
                 self._said.say("known", f"{name}: {error}")
             except (WireError, PolicyError) as error:
@@ -231,7 +231,7 @@ def reply_of(message: Message, order: str, seconds: float) -> RelayReply:
 
 
 def main(settings: str) -> None:
-    """The process. Its arguments are those of Flower's own `flower-supernode`, whose address it never asks."""
+    """Run the process. Its arguments are those of Flower's own `flower-supernode`; it never contacts their address."""
     end = SiteEndpoint(EndpointConfig.of_text(settings))
     importlib.import_module("flwr.supernode.start_client_internal")._init_connection = end.connection  # type: ignore[attr-defined]
     as_this_user()

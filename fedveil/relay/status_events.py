@@ -2,7 +2,7 @@
 
     {"what": "answered", "words": "order-...relay: answered: reply-...relay"}
 
-Through this file the SuperNode's process informs the command that started it. Lasting records are in the
+The SuperNode's process uses this file to inform the command that started it. Permanent records are in the
 end's log.
 """
 
@@ -17,11 +17,11 @@ from fedveil.records.atomic_files import append_line
 from fedveil.sanitize import sanitize
 
 NAME = "said.jsonl"
-IDLE = "idle"  # everything that lay in the folder has been judged
+IDLE = "idle"  # every file in the folder has been accepted or refused
 BAD = ("refused", "failed")
 _LONGEST = 1000  # characters
 
-log = logging.getLogger("flwr")  # of the process that Flower's SuperNode is
+log = logging.getLogger("flwr")  # the log of Flower's SuperNode process
 
 
 @dataclass(frozen=True)

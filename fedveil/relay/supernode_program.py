@@ -1,4 +1,4 @@
-"""Flower's SuperNode as the process of either end."""
+"""Run Flower's SuperNode as the process of either end of a relay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedveil.guard import loopback_ports, supernode
 
 
 def as_this_user() -> None:
-    """Make its own port serve only this user, where the kernel tells whose a connection is."""
+    """Make the process's own port serve only this user, if the kernel reports a connection's owner."""
     if sys.platform == "linux":
         loopback_ports.main("flower-supernode")
     else:

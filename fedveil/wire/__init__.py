@@ -1,1 +1,1 @@
-"""Codecs (one file each), the envelope around them, and the tap, which records what the other side could see."""
+"""Codecs (one file each), the envelope around them, and message capture."""

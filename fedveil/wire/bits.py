@@ -1,4 +1,4 @@
-"""Bits: a boolean tensor, one bit an entry.
+"""Bits: a boolean tensor, one bit per entry.
 
 Bytes: entry i, in row-major order, is bit i % 8 (bit 0 is the least significant) of byte i // 8; True is 1. The bits
 after the last entry, at most 7, are 0. Bits per entry: 1, plus less than one byte per tensor.
@@ -8,7 +8,7 @@ after the last entry, at most 7, are 0. Bits per entry: 1, plus less than one by
 | empty tensor | 0 bytes |
 | 0-d tensor | one byte, 0 or 1 |
 | non-contiguous input | copied once, in row-major order of the view |
-| CUDA tensor | packed there, and copied to the CPU once; decoded tensors lie on the CPU |
+| CUDA tensor | packed on its device, and copied to the CPU once; decoded tensors are on the CPU |
 | a pad bit that is 1 | WireError: two messages must not mean the same tensor |
 """
 
@@ -26,22 +26,22 @@ from fedveil.errors import WireError
 
 @dataclass(frozen=True)
 class BitCodec:
-    """Booleans, eight in a byte."""
+    """Booleans, eight per byte."""
 
     @property
     def name(self) -> str:
-        """Always "bits"."""
+        """Return "bits"."""
         return "bits"
 
     def encode(self, value: Value) -> list[Buffer]:
-        """The packed bits."""
+        """Return the packed bits."""
         entries = _checked(value)
         if entries.device.type != "cpu":
             return [raw_bytes(_pack_there(entries.reshape(-1)))]
         return [np.packbits(np.frombuffer(raw_bytes(entries), dtype=bool), bitorder="little").data]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
-        """A new boolean tensor."""
+        """Return a new boolean tensor."""
         count = count_elements(shape)
         if len(data) != (expected := self.nbytes(shape)):
             raise WireError(f"expected {expected} bytes for {count} bits of shape {shape}, found {len(data)}")
@@ -51,11 +51,11 @@ class BitCodec:
         return torch.from_numpy(entries.view(bool)).reshape(shape)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """An eighth of the entries, rounded up."""
+        """Return an eighth of the number of entries, rounded up."""
         return -(-count_elements(shape) // 8)
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """The tensor's shape."""
+        """Return the tensor's shape."""
         return tuple(_checked(value).shape)
 
 
@@ -68,7 +68,7 @@ def _checked(value: Value) -> Tensor:
 
 
 def _pack_there(entries: Tensor) -> Tensor:
-    """The bytes, packed on the device of the flat entries."""
+    """Pack flat entries into bytes on their own device."""
     padded = torch.zeros(-(-len(entries) // 8) * 8, dtype=torch.uint8, device=entries.device)
     padded[: len(entries)] = entries
     return (padded.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=entries.device)).sum(1, dtype=torch.uint8)

@@ -1,11 +1,11 @@
 """Message capture: records the bytes on the wire, which are exactly what the other side could see.
 
-    <folder>/index.jsonl            one line a message: round, attempt, site, direction, file, accepted
-    <folder>/00003.0.site-1.up      the message, byte for byte; sealed where there is a key file
+    <folder>/index.jsonl            one line per message: round, attempt, site, direction, file, accepted
+    <folder>/00003.0.site-1.up      the message, byte for byte; encrypted if there is a key file
     (fedveil.encrypted_files)
 
-It is off unless `run.capture-messages` is set, for a tap is as sensitive as the messages. Attacks read a tap and the
-knowledge that they declare, and nothing else.
+It is off unless `run.capture-messages` is set, because a capture is as sensitive as the messages. Attacks read only a
+capture and the knowledge that they declare.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["CapturedMessage", "MessageCapture"]
 
 @dataclass(frozen=True)
 class CapturedMessage:
-    """One message on the tap. `accepted` is None on the way down."""
+    """One captured message. `accepted` is None for a broadcast."""
 
     round: int
     attempt: int
@@ -68,7 +68,7 @@ class MessageCapture:
             index.write(json.dumps(asdict(seen)) + "\n")
 
     def messages(self) -> Iterator[CapturedMessage]:
-        """Every message, in the order recorded. Raises StateError if there is no tap, or its index is damaged."""
+        """Yield every message in the order recorded. Raises StateError if there is no capture or a damaged index."""
         index = self.folder / "index.jsonl"
         if not index.is_file():
             raise StateError(

@@ -1,4 +1,4 @@
-"""Split a message into slices, so that no process on its way needs a second whole copy."""
+"""Split a message into slices, so that no process that forwards it needs a second complete copy."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STYPE = "fedveil.slice/1"
 
 
 def slice_key(index: int) -> str:
-    """The key of a slice in Flower's record."""
+    """Return the key of a slice in Flower's record."""
     return f"{index:06d}"
 
 
 def slice_message(parts: Iterable[Buffer], size: int = SLICE_BYTES) -> Iterator[bytes]:
-    """The bytes of all parts in slices of `size`; the last one may be shorter. Reads one part at a time."""
+    """Yield the bytes of all parts in slices of `size`; the last may be shorter. Read one part at a time."""
     pending = bytearray()
     for part in parts:
         view = memoryview(part).cast("B") if len(part) else memoryview(b"")
@@ -64,7 +64,7 @@ def fill_slices(whole: bytearray | mmap, slices: Iterable[Buffer]) -> bytearray 
 
 
 def order_slices(names: Sequence[str]) -> list[str]:
-    """Keys of a record, in the order of their slices. Raises WireError unless they are slices 0, 1, 2, ..."""
+    """Sort a record's keys in the order of their slices. Raises WireError unless they are slices 0, 1, 2, ..."""
     keys = sorted(names)
     if not keys or keys != [slice_key(i) for i in range(len(keys))]:
         raise WireError(f"message: expected slices {slice_key(0)}, {slice_key(1)}, ..., found {keys[:4] or 'none'}")

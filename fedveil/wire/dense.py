@@ -8,11 +8,11 @@ bfloat16); no header, no padding. Bits per entry: 32 for float32, 16 for float16
 | empty tensor | 0 bytes |
 | 0-d tensor | one entry |
 | non-contiguous input | copied once, in row-major order of the view |
-| CUDA tensor | copied to the CPU once; decoded tensors lie on the CPU |
+| CUDA tensor | copied to the CPU once; decoded tensors are on the CPU |
 | contiguous CPU tensor | not copied: the encoded part is a view of it |
 | NaN, infinities, -0.0, subnormals | every bit is kept |
 | another dtype | WireError; the codec does not cast |
-| decoded tensor | a view of the received bytes: not to be written to |
+| decoded tensor | a view of the received bytes: do not write to it |
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class DenseCodec:
-    """Entries of one floating-point dtype, not copied if that is possible."""
+    """Entries of one floating-point dtype, without a copy if possible."""
 
     dtype: torch.dtype = torch.float32
 
@@ -40,25 +40,25 @@ class DenseCodec:
 
     @property
     def name(self) -> str:
-        """Such as "dense float32"."""
+        """Return the codec's name, such as "dense float32"."""
         return f"dense {_word(self.dtype)}"
 
     def encode(self, value: Value) -> list[Buffer]:
-        """A view of the value."""
+        """Return a view of the value."""
         return [raw_bytes(self._checked(value))]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
-        """A view of `data`."""
+        """Return a view of `data`."""
         if len(data) != (expected := self.nbytes(shape)):
             raise WireError(f"expected {expected} bytes for {self.name} of shape {shape}, found {len(data)}")
         return view_bytes(data, self.dtype, shape)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Entries times the dtype's size."""
+        """Return the number of entries times the dtype's size."""
         return count_elements(shape) * self.dtype.itemsize
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """The tensor's shape."""
+        """Return the tensor's shape."""
         return tuple(self._checked(value).shape)
 
     def _checked(self, value: Value) -> Tensor:

@@ -3,17 +3,17 @@
     offset 0   magic "FVL3" (4 bytes)
     4          length of the header (uint32, little endian)
     8          xxh3-64 of the header (uint64, little endian)
-    16         digest of the address: run, attempt and, on the way up, site (16 bytes)
+    16         digest of the address: run, attempt and, for an upload, site (16 bytes)
     32         header: zlib of JSON, see `_header`
     ...        each field's bytes, at the next multiple of 8, sorted by name; zeros between them
 
-The header names method, version, round, direction, variant, the layout's digest, and each field's name, codec, shape,
-size and xxh3-64; an upload's also the turn, which is what the site calls the private state that it keeps with it. A
-receiver refuses what does not match its own layout, and names the field. The checksums detect accidents; TLS protects
-against an adversary on the line. The address keeps a message from being taken for one of another run, attempt or site.
+The header has method, version, round, direction, variant, the layout's digest, and each field's name, codec, shape,
+size and xxh3-64. An upload's header also has the `turn`: the site's name for the private state that it keeps with it. A
+receiver refuses a message that does not match its own layout, and names the field. The checksums detect accidents; TLS
+protects against an adversary on the network. The address prevents confusion with another run, attempt or site.
 
-One message has one encoding: order of fields and keys, the text of the JSON, padding and length are fixed, and another
-form is refused. Only the zlib compression of the same text may vary, because versions of zlib differ.
+A message has exactly one encoding: order of fields and keys, the text of the JSON, padding and length are fixed, and a
+receiver refuses any other form. Only the zlib compression of the same text may vary between versions of zlib.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
     "unpack_message",
 ]
 
-_PARALLEL_BYTES = 8 << 20  # below this a thread costs more than it saves
+_PARALLEL_BYTES = 8 << 20  # below this size a thread costs more than it saves
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="fedveil-wire")
 
 
@@ -74,7 +74,7 @@ class EnvelopeStamp:
         direction: Direction,
         address: MessageAddress | None = MessageAddress(),
     ) -> EnvelopeStamp:
-        """The stamp of a method's message. Without an address, that of a message which is only read from a tap."""
+        """Create the stamp of a method's message; without an address, for a message read from a capture."""
         return cls(name, method.version, round_, direction, address)
 
 
@@ -84,9 +84,9 @@ class DecodedMessage:
 
     Attributes:
         payload: the fields; tensors may be views of the received bytes.
-        num_examples: as received, not yet checked; None on the way down.
-        report: figures that the client reports; names and values are checked.
-        turn: the site's name for this participation; "" if it keeps no private state, and on the way down.
+        num_examples: as received, not yet checked; None for a broadcast.
+        report: metrics that the client reports; names and values are checked.
+        turn: the site's name for this client round; "" if it keeps no private state, and for a broadcast.
         field_bytes: raw bytes by field name.
         disclosed: what the message discloses, in the form of `describe_message`.
         norms: Euclidean norm of each floating-point field, computed along with its checksum. It is not finite if a
@@ -103,7 +103,7 @@ class DecodedMessage:
 
     @property
     def payload_bytes(self) -> int:
-        """Raw bytes of all fields, without the envelope."""
+        """Return the raw bytes of all fields, without the envelope."""
         return sum(self.field_bytes.values())
 
 
@@ -115,16 +115,16 @@ def pack_message(
     report: Mapping[str, float] | None = None,
     turn: str = "",
 ) -> bytes:
-    """The message as bytes. Raises WireError for a payload that the layout does not declare."""
+    """Encode a message. Raises WireError for a payload that the layout does not declare."""
     return b"".join(pack_message_parts(layout, stamp, payload, num_examples, report, turn).parts)
 
 
 @dataclass(frozen=True)
 class PackedMessage:
-    """A message to be sent.
+    """A message to send.
 
     Attributes:
-        parts: to be joined. Dense fields are views of the payload's tensors, not copies.
+        parts: bytes to concatenate. Dense fields are views of the payload's tensors, not copies.
         disclosed: what the message discloses, in the form of `describe_message`.
     """
 
@@ -140,7 +140,7 @@ def pack_message_parts(
     report: Mapping[str, float] | None = None,
     turn: str = "",
 ) -> PackedMessage:
-    """The same message as from `pack_message`, in parts."""
+    """Encode the same message as `pack_message`, in parts."""
     declared = layout.fields_of(stamp.direction, payload.variant)
     validation.check_names(layout, stamp.direction, payload.variant, payload.fields)
     validation.check_scalars(layout, stamp.direction, payload.scalars)
@@ -246,7 +246,7 @@ def _expect(key: str, expected: object, found: object) -> None:
 
 
 def _explain_layout(layout: MessageLayout, direction: Direction, header: Mapping[str, Any]) -> None:
-    """Raises WireError naming the first field that differs, if the difference is in the fields that were sent."""
+    """Raise WireError that names the first differing field, if the difference is in the fields that were sent."""
     variant = header["variant"]
     if variant in layout.variants(direction):
         validation.check_names(layout, direction, variant, [entry[0] for entry in header["fields"]])
@@ -261,8 +261,7 @@ def describe_message(data: Buffer) -> dict[str, Any]:
     """Return what a message discloses, from its header alone, for the run folder's record of it.
 
     The keys are bytes (of the whole message), payload_bytes, variant, scalars, fields as [name, codec,
-    shape, bytes], and figures: the bytes by name of the figures on held-out examples, which not every run
-    has.
+    shape, bytes], and, if the run has held-out scores, figures: their bytes by name.
     """
     whole = memoryview(data).cast("B")
     header, _ = header_.read_header(whole)

@@ -1,4 +1,4 @@
-"""Reading one field of a message: its checksum, its norm and its value."""
+"""Read one field of a message: its checksum, its norm and its value."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fedveil.contract.layout import WireField
 from fedveil.errors import WireError
 from fedveil.wire import header, validation
 
-_BLOCK_BYTES = 1 << 22  # such a block stays in cache from the checksum to the norm
-_HALF_BLOCK_BYTES = 1 << 19  # of half precision, which is widened to twice as much for the norm
+_BLOCK_BYTES = 1 << 22  # a block of this size stays in cache between checksum and norm
+_HALF_BLOCK_BYTES = 1 << 19  # for half precision, which the norm widens to twice the size
 
 
 @dataclass(frozen=True)
 class FieldReadJob:
-    """A field to be read.
+    """A field to read.
 
     Attributes:
-        data: its bytes.
-        declared: as the layout has it.
-        entry: as the header has it: name, codec, shape, bytes, checksum.
-        device: where to decode what can be decoded anywhere; None: on the CPU, at once.
+        data: bytes of the field.
+        declared: the field in the layout.
+        entry: the field in the header: name, codec, shape, bytes, checksum.
+        device: device for device-decodable codecs; None decodes on the CPU, at once.
     """
 
     data: memoryview
@@ -43,10 +43,10 @@ class FieldReadJob:
         return str(self.entry[0])
 
     def read(self) -> tuple[Callable[[], Value], float | None]:
-        """Return a function that gives the value, and the value's norm if it is floating-point.
+        """Return a function that returns the value, and the value's norm if it is floating-point.
 
-        One pass reads the bytes for checksum and norm. Raises WireError. Where the value is decoded on a device,
-        the function raises it too, for faults that only decoding shows.
+        One pass reads the bytes for checksum and norm. Raises WireError. If the value is decoded on a device,
+        the function also raises it, for faults that only decoding shows.
         """
         name, codec_name, listed, _, checksum = self.entry
         codec, shape = self.declared.codec, tuple(listed)
@@ -64,7 +64,7 @@ class FieldReadJob:
         return lambda: value, norm
 
     def _named(self, decode: Callable[[], Value]) -> Value:
-        """The value. A WireError names the field."""
+        """Decode the value. A WireError names the field."""
         try:
             return decode()
         except WireError as error:
@@ -75,7 +75,7 @@ class FieldReadJob:
         data, squares = self.data, 0.0
         is_half = floats is not None and floats.itemsize == 2
         block_bytes = _HALF_BLOCK_BYTES if is_half else _BLOCK_BYTES
-        # once a field, for allocating faults pages
+        # once per field, because allocation causes page faults
         wide = torch.empty(min(len(data), block_bytes) // 2 if is_half else 0)
         hasher = xxhash.xxh3_64()
         for start in range(0, len(data), block_bytes):

@@ -1,24 +1,24 @@
-"""The objects of a reply as Flower sends and stores them, each in the one form that FedVeil's sites make.
+"""The objects of a reply as Flower sends and stores them, restricted to the form that FedVeil's sites produce.
 
     TYPE ids length\\0body          ids: of the children, with commas; length: of the body
 
     Message -- RecordDict -- ArrayRecord -- Array -- ArrayChunk      (a slice of the upload; many)
                           -- ConfigRecord                            (the head of the site's log)
 
-The fleet port checks a reply by these functions before Flower sees it (fedveil/guard/fleet), and the ServerApp reads it
-by them (fedveil/server_app/object_reader.py). The two bodies in protobuf, of a Message and of a ConfigRecord, are read
-there: this module imports neither Flower nor torch.
+The fleet port uses these functions to check a reply before Flower sees it (fedveil/guard/fleet), and the ServerApp uses
+them to read it (fedveil/server_app/object_reader.py). Those modules parse the two protobuf bodies, of a Message and of
+a ConfigRecord, because this module imports neither Flower nor torch.
 
 Formal guarantees, for an object that `parse_object` returns:
 - its type is the expected one, its children are distinct ids, and its body is no larger than its type allows.
 
 | object | result |
 |---|---|
-| a head with a sign, a zero in front or another length than the body's | refused |
-| JSON with a key twice, or nested by thousands | refused; no key wins over another |
+| a head whose length has a sign or a leading zero, or is not the body's | refused |
+| JSON with a duplicate key, or nested thousands of levels deep | refused; no key wins over another |
 | an ArrayRecord with other names than slice 0, 1, 2, ... in this order | refused |
 | an ArrayRecord that names two equal slices | read; their number is bounded by the largest reply |
-| an Array that names its chunk twice, or other bytes than a slice's | refused: what comes out is at most what went in |
+| an Array that names its chunk twice, or another number of bytes | refused: the result is no larger than the input |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEAD = re.compile(rb"([A-Za-z]{1,40}) ([0-9a-f,]*) (0|[1-9][0-9]{0,9})")
 
 
 class ObjectType(Enum):
-    """A class of Flower's, by the name that stands in the head of its objects."""
+    """A class of Flower, by the name in the head of its objects."""
 
     MESSAGE = "Message"
     RECORD_DICT = "RecordDict"
@@ -52,7 +52,7 @@ class ObjectType(Enum):
 
 
 class ObjectFault(Enum):
-    """The part of an object that has another form."""
+    """The part of an object that has a wrong form."""
 
     HEAD = "head"
     TYPE = "type"
@@ -62,7 +62,7 @@ class ObjectFault(Enum):
 
 
 class ObjectFormError(WireError):
-    """An object of another form. `value` is what it has in this place, for a log alone."""
+    """Raised for an object of a wrong form. `value` is the wrong value, only for a log."""
 
     def __init__(self, fault: ObjectFault, expected: ObjectType, value: str = "") -> None:
         super().__init__(f"reply: expected an object {expected.value}, found one with another {fault.value}")
@@ -71,10 +71,10 @@ class ObjectFormError(WireError):
 
 @dataclass(frozen=True)
 class FlowerObject:
-    """An object with the form of its head checked.
+    """An object whose head has been checked.
 
     Attributes:
-        children: ids, each once, in the order of the head.
+        children: distinct ids, in the order of the head.
         body: a view of the object's bytes.
     """
 

@@ -1,4 +1,4 @@
-"""Reading the envelope's header. Imports no torch, for processes that pass a message on without decoding it."""
+"""Read the envelope's header. Imports no torch, for processes that forward a message without decoding it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MAGIC = b"FVL3"
 PREFIX = 32
-GREATEST = 1 << 53  # every whole number up to it is exact as a float, in any language's JSON
-TURN = re.compile(r"([0-9a-f]{16})?")  # one participation of a site, named by the site
+GREATEST = 1 << 53  # every integer up to it is exact as a float, in JSON parsers of any language
+TURN = re.compile(r"([0-9a-f]{16})?")  # the site's name for one client round
 _MAX_HEADER = 16 << 20  # bytes when decompressed; only a million fields would need more
 _TYPES: dict[str, tuple[type, ...]] = {
     "method": (str,),
@@ -31,16 +31,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "layout": (str,),
     "fields": (list,),
     "scalars": (dict,),
-    "num_examples": (int, float, type(None)),  # a count of another type is for the intake gate to refuse
+    "num_examples": (int, float, type(None)),  # upload validation refuses a count that is not an int
     "report": (dict,),
 }
 
 
 def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, Any], int]:
-    """The header at the beginning of a message, and the offset of the first field.
+    """Return the header of a message, and the offset of the first field.
 
     Raises:
-        WireError: there is none, or it has more than `most` bytes, compressed or not.
+        WireError: there is no header, or it has more than `most` bytes, compressed or not.
     """
     if len(whole) < PREFIX or whole[:4] != MAGIC:
         raise WireError(f"message: expected the magic {MAGIC!r}, found {bytes(whole[:4])!r} in {len(whole)} bytes")
@@ -76,7 +76,7 @@ def write_header(content: Mapping[str, Any]) -> bytes:
 
 
 def check_padding(name: str, padding: memoryview) -> None:
-    """Raises WireError unless the bytes after a field or the header are zero."""
+    """Raise WireError unless the bytes after a field or the header are zero."""
     if any(padding):
         raise WireError(f"{name}: expected zero bytes of padding after it, found {bytes(padding[:8]).hex()}")
 
@@ -98,7 +98,7 @@ def _bounded(digits: str) -> int:
 
 
 def _check_content(content: Any) -> None:
-    """Raises WireError unless the header has all keys, and the right type under each."""
+    """Raise WireError unless the header has all keys with values of the right types."""
     keys = list(content) if isinstance(content, dict) else [type(content).__name__]
     if not isinstance(content, dict) or set(content) != set(_TYPES):
         raise WireError(f"header: expected an object of {sorted(_TYPES)}, found {keys[:20]}")
@@ -116,9 +116,9 @@ def _check_content(content: Any) -> None:
 
 
 def message_digest(data: Buffer) -> str:
-    """SHA-256 of what a message says, 64 hex digits: without its address, and however its header was compressed.
+    """Return the SHA-256 of a message's content, 64 hex digits, independent of address and header compression.
 
-    Raises WireError where the header cannot be read.
+    Raises WireError if the header cannot be read.
     """
     whole = memoryview(data).cast("B")
     content, start = read_header(whole)
@@ -128,7 +128,7 @@ def message_digest(data: Buffer) -> str:
 
 
 def header_of_slices(slices: Iterable[bytes]) -> dict[str, Any]:
-    """The header of a message in slices; reads only as many slices as it needs. Raises WireError."""
+    """Return the header of a message in slices; read only as many slices as needed. Raises WireError."""
     whole = bytearray()
     for part in slices:
         whole += part

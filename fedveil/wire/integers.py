@@ -8,7 +8,7 @@ int32 or int64 tensor, whose bits are the entry's.
 | empty tensor | 0 bytes |
 | contiguous CPU tensor | not copied: the encoded part is a view of it |
 | another dtype | WireError; the codec does not cast |
-| decoded tensor | a view of the received bytes: not to be written to |
+| decoded tensor | a view of the received bytes: do not write to it |
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ class IntegerCodec:
 
     @property
     def name(self) -> str:
-        """Such as "integers 32"."""
+        """Return the codec's name, such as "integers 32"."""
         return f"integers {self.bits}"
 
     def encode(self, value: Value) -> list[Buffer]:
-        """A view of the value."""
+        """Return a view of the value."""
         return [raw_bytes(self._checked(value))]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
-        """A view of `data`."""
+        """Return a view of `data`."""
         if len(data) != (expected := self.nbytes(shape)):
             raise WireError(f"expected {expected} bytes for {self.name} of shape {shape}, found {len(data)}")
         return view_bytes(data, _DTYPES[self.bits], shape)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Entries times their bytes."""
+        """Return the number of entries times the bytes per entry."""
         return count_elements(shape) * self.bits // 8
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """The tensor's shape."""
+        """Return the tensor's shape."""
         return tuple(self._checked(value).shape)
 
     def _checked(self, value: Value) -> Tensor:

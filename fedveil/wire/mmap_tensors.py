@@ -1,6 +1,6 @@
-"""A message, or a state between two rounds, in a file, read field by field: between two reads it needs no memory.
+"""Keep a message, or a state between two rounds, in a memory-mapped file, so that unused fields need no memory.
 
-The file has no name, so it goes with the last reference to its bytes, or with the process.
+The file has no name, so it disappears with the last reference to its bytes, or with the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedveil.contract.codec import Value, view_bytes
 from fedveil.contract.param_spec import Weights
 from fedveil.errors import StateError
 
-LEAST_BYTES = 16 << 20  # what is shorter stays in memory
+LEAST_BYTES = 16 << 20  # shorter messages stay in memory
 _ALIGNED = 64  # bytes, as torch aligns its own tensors
 _Kind = TypeVar("_Kind", bound=Value)
 
@@ -40,7 +40,7 @@ def allocate(folder: Path, size: int) -> mmap.mmap | bytearray:
 
 
 def mmap_weights(tensors: Weights, folder: Path) -> Weights:
-    """The same values, in a file in `folder`; the same tensors if they are few, or not on the CPU.
+    """Return the same values in a file in `folder`; the same tensors if they are small, or not on the CPU.
 
     Raises:
         StateError: the disk has no room.
@@ -62,7 +62,7 @@ def mmap_weights(tensors: Weights, folder: Path) -> Weights:
 
 
 def evict(tensors: Mapping[str, Value]) -> None:
-    """Release the memory of the pages that were read, if the tensors are in a file."""
+    """Release the memory of pages read so far, if the tensors are in a file."""
     if isinstance(tensors, MmapTensors):
         tensors.leave()
 

@@ -25,23 +25,23 @@ def dense_fields(
     when: str = "always",
     prefix: str = "",
 ) -> tuple[WireField, ...]:
-    """One dense field for each tensor of `spec`."""
+    """Return one dense field for each tensor of `spec`."""
     codec = DenseCodec(getattr(torch, dtype))
     return tuple(WireField(prefix + n, direction, codec, t.shape, "weight", variants, when) for n, t in spec.items())
 
 
 def cast_to(weights: Mapping[str, Tensor], dtype: WireDtype) -> dict[str, Tensor]:
-    """The weights in the wire's dtype; the same tensors if they have it already."""
+    """Return the weights in the wire's dtype; the same tensors if they already have it."""
     return {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
 
 
 def payload_tensors(payload: Payload) -> Weights:
-    """The fields of a payload that holds dense tensors only."""
+    """Return the fields of a payload that contains only dense tensors."""
     return cast(Weights, payload.fields)
 
 
 def as_spec(weights: Weights, spec: Spec) -> dict[str, Tensor]:
-    """Received weights in the dtypes of the spec."""
+    """Return received weights in the dtypes of the spec."""
     return {name: w.to(spec[name].dtype) for name, w in weights.items()}
 
 

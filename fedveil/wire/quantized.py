@@ -26,11 +26,11 @@ tensor:
 | empty tensor | 0 bytes, no scale |
 | 0-d tensor | one scale, one code |
 | non-contiguous input | copied once, in row-major order of the view |
-| CUDA tensor | packed there, and copied to the CPU once |
+| CUDA tensor | packed on its device, and copied to the CPU once |
 | decoded tensors | on the CPU; `decode_on` unpacks the same on another device |
 | scale 0 or -0.0 | kept, bit for bit |
 | scale negative, infinite or NaN; a code of L or more; a pad bit that is 1 | WireError, on both ends |
-| decoded tensors | codes are new; scales are a view of the received bytes: not to be written to |
+| decoded tensors | codes are new; scales are a view of the received bytes: do not write to them |
 
 Codes are packed in chunks of about 128 K, so that only a few MB are in use on top of input and output.
 """
@@ -49,7 +49,7 @@ from fedveil.contract.codec import Buffer, QuantizedTensor, Value, count_element
 from fedveil.errors import ConfigError, WireError
 
 _CHUNK_CODES = 1 << 17
-_CODES_THERE = 1 << 24  # at a time on a GPU: what is computed with is some 20 bytes a code
+_CODES_THERE = 1 << 24  # at a time on a GPU: the computation needs about 20 bytes per code
 _MAX_DIGITS = 11  # the smallest limit with which every L is within 2 %
 _MIN_BITS = 8  # 8 words then fill at least 8 bytes, see `_window`
 _MAX_BITS = 56  # a word that starts inside a byte still ends within 64 bits of that byte's start
@@ -57,7 +57,7 @@ _MAX_BITS = 56  # a word that starts inside a byte still ends within 64 bits of 
 
 @cache
 def code_word(levels: int) -> tuple[int, int]:
-    """(k, b): a word of b bits holds k digits in base `levels`."""
+    """Return (k, b): a word of b bits holds k digits in base `levels`."""
     words = [(k, _bits(levels, k)) for k in range(1, _MAX_DIGITS + 1)]
     return min((w for w in words if _MIN_BITS <= w[1] <= _MAX_BITS), key=lambda w: (w[1] / w[0], w[1] % 8 != 0, w[1]))
 
@@ -77,11 +77,11 @@ class QuantizedCodec:
 
     @property
     def name(self) -> str:
-        """Such as "codes 5 block 256"."""
+        """Return the codec's name, such as "codes 5 block 256"."""
         return f"codes {self.levels} block {self.block}"
 
     def encode(self, value: Value) -> list[Buffer]:
-        """A view of the scales, and the packed codes."""
+        """Return a view of the scales, and the packed codes."""
         coded = _checked(value)
         if coded.scales.dtype != torch.float32:
             raise WireError(f"scales: expected float32, found {str(coded.scales.dtype).removeprefix('torch.')}")
@@ -94,7 +94,7 @@ class QuantizedCodec:
         return [scales, _pack(np.frombuffer(raw_bytes(coded.codes), dtype=np.uint8), self.levels).data]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> QuantizedTensor:
-        """New codes; the scales are a view of `data`."""
+        """Return new codes, with the scales as a view of `data`."""
         scales, packed = self._parts(data, shape)
         codes = _unpack(np.frombuffer(packed, dtype=np.uint8), count_elements(shape), self.levels)
         return QuantizedTensor(torch.from_numpy(codes).reshape(shape), scales)
@@ -114,11 +114,11 @@ class QuantizedCodec:
         return scales, data[4 * blocks :]
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """4 bytes a scale, and the packed codes."""
+        """Return the bytes of scales (4 each) and packed codes."""
         return 4 * self._blocks(count_elements(shape)) + _packed_bytes(count_elements(shape), self.levels)
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Shape of the codes."""
+        """Return the shape of the codes."""
         return tuple(_checked(value).codes.shape)
 
     def _blocks(self, count: int) -> int:
@@ -150,7 +150,7 @@ def _packed_bytes(count: int, levels: int) -> int:
 
 
 def _rows(levels: int) -> tuple[int, int, int]:
-    """(codes in a row, bytes in a row, rows in a chunk). A row is 8 words, and so whole bytes."""
+    """Return (codes per row, bytes per row, rows per chunk). A row is 8 words, and so whole bytes."""
     k, b = code_word(levels)
     return 8 * k, b, _CHUNK_CODES // (8 * k)
 
@@ -183,7 +183,7 @@ def _unpack(packed: NDArray[np.uint8], count: int, levels: int) -> NDArray[np.ui
 
 
 def _to_words(codes: NDArray[np.uint8], levels: int) -> NDArray[np.uint64]:
-    """Words of k digits, by Horner's rule, computed in the narrowest integers that hold a word."""
+    """Return words of k digits, by Horner's rule, computed in the narrowest integers that hold a word."""
     k, b = code_word(levels)
     digits = codes.reshape(-1, k)
     words = digits[:, k - 1].astype(f"u{_width(b)}")
@@ -212,7 +212,7 @@ def _width(bits: int) -> int:
 
 
 def _pack_words(words: NDArray[np.uint64], b: int) -> NDArray[np.uint8]:
-    """8 words of b bits become a row of b bytes."""
+    """Pack each 8 words of b bits into a row of b bytes."""
     rows = len(words) // 8
     packed = np.zeros(rows * b + 8, dtype=np.uint8)
     for i in range(8):
@@ -222,7 +222,7 @@ def _pack_words(words: NDArray[np.uint64], b: int) -> NDArray[np.uint8]:
 
 
 def _unpack_words(packed: NDArray[np.uint8], rows: int, b: int) -> NDArray[np.uint64]:
-    """The words of `rows` rows; bytes that are missing at the end count as zero."""
+    """Return the words of `rows` rows; missing bytes at the end count as zero."""
     padded = np.zeros(rows * b + 8, dtype=np.uint8)
     padded[: len(packed)] = packed
     words = np.empty(rows * 8, dtype=np.uint64)
@@ -232,12 +232,12 @@ def _unpack_words(packed: NDArray[np.uint8], rows: int, b: int) -> NDArray[np.ui
 
 
 def _window(packed: NDArray[np.uint8], rows: int, b: int, i: int) -> NDArray[np.uint64]:
-    """A view of 8 bytes of each row (of b bytes), from the byte in which word i starts. As b >= 8, none overlaps."""
+    """View 8 bytes of each row (of b bytes), from the byte in which word i starts. As b >= 8, none overlaps."""
     return np.ndarray((rows,), "<u8", packed, b * i // 8, (b,))
 
 
 def _pack_there(codes: Tensor, levels: int) -> Tensor:
-    """`_pack` of flat codes in operations of torch, on their device."""
+    """Pack flat codes as `_pack` does, with torch operations, on their device."""
     (k, b), width = code_word(levels), _rows(levels)[0]
     powers = torch.tensor([levels**j for j in range(k)], device=codes.device)
     bit = 8 * torch.arange(b, device=codes.device)  # of a row, where each byte begins
@@ -255,7 +255,7 @@ def _pack_there(codes: Tensor, levels: int) -> Tensor:
 
 
 def _unpack_there(packed: Tensor, count: int, levels: int) -> Tensor:
-    """`_unpack` in operations of torch, on the device of the packed codes."""
+    """Unpack as `_unpack` does, with torch operations, on the device of the packed codes."""
     (k, b), (width, row_bytes, _) = code_word(levels), _rows(levels)
     if not count:
         return packed

@@ -1,4 +1,4 @@
-"""Opaque codec: bytes whose form is checked elsewhere, such as a statement of secure aggregation.
+"""Opaque codec: bytes whose format another module checks, such as a statement of secure aggregation.
 
 Bytes: the value itself. Its shape is its length.
 
@@ -23,25 +23,25 @@ class RawBytesCodec:
 
     @property
     def name(self) -> str:
-        """Always "opaque"."""
+        """Return "opaque"."""
         return "opaque"
 
     def encode(self, value: Value) -> list[Buffer]:
-        """The bytes."""
+        """Return the bytes."""
         return [_checked(value)]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> bytes:
-        """The bytes, copied."""
+        """Return a copy of the bytes."""
         if (len(data),) != shape:
             raise WireError(f"expected bytes of shape {shape}, found {len(data)}")
         return bytes(data)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """The length."""
+        """Return the length."""
         return shape[0]
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """The length."""
+        """Return the length."""
         return (len(_checked(value)),)
 
 

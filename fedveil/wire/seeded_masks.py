@@ -1,10 +1,10 @@
 """Seeded codec: a key in place of Bernoulli masks.
 
 Bytes: the 32 bytes of the key. Both ends expand them to the same masks
-(`fedveil.ops.random_masks.expand_mask`: ChaCha20, one byte an entry, and 4 more for one entry in 256).
+(`fedveil.ops.random_masks.expand_mask`: ChaCha20, one byte per entry, and 4 more for one entry in 256).
 Bits per entry: 256 / entries of the masks, against 1 for `BitCodec`.
 
-The value is the key alone, so its shape is (32,) for masks of any shape. Anyone who sees the key knows
+The value is only the key, so its shape is (32,) for masks of any shape. Anyone who sees the key knows
 the masks, so send a key only where they need not be secret.
 
 | case | what happens |
@@ -35,25 +35,25 @@ class SeededMaskCodec:
 
     @property
     def name(self) -> str:
-        """Such as "seeded chacha20 keep 0.25": cipher and every digit of `keep`, because each of them changes masks."""
+        """Return the codec's name, such as "seeded chacha20 keep 0.25", with everything that changes the masks."""
         return f"seeded chacha20 keep {float(self.keep)!r}"
 
     def encode(self, value: Value) -> list[Buffer]:
-        """The key."""
+        """Return the key."""
         return [_checked(value)]
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> bytes:
-        """The key, copied."""
+        """Return a copy of the key."""
         if len(data) != KEY_BYTES:
             raise WireError(f"expected a key of {KEY_BYTES} bytes, found {len(data)}")
         return bytes(data)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Always 32."""
+        """Return 32."""
         return KEY_BYTES
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Always (32,)."""
+        """Return (32,)."""
         return (len(_checked(value)),)
 
 

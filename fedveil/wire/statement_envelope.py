@@ -1,4 +1,4 @@
-"""A statement as a message: bytes whose form is checked elsewhere, in the envelope of `envelope.py`. Needs no torch."""
+"""A statement as a message: bytes that another module parses, in the envelope of `envelope.py`. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pack_statement(data: bytes, round_: int, direction: Direction, address: Mess
 
 
 def unpack_statement(message: bytes, round_: int, direction: Direction, address: MessageAddress, most: int) -> bytes:
-    """The statement in a message of at most `most` bytes. Raises WireError for another one."""
+    """Return the statement in a message of at most `most` bytes. Raises WireError for an invalid message."""
     if len(message) > most:
         raise WireError(f"message: expected at most {most} bytes for a statement, found {len(message)}")
     whole = memoryview(message)

@@ -1,4 +1,4 @@
-"""Checks that a message is what its layout declares. Every WireError names the field, the expected and the found."""
+"""Check a message against its layout. Every WireError names the field, the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fedveil.contract.method import REPORT_FIELDS
 from fedveil.errors import WireError
 from fedveil.wire.header import GREATEST, PREFIX, printable_name, short_value
 
-# Of a header, beside its fields and scalars: keys, numbers, the names of method and layout.
+# Bytes of a header besides its fields and scalars: keys, numbers, the names of method and layout.
 _FIXED_CHARACTERS = 1024
-_NUMBER = 24  # characters of any number that a header may hold
+_NUMBER = 24  # maximum number of characters of a number in a header
 
 
 @dataclass(frozen=True)
 class MessageBounds:
-    """The maximum bytes of a message of one direction: of the whole, and of its header, before compression."""
+    """The maximum bytes of a message in one direction: of the whole, and of its uncompressed header."""
 
     message: int
     header: int
@@ -43,7 +43,7 @@ def message_bounds(layout: MessageLayout, direction: Direction) -> MessageBounds
 
 
 def check_names(layout: MessageLayout, direction: Direction, variant: str, names: Any) -> None:
-    """Raises WireError unless `names` are exactly the fields declared for this direction and variant."""
+    """Raise WireError unless `names` are exactly the fields declared for this direction and variant."""
     if variant not in layout.variants(direction):
         raise WireError(f"variant: expected one of {layout.variants(direction)}, found {short_value(variant)}")
     declared, field_names = layout.fields_of(direction, variant), list(names)
@@ -60,7 +60,7 @@ def check_names(layout: MessageLayout, direction: Direction, variant: str, names
 
 
 def check_shape(field: WireField, found: tuple[int, ...]) -> None:
-    """Raises WireError unless `found` is the declared shape, in which None stands for any length up to `most`."""
+    """Raise WireError unless `found` is the declared shape, in which None stands for any length up to `most`."""
     if found == field.shape:
         return
     fits = len(found) == len(field.shape) and all(d in (None, f) for d, f in zip(field.shape, found, strict=True))
@@ -70,7 +70,7 @@ def check_shape(field: WireField, found: tuple[int, ...]) -> None:
 
 
 def check_scalars(layout: MessageLayout, direction: Direction, found: Mapping[str, Any]) -> None:
-    """Raises WireError unless `found` has exactly the declared words, each with one of its choices."""
+    """Raise WireError unless `found` has exactly the declared scalars, each with one of its choices."""
     declared = {word.name: word.choices for word in layout.scalars if word.direction == direction}
     if set(found) != set(declared):
         raise WireError(f"scalars: expected {sorted(declared)}, found {sorted(found)}")
@@ -80,7 +80,7 @@ def check_scalars(layout: MessageLayout, direction: Direction, found: Mapping[st
 
 
 def check_report(report: Mapping[str, Any]) -> None:
-    """Raises WireError unless all names are in REPORT_FIELDS and all values are numbers within +-2**53."""
+    """Raise WireError unless all names are in REPORT_FIELDS and all values are numbers within +-2**53."""
     for name, value in report.items():
         if name not in REPORT_FIELDS:
             raise WireError(f"report {printable_name(name)}: expected one of {sorted(REPORT_FIELDS)}, found another")

@@ -1,4 +1,4 @@
-"""A SuperLink with default isolation: whoever reaches its port is answered as its own SuperExec is."""
+"""A SuperLink with default isolation gives any client of its port the same answer as its own SuperExec."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ port, fleet = free_port(), free_port()
 
 
 def answered(*more: str) -> str:
-    """What somebody without any secret is told."""
+    """Return the SuperLink's answer to a client without a secret."""
     program = str(Path(sys.executable).parent / "flower-superlink")
     words = [program, "--insecure", "--host", "127.0.0.1", "--port", str(port), "--fleet-api-type", "grpc-rere"]
     words += ["--fleet-api-address", f"127.0.0.1:{fleet}", "--disable-runtime-dependency-installation", *more]

@@ -1,4 +1,4 @@
-"""ActivateNode: a stranger's signature is taken for a request in a registered SuperNode's name."""
+"""ActivateNode accepts a request for a registered SuperNode that another key has signed."""
 
 import types
 

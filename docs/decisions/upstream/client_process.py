@@ -1,4 +1,4 @@
-"""Three messages to one ClientApp: three processes, and a module's counter that never passes 1."""
+"""Three messages to one ClientApp run in three processes, and a module's counter stays at 1."""
 
 from stock import run
 

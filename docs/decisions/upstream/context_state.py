@@ -1,4 +1,4 @@
-"""`Context.state` of 400 MB: every reply is a success, and what was kept is gone at the next message."""
+"""With a `Context.state` of 400 MB every reply succeeds, but the state is lost at the next message."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A client process that dies between its reply and the reply's objects: the SuperNode waits for them without end."""
+"""A client process dies between its reply and the reply's objects: the SuperNode waits for them forever."""
 
 import threading
 from datetime import timedelta

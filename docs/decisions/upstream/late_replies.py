@@ -1,4 +1,4 @@
-"""A reply that nobody waits for makes every later reply one message late."""
+"""A reply to an abandoned message delays every later reply by one message."""
 
 from node import Node, message
 

@@ -1,4 +1,4 @@
-"""A connection that is cut while the answer to PullMessages is on its way: the message is never handed out again."""
+"""A connection is cut before the answer to PullMessages arrives: the SuperLink never delivers the message again."""
 
 import threading
 from concurrent import futures

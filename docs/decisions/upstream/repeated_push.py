@@ -1,4 +1,4 @@
-"""A connection that is cut while the answer to PushObject is on its way: the object is stored, its repeat refused."""
+"""A connection is cut before the answer to PushObject arrives: the object is stored, but a repeated push is refused."""
 
 import threading
 from concurrent import futures

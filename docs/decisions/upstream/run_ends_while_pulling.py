@@ -1,4 +1,4 @@
-"""A run that ends while a message's objects are pulled leaves the message and a pending task behind."""
+"""A run that ends while a message's objects are pulled leaves the message and a pending task."""
 
 from node import RUN, Node, message
 

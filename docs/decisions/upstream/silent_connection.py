@@ -1,4 +1,4 @@
-"""A connection whose middle goes silent: a channel as the SuperNode makes it never learns of it."""
+"""A relay between client and server goes silent: a channel with the SuperNode's settings never notices."""
 
 import concurrent.futures
 import socket

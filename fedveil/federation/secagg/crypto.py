@@ -43,7 +43,7 @@ def private_key_from(seed: bytes) -> bytes:
 
 
 def public_key_of(private: bytes) -> bytes:
-    """The public X25519 key."""
+    """Return the public X25519 key."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
@@ -87,20 +87,20 @@ def share_digest(share: bytes, purpose: bytes) -> str:
 
 
 def sign_bytes(signing_key: bytes, text: bytes) -> bytes:
-    """The Ed25519 signature."""
+    """Return the Ed25519 signature."""
     return Ed25519PrivateKey.from_private_bytes(signing_key).sign(text)
 
 
 def verifying_key(signing_key: bytes) -> bytes:
-    """The public half of a signing key."""
+    """Return the public half of a signing key."""
     return Ed25519PrivateKey.from_private_bytes(signing_key).public_key().public_bytes_raw()
 
 
 def is_small_order(public: bytes) -> bool:
     """Return whether an Ed25519 key has small order or a non-canonical encoding.
 
-    One signature by such a key holds for every text, so that its owner can deny each of them; the library takes it. The
-    sign is left out: it also takes two that no point has.
+    One signature by such a key is valid for every text, so its owner can deny each of them; the library accepts it. The
+    sign bit is ignored, because the library also accepts two encodings that belong to no point.
     """
     y = int.from_bytes(public, "little") & ~(1 << 255)
     return len(public) != KEY_BYTES or y >= _PRIME or y in _SMALL_ORDER

@@ -42,7 +42,7 @@ class FixedPointRing:
         most_summands: K.
         most_weight: M; weights are whole numbers from 1 to M.
         bound: C, on the absolute value of an entry.
-        finest: the largest S that is made use of.
+        finest: the largest useful S.
         noise: the largest integer that a site adds to an entry.
     """
 
@@ -83,7 +83,7 @@ class FixedPointRing:
 
     @property
     def scale(self) -> float:
-        """S, integers a unit of weight times value."""
+        """Return S, the integers per unit of weight times value."""
         room = (1 << (self.bits - 1)) - 1 - self.most_summands - ((1 << self.bits) >> 51)
         return min(room // (self.most_summands * self.most_weight) / self.bound, self.finest)
 
@@ -94,7 +94,7 @@ class FixedPointRing:
 
     @property
     def step(self) -> float:
-        """The most by which rounding moves a mean of sites with the largest weight; for w = 64, fp64 adds 2^-51 C."""
+        """Return how far rounding can move a mean of sites with the largest weight; for w = 64, fp64 adds 2^-51 C."""
         return 1 / (2 * self.scale * self.most_weight)
 
     def encode(self, value: Float[Tensor, "*s"], weight: int, mask: Bool[Tensor, "*s"] | None, into: Integers) -> int:

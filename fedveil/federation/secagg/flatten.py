@@ -3,15 +3,15 @@
     vector = for each name, sorted: the values' integers, row by row, and then the weights' | the examples
 
 A weight is a whole number: the number of examples, at most M, or 1. `Method.aggregate_shapes` gives the names and their
-numbers of weights, so both ends know them before anything is sent. A name that a site's method omits is sent as zeros,
-which hides who omitted it.
+numbers of weights, so both ends know them in advance. A name that a site's method omits is sent as zeros,
+which hides the omission.
 
 | case | result |
 |---|---|
 | a term under another name, of another shape, or with a mask of finer weights than declared | ConfigError at the site |
-| words in the clear that are not the payload's own | ConfigError: this method does not support secure aggregation |
+| clear scalars that are not the payload's own | ConfigError: this method does not support secure aggregation |
 | an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
-| sums whose weights honest sites cannot have sent (more than K M, masks of more than all examples) | WireError |
+| sums of weights that honest sites cannot send (more than K M, masks of more than all examples) | WireError |
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VectorSlot:
 
     @property
     def end(self) -> int:
-        """Return the position after its last weight."""
+        """Return the position after the slot's last weight."""
         return self.start + self.values + math.prod(self.weights_shape)
 
 
@@ -157,7 +157,7 @@ class FixedPointSums:
         return slot is not None and bool(self._weights(slot).any())
 
     def weight(self, name: str) -> float:
-        """Sum of the weights under a name without masks; 0.0 if no client sent the name."""
+        """Return the sum of the weights for a name without masks; 0.0 if no client sent the name."""
         slot = self._slots.get(name)
         if slot is None:
             return 0.0
@@ -166,24 +166,24 @@ class FixedPointSums:
         return float(self._weights(slot)[0])
 
     def mean(self, name: str) -> Float[Tensor, "..."]:
-        """The weighted mean, fp32; zero where no client's mask is True."""
+        """Return the weighted mean, fp32; zero where no client's mask is True."""
         slot = self._slots[name]
         values = self._ring.decode(self._total[slot.start : slot.start + slot.values]).reshape(slot.shape)
         weights = torch.from_numpy(self._weights(slot).astype(np.float64)).reshape(slot.weights_shape)
         return torch.where(weights > 0, values / weights.clamp(min=1), 0.0).to(torch.float32)
 
     def take(self, name: str) -> Float[Tensor, "..."]:
-        """The mean, for the caller to keep."""
+        """Return the mean, which the caller may keep."""
         return self.mean(name)
 
     def moved(self, name: str) -> Bool[Tensor, "..."]:
-        """True where at least one client's mask is True."""
+        """Return True where at least one client's mask is True."""
         slot = self._slots[name]
         some = torch.from_numpy(self._weights(slot) > 0).reshape(slot.weights_shape)
         return some.expand(slot.shape)
 
     def means(self, otherwise: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean under every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
+        """Return the mean for every name of `otherwise`, in its dtype; its own tensor if no client sent the name."""
         return {name: self.mean(name).to(old.dtype) if name in self else old for name, old in otherwise.items()}
 
     def check(self, max_norm: float) -> None:

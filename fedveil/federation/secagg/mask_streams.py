@@ -31,7 +31,7 @@ class MaskStream:
 
 
 def add_masks(vector: Integers, masks: Iterable[MaskStream]) -> None:
-    """Adds the masks to a vector of unsigned integers, in place."""
+    """Add the masks to a vector of unsigned integers, in place."""
     streams = [(Cipher(algorithms.AES(mask.key), modes.CTR(bytes(16))).encryptor(), mask.sign) for mask in masks]
     zeros, chunk = bytes(_CHUNK_BYTES), _CHUNK_BYTES // vector.itemsize
     drawn = bytearray(_CHUNK_BYTES + _AES_BLOCK)

@@ -82,7 +82,7 @@ class MaskedUploadCodec:
 
     @cached_property
     def layout(self) -> MessageLayout:
-        """Every field on the wire; the broadcast's are the method's own."""
+        """Return every field on the wire; the broadcast has the method's own fields."""
         down = tuple(field for field in self.exchange.layout.fields if field.direction == "down")
         up = (
             WireField(_SUM, "up", integers.IntegerCodec(self.bits), (self.slots.length,), "masked integer"),

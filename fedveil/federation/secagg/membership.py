@@ -74,12 +74,12 @@ class RunMembership(SecAggMessage):
 
     @property
     def count(self) -> int:
-        """N: holders of each site's secrets."""
+        """Return N, the number of holders of each site's secrets."""
         return self.neighbours or len(self.members)
 
     @cached_property
     def by_name(self) -> Mapping[str, RunMember]:
-        """The members by name."""
+        """Return the members by name."""
         return {member.name: member for member in self.members}
 
     @cached_property

@@ -53,11 +53,11 @@ class AttemptPlan(SecAggMessage):
 
     @property
     def cohort(self) -> list[str]:
-        """The names of its sites."""
+        """Return the names of the cohort's sites."""
         return [prekey.site for prekey in self.prekeys]
 
     def prekey_of(self, site: str) -> RoundPrekey | None:
-        """The prekey of a site; None if it is not in the cohort."""
+        """Return the prekey of a site; None if the site is not in the cohort."""
         return next((prekey for prekey in self.prekeys if prekey.site == site), None)
 
 

@@ -28,7 +28,7 @@ def encrypt_shares(
 
 
 def agree_key(kept: SiteSecAggState, membership: RunMembership, other: str, purpose: bytes) -> bytes:
-    """Derive a key from both run keys. With a prekey, whoever reconstructs it could read shares of the own mask."""
+    """Derive a key from both run keys, not prekeys: holders who reconstruct a prekey could read own-mask shares."""
     return crypto.agree_secret(bytes.fromhex(kept.run_key), bytes.fromhex(membership.by_name[other].run_key), purpose)
 
 

@@ -53,7 +53,7 @@ class SecAggMessage(BaseModel):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the text."""
+        """Return the SHA-256 of the encoding."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
 

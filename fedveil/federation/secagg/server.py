@@ -1,4 +1,4 @@
-"""The server's half before a round: its requests to the sites, and the keys that it passes between them.
+"""The server's part before a round: its requests to the sites, and the keys that it passes between them.
 
 | case | what happens |
 |---|---|
@@ -39,11 +39,11 @@ class SecAggConfig:
     bound: float = 64.0
 
     def holders(self, sites: int) -> int:
-        """N of a membership of so many sites."""
+        """Return N for a membership of this many sites."""
         return self._neighbours(sites) or sites
 
     def shares(self, holders: int) -> int:
-        """t of so many holders."""
+        """Return t for this many holders."""
         return self.threshold or 2 * holders // 3 + 1
 
     def _neighbours(self, sites: int) -> int:
@@ -51,7 +51,7 @@ class SecAggConfig:
         return k if k < sites else 0
 
     def membership(self, run: str, members: Collection[RunMember]) -> RunMembership:
-        """The membership of these sites."""
+        """Create the membership of these sites."""
         count = self.holders(len(members))
         return RunMembership(
             run=run, neighbours=self._neighbours(len(members)), threshold=self.shares(count),
