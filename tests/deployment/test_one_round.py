@@ -32,7 +32,7 @@ CONFIG = {
 @pytest.mark.timeout(280)
 def test_a_round_over_real_processes_ends_in_the_weights_of_one_process(tmp_path):
     sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", 2))) for i in range(2)]
-    with LocalDeployment(sites, tmp_path / "federation", signed=True) as federation:
+    with LocalDeployment(sites, tmp_path / "federation", guarded=True) as federation:
         ended = over_grpc(federation, tmp_path, CONFIG, timeout=240)
         assert ended.completed, ended.reason
     check_same(tmp_path / "fedavg", in_process(CONFIG, DATA, 2), rounds=1)

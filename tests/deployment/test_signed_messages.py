@@ -53,7 +53,7 @@ class Pilot:
 @pytest.mark.timeout(900)
 def test_a_message_in_anothers_name_does_not_count(tmp_path):
     sites = [LocalSite(name, DATA, (("partition-id", i), ("num-partitions", 2))) for i, name in enumerate("ab")]
-    with LocalDeployment(sites, tmp_path / "federation", signed=True) as federation:
+    with LocalDeployment(sites, tmp_path / "federation", guarded=True) as federation:
         pilot = Pilot(federation, tmp_path)
         assert pilot.run().completed
         assert sorted(pilot.events("accepted", "signed")) == ["a", "b"]

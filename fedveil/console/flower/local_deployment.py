@@ -89,8 +89,8 @@ class LocalDeployment:
         start_timeout: seconds until every site must be online.
         own_waits: sites poll as in unmodified Flower and start a new client process each time, for
             comparison.
-        signed: run every site's guard, so that the server and the sites sign what they send. Otherwise only sites
-            with a policy do.
+        guarded: run every site's guard; otherwise only sites with a policy have one.
+        signed: the server and the guarded sites sign what they send.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class LocalDeployment:
         database: bool = False,
         start_timeout: float = 120.0,
         own_waits: bool = False,
-        signed: bool = False,
+        guarded: bool = False,
+        signed: bool = True,
     ) -> None:
         self.sites = {site.name: site for site in sites}
         if not sites or len(self.sites) != len(sites):
@@ -110,7 +111,7 @@ class LocalDeployment:
         self.device = device
         self.client_threads = client_threads or max(1, count_cores() // len(sites))
         self._database, self._start_timeout, self._own_waits = database, start_timeout, own_waits
-        self._signed = signed
+        self._guarded, self._signed = guarded, signed
         self._temporary = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="fedveil-")) if folder is None else folder.absolute()
         self.processes = ProcessGroup(self.folder / "logs")
@@ -240,12 +241,12 @@ class LocalDeployment:
         self.flower = FlowerCli(home, processes=self.processes, env=self._env())
 
     def _is_guarded(self, name: str) -> bool:
-        return "policy" in dict(self.sites[name].node_config) or (self._signed and not self._own_waits)
+        return "policy" in dict(self.sites[name].node_config) or (self._guarded and not self._own_waits)
 
     def _write_signing_files(self) -> None:
         """Write the instruction key, the guarded sites' signing keys, the file that they pin, and signers.json."""
         guarded = [name for name in self.sites if self._is_guarded(name)]
-        if not guarded:
+        if not guarded or not self._signed:
             return
         public = instruction_key_files.draw_keys(self.folder)
         federation = secrets.token_hex(16)
@@ -360,7 +361,7 @@ class LocalDeployment:
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
         if site.data is not None:  # others may share the folder, so no id is written there
             config |= {"data": str(site.data.absolute()), "data-set": name}
-        if self._is_guarded(name):
+        if self._is_guarded(name) and self._signed:
             pinned = self.folder / INSTRUCTION_KEYS
             config |= {"signing-key": str(self._signing_key(name)), "instruction-keys": str(pinned)}
         file = self._node_file(name)

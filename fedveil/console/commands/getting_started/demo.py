@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     speaks = flower.installed_release().speaks
     console.print(f"Starting one SuperLink and {args.sites} SuperNodes: {speaks}, TLS, node authentication")
     data = Path(settings.get("task.data", DATA))
-    federation = LocalDeployment([LocalSite(f"site-{i}", data) for i in range(args.sites)], signed=True)
+    federation = LocalDeployment([LocalSite(f"site-{i}", data) for i in range(args.sites)], guarded=True)
     failed = False
     measured: list[Future[DemoMeasurements]] = []
     # A run is attacked while the next run waits for its processes.

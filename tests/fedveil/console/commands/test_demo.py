@@ -241,8 +241,8 @@ def test_the_names_that_go_are_those_that_a_federation_gives_its_logs(tmp_path):
 class FakeFederation:
     """A federation of which nothing starts."""
 
-    def __init__(self, sites, signed):
-        assert signed
+    def __init__(self, sites, guarded):
+        assert guarded
         self.sites = {site.name: site for site in sites}
 
     def __enter__(self):

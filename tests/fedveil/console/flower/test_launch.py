@@ -113,29 +113,51 @@ def test_node_config_is_a_file_that_carries_any_path(tmp_path):
     assert "instruction-keys" not in tomllib.loads(federation._write_node_config("a").read_text())
 
 
-@pytest.mark.parametrize("signed", [False, True])
-def test_guarded_sites_sign_and_pin_the_servers_key(signed, tmp_path):
+@pytest.mark.parametrize("guarded", [False, True])
+def test_guarded_sites_sign_and_pin_the_servers_key(guarded, tmp_path):
     own = tmp_path / "own.key"
     own.write_bytes(bytes(range(32)))
     own.chmod(0o600)
     sites = [LocalSite("a"), LocalSite("b", None, (("policy", "p.toml"), ("signing-key", str(own))))]
-    federation = LocalDeployment(sites, tmp_path / "f", signed=signed)
+    federation = LocalDeployment(sites, tmp_path / "f", guarded=guarded)
     federation._prepare()
     folder = tmp_path / "f"
     pinned = InstructionKeys.from_file(folder / "instruction-keys.toml")
     signers = SiteSigners.from_json(json.loads(instruction_key_files.signers_file(folder).read_text()))
     assert signers.federation == pinned.federation
-    assert signers.required == signed  # all sites do
+    assert signers.required == guarded  # all sites do
     assert pinned.keys[0] == instruction_key_files.public_key(instruction_key_files.current_file(folder))
     assert signers.sites["b"] == SiteSigner("", crypto.verifying_key(own.read_bytes()).hex(), "registered", True)
-    assert (signers.sites["a"].signs, bool(signers.sites["a"].signing)) == (signed, signed)
+    assert (signers.sites["a"].signs, bool(signers.sites["a"].signing)) == (guarded, guarded)
     config = tomllib.loads(federation._write_node_config("b").read_text())
     assert config["signing-key"] == str(own)
-    if signed:
+    if guarded:
         assert signers.sites["a"].signing == instruction_key_files.public_key(folder / "keys" / "a.signing")
 
 
+def test_the_list_names_the_node_of_each_site_once_all_are_registered(tmp_path):
+    federation = LocalDeployment([LocalSite("a"), LocalSite("b")], tmp_path / "f", guarded=True)
+    federation._prepare()
+    federation.processes.log("register-a").parent.mkdir(exist_ok=True)
+    federation.processes.log("register-a").write_text('INFO: x\n{\n  "success": true,\n  "node-id": "12345"\n}\n')
+    assert federation._node_number("a") == "12345"
+    federation._nodes = {"a": "12345", "b": "6"}
+    federation._list_nodes()
+    signers = SiteSigners.from_json(json.loads(instruction_key_files.signers_file(tmp_path / "f").read_text()))
+    assert {name: site.node for name, site in signers.sites.items()} == {"a": "12345", "b": "6"}
+    federation.processes.log("register-b").write_text("{}")
+    with pytest.raises(LaunchError, match="number of its node"):
+        federation._node_number("b")
+
+
+def test_guarded_sites_sign_nothing_where_it_is_turned_off(tmp_path):
+    federation = LocalDeployment([LocalSite("a")], tmp_path / "f", guarded=True, signed=False)
+    federation._prepare()
+    assert set(instruction_key_files.signing_environment(tmp_path / "f")) == {"FEDVEIL_BUNDLES"}
+    assert not {"signing-key", "instruction-keys"} & set(tomllib.loads(federation._write_node_config("a").read_text()))
+
+
 def test_a_deployment_that_is_to_be_as_flowers_own_signs_nothing(tmp_path):
-    federation = LocalDeployment([LocalSite("a")], tmp_path / "f", own_waits=True, signed=True)
+    federation = LocalDeployment([LocalSite("a")], tmp_path / "f", own_waits=True, guarded=True)
     federation._prepare()
     assert set(instruction_key_files.signing_environment(tmp_path / "f")) == {"FEDVEIL_BUNDLES"}  # no such file

@@ -1,0 +1,72 @@
+"""Measure what signatures cost a round that trains nothing: the same federation with and without them, in turn.
+
+Both ways have a guard at each site, so that only the signatures differ. The first round of each run is left out: it
+waits for the sites.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedveil import resources
+from fedveil.attacks.statistics import confidence_interval
+from fedveil.errors import ConfigError
+from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, held_to, with_median
+from fedveil_bench.process_monitor.usage import classify_program
+from fedveil_bench.runner import BenchOptions, BenchOutcome
+
+WAYS = {"unsigned": False, "signed": True}
+
+
+def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
+    """Return one row for each way: seconds per round, and CPU seconds of all processes per round.
+
+    Raises:
+        ConfigError: no launcher, or a run that did not complete.
+    """
+    if options.launch is None:
+        raise ConfigError("core/signatures: expected a launcher, found none; run it as `fedveil bench core/signatures`")
+    runs: dict[str, list[NoOpRun]] = {name: [] for name in WAYS}
+    for repeat in range(settings["repeats"]):
+        for name in sorted(WAYS, reverse=bool(repeat % 2)):  # neither way always runs first
+            runs[name].append(_run(settings, options, signed=WAYS[name]))
+            options.say(f"{name}: {[round(s, 2) for s in runs[name][-1].seconds]} s")
+    return build_outcome(runs, float(settings["asked_ratio"]))
+
+
+def _run(settings: dict[str, Any], options: BenchOptions, signed: bool) -> NoOpRun:
+    sites = settings["sites"]
+    named = [options.launch.LocalSite(f"site-{i}", resources.data_folder("e2e")) for i in range(sites)]
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        options.launch.LocalDeployment(named, guarded=True, signed=signed) as federation,
+    ):
+        config = settings["config"] | {"run.dir": scratch, "cohort.min-sites": sites, "cohort.sites": sites}
+        return NoOp(federation, Path(scratch), config, sites, classify_program).ours("ours", settings["rounds"], {})
+
+
+def build_outcome(runs: Mapping[str, Sequence[NoOpRun]], asked: float) -> BenchOutcome:
+    """Return rows and verdicts. `asked`: the most that a signed round may take, as a multiple of an unsigned one."""
+    rows = []
+    for name, repeats in runs.items():
+        seconds = [second for run in repeats for second in run.seconds]
+        cpu = [second for run in repeats for second in run.cpu_seconds]
+        metrics = {"seconds_a_round": with_median(seconds), "cpu_seconds_a_round": with_median(cpu)}
+        rows.append({"name": name, "rounds": len(seconds), "metrics": metrics})
+    pairs = zip(runs["signed"], runs["unsigned"], strict=True)
+    ratios = [statistics.median(signed.seconds) / statistics.median(unsigned.seconds) for signed, unsigned in pairs]
+    ratio = confidence_interval(ratios)
+    payload = runs["signed"][0].payload_bytes
+    medians = [statistics.median([s for run in runs[name] for s in run.seconds]) for name in WAYS]
+    return BenchOutcome(
+        rows,
+        [
+            f"A round that trains nothing, with messages of {payload} bytes, takes {ratio['mean']:.3f} times as long "
+            f"with signatures ({ratio['low']:.3f} to {ratio['high']:.3f} over {ratio['n']} pairs of runs; asked: at "
+            f"most {asked:g}: {held_to(ratio, asked)}): medians {medians[1]:.2f} s and {medians[0]:.2f} s."
+        ],
+    )
