@@ -74,6 +74,15 @@ class Battle:
         self.server = Server(self.state, self.run, self.nodes)
         self.foreign_sessions: list[str] = []
 
+    def end_hand_over(self) -> None:
+        """End the thread of this battle's port: hundreds of them would slow the later battles down."""
+
+        def end() -> float:
+            raise SystemExit
+
+        if self.port is not None:
+            self.port._hand_over.step = end
+
     def call(self, name: str, request: Any) -> Any:
         more: dict[str, Any] = {"store": self.state.object_store} if name in fleet_port._WITH_STORE else {}
         if name in ("register_node", "unregister_node") and RELEASE.speaks == "HTTP":
@@ -199,6 +208,7 @@ def fight(seeds: range, folder: Path, clean: Path, guarded: bool = True) -> dict
             try:
                 found[seed] = sorted(set(battle.fight()))
             finally:
+                battle.end_hand_over()
                 if engine := getattr(battle.state, "_engine", None):
                     engine.dispose()
     return {seed: problems for seed, problems in found.items() if problems}
