@@ -9,6 +9,7 @@ changes, so a site that is revoked in the middle of a run counts no more.
 | names neither file | no instruction is signed, and a signature in a reply is not looked at; the run's log says so |
 | names one of them | ConfigError before a site is asked |
 | names a key that others can read, or a file of another form | the same |
+| has another bundle's digest than the SuperLink names | the same: the server signs for the code that it runs |
 
 | a site in the list | its instruction | its reply |
 |---|---|---|
@@ -39,9 +40,10 @@ from fedveil.errors import ConfigError, StateError, WireError
 from fedveil.federation.message_signatures import claims, digests
 from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners
-from fedveil.wire import chunking, header
+from fedveil.wire import chunking
 
 KEY_VARIABLE, SIGNERS_VARIABLE = "FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS"
+BUNDLE_VARIABLE = "FEDVEIL_APP_DIGEST"  # set by the program that installed the bundle (fedveil/guard/serverapp.py)
 _MOST_BYTES = 4 << 20  # of the list
 
 
@@ -78,8 +80,8 @@ class SignerFile:
             signers = SiteSigners.from_json(json.loads(data))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(
-                f"{self._file}: expected the sites' signing keys, found none ({type(error).__name__}: {error}); any "
-                "fedveil members command writes it again"
+                f"{self._file}: expected the sites' signing keys, found none ({type(error).__name__}: {error}); "
+                "fedveil members list writes it again"
             ) from None
         self._read = (stamp, signers)
         return signers
@@ -107,7 +109,10 @@ class MessageSigner:
 
     @classmethod
     def from_environment(cls, flower_run: int, app: str, run_config: Mapping[str, Any]) -> MessageSigner | None:
-        """Return the signer of a run; None if the environment names no files. Raises ConfigError, StateError."""
+        """Return the signer of a run; None if the environment names no files. Raises ConfigError, StateError.
+
+        `app`: the digest that the SuperLink names; it has to be that of the bundle which runs here.
+        """
         key, signers = os.environ.get(KEY_VARIABLE, ""), os.environ.get(SIGNERS_VARIABLE, "")
         if not key and not signers:
             log(INFO, "fedveil: instructions are not signed: %s names no key", KEY_VARIABLE)
@@ -115,6 +120,11 @@ class MessageSigner:
         if not key or not signers:
             missing = SIGNERS_VARIABLE if key else KEY_VARIABLE
             raise ConfigError(f"{missing}: expected a file beside the other of the two variables, found none; set both")
+        if (measured := os.environ.get(BUNDLE_VARIABLE, "")) != app:
+            raise ConfigError(
+                f"app digest: expected the SuperLink to name the bundle that runs here, {measured or 'not measured'}, "
+                f"found {app}"
+            )
         private = encrypted_files.read_key_file(
             Path(key), KEY_VARIABLE, "create one with fedveil members renew-instruction-key", "fedveil provision"
         )
@@ -179,9 +189,7 @@ class MessageSigner:
         if record is None:
             raise WireError("signature: expected one by the site's signing key, found none")
         signature = claims.read_signature(record, is_instruction=False)
-        with memoryview(data).cast("B") as whole:
-            examples = header.read_header(whole)[0]["num_examples"]
-        answer = claims.answer_claims(asked, header.message_digest(data), examples, site_log)
+        answer = claims.answer_claims(asked, digests.digest_content([data]), site_log)
         if not claims.is_signed(answer, signer.signing, signature):
             raise WireError(
                 "signature: expected one by the site's registered signing key over this reply, found another"

@@ -34,7 +34,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedveil.contract.codec import Buffer
-from fedveil.errors import UnreachableError, WireError
+from fedveil.errors import StateError, UnreachableError, WireError
 from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.sanitize import sanitize
 from fedveil.server_app.message_signing import MessageSigner
@@ -166,10 +166,14 @@ class Reception:
         signed: dict[str, InstructionClaims | None] = {}
         contents: dict[int, str] = {}
         for site, message in messages.items():
-            if reason := self._signer.refusal(site, message.metadata.dst_node_id):
+            reason = self._signer.refusal(site, message.metadata.dst_node_id)
+            if not reason:
+                try:
+                    signed[site] = self._signer.sign(site, message, contents)
+                except (StateError, WireError) as error:  # the list changed after `refusal` had read it
+                    reason = str(error)
+            if reason:
                 self._not_taken.append(LostReply(site, 0, reason))
-            else:
-                signed[site] = self._signer.sign(site, message, contents)
         return signed
 
     def poll_replies(self, only: str = "") -> Iterator[ReplyOutcome]:

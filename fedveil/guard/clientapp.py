@@ -170,9 +170,7 @@ class MessageGuard:
         )
         self._about |= {**assignment.described(), "down_bytes": self._down_bytes, "server_log": assignment.order.log}
         required = self._policies.load_policy(site).requires_signed_instructions(site)
-        self._instruction = self._check.verify_instruction(
-            message, context, run.run_id, digest, site, assignment.name, required
-        )
+        self._instruction = self._check.verify_instruction(message, context, run.run_id, digest, site, required)
         self._about["signer"] = by = self._signer(assignment, digest)
         bundle, serves = self._decisions.VerifiedBundle(digest, by), message.metadata.message_type != _QUESTION
         self._decisions.check_run(assignment, bundle, received, serves=serves)
@@ -229,10 +227,10 @@ class MessageGuard:
         about = {"up_bytes": size, "variant": header["variant"], "fields": fields, "figures": sorted(header["report"])}
         if self._instruction is None:
             return reply_check.check_upload_reply(parts, str(self._note("sent", **about)), self._task[0])
-        content, examples = self._digests.digest_content(parts), header["num_examples"]
-        signs = {"content": content, "examples": examples, "instruction": self._instruction.claims.digest}
+        content = self._digests.digest_content(parts)
+        signs = {"content": content, "instruction": self._instruction.claims.digest}
         head = str(self._note("sent", **about, signs=signs))
-        signature = self._instruction.sign_reply(content, examples, head)
+        signature = self._instruction.sign_reply(content, head)
         return reply_check.check_upload_reply(parts, head, self._task[0], signature)
 
     def _refuse(self, error: Exception) -> None:

@@ -8,6 +8,7 @@
 | pins keys | with a signature by none of them, or over anything else | refused |
 | pins keys | too old, or from the future, by more than 5 minutes | refused |
 | pins keys, and the site has no signing key | any | refused: its reply would not count |
+| pins keys, and the node config has no name of the site | any | refused: the order would say whom it is for |
 
 What is compared is what this site knows and has measured: its own name, the node and run that its SuperNode serves, the
 bundle's bytes, the run config that the app will see, the records, and the bytes of the message.
@@ -26,7 +27,7 @@ from flwr.app import Message, RecordDict
 from fedveil import encrypted_files
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.message_signatures import claims, digests
-from fedveil.federation.message_signatures.claims import InstructionClaims, ReplyClaims
+from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.federation.message_signatures.key_files import InstructionKeys
 from fedveil.wire import chunking
 
@@ -44,23 +45,18 @@ class VerifiedInstruction:
     evidence: Mapping[str, str | int]
     signing_key: Path
 
-    def sign_reply(self, content: str, examples: object, log: str) -> dict[str, str | int]:
+    def sign_reply(self, content: str, log: str) -> dict[str, str | int]:
         """Return the signature record of a reply. Raises ConfigError if the signing key cannot be read.
 
         Args:
             content: digest of the upload.
-            examples: num_examples of its header.
             log: head of the audit log behind the line about this reply.
         """
-        return claims.sign(self.reply_claims(content, examples, log), _signing_key(self.signing_key))
-
-    def reply_claims(self, content: str, examples: object, log: str) -> ReplyClaims:
-        """Return the claims of the reply."""
-        return claims.answer_claims(self.claims, content, examples, log)
+        return claims.sign(claims.answer_claims(self.claims, content, log), _signing_key(self.signing_key))
 
 
 def verify_instruction(
-    message: Message, context: Any, flower_run: int, app: str, site: Any, name: str, is_required: bool
+    message: Message, context: Any, flower_run: int, app: str, site: Any, is_required: bool
 ) -> VerifiedInstruction | None:
     """Return the verified instruction; None for a site that pins no keys, or may take an unsigned one and got one.
 
@@ -68,7 +64,6 @@ def verify_instruction(
         message, context: as Flower gives them to this process.
         app: SHA-256 of the bundle.
         site: the node config, checked.
-        name: the site's own name.
         is_required: what the policy says of unsigned instructions.
 
     Raises:
@@ -87,19 +82,22 @@ def verify_instruction(
         if is_required:
             raise PolicyError("instruction: expected the server's signature, found none")
         return None
+    if not site.site:
+        raise PolicyError("site: this site pins instruction keys and its node config has no name; set site there")
     if not site.signing_key:
         raise PolicyError("signing-key: this site pins instruction keys and names no key to sign its replies with")
     signing_key = Path(site.signing_key).expanduser()
     _signing_key(signing_key)
     signature = claims.read_signature(dict(records.config_records[claims.RECORD]), is_instruction=True)
-    asked = _claims_of(message, records, context, pinned.federation, str(flower_run), app, name, signature)
+    # Before the message is hashed: who has no key may not cost this site more than it has sent.
     public = [key for key in pinned.keys if claims.key_id(key) == signature["key"]]
+    _require_current(signature["issued"], signature["until"])
+    asked = _claims_of(message, records, context, pinned.federation, str(flower_run), app, site.site, signature)
     if not public or not claims.is_signed(asked, public[0], signature):
         raise PolicyError(
             "instruction: expected a signature by this federation's instruction key over this message, bundle and run "
             "config, found another"
         )
-    _require_current(asked)
     evidence = {**asked.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
     return VerifiedInstruction(asked, evidence, signing_key)
 
@@ -126,16 +124,16 @@ def _claims_of(
     )  # fmt: skip
 
 
-def _require_current(asked: InstructionClaims) -> None:
+def _require_current(issued: int, until: int) -> None:
     now = int(time.time())
-    if asked.issued > now + claims.CLOCK_SECONDS:
+    if issued > now + claims.CLOCK_SECONDS:
         raise PolicyError(
-            f"instruction: expected one made by now, found one made {asked.issued - now} s later by this machine's "
+            f"instruction: expected one made by now, found one made {issued - now} s later by this machine's "
             "clock; compare the clocks of server and site"
         )
-    if asked.until + claims.CLOCK_SECONDS < now:
+    if until + claims.CLOCK_SECONDS < now:
         raise PolicyError(
-            f"instruction: expected one that is still valid, found one that ended {now - asked.until} s ago by this "
+            f"instruction: expected one that is still valid, found one that ended {now - until} s ago by this "
             "machine's clock; compare the clocks of server and site"
         )
 

@@ -1,4 +1,4 @@
-"""The bundles that a server's `flwr-serverapp` may run. By default it runs every bundle that the SuperLink names.
+"""The bundles that a server's `flwr-serverapp` may run. By default it runs every bundle that the SuperLink sends.
 
     FEDVEIL_BUNDLES=server/instruct/bundles.toml
 
@@ -10,7 +10,7 @@ other code that has the key. Under `fedveil server start` both run as one user, 
 
 | case | what happens |
 |---|---|
-| the variable is not set, or there is no such file | every bundle runs |
+| the variable is not set, or there is no such file | every bundle runs; the log says so |
 | the file cannot be read, or has another form | no bundle runs |
 | the bundle's digest is not in the file | the run fails before anything is installed; its log has the digest |
 | the SuperLink names another digest than the bundle's own, so that another folder would be loaded | the same |
@@ -25,15 +25,18 @@ import os
 import re
 import tomllib
 from collections.abc import Callable
+from logging import INFO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from flwr.supercore import log
 
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.guard.installed_bundle import require_same
 from fedveil.sanitize import sanitize
 
-VARIABLE = "FEDVEIL_BUNDLES"
+VARIABLE, MEASURED = "FEDVEIL_BUNDLES", "FEDVEIL_APP_DIGEST"
 _MOST_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -65,7 +68,7 @@ class BundleCheck:
     Flower is unchanged until `install`; then this class replaces two functions of `runtime`.
     """
 
-    def __init__(self, runtime: ModuleType, file: Path) -> None:
+    def __init__(self, runtime: ModuleType, file: Path | None) -> None:
         self._runtime, self._file = runtime, file
         self._parse: Callable[[Any], Any] = runtime.fab_from_proto
         self._install: Callable[..., Path] = runtime.install_from_fab
@@ -84,15 +87,17 @@ class BundleCheck:
 
     def install_bundle(self, content: bytes, *args: Any, **kwargs: Any) -> Path:
         """Call Flower's install_from_fab if the bundle is permitted. Raises ConfigError or PolicyError."""
-        permitted = read_digests(self._file)
-        if permitted is None:
-            return self._install(content, *args, **kwargs)
+        permitted = None if self._file is None else read_digests(self._file)
         digest = hashlib.sha256(content).hexdigest()
+        os.environ[MEASURED] = digest  # what the server signs for (server_app/message_signing.py)
         if digest != self._named:
             raise PolicyError(
                 f"app digest: expected the SuperLink to name {digest}, found {sanitize(self._named, 80)}; nothing was "
                 "installed"
             )
+        if permitted is None:
+            log(INFO, "fedveil: every bundle may run here: %s", self._file or f"{VARIABLE} names no file")
+            return self._install(content, *args, **kwargs)
         if digest not in permitted:
             raise PolicyError(
                 f"app digest: expected one of the {len(permitted)} in {self._file}, found {digest}; nothing was "
@@ -104,6 +109,6 @@ class BundleCheck:
 
 
 def patch_install(module: str) -> None:
-    """Make the ServerApp's process check its bundle, if FEDVEIL_BUNDLES names a file."""
-    if file := os.environ.get(VARIABLE, ""):
-        BundleCheck(importlib.import_module(module), Path(file)).install()
+    """Make the ServerApp's process measure its bundle, and check it if FEDVEIL_BUNDLES names a file."""
+    file = os.environ.get(VARIABLE, "")
+    BundleCheck(importlib.import_module(module), Path(file) if file else None).install()

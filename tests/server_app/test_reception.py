@@ -390,3 +390,19 @@ def test_nobody_else_pushes_messages_or_pulls_replies():
         if isinstance(node, ast.Attribute) and node.attr in names
     }
     assert users == {"server_app/reply_sources.py"}
+
+
+def test_a_site_that_is_revoked_while_it_is_asked_is_lost_and_no_other():
+    class Signer:
+        def refusal(self, site, node_id):
+            return ""
+
+        def sign(self, site, message, contents):
+            if site == "east":
+                raise WireError("signature: expected a registered site, found one that is revoked")
+
+    reception = Reception(FakeSource(), None, lambda about: None, Signer())
+    reception.ask({site: message_to(node) for site, node in NODES.items()}, 100)
+    (lost,) = reception.poll_replies()
+    assert lost == LostReply("east", 0, "signature: expected a registered site, found one that is revoked")
+    assert reception.close_requests() == ["west"]

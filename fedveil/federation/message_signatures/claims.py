@@ -53,7 +53,7 @@ class _Claims:
         """Return the bytes that are signed. Raises WireError for a value that has no canonical form."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         for name, value in values.items():
-            if type(value) is int and -1 <= value < _GREATEST:
+            if type(value) is int and 0 <= value < _GREATEST:
                 continue
             if type(value) is not str or not _is_text(value):
                 raise WireError(
@@ -115,7 +115,6 @@ class ReplyClaims(_Claims):
     Attributes:
         federation .. app: as in the instruction that it answers.
         content: digest of the upload.
-        examples: in the upload's header; -1 where it has no whole number, as under secure aggregation.
         instruction: digest of the instruction's claims.
         log: head of the site's audit log behind the line about this reply, "LINES:HASH".
     """
@@ -132,16 +131,15 @@ class ReplyClaims(_Claims):
     kind: str
     app: str
     content: str
-    examples: int
     instruction: str
     log: str
 
 
-def answer_claims(asked: InstructionClaims, content: str, examples: object, log: str) -> ReplyClaims:
-    """Return the claims of a reply to an instruction. `examples`: num_examples of the upload's header."""
+def answer_claims(asked: InstructionClaims, content: str, log: str) -> ReplyClaims:
+    """Return the claims of a reply to an instruction."""
     return ReplyClaims(
         asked.federation, asked.flower_run, asked.node, asked.run, asked.round, asked.attempt, asked.site, asked.kind,
-        asked.app, content, examples if type(examples) is int and examples >= 0 else -1, asked.digest, log,
+        asked.app, content, asked.digest, log,
     )  # fmt: skip
 
 

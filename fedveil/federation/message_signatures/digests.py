@@ -1,6 +1,6 @@
 """Digests of what a signature covers: the bytes of a message, and a record of settings.
 
-    content = SHA-256 over the message's header in canonical form and everything behind it (fedveil.wire.header)
+    content = SHA-256 of the message's bytes, slice after slice: nothing is parsed before a signature is verified
     record  = SHA-256("fedveil record 1\\n" + canonical JSON of {key: [tag, text]})
 
 | value of a record | tag | text |
@@ -20,13 +20,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedveil.errors import WireError
-from fedveil.wire import header
+
+if TYPE_CHECKING:
+    from fedveil.contract.codec import Buffer
 
 _RECORD = b"fedveil record 1\n"
-_ALIGNMENT = 8  # bytes; header and fields are padded to it
 
 
 def digest_record(record: Mapping[str, Any]) -> str:
@@ -39,21 +40,10 @@ def digest_record(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(_RECORD + text).hexdigest()
 
 
-def digest_content(slices: Iterable[bytes]) -> str:
-    """Return the digest of a message in slices, 64 hex digits: `header.message_digest` of the whole message.
-
-    Holds no more than its header and one slice. Raises WireError if it has no header.
-    """
-    parts, head = iter(slices), bytearray()
-    for part in parts:
-        head += part
-        if len(head) >= header.PREFIX + int.from_bytes(head[4:8], "little") + _ALIGNMENT:
-            break
-    with memoryview(head) as whole:
-        content, start = header.read_header(whole)
-        hasher = hashlib.sha256(header.write_header(content))
-        hasher.update(whole[start:])
-    for part in parts:
+def digest_content(slices: Iterable[Buffer]) -> str:
+    """Return the digest of a message in slices, 64 hex digits. Where it is cut does not matter."""
+    hasher = hashlib.sha256()
+    for part in slices:
         hasher.update(part)
     return hasher.hexdigest()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import io
+import os
+import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -43,6 +45,11 @@ class Runtime(ModuleType):
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 archive.extractall(self.folder)
         return self.folder
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv(permitted_bundles.MEASURED, "")
 
 
 @pytest.fixture
@@ -109,14 +116,23 @@ def test_a_folder_with_other_files_than_the_bundle_is_not_loaded(runtime, tmp_pa
         run(runtime, bundle())
 
 
-def test_the_process_is_changed_only_where_a_file_is_named(monkeypatch, tmp_path):
+def test_the_process_measures_its_bundle_also_where_no_file_is_named(monkeypatch, tmp_path):
+    """The server signs for the bundle that it runs, not for the digest that the SuperLink names."""
+    monkeypatch.delenv(permitted_bundles.VARIABLE, raising=False)
+    made = Runtime(tmp_path / "apps" / "fedveil.app.1")
+    monkeypatch.setitem(sys.modules, "a_runtime", made)
+    permitted_bundles.patch_install("a_runtime")
+    assert run(made, bundle()) == made.folder
+    assert os.environ[permitted_bundles.MEASURED] == digest(bundle())
+    with pytest.raises(PolicyError, match="app digest: expected the SuperLink to name"):
+        run(made, bundle(), named="ab" * 32)
+    assert made.installed == [bundle()]
+
+
+def test_every_function_that_is_replaced_is_flowers(monkeypatch):
     loaded = importlib.import_module(serverapp.RUNTIME)
     flowers = loaded.install_from_fab
     for name in ("fab_from_proto", "install_from_fab"):
         monkeypatch.setattr(loaded, name, getattr(loaded, name))  # puts it back
-    monkeypatch.delenv(permitted_bundles.VARIABLE, raising=False)
-    permitted_bundles.patch_install(serverapp.RUNTIME)
-    assert loaded.install_from_fab is flowers
-    monkeypatch.setenv(permitted_bundles.VARIABLE, str(tmp_path / "bundles.toml"))
     permitted_bundles.patch_install(serverapp.RUNTIME)
     assert loaded.install_from_fab is not flowers

@@ -19,7 +19,7 @@ ASKED = InstructionClaims(
     app="5f" * 32, config="01" * 32, order="02" * 32, settings="03" * 32, content="04" * 32, issued=1_790_000_000,
     until=1_790_003_600, nonce="ab" * 16,
 )  # fmt: skip
-ANSWER = answer_claims(ASKED, "05" * 32, 64, f"4:{'cd' * 32}")
+ANSWER = answer_claims(ASKED, "05" * 32, f"4:{'cd' * 32}")
 # As they stand in the specification of the wire: a change of a byte is a new version.
 GOLDEN_ASKED = (
     b'fedveil instruction 1\n{"app":"' + b"5f" * 32 + b'","attempt":1,"config":"' + b"01" * 32 + b'","content":"'
@@ -28,7 +28,7 @@ GOLDEN_ASKED = (
     + b"03" * 32 + b'","site":"north","until":1790003600}'
 )  # fmt: skip
 GOLDEN_ANSWER = (
-    b'fedveil reply 1\n{"app":"' + b"5f" * 32 + b'","attempt":1,"content":"' + b"05" * 32 + b'","examples":64,'
+    b'fedveil reply 1\n{"app":"' + b"5f" * 32 + b'","attempt":1,"content":"' + b"05" * 32 + b'",'
     b'"federation":"' + b"0a" * 16 + b'","flower_run":"11","instruction":"'
     + ASKED.digest.encode() + b'","kind":"train","log":"4:' + b"cd" * 32
     + b'","node":"7","round":3,"run":"r-0a1b2c3d","site":"north"}'
@@ -92,7 +92,7 @@ def test_the_library_takes_a_signature_by_a_key_of_small_order_for_any_text():
     Ed25519PublicKey.from_public_bytes(identity).verify(identity + bytes(32), b"any text")
 
 
-@pytest.mark.parametrize(("name", "value"), [("run", "\ud800"), ("round", 1 << 53), ("round", -2)])
+@pytest.mark.parametrize(("name", "value"), [("run", "\ud800"), ("round", 1 << 53), ("round", -1)])
 def test_a_value_without_a_canonical_form_is_never_signed(name, value):
     with pytest.raises(WireError, match=name):
         claims.sign(replace(ASKED, **{name: value}), PRIVATE)
@@ -125,11 +125,6 @@ def test_a_signature_record_lacks_nothing_and_has_the_form_of_its_direction():
             claims.read_signature({key: value for key, value in DOWN.items() if key != name}, is_instruction=True)
     with pytest.raises(WireError, match="another form"):
         claims.read_signature(DOWN, is_instruction=False)
-
-
-@pytest.mark.parametrize(("examples", "signed"), [(64, 64), (0, 0), (None, -1), (64.0, -1), (True, -1), (-5, -1)])
-def test_a_count_that_is_no_whole_number_is_signed_as_none(examples, signed):
-    assert answer_claims(ASKED, "05" * 32, examples, "").examples == signed
 
 
 def test_the_evidence_of_a_log_gives_the_claims_again():

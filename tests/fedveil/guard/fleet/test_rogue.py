@@ -75,13 +75,9 @@ class Battle:
         self.foreign_sessions: list[str] = []
 
     def end_hand_over(self) -> None:
-        """End the thread of this battle's port: hundreds of them would slow the later battles down."""
-
-        def end() -> float:
-            raise SystemExit
-
+        """Stop the thread of this battle's port for good: hundreds that wake up would slow the later battles down."""
         if self.port is not None:
-            self.port._hand_over.step = end
+            self.port._hand_over.step = threading.Event().wait
 
     def call(self, name: str, request: Any) -> Any:
         more: dict[str, Any] = {"store": self.state.object_store} if name in fleet_port._WITH_STORE else {}
