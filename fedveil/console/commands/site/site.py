@@ -196,7 +196,7 @@ def _trust(args: argparse.Namespace) -> int:
         )
     for title, keys in (("pinned now", old.keys if old else ()), ("in the file", new.keys)):
         print(f"{title}: {', '.join(enrollment.short_key(key) for key in keys) or 'no keys'}")
-    fingerprint = keys_fingerprint(new.keys)
+    fingerprint = keys_fingerprint(new.federation, new.keys)
     if args.fingerprint != fingerprint:
         raise ConfigError(
             # Not the file's own fingerprint: the user would copy it from here instead of asking by telephone.
@@ -205,7 +205,8 @@ def _trust(args: argparse.Namespace) -> int:
         )
     write_atomic(file, new.to_toml().encode())
     file.chmod(0o644)  # public, and read by another user in containers
-    print(f"{file}: from its next start on, the site accepts instructions that are signed with these keys alone")
+    print(f"{file}: from its next message on, the site accepts instructions that are signed with these keys alone")
+    print("in containers, restart it for that: docker compose restart clientapp")
     for name in (kit_reader.NODE_CONFIG, "containers.toml"):
         if (args.kit / name).is_file() and not kit_reader.names_instruction_keys(args.kit / name):
             print(f"{args.kit / name} does not name this file, so nothing is verified: take {name} from the new kit")
