@@ -12,6 +12,7 @@ release has no `until`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tomllib
@@ -67,6 +68,11 @@ class InstructionKeys:
         for key in keys:
             _require_key(key)
         return cls(federation, tuple(keys))
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256, in hex, of the federation and the keys in their order, however the file is written."""
+        return hashlib.sha256(crypto.context_bytes("instruction keys file", self.federation, *self.keys)).hexdigest()
 
     def to_toml(self) -> str:
         """Return the file's text."""

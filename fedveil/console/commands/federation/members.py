@@ -215,6 +215,8 @@ def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     asked = enrollment.check_request(args.request, members.federation.name, ca.read_bytes())
     site = asked.site
     before = members.entry(site).get("signing", "")
+    keys = instruction_keys.pinned_keys(members)
+    enrollment.require_instruction_keys(asked, keys.digest if keys.keys else "", members.signs(site))
     members.require_new(site, asked.key)
     members.require_new_signing(site, asked.signing)
     if args.fingerprint not in ("-", asked.fingerprint):

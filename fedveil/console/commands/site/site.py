@@ -172,7 +172,11 @@ def _init(args: argparse.Namespace) -> int:
         raise ConfigError(f"--kit: expected ca.crt in {args.kit}, found none ({error}); unpack it") from None
     folder = args.out or args.kit / "keys"
     places_ = enrollment.KeyPaths(folder, args.secret or folder / "superexec-secret")
-    request, fingerprint = enrollment.make_site_keys(places_, about, ca, args.renew, args.renew_signing)
+    file = args.kit / INSTRUCTION_KEYS
+    keys = InstructionKeys.from_file(file) if file.exists() else None  # none in a kit of before 0.2
+    request, fingerprint = enrollment.make_site_keys(
+        places_, about, ca, args.renew, args.renew_signing, instructions=keys.digest if keys else ""
+    )
     words = sys.stderr if args.print else sys.stdout
     if args.print:
         print(request.read_text())
@@ -180,6 +184,12 @@ def _init(args: argparse.Namespace) -> int:
         f"site {sanitize(about['site'], 80)} of {sanitize(about['federation'], 80)}: keys made; they stay here",
         file=words,
     )
+    if keys:
+        print(
+            "compare this fingerprint of the server's instruction keys with the operator's, by telephone: "
+            f"{keys_fingerprint(keys.federation, keys.keys)}",
+            file=words,
+        )
     what = request.name if args.print else request  # a container prints it, because its files are hard to reach
     print(f"send {what} to the operator, and read this fingerprint to them by telephone: {fingerprint}", file=words)
     return 0

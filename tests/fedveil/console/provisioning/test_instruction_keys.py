@@ -197,7 +197,10 @@ def test_a_kit_of_an_old_folder_gets_keys_and_marks_its_site(federation, capsys)
 def test_the_first_command_that_saves_an_old_registry_draws_its_id_and_no_site_signs(federation, capsys):
     make_old(federation)
     kit, fingerprint = enrolled(federation, capsys)
-    assert register(federation, kit, fingerprint) == 0
+    assert register(federation, kit, fingerprint) == 2  # its kit names keys that the registry lacks
+    (kit / "instruction-keys.toml").unlink()
+    assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
+    assert register(federation, kit, "-") == 0
     members = SiteRegistry(federation)
     assert re.fullmatch(r"[0-9a-f]{32}", members.federation_id)
     assert members.instruction_keys == ()
