@@ -86,7 +86,7 @@ class Hosts:
         compose = self.unpack(site)
         done = compose("run", "--rm", "-T", "init")
         (self.made / f"{site}.json").write_text(done.stdout)
-        (fingerprint,) = re.findall(r"SHA256:\S+", done.stderr)
+        *_, fingerprint = re.findall(r"SHA256:\S+", done.stderr)
         self.operator(
             "fedveil",
             "members",
@@ -144,7 +144,7 @@ def test_a_fresh_machine_is_online_after_three_commands(hosts):
     subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=hosts.kit("north"), check=True)
     done = compose("run", "--rm", "-T", "init")  # 2. docker compose run --rm -T init >request.json
     (hosts.made / "north.json").write_text(done.stdout)
-    (fingerprint,) = re.findall(r"SHA256:\S+", done.stderr)
+    *_, fingerprint = re.findall(r"SHA256:\S+", done.stderr)
     hosts.operator(
         "fedveil", "members", "register", str(hosts.made), str(hosts.made / "north.json"), "--fingerprint", fingerprint
     )

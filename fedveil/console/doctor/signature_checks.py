@@ -30,7 +30,7 @@ def check_instruction_keys(site: SiteConfig, kit: Path) -> CheckResult:
     named, own = Path(site.instruction_keys).expanduser(), kit / INSTRUCTION_KEYS
     file = own if own.is_file() and not named.exists() else named  # containers have other paths
     keys = InstructionKeys.from_file(file)
-    about = f"{file}: {keys_fingerprint(keys.keys)}, of federation {keys.federation}"
+    about = f"{file}: {keys_fingerprint(keys.federation, keys.keys)}, of federation {keys.federation}"
     if required is False:
         return CheckResult(
             name, "warn",

@@ -42,19 +42,24 @@ def signers_file(folder: Path) -> Path:
     return folder / "server" / "roster" / SIGNERS
 
 
-def signing_environment(folder: Path) -> dict[str, str]:
-    """Return what the SuperExec hands to the ServerApp's process: the files with which it signs, if both exist.
+def signing_environment(folder: Path, signs: bool) -> dict[str, str]:
+    """Return what the SuperExec hands to the ServerApp's process: the list of permitted bundles, and where it signs.
 
-    Also the list of permitted bundles, which takes effect for the next run when a person writes it.
+    Args:
+        signs: name both files with which it signs, even if one is missing. The ServerApp then fails with the reason,
+            instead of sending unsigned instructions.
     """
-    files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)}
-    present = {name: str(file) for name, file in files.items()} if all(map(Path.is_file, files.values())) else {}
-    return {**present, permitted_bundles.VARIABLE: str(current_file(folder).with_name("bundles.toml"))}
+    files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)} if signs else {}
+    bundles = current_file(folder).with_name("bundles.toml")  # takes effect for the next run when a person writes it
+    return {**{name: str(file) for name, file in files.items()}, permitted_bundles.VARIABLE: str(bundles)}
 
 
-def keys_fingerprint(public: Sequence[str]) -> str:
-    """Return the fingerprint of public keys in hex, in any order: a SHA-256 in the format that ssh-keygen uses."""
-    digest = hashlib.sha256(crypto.context_bytes("instruction keys", *sorted(public))).digest()
+def keys_fingerprint(federation: str, public: Sequence[str]) -> str:
+    """Return the fingerprint of a federation's id and its public keys in hex, in any order.
+
+    It is a SHA-256 in the format that ssh-keygen uses.
+    """
+    digest = hashlib.sha256(crypto.context_bytes("instruction keys", federation, *sorted(public))).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 

@@ -268,6 +268,9 @@ class LocalDeployment:
         content = replace(self._signers, sites=sites).to_bytes()
         write_atomic(instruction_key_files.signers_file(self.folder), content)
 
+    def _signing_env(self) -> dict[str, str]:
+        return instruction_key_files.signing_environment(self.folder, self._signers is not None)
+
     def _signing_key(self, name: str) -> Path:
         own = dict(self.sites[name].node_config).get("signing-key")
         return Path(str(own)) if own else self.folder / "keys" / f"{name}.signing"
@@ -279,7 +282,7 @@ class LocalDeployment:
         command = superlink_command(folder, folder / "registry", folder, port, fleet, self._database, secret)
         if self._own_waits:  # the app to compare with is any Flower app, whose replies have other records
             command.append("--without-fleet-checks")
-        env = self._env() | instruction_key_files.signing_environment(self.folder)
+        env = self._env() | self._signing_env()
         start_isolated(self.processes, SUPERLINK, command, env, port, secret, ca)
         self._until(lambda: is_port_open(port) and is_port_open(self._fleet_port), SUPERLINK)
 

@@ -97,10 +97,7 @@ def _require_private(key: Path) -> None:
 
 
 def _require_signing(members: SiteRegistry) -> None:
-    """Raise ConfigError if the federation has instruction keys and the server could not sign with the current one.
-
-    Its ServerApp would otherwise send unsigned instructions, and count unsigned replies.
-    """
+    """Raise ConfigError if the federation has instruction keys and the server could not sign with the current one."""
     if not members.instruction_keys:
         return
     file = instruction_key_files.current_file(members.folder)
@@ -115,8 +112,6 @@ def _require_signing(members: SiteRegistry) -> None:
             f"{file}: expected the current key of registry/members.json, which the kits name, found another; restore "
             f"it, or let the standby key sign: fedveil members renew-instruction-key {members.folder}"
         )
-    if not instruction_key_files.signers_file(members.folder).is_file():
-        members.write_signers()
 
 
 def require_free_ports(what: str, host: str, port: int) -> None:
@@ -246,7 +241,11 @@ class _Programs:
     def _env(self) -> dict[str, str]:
         apps = paths.private_folder(self.server.state / "apps")
         env = single_user_environment(flower_environment(apps), self.server.state / "bin")
-        return env | instruction_key_files.signing_environment(self.server.folder)
+        members = SiteRegistry(self.server.folder)
+        members.write_signers()  # a command that was interrupted, or a person, may have left another
+        # A registry restored from an old backup names no keys, while the sites still require signatures by them.
+        signs = bool(members.instruction_keys) or instruction_key_files.current_file(members.folder).is_file()
+        return env | instruction_key_files.signing_environment(self.server.folder, signs)
 
     def _mark(self) -> None:
         log = self.processes.log(NAME)

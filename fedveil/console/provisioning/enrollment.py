@@ -2,13 +2,17 @@
 
     node.key      P-384: opens the site's connection; the SuperNode's alone
     signing.key   Ed25519, 32 bytes: identifies this site to the others in secure aggregation; for the app process
-    request.json  {"federation", "site", "ca", "key", "signing", "made", "proof", "signing-proof"}
+    request.json  {"federation", "site", "ca", "key", "signing", "instructions", "made", "proof",
+                   "signing-proof"}
 
+    instructions = SHA-256 of what the kit's instruction-keys.toml says; "" without that file; missing from the request
+    of an earlier release
     proof = ECDSA P-384 with SHA-384 by the node key, over the JSON of the rest (keys sorted, no spaces)
     signing-proof = Ed25519 by the signing key, over the same text
 
 Each proof covers both keys, so the sender has both private halves. The operator must confirm by other means
-that the sender is the site. Both ends show one fingerprint of both keys, to be compared by telephone.
+that the sender is the site. Both ends show one fingerprint of both keys, to be compared by telephone. The proofs also
+cover the CA and the instruction keys, so the operator sees a kit that was changed on its way.
 
 The node key is renewed every few months. The signing key stays, because its public half is in the roster,
 and every site's policy names the roster's digest. It is replaced only on request.
@@ -73,11 +77,13 @@ class RegistrationRequest:
     Attributes:
         key: the node's public key in OpenSSH format.
         signing: hex digits.
+        instructions: SHA-256 of the instruction keys that the site pins, in hex; "" if it pins none.
     """
 
     site: str
     key: str
     signing: str
+    instructions: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -87,8 +93,9 @@ class RegistrationRequest:
 
 
 def make_site_keys(
-    places: KeyPaths, about: dict[str, str], ca: bytes, renew: bool = False, renew_signing: bool = False
-) -> tuple[Path, str]:
+    places: KeyPaths, about: dict[str, str], ca: bytes, renew: bool = False, renew_signing: bool = False,
+    *, instructions: str = "",
+) -> tuple[Path, str]:  # fmt: skip
     """Write node.key, node.key.pub, superexec-secret, request.json and, if there is none, signing.key.
 
     Returns the request and the fingerprint.
@@ -96,6 +103,7 @@ def make_site_keys(
     Args:
         renew: create a new node key; the old one is kept as node.key.old.
         renew_signing: also create a new signing key; the old one is kept as signing.key.old.
+        instructions: SHA-256 of the kit's instruction keys; "" if it has none.
 
     Raises:
         ConfigError: a node key exists and `renew` is false, or the signing key cannot be read.
@@ -125,6 +133,7 @@ def make_site_keys(
     public = places.node_key.with_name("node.key.pub").read_text().strip()
     asked = RegistrationRequest(about["site"], public, crypto.verifying_key(signing).hex())
     content = {**about, "ca": hashlib.sha256(ca).hexdigest(), "key": asked.key, "signing": asked.signing}
+    content["instructions"] = instructions
     content["made"] = datetime.now(UTC).isoformat(timespec="seconds")
     text = _canonical(content)
     proofs = {"proof": node.sign(text, ec.ECDSA(hashes.SHA384())), "signing-proof": crypto.sign_bytes(signing, text)}
@@ -184,7 +193,25 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
             f"{file}: signing-proof: expected a signature by the signing key itself, found another; make a new "
             "request with fedveil site init --renew"
         )
-    return RegistrationRequest(content["site"], " ".join(content["key"].split()[:2]), content["signing"])
+    public_key = " ".join(content["key"].split()[:2])
+    return RegistrationRequest(content["site"], public_key, content["signing"], content.get("instructions", ""))
+
+
+def require_instruction_keys(request: RegistrationRequest, digest: str, signs: bool) -> None:
+    """Raise ConfigError if the site pins other instruction keys than the registry's.
+
+    Args:
+        digest: SHA-256 of the registry's keys.
+        signs: the site's kit names the keys, so a request without them is refused too.
+    """
+    if request.instructions == digest or (not request.instructions and not signs):
+        return
+    expected, found = digest or "none", sanitize(request.instructions, 80) or "none"
+    raise ConfigError(
+        f"{request.site}: instructions: expected the SHA-256 of the server's instruction keys ({expected}), found "
+        f"another ({found}): the site's kit was changed on its way, or is older than the keys; write a new kit with "
+        "fedveil members kit, have the site compare the fingerprint of its keys by telephone, and ask for a new request"
+    )
 
 
 def short_key(signing: str) -> str:
@@ -193,14 +220,14 @@ def short_key(signing: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    names = {"federation", "site", "ca", "key", "signing", "made", "proof", "signing-proof"}
+    names = {"federation", "site", "ca", "key", "signing", "instructions", "made", "proof", "signing-proof"}
     try:
         with file.open("rb") as stream:
             data = stream.read(_MOST_BYTES + 1)
         content = json.loads(data) if len(data) <= _MOST_BYTES else None
         if (
             not isinstance(content, dict)
-            or set(content) != names
+            or set(content) | {"instructions"} != names
             or not all(isinstance(v, str) for v in content.values())
         ):
             raise ValueError(f"expected text under {sorted(names)}, of at most {_MOST_BYTES} bytes")

@@ -21,7 +21,8 @@
            registry/             what the SuperLink reads again after each change:
                                  members.json, the federation's id and public instruction keys, each site with its
                                  public keys, when it was registered, until when, revoked or not;
-                                 operators.json, each operator with role and last day
+                                 operators.json, each operator with role and last day;
+                                 .lock, held (flock) by a command that changes members.json
 
 | a site | its entry in members.json |
 |---|---|
@@ -39,10 +40,16 @@ never accepted again.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import re
 import secrets
+import sys
+import time
 import tomllib
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -52,13 +59,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedveil import __version__
 from fedveil.console.flower.instruction_key_files import signers_file
 from fedveil.errors import ConfigError
-from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners
+from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners, require_moment
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.membership import SigningKeyRoster
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+_WAIT_SECONDS = 2.0  # for another command, before this one says that it waits
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.:-]{0,250}[A-Za-z0-9])?$")]
 
 
@@ -133,6 +141,9 @@ def roster_file(folder: Path) -> Path:
 class SiteRegistry:
     """members.json in a federation's folder. Every change is written at once, atomically, and signers.json with it.
 
+    A command that changes it loads it with `locked`. Otherwise, of two commands at once, the later would undo what the
+    earlier did, such as a revocation.
+
     Attributes:
         federation_id: 32 hex digits; "" in a registry of before 0.2, until it is saved.
         instruction_keys: public keys in hex, current and standby; none in such a registry.
@@ -175,8 +186,28 @@ class SiteRegistry:
         }  # fmt: skip
         write_atomic(registry_folder(folder) / "members.json", json.dumps(content, indent=1).encode())
         members = cls(folder)
-        members.write_signers()
+        members._save_signers()
         return members
+
+    @classmethod
+    @contextlib.contextmanager
+    def locked(cls, folder: Path) -> Iterator[SiteRegistry]:
+        """Load the registry, and let no other command change it until the block ends. Raises ConfigError."""
+        if not (registry_folder(folder) / "members.json").is_file():
+            cls(folder)  # raises the error that says what is missing
+        file = registry_folder(folder) / ".lock"
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{file}: expected a file that this user can write, found none ({error}); run the command as the "
+                "user who owns the folder"
+            ) from None
+        try:
+            _lock(descriptor, folder)
+            yield cls(folder)
+        finally:
+            os.close(descriptor)  # and with it the lock
 
     def entry(self, site: str) -> dict[str, Any]:
         """Return a site's registry entry. Raises ConfigError if it is not a site of this federation."""
@@ -284,12 +315,16 @@ class SiteRegistry:
             ) from None
 
     def end(self, site: str, state: str) -> None:
-        """Mark a site revoked or expired: its key is never accepted again, and if revoked, nor is its signing key."""
+        """Mark a site revoked or expired: its key is never accepted again, and if revoked, nor is its signing key.
+
+        signers.json is written first: if this is interrupted, no run counts the site's replies.
+        """
         entry = self.entry(site)
         self._retire(site, state)
         if state == "revoked" and "signing" in entry:
             self.retired_signing[entry["signing"]] = state
         self.sites[site] = {**entry, "state": state}
+        self._save_signers()
         self.save()
 
     def expired(self, now: datetime | None = None) -> list[str]:
@@ -307,18 +342,35 @@ class SiteRegistry:
             "sites": self.sites, "retired": self.retired, "retired-signing": self.retired_signing,
         }  # fmt: skip
         write_atomic(self._file, json.dumps(content, indent=1).encode())
-        self.write_signers()
+        self._save_signers()
 
     def write_signers(self) -> None:
-        """Write signers.json from the registry."""
+        """Write signers.json again if it is missing or differs from the registry, which may change meanwhile.
+
+        No lock is needed: a command that changes members.json writes signers.json after it, and this writes it again if
+        members.json changed. A registry of before 0.2 has no federation id, and no signers.json until it is saved.
+        """
+        members = self
+        while members.federation_id:
+            if _read_or_none(signers_file(self.folder)) != (content := members._signers().to_bytes()):
+                write_atomic(signers_file(self.folder), content)
+            members = SiteRegistry(self.folder)
+            if members._signers().to_bytes() == content:
+                return
+
+    def _save_signers(self) -> None:
+        self.federation_id = self.federation_id or _draw_id()
+        write_atomic(signers_file(self.folder), self._signers().to_bytes())
+
+    def _signers(self) -> SiteSigners:
         sites = {
             site: SiteSigner(
-                str(entry.get("node", "")), _usable_key(entry.get("signing")), entry["state"], self.signs(site)
+                str(entry.get("node", "")), _usable_key(entry.get("signing")), entry["state"], self.signs(site),
+                _usable_moment(entry.get("until", "")),
             )
             for site, entry in self.sites.items()
-        }
-        signers = SiteSigners(self.federation_id, self.federation.signatures == "required", sites)
-        write_atomic(signers_file(self.folder), signers.to_bytes())
+        }  # fmt: skip
+        return SiteSigners(self.federation_id, self.federation.signatures == "required", sites)
 
     def _retire(self, site: str, how: str) -> None:
         if (key := self.sites[site].get("key")) and self.sites[site]["state"] == "registered":
@@ -337,6 +389,37 @@ def _identity(content: Any) -> tuple[str, tuple[str, ...]]:
     if type(keys) is not list or len(keys) not in (0, 2) or any(not _usable_key(key) for key in keys):
         raise ValueError("expected two instruction-keys of 64 hex digits each, and none of small order")
     return federation, tuple(keys)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    """Wait until no other process holds the lock; after two seconds, say so."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.05)
+    print(
+        f"members: waiting for another fedveil members command, which is changing {folder}", file=sys.stderr, flush=True
+    )
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _read_or_none(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
+
+
+def _usable_moment(text: object) -> str:
+    """Return a site's last moment as it is; one in the past for other text, so that no run counts the site."""
+    try:
+        if text != "":
+            require_moment(text)
+    except ValueError:
+        return datetime.min.replace(tzinfo=UTC).isoformat()
+    return str(text)
 
 
 def _usable_key(text: object) -> str:

@@ -46,8 +46,10 @@ def renew_keys(members: SiteRegistry, given: Path | None = None) -> InstructionK
         given: file of the standby private key; it is removed afterwards. Default: the one in the folder.
 
     Raises:
-        ConfigError: the file cannot be read, or is not the registered standby key.
+        ConfigError: the file cannot be read, is the current key's, or is not the registered standby key.
     """
+    if given is not None:
+        _require_other_file(given, current_file(members.folder))
     standby, expected = standby_file(members.folder), members.instruction_keys[-1]
     drawn = standby.with_name(f"{standby.name}.new")
     if drawn.is_file():  # a renewal was interrupted, before the registry was saved or after
@@ -65,6 +67,15 @@ def renew_keys(members: SiteRegistry, given: Path | None = None) -> InstructionK
         with suppress(OSError):  # on a medium that cannot be written
             file.unlink()
     return pinned_keys(members)
+
+
+def _require_other_file(given: Path, current: Path) -> None:
+    """Raise ConfigError if `given` is the current key's file, which would be removed as the standby key's."""
+    if given.resolve() == current.resolve() or (given.exists() and current.exists() and given.samefile(current)):
+        raise ConfigError(
+            f"--standby-key: expected the file of the standby key, found the current key's, {given}; fetch "
+            "instruction-standby.key from its safe place, and name its file or a copy"
+        )
 
 
 def _read_standby(file: Path, expected: str) -> bytes:

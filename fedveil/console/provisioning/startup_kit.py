@@ -19,7 +19,6 @@ import io
 import tarfile
 from pathlib import Path
 
-from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.machine import Value, format_toml
 from fedveil.console.provisioning import compose_files
 from fedveil.console.provisioning.federation_folder import FederationFile
@@ -93,7 +92,8 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
 | make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
-| take new keys of the server | `fedveil site trust FILE --kit . --fingerprint SHA256:...`, then step 3 again |
+| take new keys of the server | `fedveil site trust FILE --kit . --fingerprint SHA256:...` |
+| the same with containers | after that, `docker compose restart clientapp` |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
 
@@ -101,11 +101,11 @@ The server's certificate is signed by the operator's own CA. The SHA-256 of ca.c
 
     {ca}
 
-The server signs what it asks of you. The fingerprint of its keys, in instruction-keys.toml, is
+The server signs what it asks of you. Its public keys are in instruction-keys.toml.
 
-    {instruction_keys}
-
-Confirm both with the operator over a second channel before you trust them.
+Confirm both with the operator by telephone before you trust them. Compare what `sha256sum ca.crt` prints, and the
+fingerprint of the instruction keys that `fedveil site init` or `fedveil doctor --kit .` prints: whoever changed the kit
+on its way could change this page too.
 """
 
 
@@ -124,7 +124,6 @@ def kit_files(federation: FederationFile, site: str, ca: bytes, keys: Instructio
     public = {"federation": federation.name, "site": site, "superlink": federation.superlink}
     words = {
         **public, "image": federation.image, "ca": hashlib.sha256(ca).hexdigest(),
-        "instruction_keys": keys_fingerprint(keys.keys),
     }  # fmt: skip
     ports = {
         "control-port": federation.control_port,

@@ -3,19 +3,22 @@
     instruction-keys.toml    in a site's kit     federation = "32 hex digits"
                                                  keys = ["64 hex digits", "64 hex digits"]   current and standby
     signers.json             server/roster/      {"federation", "signatures": "optional" or "required",
-                                                  "sites": {NAME: {"node", "signing", "state", "signs"}}}
+                                                  "sites": {NAME: {"node", "signing", "state", "signs", "until"}}}
 
 `signs` says that the site's kit pins the instruction keys, so that the site signs its replies. It is never learned from
-traffic: an adversary who can suppress signatures could otherwise teach the server to expect none.
+traffic: an adversary who can suppress signatures could otherwise teach the server to expect none. A file of an earlier
+release has no `until`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,11 @@ class InstructionKeys:
             _require_key(key)
         return cls(federation, tuple(keys))
 
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256, in hex, of the federation and the keys in their order, however the file is written."""
+        return hashlib.sha256(crypto.context_bytes("instruction keys file", self.federation, *self.keys)).hexdigest()
+
     def to_toml(self) -> str:
         """Return the file's text."""
         keys = ", ".join(f'"{key}"' for key in self.keys)
@@ -81,12 +89,14 @@ class SiteSigner:
         signing: its public signing key, 64 hex digits; "" if it has none.
         state: "registered", or why it is not.
         signs: its kit pins the instruction keys.
+        until: last moment of its registration, in ISO format with a time zone; "" if it has none.
     """
 
     node: str
     signing: str
     state: str
     signs: bool
+    until: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,11 @@ class SiteSigners:
             raise ValueError('expected signatures to be "optional" or "required"')
         sites = {}
         for name, entry in content["sites"].items():
-            site = SiteSigner(str(entry["node"]), str(entry["signing"]), str(entry["state"]), entry["signs"] is True)
+            if (until := entry.get("until", "")) != "":
+                require_moment(until)
+            site = SiteSigner(
+                str(entry["node"]), str(entry["signing"]), str(entry["state"]), entry["signs"] is True, until
+            )
             if site.signing:
                 _require_key(site.signing)
             sites[str(name)] = site
@@ -119,15 +133,24 @@ class SiteSigners:
     def to_bytes(self) -> bytes:
         """Return the file's bytes."""
         sites = {
-            name: {"node": site.node, "signing": site.signing, "state": site.state, "signs": site.signs}
+            name: {
+                "node": site.node, "signing": site.signing, "state": site.state, "signs": site.signs,
+                "until": site.until,
+            }
             for name, site in sorted(self.sites.items())
-        }
+        }  # fmt: skip
         content = {
             "federation": self.federation,
             "signatures": "required" if self.required else "optional",
             "sites": sites,
         }
         return json.dumps(content, indent=1).encode()
+
+
+def require_moment(text: object) -> None:
+    """Raise ValueError for anything but a time in ISO format with a time zone."""
+    if type(text) is not str or datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("expected until to be a time in ISO format with a time zone")
 
 
 def _read(file: Path) -> bytes:

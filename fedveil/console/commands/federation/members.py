@@ -2,7 +2,8 @@
 
 A change goes to Flower first and to the registry after that, so both agree. Flower is reached with its command line,
 at the control port of this machine. `--offline` changes only the registry, for a server whose database is lost or does
-not exist yet; `fedveil members sync` then brings Flower in line with the registry.
+not exist yet; `fedveil members sync` then brings Flower in line with the registry. Of two commands at once, the second
+waits for the first. `list` and `roster` change nothing, but write signers.json again if it is missing or differs.
 """
 
 from __future__ import annotations
@@ -37,27 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed = actions.add_parser("list", help="list sites with state and last day; exit code 1 if a day is near or past")
     listed.set_defaults(run=_list)
     add = actions.add_parser("add", help="add a site and write its start-up kit")
-    add.set_defaults(run=_add)
+    add.set_defaults(run=_changing(_add))
     kit = actions.add_parser(
         "kit", help="write a site's start-up kit again, with the server's current instruction keys"
     )
-    kit.set_defaults(run=_kit)
+    kit.set_defaults(run=_changing(_kit))
     register = actions.add_parser("register", help="register a site's keys from the request made by fedveil site init")
-    register.set_defaults(run=_register)
+    register.set_defaults(run=_changing(_register))
     revoke = actions.add_parser("revoke", help="revoke a site's key permanently")
-    revoke.set_defaults(run=_revoke)
+    revoke.set_defaults(run=_changing(_revoke))
     expire = actions.add_parser("expire", help="expire every key past its last day; meant for a daily timer")
-    expire.set_defaults(run=_expire)
+    expire.set_defaults(run=_changing(_expire))
     sync = actions.add_parser("sync", help="bring Flower's registered keys in line with the registry")
-    sync.set_defaults(run=_sync)
+    sync.set_defaults(run=_changing(_sync))
     roster = actions.add_parser("roster", help="write the sites' signing keys to a file and print their digest")
     roster.set_defaults(run=_roster)
     renew = actions.add_parser("renew-server", help="issue a new key and certificate for the server from the same CA")
-    renew.set_defaults(run=_renew)
+    renew.set_defaults(run=_changing(_renew))
     instruction = actions.add_parser(
         "renew-instruction-key", help="sign with the standby key from now on, draw a new one, and write all kits again"
     )
-    instruction.set_defaults(run=_renew_instruction_key)
+    instruction.set_defaults(run=_changing(_renew_instruction_key))
     for action in (listed, add, kit, register, revoke, expire, sync, roster, renew, instruction):
         action.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     roster.add_argument(
@@ -82,6 +83,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(run=partial(_asking, action.get_default("run")))
 
 
+def _changing(act: Callable[[argparse.Namespace, SiteRegistry], int]) -> Callable[[argparse.Namespace], int]:
+    """Return the action with the folder's registry, which no other command can change until the action ends."""
+
+    def run(args: argparse.Namespace) -> int:
+        with SiteRegistry.locked(args.folder) as members:
+            return act(args, members)
+
+    return run
+
+
 def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run an action that queries the server. Raises ServerUnreachableError, which says what to do without a server."""
     try:
@@ -96,6 +107,7 @@ def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) 
 
 def _list(args: argparse.Namespace) -> int:
     members, now = SiteRegistry(args.folder), datetime.now(UTC)
+    members.write_signers()
     over = False
     for name in ("ca.crt", "server.pem"):
         ends = _certificate(args.folder / "server" / name).not_valid_after_utc
@@ -111,28 +123,26 @@ def _list(args: argparse.Namespace) -> int:
     return int(over)
 
 
-def _add(args: argparse.Namespace) -> int:
-    members = SiteRegistry(args.folder)
+def _add(args: argparse.Namespace, members: SiteRegistry) -> int:
     federation = members.with_site(args.site)
     _certificate(args.folder / "server" / "ca.crt")  # before keys are drawn for a folder that has none
     keys = instruction_keys.ensure_keys(members)
     file = _write_kit(args.folder, federation, args.site, keys)
     members.add(args.site, signs=True)
     print(f"{args.site}: added; the start-up kit is {file}")
-    print(f"instruction keys in it, to be confirmed by telephone: {instruction_key_files.keys_fingerprint(keys.keys)}")
+    print(f"instruction keys in it, to be confirmed by telephone: {_fingerprint(keys)}")
     print(f"next: send the kit to the site, then run fedveil members register {args.folder} request.json")
     return 0
 
 
-def _kit(args: argparse.Namespace) -> int:
-    members = SiteRegistry(args.folder)
+def _kit(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.entry(args.site)
     _certificate(args.folder / "server" / "ca.crt")
     keys = instruction_keys.ensure_keys(members)
     file, new = _write_kit(args.folder, members.federation, args.site, keys), not members.signs(args.site)
     members.mark_signing(args.site)
     print(f"{args.site}: the start-up kit is {file}")
-    print(f"instruction keys in it: {instruction_key_files.keys_fingerprint(keys.keys)}")
+    print(f"instruction keys in it: {_fingerprint(keys)}")
     print(f"a site that has a kit takes only {INSTRUCTION_KEYS} from it: {_trust(keys)}")
     if new:
         print(f"{args.site}: from now on its replies must be signed: have it do so before the next run")
@@ -152,16 +162,18 @@ def _write_kit(folder: Path, federation: FederationFile, site: str, keys: Instru
 
 def _trust(keys: InstructionKeys) -> str:
     """Return the command with which a site takes these keys."""
-    fingerprint = instruction_key_files.keys_fingerprint(keys.keys)
-    return f"fedveil site trust NEW-FILE --kit . --fingerprint {fingerprint}"
+    return f"fedveil site trust NEW-FILE --kit . --fingerprint {_fingerprint(keys)}"
+
+
+def _fingerprint(keys: InstructionKeys) -> str:
+    return instruction_key_files.keys_fingerprint(keys.federation, keys.keys)
 
 
 def _remind_of_start(folder: Path) -> None:
     print(f"a running server signs after its next start: fedveil server start {folder}")
 
 
-def _renew_instruction_key(args: argparse.Namespace) -> int:
-    members = SiteRegistry(args.folder)
+def _renew_instruction_key(args: argparse.Namespace, members: SiteRegistry) -> int:
     _certificate(args.folder / "server" / "ca.crt")
     had_keys = bool(members.instruction_keys)
     keys = instruction_keys.renew_keys(members, args.standby_key) if had_keys else instruction_keys.ensure_keys(members)
@@ -197,13 +209,14 @@ def _remark(ends: datetime, now: datetime) -> str:
     return "  EXPIRED" if ends <= now else "  soon" if ends - now < _SOON else ""
 
 
-def _register(args: argparse.Namespace) -> int:
-    members = SiteRegistry(args.folder)
+def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     ca = args.folder / "server" / "ca.crt"
     _certificate(ca)  # there, or an error that names it
     asked = enrollment.check_request(args.request, members.federation.name, ca.read_bytes())
     site = asked.site
     before = members.entry(site).get("signing", "")
+    keys = instruction_keys.pinned_keys(members)
+    enrollment.require_instruction_keys(asked, keys.digest if keys.keys else "", members.signs(site))
     members.require_new(site, asked.key)
     members.require_new_signing(site, asked.signing)
     if args.fingerprint not in ("-", asked.fingerprint):
@@ -228,6 +241,7 @@ def _register(args: argparse.Namespace) -> int:
 
 def _roster(args: argparse.Namespace) -> int:
     members = SiteRegistry(args.folder)
+    members.write_signers()
     keys_ = members.signing_keys
     for site, entry in sorted(members.sites.items()):
         if site in keys_:
@@ -252,8 +266,7 @@ def _roster(args: argparse.Namespace) -> int:
     return 0
 
 
-def _revoke(args: argparse.Namespace) -> int:
-    members = SiteRegistry(args.folder)
+def _revoke(args: argparse.Namespace, members: SiteRegistry) -> int:
     members.entry(args.site)
     if (flower := _flower(args)) is not None:
         _unregister(flower, members, args.site)
@@ -262,8 +275,7 @@ def _revoke(args: argparse.Namespace) -> int:
     return 0
 
 
-def _expire(args: argparse.Namespace) -> int:
-    members = SiteRegistry(args.folder)
+def _expire(args: argparse.Namespace, members: SiteRegistry) -> int:
     over = members.expired()
     flower = _flower(args) if over else None
     for site in over:
@@ -276,8 +288,8 @@ def _expire(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sync(args: argparse.Namespace) -> int:
-    members, flower = SiteRegistry(args.folder), FlowerCli(args.folder.absolute() / "server" / "flower")
+def _sync(args: argparse.Namespace, members: SiteRegistry) -> int:
+    flower = FlowerCli(args.folder.absolute() / "server" / "flower")
     known, over = flower.nodes(), members.expired()
     for site, entry in sorted(members.sites.items()):
         if entry["state"] == "registered" and site not in over and entry["node"] not in known:
@@ -291,8 +303,8 @@ def _sync(args: argparse.Namespace) -> int:
     return 0
 
 
-def _renew(args: argparse.Namespace) -> int:
-    federation = SiteRegistry(args.folder).federation
+def _renew(args: argparse.Namespace, members: SiteRegistry) -> int:
+    federation = members.federation
     file = args.ca_key or args.folder / "ca" / "ca.key"
     ca = _certificate(args.folder / "ca" / "ca.crt")
     try:

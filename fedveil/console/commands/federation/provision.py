@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{out}: certificates, the server's folder and {len(federation.sites)} kits under kits/")
-    fingerprint = instruction_key_files.keys_fingerprint(SiteRegistry(out).instruction_keys)
+    members = SiteRegistry(out)
+    fingerprint = instruction_key_files.keys_fingerprint(members.federation_id, members.instruction_keys)
     print(f"instruction keys, to be confirmed with each site by telephone: {fingerprint}")
     print(
         f"next: move {out / 'ca' / 'ca.key'} and instruction-standby.key in that folder to a safe place, start the "

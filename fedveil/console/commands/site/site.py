@@ -172,7 +172,11 @@ def _init(args: argparse.Namespace) -> int:
         raise ConfigError(f"--kit: expected ca.crt in {args.kit}, found none ({error}); unpack it") from None
     folder = args.out or args.kit / "keys"
     places_ = enrollment.KeyPaths(folder, args.secret or folder / "superexec-secret")
-    request, fingerprint = enrollment.make_site_keys(places_, about, ca, args.renew, args.renew_signing)
+    file = args.kit / INSTRUCTION_KEYS
+    keys = InstructionKeys.from_file(file) if file.exists() else None  # none in a kit of before 0.2
+    request, fingerprint = enrollment.make_site_keys(
+        places_, about, ca, args.renew, args.renew_signing, instructions=keys.digest if keys else ""
+    )
     words = sys.stderr if args.print else sys.stdout
     if args.print:
         print(request.read_text())
@@ -180,6 +184,12 @@ def _init(args: argparse.Namespace) -> int:
         f"site {sanitize(about['site'], 80)} of {sanitize(about['federation'], 80)}: keys made; they stay here",
         file=words,
     )
+    if keys:
+        print(
+            "compare this fingerprint of the server's instruction keys with the operator's, by telephone: "
+            f"{keys_fingerprint(keys.federation, keys.keys)}",
+            file=words,
+        )
     what = request.name if args.print else request  # a container prints it, because its files are hard to reach
     print(f"send {what} to the operator, and read this fingerprint to them by telephone: {fingerprint}", file=words)
     return 0
@@ -196,7 +206,7 @@ def _trust(args: argparse.Namespace) -> int:
         )
     for title, keys in (("pinned now", old.keys if old else ()), ("in the file", new.keys)):
         print(f"{title}: {', '.join(enrollment.short_key(key) for key in keys) or 'no keys'}")
-    fingerprint = keys_fingerprint(new.keys)
+    fingerprint = keys_fingerprint(new.federation, new.keys)
     if args.fingerprint != fingerprint:
         raise ConfigError(
             # Not the file's own fingerprint: the user would copy it from here instead of asking by telephone.
@@ -205,7 +215,8 @@ def _trust(args: argparse.Namespace) -> int:
         )
     write_atomic(file, new.to_toml().encode())
     file.chmod(0o644)  # public, and read by another user in containers
-    print(f"{file}: from its next start on, the site accepts instructions that are signed with these keys alone")
+    print(f"{file}: from its next message on, the site accepts instructions that are signed with these keys alone")
+    print("in containers, restart it for that: docker compose restart clientapp")
     for name in (kit_reader.NODE_CONFIG, "containers.toml"):
         if (args.kit / name).is_file() and not kit_reader.names_instruction_keys(args.kit / name):
             print(f"{args.kit / name} does not name this file, so nothing is verified: take {name} from the new kit")

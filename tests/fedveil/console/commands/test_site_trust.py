@@ -47,7 +47,8 @@ def trust(file: Path, kit: Path, fingerprint: str) -> int:
 
 
 def fingerprint(federation: Path) -> str:
-    return keys_fingerprint(SiteRegistry(federation).instruction_keys)
+    members = SiteRegistry(federation)
+    return keys_fingerprint(members.federation_id, members.instruction_keys)
 
 
 def test_renewed_keys_are_taken_with_their_fingerprint_alone(federation, kit, renewed, capsys):
@@ -55,7 +56,13 @@ def test_renewed_keys_are_taken_with_their_fingerprint_alone(federation, kit, re
     before = pinned.read_bytes()
     old, new = InstructionKeys.from_file(pinned), InstructionKeys.from_file(renewed)
     assert old.keys[1] == new.keys[0]  # a site with the old file accepts the new current key
-    for wrong in ("-", "", "SHA256:" + "A" * 43, keys_fingerprint(old.keys), fingerprint(federation).lower()):
+    for wrong in (
+        "-",
+        "",
+        "SHA256:" + "A" * 43,
+        keys_fingerprint(old.federation, old.keys),
+        fingerprint(federation).lower(),
+    ):
         assert trust(renewed, kit, wrong) == 2
         output = capsys.readouterr()
         assert "--fingerprint: expected the fingerprint of the keys in" in output.err
@@ -78,7 +85,7 @@ def test_keys_of_another_federation_and_keys_that_are_none_are_refused(federatio
     assert f"federation: expected {new.federation}" in capsys.readouterr().err
     for keys in ((SMALL_ORDER, new.keys[1]), ("no key",), ()):
         renewed.write_text(InstructionKeys(new.federation, keys).to_toml())
-        assert trust(renewed, kit, keys_fingerprint(keys)) == 2
+        assert trust(renewed, kit, keys_fingerprint(new.federation, keys)) == 2
         assert "expected the server's instruction keys" in capsys.readouterr().err
     assert trust(kit / "missing.toml", kit, fingerprint(federation)) == 2
     assert trust(renewed, kit.parent, fingerprint(federation)) == 2

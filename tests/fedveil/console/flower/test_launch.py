@@ -126,6 +126,7 @@ def test_guarded_sites_sign_and_pin_the_servers_key(guarded, tmp_path):
     signers = SiteSigners.from_json(json.loads(instruction_key_files.signers_file(folder).read_text()))
     assert signers.federation == pinned.federation
     assert signers.required == guarded  # all sites do
+    assert set(federation._signing_env()) == {"FEDVEIL_BUNDLES", "FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS"}
     assert pinned.keys[0] == instruction_key_files.public_key(instruction_key_files.current_file(folder))
     assert signers.sites["b"] == SiteSigner("", crypto.verifying_key(own.read_bytes()).hex(), "registered", True)
     assert (signers.sites["a"].signs, bool(signers.sites["a"].signing)) == (guarded, guarded)
@@ -153,11 +154,11 @@ def test_the_list_names_the_node_of_each_site_once_all_are_registered(tmp_path):
 def test_guarded_sites_sign_nothing_where_it_is_turned_off(tmp_path):
     federation = LocalDeployment([LocalSite("a")], tmp_path / "f", guarded=True, signed=False)
     federation._prepare()
-    assert set(instruction_key_files.signing_environment(tmp_path / "f")) == {"FEDVEIL_BUNDLES"}
+    assert set(federation._signing_env()) == {"FEDVEIL_BUNDLES"}
     assert not {"signing-key", "instruction-keys"} & set(tomllib.loads(federation._write_node_config("a").read_text()))
 
 
 def test_a_deployment_that_is_to_be_as_flowers_own_signs_nothing(tmp_path):
     federation = LocalDeployment([LocalSite("a")], tmp_path / "f", own_waits=True, guarded=True)
     federation._prepare()
-    assert set(instruction_key_files.signing_environment(tmp_path / "f")) == {"FEDVEIL_BUNDLES"}  # no such file
+    assert set(federation._signing_env()) == {"FEDVEIL_BUNDLES"}  # no such file

@@ -114,14 +114,19 @@ def test_the_app_process_is_told_where_the_key_and_the_signers_are(pilot, monkey
 
     monkeypatch.setattr(server, "start_isolated", started)
     own = pilot / "server"
-    (own / "roster" / "signers.json").unlink()  # written again from the registry
+    signers = own / "roster" / "signers.json"
+    before = signers.read_bytes()
+    signers.write_bytes(before.replace(b'"invited"', b'"revoked"'))  # written again from the registry
     assert main(["server", "start", str(pilot)]) == 2
     expected = f"started {own}/instruct/instruction.key {own}/roster/signers.json"
     assert expected in capsys.readouterr().err
+    assert signers.read_bytes() == before
     file = pilot / "registry" / "members.json"
     content = json.loads(file.read_text())
     del content["instruction-keys"]  # as before there were any
     file.write_text(json.dumps(content))
+    assert main(["server", "start", str(pilot)]) == 2
+    assert expected in capsys.readouterr().err  # the key is there: instructions stay signed
     (own / "instruct" / "instruction.key").unlink()
     assert main(["server", "start", str(pilot)]) == 2
     assert "started None None" in capsys.readouterr().err

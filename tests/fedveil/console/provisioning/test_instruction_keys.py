@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import stat
+import subprocess
+import sys
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from fedveil.console.commands.federation import members as members_command
 from fedveil.console.flower.instruction_key_files import (
     current_file,
     keys_fingerprint,
@@ -19,7 +26,7 @@ from fedveil.console.flower.instruction_key_files import (
     standby_file,
 )
 from fedveil.console.main import main
-from fedveil.console.provisioning import instruction_keys
+from fedveil.console.provisioning import federation_folder, instruction_keys
 from fedveil.console.provisioning.federation_folder import SiteRegistry, parse_federation
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import InstructionKeys, SiteSigner, SiteSigners
@@ -47,6 +54,10 @@ def make_old(federation: Path) -> Path:
     return file
 
 
+def fingerprint(members: SiteRegistry) -> str:
+    return keys_fingerprint(members.federation_id, members.instruction_keys)
+
+
 def signers(federation: Path) -> SiteSigners:
     return SiteSigners.from_json(json.loads(signers_file(federation).read_text()))
 
@@ -62,7 +73,7 @@ def test_a_provisioned_federation_has_an_id_two_keys_and_kits_that_name_them(fed
         kit = unpacked(federation, site)
         pinned = InstructionKeys.from_file(kit / "instruction-keys.toml")
         assert pinned == InstructionKeys(members.federation_id, members.instruction_keys)
-        assert keys_fingerprint(pinned.keys) in (kit / "README.md").read_text()
+        assert fingerprint(members) not in (kit / "README.md").read_text()  # an attacker would change both
         assert "  instruction-keys.toml\n" in (kit / "SHA256SUMS").read_text()
         for name, path in (
             ("node-config.toml", "instruction-keys.toml"),
@@ -77,13 +88,15 @@ def test_two_federations_of_one_file_have_different_ids_and_keys(federation, cap
     one, two = SiteRegistry(federation), SiteRegistry(other)
     assert one.federation_id != two.federation_id
     assert not {*one.instruction_keys} & {*two.instruction_keys}
-    assert keys_fingerprint(two.instruction_keys) in capsys.readouterr().out
+    assert fingerprint(two) in capsys.readouterr().out
 
 
-def test_the_fingerprint_is_of_the_keys_in_any_order():
-    one, two = "ab" * 32, "cd" * 32
-    assert keys_fingerprint([one, two]) == keys_fingerprint([two, one]) != keys_fingerprint([one])
-    assert re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", keys_fingerprint([one, two]))
+def test_the_fingerprint_is_of_the_federation_and_the_keys_in_any_order():
+    one, two, own = "ab" * 32, "cd" * 32, "0a" * 16
+    expected = keys_fingerprint(own, [one, two])
+    assert expected == keys_fingerprint(own, [two, one])
+    assert expected not in (keys_fingerprint(own, [one]), keys_fingerprint("0b" * 16, [one, two]))
+    assert re.fullmatch(r"SHA256:[A-Za-z0-9+/]{43}", expected)
 
 
 def test_signatures_are_required_unless_the_file_says_otherwise_and_optional_in_an_old_registry(federation):
@@ -110,13 +123,14 @@ def test_signers_json_follows_every_change_of_the_registry(federation, capsys):
     members = SiteRegistry(federation)
     members.sites["north"]["node"] = "77"
     members.save()
-    signing = public_signing(kit)
-    assert signers(federation).sites["north"] == SiteSigner("77", signing, "registered", True)
+    signing, until = public_signing(kit), members.sites["north"]["until"]
+    assert signers(federation).sites["north"] == SiteSigner("77", signing, "registered", True, until)
     _, renewed = enrolled(federation, capsys, "north", "--renew")
     assert register(federation, kit, renewed) == 0
-    assert signers(federation).sites["north"] == SiteSigner("", signing, "registered", True)
+    until = SiteRegistry(federation).sites["north"]["until"]
+    assert signers(federation).sites["north"] == SiteSigner("", signing, "registered", True, until)
     assert main(["members", "revoke", str(federation), "north", "--offline"]) == 0
-    assert signers(federation).sites["north"] == SiteSigner("", signing, "revoked", True)
+    assert signers(federation).sites["north"] == SiteSigner("", signing, "revoked", True, until)
     assert main(["members", "add", str(federation), "west"]) == 0
     assert signers(federation).sites["west"] == SiteSigner("", "", "invited", True)
     assert stat.S_IMODE(signers_file(federation).stat().st_mode) == 0o600
@@ -164,7 +178,7 @@ def test_a_kit_of_an_old_folder_gets_keys_and_marks_its_site(federation, capsys)
     output = capsys.readouterr().out
     members = SiteRegistry(federation)
     assert members.instruction_keys == (public_key(current_file(federation)), public_key(standby_file(federation)))
-    assert keys_fingerprint(members.instruction_keys) in output
+    assert fingerprint(members) in output
     assert "south: from now on its replies must be signed" in output
     assert {site: members.signs(site) for site in members.sites} == {"north": False, "south": True}
     found = signers(federation)
@@ -183,11 +197,15 @@ def test_a_kit_of_an_old_folder_gets_keys_and_marks_its_site(federation, capsys)
 def test_the_first_command_that_saves_an_old_registry_draws_its_id_and_no_site_signs(federation, capsys):
     make_old(federation)
     kit, fingerprint = enrolled(federation, capsys)
-    assert register(federation, kit, fingerprint) == 0
+    assert register(federation, kit, fingerprint) == 2  # its kit names keys that the registry lacks
+    (kit / "instruction-keys.toml").unlink()
+    assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
+    assert register(federation, kit, "-") == 0
     members = SiteRegistry(federation)
     assert re.fullmatch(r"[0-9a-f]{32}", members.federation_id)
     assert members.instruction_keys == ()
-    assert signers(federation).sites["north"] == SiteSigner("", public_signing(kit), "registered", False)
+    until = members.sites["north"]["until"]
+    assert signers(federation).sites["north"] == SiteSigner("", public_signing(kit), "registered", False, until)
     members.save()
     assert SiteRegistry(federation).federation_id == members.federation_id
 
@@ -225,7 +243,7 @@ def test_a_renewal_makes_the_standby_key_the_current_one_and_writes_kits_again(f
     assert members.federation_id == old.federation_id
     pinned = InstructionKeys.from_file(unpacked(federation) / "instruction-keys.toml")
     assert pinned.keys == members.instruction_keys
-    assert f"fedveil site trust NEW-FILE --kit . --fingerprint {keys_fingerprint(pinned.keys)}" in output
+    assert f"fedveil site trust NEW-FILE --kit . --fingerprint {fingerprint(members)}" in output
     assert "1 kits written again" in output
     assert (kits / "south.tar.gz").read_bytes() == south  # it was revoked
     for file in (current_file(federation), standby_file(federation)):
@@ -255,6 +273,21 @@ def test_a_standby_key_from_elsewhere_is_moved_and_another_key_is_refused(federa
     assert SiteRegistry(federation).instruction_keys[0] == before[1] == public_key(current_file(federation))
     assert not away.exists()
     assert standby_file(federation).is_file()
+
+
+def test_the_current_key_is_not_taken_for_the_standby_key(federation, capsys, tmp_path):
+    """Also where it is the registered standby key, as after an interrupted renewal: the file would be removed."""
+    current, link = current_file(federation), tmp_path / "link"
+    current.write_bytes(standby_file(federation).read_bytes())
+    link.symlink_to(current)
+    hard = tmp_path / "hard"
+    hard.hardlink_to(current)
+    before = {file: file.read_bytes() for file in federation.rglob("*") if file.is_file() and file.name != ".lock"}
+    for path in (current, link, hard, current.parent / ".." / "instruct" / current.name):
+        assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(path)]) == 2
+        assert "--standby-key: expected the file of the standby key, found the current key's" in capsys.readouterr().err
+        after = {file: file.read_bytes() for file in federation.rglob("*") if file.is_file() and file.name != ".lock"}
+        assert after == before
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["before the registry", "after the registry"])
@@ -292,3 +325,108 @@ def test_a_renewal_in_an_old_folder_draws_keys_and_names_the_sites_that_now_sign
     assert all(site.signs for site in signers(federation).sites.values())
     members = SiteRegistry(federation)
     assert public_key(current_file(federation)) == members.instruction_keys[0]
+
+
+def test_of_two_commands_at_once_the_second_waits_and_undoes_nothing(federation, monkeypatch, capsys):
+    monkeypatch.setattr(federation_folder, "_WAIT_SECONDS", 0.1)
+    parser = argparse.ArgumentParser()
+    members_command.add_arguments(parser)
+    args = parser.parse_args(["kit", str(federation), "south"])
+    with ThreadPoolExecutor() as pool:
+        with SiteRegistry.locked(federation) as members:
+            other = pool.submit(args.run, args)
+            deadline = time.monotonic() + 20
+            while "waiting for another fedveil members command" not in capsys.readouterr().err:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert not other.done()
+            members.end("north", "revoked")
+        assert other.result(20) == 0
+    assert SiteRegistry(federation).sites["north"]["state"] == "revoked"
+    assert signers(federation).sites["north"].state == "revoked"
+
+
+def test_every_command_that_changes_the_registry_locks_it(federation, monkeypatch, capsys):
+    class LockedError(Exception):
+        pass
+
+    def refuse(descriptor, folder):
+        raise LockedError
+
+    monkeypatch.setattr(federation_folder, "_lock", refuse)
+    for action in (
+        ["add", "FOLDER", "west"], ["kit", "FOLDER", "north"], ["register", "FOLDER", "r.json", "--fingerprint", "-"],
+        ["revoke", "FOLDER", "north"], ["expire", "FOLDER"], ["sync", "FOLDER"], ["renew-server", "FOLDER"],
+        ["renew-instruction-key", "FOLDER"],
+    ):  # fmt: skip
+        with pytest.raises(LockedError):
+            main(["members", *[str(federation) if word == "FOLDER" else word for word in action]])
+    assert main(["members", "list", str(federation)]) == 0
+
+
+def test_commands_of_other_processes_lose_no_site(federation):
+    """Each adds a site to what it read."""
+    names = [f"site-{i}" for i in range(3)]
+    command = "import sys; from fedveil.console.main import main; sys.exit(main(sys.argv[1:]))"
+    started = [
+        subprocess.Popen([sys.executable, "-c", command, "members", "add", str(federation), name]) for name in names
+    ]
+    assert [process.wait(120) for process in started] == [0, 0, 0]
+    assert set(SiteRegistry(federation).sites) == {"north", "south", *names} == set(signers(federation).sites)
+
+
+def test_an_interrupted_revocation_leaves_no_site_whose_replies_count(federation, monkeypatch):
+    members = SiteRegistry(federation)
+
+    def interrupt(registry: SiteRegistry) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SiteRegistry, "save", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        members.end("north", "revoked")
+    assert signers(federation).sites["north"].state == "revoked"
+    assert SiteRegistry(federation).sites["north"]["state"] == "invited"
+
+
+@pytest.mark.parametrize("damage", [None, "{}", "north revoked"])
+@pytest.mark.parametrize("action", ["list", "roster"])
+def test_commands_that_only_show_write_a_list_of_signers_that_is_missing_or_differs(federation, action, damage):
+    expected, file = signers_file(federation).read_bytes(), signers_file(federation)
+    stamp = file.stat().st_ino
+    main(["members", action, str(federation)])
+    assert file.stat().st_ino == stamp  # it was as it should be
+    file.unlink()
+    if damage is not None:
+        file.write_text(damage)
+    main(["members", action, str(federation)])
+    assert file.read_bytes() == expected
+
+
+def test_a_registry_of_before_the_ids_has_no_list_of_signers_to_write(federation):
+    make_old(federation)
+    assert main(["members", "list", str(federation)]) == 0
+    assert not signers_file(federation).exists()
+
+
+def test_a_change_while_the_list_of_signers_is_written_is_in_it(federation, monkeypatch):
+    stale = SiteRegistry(federation)
+    write = federation_folder.write_atomic
+
+    def revoke_first(path: Path, data: bytes) -> None:
+        monkeypatch.setattr(federation_folder, "write_atomic", write)
+        SiteRegistry(federation).end("north", "revoked")
+        write(path, data)
+
+    signers_file(federation).unlink()
+    monkeypatch.setattr(federation_folder, "write_atomic", revoke_first)
+    stale.write_signers()
+    assert signers(federation).sites["north"].state == "revoked"
+
+
+@pytest.mark.parametrize("until", ["tomorrow", "2031-01-01T00:00:00", 5])
+def test_a_site_whose_last_moment_cannot_be_read_is_past_it(federation, until):
+    members = SiteRegistry(federation)
+    members.sites["north"]["until"] = until
+    members.save()
+    assert datetime.fromisoformat(signers(federation).sites["north"].until) < datetime.now(UTC)
+    assert signers(federation).sites["south"].until == ""

@@ -20,10 +20,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.secure_round import read_key
+from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.main import main
 from fedveil.console.provisioning import enrollment
 from fedveil.console.provisioning.federation_folder import SiteRegistry, parse_federation
 from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.key_files import InstructionKeys
 from fedveil.federation.secagg import crypto
 from tests.conftest import extract
 
@@ -242,6 +244,8 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
         ({"proof": other["proof"]}, "proof: expected a signature by the key itself"),
         ({"federation": "other"}, "federation: expected 'pilot', found 'other'"),
         ({"ca": "00"}, "ca: expected"),
+        ({"instructions": ""}, "proof: expected a signature by the key itself"),
+        ({"instructions": 5}, "expected a request made by fedveil site init"),
         ({"more": "x"}, "expected a request made by fedveil site init"),
         ({"signing": other["signing"]}, "proof: expected a signature by the key itself"),
         ({"signing": request["signing"].upper()}, "signing: expected 64 hex digits"),
@@ -491,3 +495,69 @@ def test_a_bare_hosts_kit_names_places_in_itself_and_doctor_is_right_there(feder
     assert ":8765 does not answer" in lines_by_check["control port"]
     main(["doctor", "--kit", str(kit), "--node-config", str(kit / "containers.toml")])
     assert 'found none at "/data"' in capsys.readouterr().out
+
+
+def without_instructions(kit: Path, **changes: str) -> None:
+    """Sign the site's request again, as a release without instruction keys made it, or with `changes`."""
+    file = kit / "keys" / "request.json"
+    content = json.loads(file.read_text())
+    for name in ("proof", "signing-proof", "instructions"):
+        content.pop(name, None)
+    content |= changes
+    text = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    node = serialization.load_ssh_private_key((kit / "keys" / "node.key").read_bytes(), None)
+    proofs = {
+        "proof": node.sign(text, ec.ECDSA(hashes.SHA384())),
+        "signing-proof": crypto.sign_bytes(read_key(kit / "keys" / "signing.key"), text),
+    }
+    encoded = {name: base64.b64encode(proof).decode() for name, proof in proofs.items()}
+    file.write_text(json.dumps({**content, **encoded}))
+
+
+def test_a_kit_whose_instruction_keys_were_changed_on_the_way_is_found_by_both_ends(federation, capsys):
+    kit = unpacked(federation)
+    pinned, members = InstructionKeys.from_file(kit / "instruction-keys.toml"), SiteRegistry(federation)
+    expected = keys_fingerprint(members.federation_id, members.instruction_keys)
+    others = tuple(crypto.verifying_key(bytes([i]) * 32).hex() for i in (1, 2))
+    for changed in (InstructionKeys(pinned.federation, others), InstructionKeys("ff" * 16, pinned.keys)):
+        (kit / "instruction-keys.toml").write_text(changed.to_toml())
+        assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
+        output = capsys.readouterr().out
+        assert expected not in output
+        assert keys_fingerprint(changed.federation, changed.keys) in output
+        assert register(federation, kit, "-") == 2
+        assert "instructions: expected the SHA-256 of the server's instruction keys" in capsys.readouterr().err
+    assert SiteRegistry(federation).sites["north"]["state"] == "invited"
+    (kit / "instruction-keys.toml").write_text("# the same, written otherwise\n" + pinned.to_toml())
+    assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
+    assert f"by telephone: {expected}\n" in capsys.readouterr().out
+    assert register(federation, kit, "-") == 0
+
+
+def test_a_request_without_instruction_keys_is_taken_only_from_a_site_that_does_not_sign(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    for changes in ({}, {"instructions": ""}):
+        without_instructions(kit, **changes)
+        assert register(federation, kit, fingerprint) == 2
+        assert "north: instructions: expected the SHA-256" in capsys.readouterr().err
+    members = SiteRegistry(federation)
+    members.sites["north"] = {"state": "invited"}
+    members.save()
+    without_instructions(kit, instructions="ab" * 32)
+    assert register(federation, kit, fingerprint) == 2
+    without_instructions(kit)
+    assert register(federation, kit, fingerprint) == 0
+    (kit / "instruction-keys.toml").unlink()
+    assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
+    assert "instruction keys" not in capsys.readouterr().out
+    assert json.loads((kit / "keys" / "request.json").read_text())["instructions"] == ""
+    assert register(federation, kit, "-") == 0
+
+
+def test_a_site_with_the_keys_of_before_a_renewal_registers_after_it_has_the_new_ones(federation, capsys):
+    kit, fingerprint = enrolled(federation, capsys)
+    assert main(["members", "renew-instruction-key", str(federation)]) == 0
+    assert register(federation, kit, fingerprint) == 2
+    assert "or is older than the keys" in capsys.readouterr().err
+    kit, fingerprint = enrolled(federation, capsys, "north", "--renew")
+    assert register(federation, kit, fingerprint) == 0

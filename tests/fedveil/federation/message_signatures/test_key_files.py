@@ -15,7 +15,10 @@ FEDERATION = "0a" * 16
 SIGNERS = SiteSigners(
     FEDERATION,
     True,
-    {"north": SiteSigner("7", KEYS[0], "registered", True), "south": SiteSigner("", "", "invited", False)},
+    {
+        "north": SiteSigner("7", KEYS[0], "registered", True, "2031-01-01T00:00:00+00:00"),
+        "south": SiteSigner("", "", "invited", False),
+    },
 )
 
 
@@ -70,3 +73,17 @@ def test_a_site_signs_only_where_the_list_says_true(signs):
     content = json.loads(SIGNERS.to_bytes())
     content["sites"]["north"]["signs"] = signs
     assert not SiteSigners.from_json(content).sites["north"].signs
+
+
+def test_a_list_of_an_earlier_release_has_no_last_moments():
+    content = json.loads(SIGNERS.to_bytes())
+    del content["sites"]["north"]["until"]
+    assert SiteSigners.from_json(content).sites["north"].until == ""
+
+
+@pytest.mark.parametrize("until", [None, 5, False, [], "tomorrow", "2031-01-01T00:00:00", "2031-01-01"])
+def test_a_last_moment_is_a_time_with_a_zone(until):
+    content = json.loads(SIGNERS.to_bytes())
+    content["sites"]["north"]["until"] = until
+    with pytest.raises(ValueError, match=r"until|isoformat"):
+        SiteSigners.from_json(content)
