@@ -15,7 +15,7 @@ changes, so a site that is revoked in the middle of a run counts no more.
 |---|---|---|
 | is registered and signs | is signed | counts with its signature alone |
 | is registered, and its kit is older | is not signed; it is not asked if signatures are required | counts without one |
-| is not in the list, is revoked or expired, or has another node | it is not asked | is refused |
+| is not in the list, is revoked, past its last day, or has another node | it is not asked | is refused |
 | any, while the list cannot be read | it is not asked | is refused |
 """
 
@@ -27,6 +27,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from logging import INFO
 from pathlib import Path
 from typing import Any, final
@@ -204,6 +205,8 @@ class MessageSigner:
         if signer is None or signer.state != "registered":
             state = "not registered" if signer is None else signer.state
             raise WireError(f"signature: expected a registered site, found one that is {state}")
+        if signer.until and datetime.fromisoformat(signer.until) <= datetime.now(UTC):
+            raise WireError(f"signature: expected a registered site, found one whose last day was {signer.until[:10]}")
         if signer.node != str(node_id):
             raise WireError(f"signature: expected the node of the registered key, found node {node_id}")
         if signer.signs and not signer.signing:

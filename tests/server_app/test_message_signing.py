@@ -322,6 +322,17 @@ def test_a_site_that_is_revoked_in_the_middle_of_a_round_counts_no_more(federati
     assert state in federation.signer.refusal("north", NODE)
 
 
+def test_a_site_past_its_last_day_counts_no_more_without_a_command(federation):
+    taken, upload = federation.take(federation.send()), statement(b"upload")
+    record = federation.answer(taken, upload)
+    federation.change_north(until="2099-01-01T00:00:00+00:00")
+    assert federation.count(upload, HEAD, record) is not None
+    federation.change_north(until="2026-01-01T00:00:00+00:00")
+    with pytest.raises(WireError, match="last day was 2026-01-01"):
+        federation.count(upload, HEAD, record)
+    assert "last day" in federation.signer.refusal("north", NODE)
+
+
 def test_a_reply_from_another_node_or_by_a_replaced_key_does_not_count(federation):
     taken, upload = federation.take(federation.send()), statement(b"upload")
     record = federation.answer(taken, upload)
