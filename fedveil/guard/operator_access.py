@@ -17,6 +17,7 @@ byte of the request, and is logged (fedveil/guard/control_log.py):
 | `/health` | by Flower |
 | any other call of Flower's, a page, a web socket, another method | 403, whoever asks |
 | no token, two, an unknown, revoked or expired one, one whose role is too small | 403 with the reason |
+| a start of anything but a ServerApp: with a prompt, a series of runs or connectors | 403 with the reason |
 | anything while operators.json cannot be read, or the log not written | 503 |
 """
 
@@ -56,6 +57,8 @@ _OPEN = re.compile(r"/health|/v1/runtime/[a-z-]{1,60}")
 _MOST_BYTES = {"start-run": 64 << 20}  # Flower's own bound on a bundle is lower
 _MOST_BYTES_ELSE = 64 << 10
 _LONGEST_TOKEN = 200
+# Of a StartRunRequest. The others make a run of an agent, or give it more than a ServerApp has.
+_START_FIELDS = {"fab", "override_config", "override_federation_config", "app_spec", "federation"}
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
@@ -228,7 +231,9 @@ def _subject(call: str, body: bytes) -> tuple[dict[str, Any], str]:
     except DecodeError:
         return {}, "expected a request of Flower's command line, found something else"
     if call == "start-run":
-        return {"app": hashlib.sha256(request.fab.content).hexdigest(), "remote_app": request.app_spec}, ""
+        other = sorted({about.name for about, _ in request.ListFields()} - _START_FIELDS)
+        why = f"{', '.join(other)}: this server starts only runs of a ServerApp, which have none of it" if other else ""
+        return {"app": hashlib.sha256(request.fab.content).hexdigest(), "remote_app": request.app_spec}, why
     if call == "register-node":
         return {"key": hashlib.sha256(request.public_key).hexdigest(), "name": request.name}, ""
     if call == "unregister-node":

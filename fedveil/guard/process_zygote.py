@@ -18,7 +18,8 @@ client process.
 | two copies draw "random" numbers | Python's and NumPy's generators are seeded anew; keys are the operating system's |
 | the resident is killed, or silent for 30 s | it is ended, the log says so, and Flower starts each client process |
 | the SuperExec ends | the resident's socket ends, and so does it; client processes watch the SuperExec, as ever |
-| a task that is no ClientApp's | Flower starts it as it would |
+| a task that is no ClientApp's | it is not asked for; if one comes, it is not started |
+| a SuperExec of an image, at a server | it starts ServerApps alone, as Flower would |
 | a Flower that guard/flower/ does not know | the process ends with the reason |
 """
 
@@ -36,12 +37,12 @@ import sys
 import threading
 import types
 from collections.abc import Sequence
-from logging import WARNING
+from logging import ERROR, INFO, WARNING
 from typing import Any
 
 from fedveil.guard import clientapp, heartbeat, poll_backoff, superexec
+from fedveil.guard.superexec import CLIENT_APP
 
-CLIENT_APP = "flwr-clientapp"
 _MOST_BYTES = 1 << 16  # of a client process's arguments
 _ANSWER_SECONDS = 30.0
 _STARTED = b"started"
@@ -94,9 +95,16 @@ class ProcessZygote:
         log(WARNING, "the process that forks client processes has ended; each one now starts without a fork")
 
 
-def main(guarded: bool = True, require_policy: bool = True) -> None:
-    """The process. Its arguments are those of Flower's own `flower-superexec`. Not `guarded`: without the guard."""
+def main(guarded: bool = True, require_policy: bool = True, is_image: bool = False) -> None:
+    """The process. Its arguments are those of Flower's own `flower-superexec`.
+
+    Args:
+        guarded: False = without the guard.
+        require_policy: whether a site without a policy refuses everything.
+        is_image: whether the program also serves a server; its environment then says which it is.
+    """
     clientapp.require_flower()
+    task_type = superexec.task_type_of_environment() if is_image else CLIENT_APP
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
         here.close()
@@ -106,19 +114,28 @@ def main(guarded: bool = True, require_policy: bool = True) -> None:
         flwr_clientapp()
         return
     there.close()
-    superexec.patch_superexec()
-    _launch_from(ProcessZygote(here, pid), poll_backoff.patch_superexec_polling())
+    superexec.patch_superexec(task_type)
+    _launch_from(ProcessZygote(here, pid), poll_backoff.patch_superexec_polling(), task_type)
+    if is_image:
+        from flwr.supercore import log
+
+        log(INFO, "this SuperExec starts %s alone; a server's has FEDVEIL_INSTRUCTION_KEY set", task_type)
     from flwr.supercore.cli import flower_superexec
 
     flower_superexec()
 
 
-def _launch_from(resident: ProcessZygote, waits: poll_backoff.PollBackoff) -> None:
-    """Make Flower's executor ask the zygote instead of starting a new `flwr-clientapp`."""
+def _launch_from(resident: ProcessZygote, waits: poll_backoff.PollBackoff, permitted: str = CLIENT_APP) -> None:
+    """Make Flower's executor start the `permitted` program alone, and a `flwr-clientapp` by asking the zygote."""
     module = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
 
     def start(arguments: Sequence[str], **options: Any) -> None:
         waits.again()
+        if arguments[0] != permitted:
+            from flwr.supercore import log
+
+            log(ERROR, "%s: this SuperExec starts only %s; the task is not started", arguments[0], permitted)
+            return
         if arguments[0] != CLIENT_APP or options or not resident.start(arguments[1:]):
             subprocess.Popen(arguments, **options)
 

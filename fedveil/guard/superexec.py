@@ -1,31 +1,54 @@
-"""`flower-superexec` of a server: Flower's own, which outlives an answer that it does not expect.
+"""`flower-superexec` of a server: Flower's own with two changes. A site's on Linux starts in process_zygote.py.
 
-It asks its SuperLink for the next task. At any answer but a few Flower's own ends, and with it every run: its SuperLink
-answers 500 for as long as its database is locked, for example. Here it asks again (flower/retries.py). A site's starts
-in process_zygote.py.
+It starts one type of task: ServerApps at a server, ClientApps at a site. Flower's own starts every type that it knows:
+agents, models, connectors and simulations too. Their programs are Flower's, so the guard would not see what they run.
+
+It outlives an answer that it does not expect. It asks its SuperLink for the next task. At any answer but a few Flower's
+own ends, and with it every run: its SuperLink answers 500 for as long as its database is locked, for example. Here it
+asks again (flower/retries.py).
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 
 from fedveil.errors import ConfigError
 from fedveil.guard.flower import replaced, retries
 
+CLIENT_APP, SERVER_APP = "flwr-clientapp", "flwr-serverapp"  # types of tasks, and the programs that run them
+# Flower's other programs for tasks; a test compares them with its types of tasks.
+REFUSED_PROGRAMS = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
+_OF_A_SERVER = ("FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS", "FEDVEIL_BUNDLES")
 
-def patch_superexec() -> None:
-    """Make a SuperExec in this process retry this way; exit with the reason if Flower is unknown."""
+
+def patch_superexec(task_type: str) -> None:
+    """Make a SuperExec in this process retry, and start this type of task alone; exit if Flower is unknown."""
     try:
         replaced.require_attributes("SuperExec")
     except ConfigError as error:
         sys.exit(f"error: {error}")
     # Of all its calls: the client that is made with it asks for tasks and nothing else.
     retries.patch_retries("flwr.supercore.superexec.run_superexec", "make_simple_http_retry_invoker")
+    patch_task_types(task_type)
 
 
-def main() -> None:
-    """The process. Its arguments are those of Flower's own `flower-superexec`."""
-    patch_superexec()
+def patch_task_types(task_type: str) -> None:
+    """Make a SuperExec in this process ask for tasks of this type, and refuse any other that it is sent."""
+    known = importlib.import_module("flwr.supercore.constant").TaskType
+    plugin = importlib.import_module("flwr.supercore.superexec.plugin.base_exec_plugin").AutoExecPlugin
+    plugin.supported_task_types = frozenset({known(task_type)})
+
+
+def task_type_of_environment() -> str:
+    """Return the type of task for an image's SuperExec: a server's has the variables of a ServerApp, a site's none."""
+    return SERVER_APP if any(os.environ.get(name) for name in _OF_A_SERVER) else CLIENT_APP
+
+
+def main(task_type: str | None = SERVER_APP) -> None:
+    """The process. Its arguments are those of Flower's own `flower-superexec`. None: the environment says the type."""
+    patch_superexec(task_type or task_type_of_environment())
     from flwr.supercore.cli import flower_superexec
 
     flower_superexec()

@@ -1,7 +1,8 @@
 """`flower-supernode` in an image: Flower's program, patched by `patch_supernode`.
 
 On a host, loopback_ports.py does this. Apart from polling (poll_backoff.py), heartbeats (heartbeat.py), retries
-(flower/retries.py) and the connection (flower/), the patch fixes four faults of Flower 1.39, 1.41 and 1.42:
+(flower/retries.py) and the connection (flower/), a run of an agent makes tasks for ClientApps, which the guard judges.
+The patch also fixes four faults of Flower 1.39, 1.41 and 1.42:
 
 | what happens | Flower's own | here |
 |---|---|---|
@@ -22,15 +23,17 @@ import importlib
 import sys
 import time
 from collections.abc import Callable
-from logging import ERROR
+from logging import ERROR, WARNING
 from typing import Any
 
+from flwr.supercore import log
 from flwr.supercore.run import RunNotRunningException
 
 from fedveil.errors import ConfigError, StateError
 from fedveil.guard import duplicate_pushes, flower, heartbeat, poll_backoff
 from fedveil.guard.flower import replaced, retries
 from fedveil.guard.minute_log import MinuteLog
+from fedveil.guard.superexec import SERVER_APP
 from fedveil.sanitize import sanitize
 
 _CALLS = ("pull_object", "confirm_message_received")
@@ -113,7 +116,7 @@ def pull_message(original: Callable[..., int | None], errors: LoopErrors | None 
     errors = errors or LoopErrors()
 
     def look(**given: Any) -> int | None:
-        calls = {name: _ending(given[name]) for name in _CALLS}
+        calls = {name: _ending(given[name]) for name in _CALLS} | {"get_run": _for_client_app(given["get_run"])}
         run = errors.run(original, **{**given, **calls})
         return 0 if run is None and _waits(given["state"]) else run
 
@@ -158,6 +161,25 @@ def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*args, **kwargs)
         except RunNotRunningException:
             raise StateError("the run has ended; nothing of its message is kept") from None
+
+    return asked
+
+
+def _for_client_app(get_run: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_run`, whose runs make tasks for ClientApps alone. Flower's makes one for an agent, which has no guard."""
+
+    def asked(run_id: int) -> Any:
+        run = get_run(run_id)
+        if run.primary_task_type not in ("", SERVER_APP):
+            kind = sanitize(run.primary_task_type, 80)
+            log(
+                WARNING,
+                "run %d is of type %s; here the guard judges its messages as those of a ServerApp",
+                run_id,
+                kind,
+            )
+            run.primary_task_type = SERVER_APP
+        return run
 
     return asked
 

@@ -13,6 +13,7 @@ ledger's charge and the audit log are the same as for a message over the network
 | is older than an accepted order of its run | the same (message_log.py) |
 | was answered before | not accepted again |
 | is for another node than the first order after the start | the same: restart this end |
+| is of a run that is not a ServerApp's, but an agent's | refused and logged in relay-log.jsonl |
 | passes | accepted, one at a time; the reply has the upload, or the reason why there is none |
 """
 
@@ -42,6 +43,7 @@ from google.protobuf.message import DecodeError
 from fedveil.errors import FedVeilError, PolicyError, StateError, WireError
 from fedveil.federation.message_signatures import claims
 from fedveil.guard import reply_check as replies
+from fedveil.guard.superexec import SERVER_APP
 from fedveil.records.atomic_files import write_atomic
 from fedveil.relay.endpoint_config import EndpointConfig, PeerMessages
 from fedveil.relay.mailbox import SUFFIX
@@ -50,6 +52,7 @@ from fedveil.relay.message_log import DuplicateMessageError, MessageLog
 from fedveil.relay.sealed_message import ORDER, REPLY, IncompleteMessageError, encrypt_message
 from fedveil.relay.status_events import IDLE
 from fedveil.relay.supernode_program import as_this_user
+from fedveil.sanitize import sanitize
 
 _LOOK_SECONDS = 0.2  # until the first order; then Flower's own loop polls
 _RAISED = 2
@@ -196,6 +199,11 @@ class SiteEndpoint:
             ) from None
         if (message.metadata.run_id, message.metadata.dst_node_id) != (run.run_id, order.node):
             raise WireError("order: expected matching message, run and node, found a mismatch; ask for it again")
+        if run.primary_task_type not in ("", SERVER_APP):
+            raise PolicyError(
+                f"run: expected one of a ServerApp ({SERVER_APP}), found one of type "
+                f"{sanitize(run.primary_task_type, 80)}; ask the server's operator which bundle was submitted"
+            )
         self._book.require_new(head.id, str(run.run_id), order)
         return _Taken(head.id, name, order, message, run, fab, objects)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -17,8 +17,8 @@ from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.console.flower.processes import LaunchError, ProcessGroup
 from fedveil.console.flower.programs import superexec_command
 from fedveil.guard import poll_backoff
+from fedveil.guard.superexec import CLIENT_APP, REFUSED_PROGRAMS, SERVER_APP
 
-CLIENT_APP, SERVER_APP = "flwr-clientapp", "flwr-serverapp"
 SUPEREXEC = "superexec"
 _OWN_PORTS = ("flower-superlink", "flower-supernode")
 # For a server's SuperExec and apps: they find the same packages as Flower's own programs.
@@ -30,6 +30,10 @@ sys.path.append({root!r})
 from fedveil.{module} import main
 
 main({argument})
+"""
+_REFUSAL = """#!/bin/sh
+echo "{program}: this installation runs only {permitted}; FedVeil's guard does not check other programs" >&2
+exit 2
 """
 _SCRIPT = """#!{python} -I
 import os
@@ -51,22 +55,32 @@ main({argument})
 def write_guard(folder: Path, require_policy: bool = True) -> Path:
     """Write the site's `flwr-clientapp`, which precedes Flower's own on the PATH (fedveil/guard/clientapp.py).
 
-    On Linux, also a `flower-superexec` that starts it without a new Python (fedveil/guard/process_zygote.py). They
+    Also a `flower-superexec` that starts no other program; on Linux it starts this one without a new Python
+    (fedveil/guard/process_zygote.py). Flower's other programs for tasks are replaced by refusals. All
     run this installation and ignore PYTHON* variables, because a forgotten or another user's PYTHONPATH would replace
     the guard with other code.
     """
     if sys.platform == "linux":
         write_program(folder / "flower-superexec", "guard.process_zygote", f"require_policy={require_policy}")
+    else:
+        write_program(folder / "flower-superexec", "guard.superexec", repr(CLIENT_APP))
+    write_refusals(folder, (*REFUSED_PROGRAMS, SERVER_APP), CLIENT_APP)
     return write_program(folder / CLIENT_APP, "guard.clientapp", f"require_policy={require_policy}")
 
 
 def write_programs(folder: Path, own_ports: bool) -> Path:
-    """Write all programs of an image or a host; return the guard's."""
-    write_superlink(folder)
+    """Write all programs of an image or a host, for a server or a site; return the guard's."""
     write_program(folder / "flower-supernode", "guard.supernode", "")
+    guard = write_guard(folder)
     if own_ports:
         write_own_ports(folder)
-    return write_guard(folder)
+    else:
+        write_superlink(folder)
+    if sys.platform == "linux":
+        write_program(folder / "flower-superexec", "guard.process_zygote", "is_image=True")
+    else:
+        write_program(folder / "flower-superexec", "guard.superexec", "None")
+    return guard
 
 
 def write_superlink(folder: Path) -> None:
@@ -75,8 +89,9 @@ def write_superlink(folder: Path) -> None:
     Also write `flower-superexec` and `flwr-serverapp`, which survive unexpected answers from the SuperLink.
     """
     write_program(folder / "flower-superlink", "guard.superlink", "")
-    write_program(folder / "flower-superexec", "guard.superexec", "", _SCRIPT_OF_SERVER)
+    write_program(folder / "flower-superexec", "guard.superexec", repr(SERVER_APP), _SCRIPT_OF_SERVER)
     write_program(folder / SERVER_APP, "guard.serverapp", "", _SCRIPT_OF_SERVER)
+    write_refusals(folder, REFUSED_PROGRAMS, f"{SERVER_APP} and {CLIENT_APP}")
 
 
 def write_own_ports(folder: Path) -> None:
@@ -97,7 +112,16 @@ def write_program(script: Path, module: str, argument: str, form: str = _SCRIPT)
     Python takes an empty file for a program that does nothing and exits with code 0.
     """
     about = {"python": sys.executable, "root": str(paths.import_root()), "cache": sys.pycache_prefix}
-    text = form.format(**about, module=module, argument=argument)
+    return _write_script(script, form.format(**about, module=module, argument=argument))
+
+
+def write_refusals(folder: Path, programs: Iterable[str], permitted: str) -> None:
+    """Write programs that exit with code 2 and a reason: they precede Flower's own of the same name on the PATH."""
+    for program in programs:
+        _write_script(folder / program, _REFUSAL.format(program=program, permitted=permitted))
+
+
+def _write_script(script: Path, text: str) -> Path:
     script.parent.mkdir(parents=True, exist_ok=True)
     partial = script.with_name(f".{script.name}.{os.getpid()}.part")
     partial.write_text(text)
@@ -117,10 +141,12 @@ def unguarded_environment(env: Mapping[str, str], folder: Path, own_waits: bool 
 
     `own_waits`: use Flower's own programs and polling intervals (fedveil/guard/poll_backoff.py).
     """
-    if own_waits or sys.platform != "linux":
+    env = {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
+    if own_waits or sys.platform != "linux":  # the PATH may have a server's, which starts no ClientApp
+        write_program(folder / "flower-superexec", "guard.superexec", repr(CLIENT_APP), _SCRIPT_OF_SERVER)
         return {**env, poll_backoff.VARIABLE: "3"}
     write_program(folder / "flower-superexec", "guard.process_zygote", "guarded=False")
-    return {**env, "PATH": os.pathsep.join([str(folder), env["PATH"]])}
+    return env
 
 
 def single_user_environment(env: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -59,7 +59,7 @@ _LOOP, _STORE = "flwr.supernode.start_client_internal", "flwr.supercore.corestat
 _LINK = "flwr.server.superlink.linkstate"
 _CLIENT, _SUPEREXEC = "flwr.supernode.runtime.run_clientapp", "flwr.supercore.superexec.run_superexec"
 _GRPC, _HTTP = "flwr.client.grpc_rere_client.connection", "flwr.supernode.fleet_http_connection"
-_CALLS = ("receive", "pull_object", "confirm_message_received", "state")
+_CALLS = ("receive", "get_run", "pull_object", "confirm_message_received", "state")
 
 FLEET_MODULES: dict[Literal["gRPC", "HTTP"], str] = {
     "gRPC": "flwr.server.superlink.fleet.message_handler.message_handler",
@@ -92,6 +92,10 @@ REPLACED = (
     ),
     ReplacedAttribute("guard/flower/retries.py", "SuperNode", _HTTP, "make_simple_http_retry_invoker", speaks="HTTP"),
     ReplacedAttribute("guard/flower/retries.py", "SuperExec", _SUPEREXEC, "make_simple_http_retry_invoker"),
+    ReplacedAttribute(
+        "guard/superexec.py", "SuperExec", "flwr.supercore.superexec.plugin.base_exec_plugin",
+        "AutoExecPlugin.supported_task_types",
+    ),
     ReplacedAttribute(
         "guard/process_zygote.py", "SuperExec", "flwr.supercore.superexec.executor.subprocess_executor", "subprocess"
     ),

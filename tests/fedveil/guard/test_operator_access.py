@@ -14,6 +14,7 @@ from flwr.superlink.routers.control import router as control_router
 
 from fedveil.console.provisioning import operator_registry as kept
 from fedveil.errors import StateError
+from fedveil.guard import operator_access
 from fedveil.guard.control_log import ControlLog
 from fedveil.guard.operator_access import CALLS, ROLES, OperatorAccessChecker
 from fedveil.guard.registry_files import MonotonicClock
@@ -177,6 +178,45 @@ def test_the_log_says_who_started_which_run_of_which_app_and_who_stopped_it(port
     assert [line["decision"] for line in log_entries[2:]] == ["refused", "permitted", "permitted"]
     assert (log_entries[3]["run"], log_entries[3]["operator"], log_entries[4]["name"]) == ("42", "admin", "guest")
     audit_log.verify_log(port.control.file)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"user_prompt": "go"},
+        {"user_prompt": " "},
+        {"series_id": 0},
+        {"series_id": 3},
+        {"connector_refs": ["mail"]},
+        {"connector_ids": [1]},
+    ],
+)
+def test_a_start_of_anything_but_a_serverapp_is_refused_and_logged(port, field):
+    fab = Fab(content=b"x" * 100)
+    body = control_pb2.StartRunRequest(fab=fab, **field).SerializeToString()
+    for role in ("submit", "admin"):
+        assert port.ask("/v1/control/start-run", port.tokens[role], body) == 403
+        assert f"{next(iter(field))}: this server starts only runs of a ServerApp" in port.said
+    assert port.came == []
+    assert [(line["decision"], line["operator"], line["app"]) for line in port.lines()] == [
+        ("refused", role, hashlib.sha256(fab.content).hexdigest()) for role in ("submit", "admin")
+    ]
+    assert next(iter(field)) in port.lines()[0]["reason"]
+
+
+def test_a_start_has_only_fields_that_were_judged_here():
+    """A new field in a later Flower turns this red: decide then whether it makes a run of another type."""
+    refused = {"user_prompt", "series_id", "connector_refs", "connector_ids"}
+    known = {about.name for about in control_pb2.StartRunRequest.DESCRIPTOR.fields}
+    assert known == refused | operator_access._START_FIELDS
+
+
+def test_what_flowers_command_line_sends_to_start_a_serverapp_goes_through(port):
+    request = control_pb2.StartRunRequest(fab=Fab(content=b"x"), federation="f", app_spec="")
+    request.override_config["a"].sint64 = 1
+    request.override_federation_config.SetInParent()
+    assert port.ask("/v1/control/start-run", port.tokens["submit"], request.SerializeToString()) == 200
+    assert len(port.came) == 1
 
 
 def test_a_run_that_flower_refused_has_no_number(port):

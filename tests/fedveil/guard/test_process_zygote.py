@@ -139,7 +139,7 @@ def test_the_resident_ends_with_its_socket():
     assert [line for line in ran(code) if not isinstance(line, dict)] == [0]
 
 
-def test_only_client_processes_are_forked_and_each_that_is_not_is_started_as_flower_would(monkeypatch):
+def test_client_processes_alone_are_forked_and_no_other_program_is_started(monkeypatch):
     from flwr.supercore.constant import TaskType
     from flwr.supercore.superexec.executor import subprocess_executor
     from flwr.supercore.superexec.executor.types import ExecutionSpec
@@ -166,13 +166,46 @@ def test_only_client_processes_are_forked_and_each_that_is_not_is_started_as_flo
     launch(TaskType.CLIENT_APP, suppress=False)
     assert asked[0][1:] == ["127.0.0.1:1", "--token", "secret", "--insecure", "--parent-pid", str(os.getpid())]
     assert pace._waited == 0.0
-    launch(TaskType.SERVER_APP, suppress=False)
+    for kind in set(TaskType) - {TaskType.CLIENT_APP}:
+        launch(kind, suppress=False)
+        launch(kind, suppress=True)
+    assert started == []
     launch(TaskType.CLIENT_APP, suppress=True)
     goes_on[0] = False
     launch(TaskType.CLIENT_APP, suppress=False)
     assert len(asked) == 2
-    assert [arguments[0] for arguments, _ in started] == ["flwr-serverapp", "flwr-clientapp", "flwr-clientapp"]
-    assert started[1][1] == {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    assert [arguments[0] for arguments, _ in started] == ["flwr-clientapp", "flwr-clientapp"]
+    assert started[0][1] == {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+    process_zygote._launch_from(one, pace, TaskType.SERVER_APP)  # of an image, at a server
+    for kind in TaskType:
+        launch(kind, suppress=False)
+    assert [arguments[0] for arguments, _ in started[2:]] == ["flwr-serverapp"]
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "permitted"),
+    [
+        ({}, {}, "flwr-clientapp"),
+        ({}, {"FEDVEIL_BUNDLES": "x"}, "flwr-clientapp"),
+        ({"guarded": False}, {}, "flwr-clientapp"),
+        ({"is_image": True}, {}, "flwr-clientapp"),
+        ({"is_image": True}, {"FEDVEIL_BUNDLES": "x"}, "flwr-serverapp"),
+    ],
+)
+def test_the_program_restricts_both_what_is_asked_for_and_what_is_started(monkeypatch, options, environment, permitted):
+    monkeypatch.delenv("FEDVEIL_INSTRUCTION_KEY", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    called = []
+    monkeypatch.setattr(process_zygote.os, "fork", lambda: 1)
+    monkeypatch.setattr(process_zygote.superexec, "patch_superexec", called.append)
+    monkeypatch.setattr(process_zygote, "_launch_from", lambda one, waits, task_type: called.append(task_type))
+    monkeypatch.setattr(process_zygote.poll_backoff, "patch_superexec_polling", lambda: None)
+    monkeypatch.setattr("flwr.supercore.cli.flower_superexec", lambda: called.append("started"))
+    process_zygote.main(**options)
+    assert called == [permitted, permitted, "started"]
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import threading
 import types
 from collections.abc import Callable
@@ -13,7 +15,9 @@ import flwr.supernode.start_client_internal as flowers
 import pytest
 from flwr.app import Message, RecordDict
 from flwr.app.metadata import Metadata
+from flwr.supercore.constant import TaskType
 from flwr.supercore.date import now
+from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, no_object_id_recompute
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run, RunNotRunningException
@@ -22,6 +26,7 @@ from flwr.supernode.nodestate import NodeStateFactory
 from fedveil.guard import flower, supernode
 
 RUN = 7
+BUNDLE = Fab(hashlib.sha256(b"a bundle").hexdigest(), b"a bundle", {})
 Look = Callable[..., int | None]
 OURS: tuple[Look, Callable[..., None]] = (
     supernode.pull_message(flowers._pull_and_store_message),
@@ -47,6 +52,7 @@ class Node:
     messages: list[Message] = field(default_factory=list)
     sent: list[str] = field(default_factory=list)
     ended: bool = False
+    get_run: Callable[[int], Run] = Run.create_empty
 
     def __post_init__(self) -> None:
         stores = ObjectStoreFactory()
@@ -62,8 +68,9 @@ class Node:
 
         self.objects = {i: o.deflate() for m in self.messages for i, o in get_all_nested_objects(m).items()}
         return self.look(
-            state=self.state, object_store=self.store, node_config={}, receive=self._receive, get_run=None,
-            get_fab=None, pull_object=pull_object, confirm_message_received=lambda *_: None, trusted_entities=None,
+            state=self.state, object_store=self.store, node_config={}, receive=self._receive, get_run=self.get_run,
+            get_fab=lambda *_: BUNDLE, pull_object=pull_object, confirm_message_received=lambda *_: None,
+            trusted_entities=None,
         )  # fmt: skip
 
     def _receive(self) -> Any:
@@ -102,6 +109,29 @@ def test_a_message_whose_run_ends_while_its_parts_are_on_their_way_leaves_nothin
     stock = Node(*FLOWERS, messages=[_message()], ended=True)
     assert stock.pull() is None
     assert (stock.kept(), stock.tasks()) == (1, ["pending"])  # and a client process will wait for its parts
+
+
+@pytest.mark.parametrize("kind", [*TaskType, "flwr-of-a-later-release"])
+def test_a_run_of_any_type_makes_tasks_for_clientapps_alone(kind: str) -> None:
+    """So the guard judges the bundle, and the audit log has its line. Flower makes a task for an agent, unguarded."""
+    run = dataclasses.replace(Run.create_empty(RUN), primary_task_type=str(kind), fab_hash="ab")
+    asked = supernode._for_client_app(lambda _run: dataclasses.replace(run))(RUN)
+    assert asked == dataclasses.replace(run, primary_task_type="flwr-serverapp")
+
+
+@pytest.mark.parametrize(("look_push", "kind"), [(OURS, TaskType.CLIENT_APP), (FLOWERS, TaskType.AGENT_APP)])
+def test_the_message_of_an_agents_run_makes_a_task_that_the_guard_judges(
+    monkeypatch: pytest.MonkeyPatch, look_push: tuple[Look, Callable[..., None]], kind: TaskType
+) -> None:
+    monkeypatch.setattr(flowers, "get_fused_config_from_fab", lambda *_: {})
+    node = Node(*look_push, messages=[_message()])
+    node.state = NodeStateFactory(ObjectStoreFactory()).state()  # which does not know the run
+    node.state.set_node_id(2)
+    node.get_run = lambda run: dataclasses.replace(
+        Run.create_empty(run), primary_task_type=TaskType.AGENT_APP, fab_hash=BUNDLE.hash_str
+    )
+    assert node.pull() == RUN
+    assert [task.type for task in node.state.get_tasks(run_ids=[RUN])] == [kind]
 
 
 def test_a_message_that_comes_whole_is_as_with_flower() -> None:
@@ -206,7 +236,13 @@ def test_any_error_of_a_step_is_waited_after_longer_each_time_and_the_loop_goes_
     errors = supernode.LoopErrors(slept.append)
     look = supernode.pull_message(step, errors)
     state = Node(*OURS).state
-    calls = {"pull_object": None, "confirm_message_received": None, "state": state, "object_store": None}
+    calls = {
+        "pull_object": None,
+        "confirm_message_received": None,
+        "state": state,
+        "object_store": None,
+        "get_run": None,
+    }
     assert [look(**calls) for _ in range(9)] == [None] * 8 + [RUN]
     assert slept == [1, 2, 4, 8, 16, 32, 60, 60]
     left.append(ValueError())
@@ -220,6 +256,7 @@ def test_a_key_that_the_server_refuses_ends_the_loop(wrap: Callable[..., Any]) -
         raise Refusal
 
     calls = {"pull_object": None, "confirm_message_received": None, "state": Node(*OURS).state, "object_store": None}
+    calls["get_run"] = None
     with pytest.raises(Refusal):
         wrap(step)(**calls)
 

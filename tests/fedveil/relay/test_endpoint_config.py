@@ -16,6 +16,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.app.metadata import Metadata
+from flwr.supercore.constant import TaskType
 from flwr.supercore.fab import Fab
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -234,6 +235,22 @@ def test_a_refusal_comes_with_its_words(both):
     both.carry()
     server.look()
     assert (server.sent[0].error.code, server.sent[0].error.reason) == (2, words)
+
+
+@pytest.mark.parametrize("kind", [*TaskType, ""])
+def test_an_order_of_a_run_that_is_no_serverapps_is_refused_and_logged(both, monkeypatch, kind):
+    run = Server._run
+    monkeypatch.setattr(Server, "_run", lambda *given: dataclasses.replace(run(*given), primary_task_type=str(kind)))
+    exported(both, message())
+    site = Site(both)
+    taken = site.end._next() or site.end._next()  # judged at the second look
+    if kind in ("", "flwr-serverapp"):
+        assert taken is not None
+        return
+    assert taken is None
+    (words,) = site.refused()
+    assert f"expected one of a ServerApp (flwr-serverapp), found one of type {kind}" in words
+    assert [line["event"] for line in audit_log.read_log(both.site.state / "relay-log.jsonl")] == ["refused"]
 
 
 def test_an_answered_order_is_not_taken_again_and_a_second_reply_is_not_sent(both):

@@ -43,7 +43,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, fault: dict[s
     [
         ("SuperNode", supernode.patch_supernode),
         ("SuperLink", superlink.patch_link_state),
-        ("SuperExec", superexec.patch_superexec),
+        ("SuperExec", lambda: superexec.patch_superexec(superexec.SERVER_APP)),
         ("client process", lambda: clientapp.install_guard(True)),
         ("ServerApp process", serverapp.main),
     ],
