@@ -1,20 +1,20 @@
-"""The bundles that a server's `flwr-serverapp` may run. By default it runs every bundle that the SuperLink names.
+"""Restrict the bundles that a server's `flwr-serverapp` runs. By default it runs every bundle that the SuperLink names.
 
     FEDVEIL_BUNDLES=server/instruct/bundles.toml
 
     digests = ["64 hex digits"]     # SHA-256 of each permitted bundle: fedveil app digest
 
 The bundle's ServerApp runs in the process that can read the instruction key. A person on the server's machine writes
-this file. In containers the SuperLink sees neither the key nor this file: a SuperLink that was taken over cannot start
+this file. In containers the SuperLink sees neither the key nor this file: a compromised SuperLink cannot start
 other code that has the key. Under `fedveil server start` both run as one user, and the file stops only other operators.
 
-| case | what happens |
+| case | result |
 |---|---|
-| the variable is not set, or there is no such file | every bundle runs |
-| the file cannot be read, or has another form | no bundle runs |
-| the bundle's digest is not in the file | the run fails before anything is installed; its log has the digest |
-| the SuperLink names another digest than the bundle's own, so that another folder would be loaded | the same |
-| the folder of an installed bundle has other files than the bundle | the run fails before its code is loaded |
+| the variable is not set, or the file does not exist | every bundle runs |
+| the file is unreadable or malformed | no bundle runs |
+| the bundle's digest is not in the file | the run fails before anything is installed; its log names the digest |
+| the SuperLink names a digest other than the bundle's, so that Flower would load another folder | the same |
+| the folder of an installed bundle has files other than the bundle's | the run fails before its code is loaded |
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_digests(file: Path) -> list[str] | None:
 class BundleCheck:
     """Checks a run's bundle. `runtime` is the Flower module that installs it.
 
-    Flower is unchanged until `install`; then this class replaces two functions of `runtime`.
+    Flower is unchanged until `install`, which replaces two functions of `runtime`.
     """
 
     def __init__(self, runtime: ModuleType, file: Path) -> None:
@@ -77,7 +77,7 @@ class BundleCheck:
             setattr(self._runtime, name, own)
 
     def parse(self, proto: Any) -> Any:
-        """Call Flower's fab_from_proto and keep the digest by which Flower finds the folder that it loads."""
+        """Call Flower's fab_from_proto and store the digest by which Flower finds the folder to load."""
         fab = self._parse(proto)
         self._named = fab.hash_str
         return fab
@@ -99,11 +99,11 @@ class BundleCheck:
                 "installed. If you know this bundle, add its digest there"
             )
         folder = self._install(content, *args, **kwargs)
-        require_same(content, folder)  # Flower takes an existing folder of this name as it is
+        require_same(content, folder)  # Flower uses an existing folder of this name unchanged
         return folder
 
 
 def patch_install(module: str) -> None:
-    """Make the ServerApp's process check its bundle, if FEDVEIL_BUNDLES names a file."""
+    """Make the ServerApp's process check its bundle if FEDVEIL_BUNDLES names a file."""
     if file := os.environ.get(VARIABLE, ""):
         BundleCheck(importlib.import_module(module), Path(file)).install()
