@@ -40,7 +40,7 @@ class ServerEvaluator:
 
     @classmethod
     def from_config(cls, task: Task, config: RunConfig) -> ServerEvaluator | None:
-        """Build the evaluator; None without server test data. Raises TaskError if task.evaluation names missing data."""
+        """Build the evaluator; None without test data. Raises TaskError if task.evaluation names missing data."""
         if not config.task.evaluation:
             return None
         with tables.columns_named_by("task.evaluation"):

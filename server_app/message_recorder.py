@@ -51,8 +51,7 @@ class RunMessageRecorder:
         site_log: str,
         signed: Mapping[str, str | int],
     ) -> None:
-        """Record an upload that is about to be added up, the anchor of the site's log and the signed data.
-        """
+        """Record an upload that is about to be added up, the anchor of the site's log and the signed data."""
         evidence = {"signed": dict(signed)} if signed else {}
         self._disclose(ctx, disclosed, "up", "accepted", {"site_log": site_log, **evidence})
         self._store(ctx, data, "up", accepted=True)

@@ -82,8 +82,7 @@ class MessageRecorder(Protocol):
         site_log: str,
         signed: Mapping[str, str | int],
     ) -> None:
-        """Record an upload that is about to be added up, the anchor of the site's log and the signed data.
-        """
+        """Record an upload that is about to be added up, the anchor of the site's log and the signed data."""
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
         """Record that a site has no upload."""
@@ -212,7 +211,7 @@ class RoundAttempt:
         return AttemptResult(record, state if has_quorum else None, turns)
 
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
-        """Return the next state from uploads in the clear, also if there are too few of them."""
+        """Return the next state from uploads in the clear; the unchanged state if there are too few."""
         tally, cohort = self.tally, self.settings.cohort
         sums = aggregation_rules.make_aggregator(self.settings.aggregate)
         if cohort.max_norm_ratio:

@@ -30,7 +30,7 @@ _ITEM = 8  # bytes of a number, for records that are counted only to refuse them
 
 
 def list_records(content: RecordDict) -> list[list[str | int]]:
-    """Return every record as [name, type, bytes], with names and keys counted. Names: at most 80 printable characters."""
+    """Return every record as [name, type, bytes], counting names and keys. Names: at most 80 printable characters."""
     return [
         [sanitize(name, 80), type(record).__name__, _bytes(name) + _size(record)] for name, record in content.items()
     ]
