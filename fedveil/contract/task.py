@@ -219,7 +219,7 @@ class Task(ABC):
 
     @abstractmethod
     def initial(self, rng: RandomStream) -> Weights:
-        """Return initial adapter weights: drawn from `rng` (LoRA: A random, B zero) or read from the base (all weights)."""
+        """Return initial adapter weights, drawn from `rng` (LoRA: A random, B zero) or read from the base."""
 
     @abstractmethod
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:

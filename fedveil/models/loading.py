@@ -198,7 +198,7 @@ def load_classifier(
 
 
 def _plain(is_local: bool) -> dict[str, bool]:
-    """Return the arguments for loading any model or processor: no code from its folder runs, even if its config asks."""
+    """Return the arguments for loading any model or processor: no code from its folder ever runs."""
     return {"local_files_only": is_local, "trust_remote_code": False}
 
 

@@ -234,7 +234,7 @@ class ClipPrompt(AdaptedTask):
         return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]
 
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale (softmax_i - onehot_i) and the image's feature; their product is row i's gradient in the texts."""
+        """Return scale (softmax_i - onehot_i) and the image's feature; their product is row i's text gradient."""
         points, labels = samples
         probabilities = self.logits(features[None], points).softmax(-1)
         return self._scale * (probabilities - torch.nn.functional.one_hot(labels, probabilities.shape[-1])), points[

@@ -1,4 +1,4 @@
-"""The files with which a server signs its instructions and knows the sites' replies, in a federation's folder.
+"""The files with which a server signs its instructions and verifies the sites' replies, in a federation's folder.
 
     FOLDER/server/instruct/instruction.key   the current private key, 32 bytes: for the process that runs the ServerApp
            server/roster/signers.json        the sites' public signing keys and states: for the same process
@@ -38,14 +38,14 @@ def standby_file(folder: Path) -> Path:
 
 
 def signers_file(folder: Path) -> Path:
-    """Return the path of signers.json, by which the server's app process knows the sites' replies."""
+    """Return the path of signers.json, with which the server's app process verifies the sites' replies."""
     return folder / "server" / "roster" / SIGNERS
 
 
 def signing_environment(folder: Path) -> dict[str, str]:
     """Return what the SuperExec hands to the ServerApp's process: the files with which it signs, if both exist.
 
-    Also the list of permitted bundles, which takes effect for the next run when a person writes it.
+    It also contains the list of permitted bundles, which takes effect for the next run after it is written.
     """
     files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)}
     present = {name: str(file) for name, file in files.items()} if all(map(Path.is_file, files.values())) else {}

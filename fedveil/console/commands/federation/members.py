@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run an action that queries the server. Raises ServerUnreachableError, which says what to do without a server."""
+    """Run an action that queries the server. Raises ServerUnreachableError with advice for an unreachable server."""
     try:
         return act(args)
     except ServerUnreachableError:
@@ -114,7 +114,7 @@ def _list(args: argparse.Namespace) -> int:
 def _add(args: argparse.Namespace) -> int:
     members = SiteRegistry(args.folder)
     federation = members.with_site(args.site)
-    _certificate(args.folder / "server" / "ca.crt")  # before keys are drawn for a folder that has none
+    _certificate(args.folder / "server" / "ca.crt")  # before keys are created for a folder without a certificate
     keys = instruction_keys.ensure_keys(members)
     file = _write_kit(args.folder, federation, args.site, keys)
     members.add(args.site, signs=True)
@@ -151,7 +151,7 @@ def _write_kit(folder: Path, federation: FederationFile, site: str, keys: Instru
 
 
 def _trust(keys: InstructionKeys) -> str:
-    """Return the command with which a site takes these keys."""
+    """Return the command with which a site accepts these keys."""
     fingerprint = instruction_key_files.keys_fingerprint(keys.keys)
     return f"fedveil site trust NEW-FILE --kit . --fingerprint {fingerprint}"
 
