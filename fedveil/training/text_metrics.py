@@ -163,7 +163,7 @@ def _tf_idf(counts: Counter[Gram], documents: Counter[Gram], log_sources: float)
 
 
 def _clipped_cosine(own: list[dict[Gram, float]], other: list[dict[Gram, float]]) -> float:
-    """Return the mean cosine over n. Clip the candidate's entries at the reference's, so that repeating gains nothing."""
+    """Return the mean cosine over n. Clip the candidate's entries at the reference's: repeating gains nothing."""
     total = 0.0
     for mine, theirs in zip(own, other, strict=True):
         lengths = _norm(mine.values()) * _norm(theirs.values())

@@ -4,8 +4,8 @@ Without an app, the command sends this installation's own. A relative run.dir is
 server runs apps: FOLDER with fedveil server start. Everything that can be checked here is checked before anything is
 sent: the method, its parameters, and the rest of the run config. Sinks in sinks.use must be installed here, because
 the server normally uses this installation. If it has its own, --extras-at-server leaves that check to the ServerApp,
-which refuses before any site is contacted. The exit code is that of `fedveil watch`: 0 completed, 1 failed, 3 stopped, 4 still running after
---timeout.
+which refuses before any site is contacted. The exit code is that of `fedveil watch`: 0 completed, 1 failed, 3 stopped,
+4 still running after --timeout.
 """
 
 from __future__ import annotations
