@@ -247,7 +247,7 @@ class _Bench:
 
 
 def _compared(whole: Mapping[str, Any], found: Mapping[str, Any], again: str = "") -> str:
-    """Return "equal" or the differences. `again`: a site with a killed worker, whose client process repeats the round."""
+    """Return "equal" or the differences. `again`: site with a killed worker, whose client process repeats the round."""
     keys = ["rounds", *(["weights", "private states", "uploads"] if not any(whole["charged"].values()) else [])]
     for key in keys:
         if whole[key] != found[key]:

@@ -261,7 +261,7 @@ class ReplyStaging:
             self._uploaded[of] = before + count, announcement.expires
 
     def _write(self, staged: StagedReply, object_id: str, content: bytes) -> None:
-        """Write an object, unless its reply and folder were removed meanwhile: `_take` then raises the reason."""
+        """Write an object, unless its reply and folder were removed meanwhile, which `_take` handles."""
         node_id = staged.announcement.node_id
         try:
             self._spool.put_object(node_id, staged.session, object_id, content)
