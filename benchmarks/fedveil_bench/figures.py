@@ -179,7 +179,7 @@ def read_curves(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, 
 
 
 def read_intervals(figure: ResultFigure | ParetoFront) -> dict[str, list[dict[str, float] | None]]:
-    """Mean, low and high of each series at each place. Raises KeyError where the result lacks one."""
+    """Return mean, low and high of each series at each place. Raises KeyError if the result lacks one."""
     by_name = _metrics(figure.preset)
 
     def within(row: str, metric: str) -> dict[str, float]:
@@ -190,7 +190,7 @@ def read_intervals(figure: ResultFigure | ParetoFront) -> dict[str, list[dict[st
 
 
 def base_of(front: ParetoFront) -> float:
-    """The first axis's figure before any training."""
+    """Return the first axis's value before any training."""
     row, metric = front.base
     return float(_metrics(front.preset)[row][metric]["mean"])
 
@@ -204,7 +204,7 @@ def compute_digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
 
 
 def draw_figure(figure: ResultFigure, file: Path) -> None:
-    """Writes the figure as a PNG, the first place at the top."""
+    """Write the figure as a PNG, the first place at the top."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 1.2 + 0.55 * len(figure.places)), dpi=110, layout="constrained")
@@ -228,7 +228,7 @@ def draw_figure(figure: ResultFigure, file: Path) -> None:
 
 
 def draw_front(of: ParetoFront) -> Any:
-    """The front as a canvas: better is left and down."""
+    """Return a canvas with the front: better is left and down."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 5.2), dpi=110, layout="constrained")
@@ -263,7 +263,7 @@ def draw_front(of: ParetoFront) -> Any:
 
 
 def by_round_and_bytes(of: ResultCurves) -> Any:
-    """The curves as a canvas: by round on the left, by bytes on the right."""
+    """Return a canvas with the curves: by round on the left, by bytes on the right."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(10, 4.2), dpi=110, layout="constrained")
@@ -281,7 +281,7 @@ def by_round_and_bytes(of: ResultCurves) -> Any:
 
 
 def main() -> None:
-    """Draws all of them, and copies those that presets draw. Raises ConfigError outside a checkout."""
+    """Draw all pictures, and copy those that presets draw. Raises ConfigError outside a checkout."""
     pictures = folders.require_results().parents[1] / "docs" / "pictures"
     for name, figure in FIGURES.items():
         draw_figure(figure, pictures / f"results-{name}.png")

@@ -33,7 +33,7 @@ Row = dict[str, str]
 
 
 def load_rows(name: str, split: str) -> list[Row]:
-    """Return a split's rows ("train", "validation", "test") as {"mr", "ref"}, one line per source. Raises ConfigError."""
+    """Return a split's rows ("train", "validation", "test") as {"mr", "ref"}, one-line sources. Raises ConfigError."""
     file = _file(name, split)
     path = data.find_data_folder(name) / f"{file}.jsonl"
     if not path.is_file():
