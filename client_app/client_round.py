@@ -43,7 +43,7 @@ class SiteData:
 
     Attributes:
         refusal: reason why the site reports no held-out score, a key of `held_out_report.REFUSALS`; 0: it may report
-        one.
+            one.
         data_set: id of the data set; "" if no example is held out.
     """
 

@@ -72,8 +72,7 @@ class ClientSession:
 
         Raises:
             PolicyError: the site refuses to train from the received weights, the upload used fewer examples than the
-            site
-            requires, or the round was served with another message before. The last private state stays.
+                site requires, or the round was served with another message before. The last private state stays.
             StateError: the private state cannot be read or written.
         """
         started = time.perf_counter()

@@ -39,7 +39,7 @@ class TrainInstruction:
         last: the client round of this site's last upload in the server's state. This client round continues
             from its private state. "" for none, or if the method keeps no private state.
         secure: the plan of a sum of masked uploads (fedveil/federation/secagg/messages.py), as text; "" for uploads
-        in the clear.
+            in the clear.
         seconds: time after which the server stops waiting for the upload; the client round then ends too.
     """
 

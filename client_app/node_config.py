@@ -21,7 +21,7 @@ class SiteConfig(BaseModel):
         state_dir: folder for private state and the worker's socket.
         key_file: the key that encrypts the site's stored files (fedveil.encrypted_files); "" = no encryption.
         signing_key: the file that identifies this site in secure aggregation (created by fedveil site init);
-        "" = the site creates one, which no roster lists.
+            "" = the site creates one, which no roster lists.
         instruction_keys: the file with the server's instruction keys, from the kit; "" = instructions are not verified.
         policy: the file with the site's policy; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
@@ -29,7 +29,7 @@ class SiteConfig(BaseModel):
         shard_base: each process stores a part of the frozen base, for one that does not fit a device; else all of it.
         worker_idle_seconds: a worker ends after this time without a client round.
         worker_memory_mb: bound on the resident memory of the worker with its processes; 0 = none. With a bound, the
-        site runs a worker only for the current run.
+            site runs a worker only for the current run.
         partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
     """
 

@@ -95,7 +95,7 @@ class MethodStrategy(Strategy):
 
         Raises:
             ConfigError: there is an `evaluate_config`. Uploads contain the clients' metrics, so no message would use
-            it.
+                it.
             QuorumError: there are too few sites, or too few accepted uploads in every attempt at a round.
         """
         if evaluate_config:

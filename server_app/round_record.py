@@ -21,8 +21,7 @@ class RoundRecord:
         cut: the counted examples, for a site that claimed more than cohort.max-weight-fraction allows.
         left_out: accepted sites whose uploads the rule did not select (aggregate.rule = "multi-krum").
         unseen: for secure aggregation: sites in the sum, share holders and threshold, holders that revealed no shares
-        and
-        why, and why there is no sum, if there is none; {} if uploads are added up in the clear.
+            and why, and why there is no sum, if there is none; {} if uploads are added up in the clear.
         weights: digest of the models' weights after the round.
     """
 

@@ -51,7 +51,7 @@ class RunPlan:
 
         Raises:
             ConfigError, TaskError: the config or its files do not fit; the message names the key, the expected and the
-            actual value.
+                actual value.
         """
         method = strategies.create_method(config.method.name, config.method.params)
         task = tasks.load_task(config, method.adapter)

@@ -54,7 +54,7 @@ class WorkerService:
         ending: set when the process must end, after the current client round.
         busy: held during a client round.
         loaded: cleared while this process imports what a round needs. If two threads import transformers at once,
-        one may get a module without its classes, so a round waits.
+            one may get a module without its classes, so a round waits.
         last_used: time.monotonic when the last client round ended or the process began.
     """
 

@@ -63,7 +63,7 @@ class Example:
     Attributes:
         values: all of its columns, by name.
         origin: its file and row, for messages and the privacy ledger; None if it was not read from a
-        file.
+            file.
         folder: the base folder of relative paths in its columns.
         class_names: names of all classes of its data set, by number; empty if the data set names none.
     """
@@ -102,7 +102,7 @@ class PreparedData:
     Attributes:
         rows: the examples, as the task's model takes them.
         origins: origin of each example, in the same order; for the privacy ledger, which uses them only
-        with a privacy guarantee.
+            with a privacy guarantee.
     """
 
     rows: Rows

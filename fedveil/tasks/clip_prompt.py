@@ -134,7 +134,7 @@ class ClipPrompt(AdaptedTask):
 
         Raises:
             TaskError: an image that does not decode or has no class, with file and row; or class names that differ
-            from those of earlier examples.
+                from those of earlier examples.
         """
         labels = [self._label(example) for example in examples]
         digests: list[bytes] = []

@@ -63,7 +63,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
     Raises:
         ConfigError: a quantized base under an adapter that would train it, train.compile with incompatible settings,
-        examples longer than a local base's context, or a device that does not exist.
+            examples longer than a local base's context, or a device that does not exist.
         TaskError: no base model at that path.
     """
     adapter_task.check_task_config(config, adapter, INFO)

@@ -40,8 +40,8 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
 
     Raises:
         ConfigError: an adapter that the task's models do not support, a quantized base under an adapter that
-        would train it, train.compile where it is not supported, or a key of the train section, or a chat
-        template, that the task does not support.
+            would train it, train.compile where it is not supported, or a key of the train section, or a chat
+            template, that the task does not support.
         TaskError: no base model at that path.
     """
     if adapter.mount not in info.mounts:

@@ -81,7 +81,7 @@ class LocalTraining:
 
         Raises:
             TaskError: weights that do not match the spec, a loss that is no longer finite, or non-finite weights in the
-            result; the error names the step and its examples, only by number.
+                result; the error names the step and its examples, only by number.
             ConfigError: train.gradient-checkpointing or train.compile, where unsupported, or a schedule past its end.
         """
         started = time.perf_counter()

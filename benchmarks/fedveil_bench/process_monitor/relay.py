@@ -15,7 +15,7 @@ class TcpRelay:
     Args:
         server: the server's port.
         every: interval in seconds at which it cuts each connection in the middle of its transfer; None =
-        never.
+            never.
 
     Attributes:
         port: its listening port, on loopback.

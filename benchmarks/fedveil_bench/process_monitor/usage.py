@@ -63,7 +63,7 @@ class ProcessUsage:
 
     Attributes:
         find: returns the processes to watch. It is called four times a second, and every process that it returned
-        is watched to its end.
+            is watched to its end.
         kind: returns the kind of a process, from its name and command line.
         every: seconds between two readings.
         shared: memory is PSS, for processes that share pages: a sum of RSS would count those once for each process.

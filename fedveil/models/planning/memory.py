@@ -111,13 +111,13 @@ def plan_memory(
         adapter: the method's adapter.
         on_gpu: whether the model is on a GPU.
         stored: bytes of its weight files, which are mapped during reading; 0 = as determined by the dtype in
-        config.json.
+            config.json.
         messages: bytes down and up, in main memory.
         ranks: the site's processes.
 
     Raises:
         ConfigError: the planner does not support the adapter or training, or the base has too few positions
-        for the tokens.
+            for the tokens.
         TaskError: transformers builds no model from the settings.
     """
     _require_planned(settings, config, adapter)

@@ -24,7 +24,7 @@ def serve_rank(task: DivisibleTask, channel: RankChannel, group: RankGroup) -> N
 
     Raises:
         Exception: any error of a computation; the state of the device is then unknown, so the process must
-        end.
+            end.
     """
     rank = _Rank(task, channel, group)
     with contextlib.ExitStack() as around:
