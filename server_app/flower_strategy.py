@@ -89,8 +89,7 @@ class MethodStrategy(Strategy):
         """Run all rounds. Arguments and result are Flower's; `timeout` is an additional bound on a round's deadline.
 
         `should_stop`, as in Flower 1.43 and later, is called after every round that counted, with its number (from 1)
-        and
-        the results so far, including the model. If it returns true, the run ends as after its last round, and
+        and the results so far, including the model. If it returns true, the run ends as after its last round, and
         `rounds.course.stopped` has the reason. A resumed run continues after that round, and calls it again.
 
         Raises:

@@ -272,8 +272,7 @@ class RoundAttempt:
         others.
 
         Stores all uploads of the round, because the median is not known before the last one. If a variant has fewer
-        than
-        three uploads, none is refused, because a median of two is not meaningful.
+        than three uploads, none is refused, because a median of two is not meaningful.
         """
         all_uploads = list(uploads)
         by_variant: dict[str, list[float]] = {}

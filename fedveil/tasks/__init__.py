@@ -1,8 +1,7 @@
 """A task is a model, its data, a loss and metrics. One file each; found by its file name, as methods are.
 
 A file defines `INFO`, a `fedveil.contract.task.TaskInfo`, and `create(config, adapter, device) -> Task`. So does a
-module of
-another package that an entry point in the group "fedveil.tasks" names.
+module of another package that an entry point in the group "fedveil.tasks" names.
 """
 
 from __future__ import annotations

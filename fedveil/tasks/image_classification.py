@@ -150,8 +150,7 @@ class ImageClassification(AdaptedTask):
         """Return one example per image; an image is decoded when a batch contains it.
 
         Raises TaskError, with file and row, for an example without an image or class; for an image that is damaged
-        after
-        its header, the batch raises it.
+        after its header, the batch raises it.
         """
         self._mode  # noqa: B018  # raises where the model does not take images
         labels = []

@@ -75,9 +75,8 @@ class LocalTraining:
         """Train from `weights`, which do not change. Entries that no step moves, or that are `frozen`, stay exact.
 
         The report has loss_received (of `weights`, on the site's first train.received-loss-examples examples; omitted
-        for
-        0), loss_trained (mean over the steps; without a step, loss_received, or omitted), steps, tokens (read by all
-        steps, without padding) and train_seconds.
+        for 0), loss_trained (mean over the steps; without a step, loss_received, or omitted), steps, tokens (read by
+        all steps, without padding) and train_seconds.
 
         Raises:
             TaskError: weights that do not match the spec, a loss that is no longer finite, or non-finite weights in the

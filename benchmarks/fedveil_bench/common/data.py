@@ -1,8 +1,7 @@
 """Find the presets' data: $FEDVEIL_DATA/<name>, else shared/data/<name> next to a checkout, else bundled.
 
 A runner whose preset has one folder `data` with train and test examples, and a base in its config, needs nothing else
-for
-`fedveil bench --dry-run`. Any other has a function `needs(settings) -> list[Need]`.
+for `fedveil bench --dry-run`. Any other has a function `needs(settings) -> list[Need]`.
 """
 
 from __future__ import annotations

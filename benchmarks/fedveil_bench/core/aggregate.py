@@ -1,8 +1,7 @@
 """Folding uploads: memory and throughput, compared with a plain sum and with Flower's own FedAvg.
 
 "gate and fold" is the server's processing of a reply: checksum, finite and norm checks, then the running mean. "fold"
-is
-only the running mean, on messages already checked, like Flower's aggregate_train, which checks nothing. Half
+is only the running mean, on messages already checked, like Flower's aggregate_train, which checks nothing. Half
 precision has half the bytes for as many entries; its GB/s count its own bytes.
 
 Each case runs in a separate process, so that peak memory is measured per case. The received messages are a small ring

@@ -14,8 +14,7 @@ ones: `fold` seconds each. After a pass without any it waits `_POLL_SECONDS`.
 Measured in the same run: `send` and `fold` (CPU seconds of core/scale's strategy rows: gate, checksum,
 fold and the run's records, without waiting for the disk), `relay` (CPU seconds of a SuperLink that carries messages of
 b bytes). Assumed, in the preset: the link, the polling, the training, and `look`. Not modeled: lost messages, sites
-that
-disconnect, a SuperLink that swaps.
+that disconnect, a SuperLink that swaps.
 """
 
 from __future__ import annotations

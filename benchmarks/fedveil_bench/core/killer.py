@@ -1,8 +1,7 @@
 """Kill processes in a run: drawn points, and the thread that waits for one.
 
 The victim is the ServerApp, the SuperLink's machine, a site's machine, its worker or its client process. It is killed
-as
-soon as a file shows that the run is at a drawn place (a message went out, a checkpoint was replaced, a record was
+as soon as a file shows that the run is at a drawn place (a message went out, a checkpoint was replaced, a record was
 written, a round was counted, a private state was stored, a ledger was charged), or a drawn time later. The killed
 programs contain no code for this.
 """

@@ -1,8 +1,7 @@
 """Large messages: seconds and CPU time of a round that trains nothing, compared with stock Flower.
 
 All processes of a federation are on this machine, so with more sites than cores a round takes as long as the CPU
-seconds
-of all hops together. The first round of each run is excluded.
+seconds of all hops together. The first round of each run is excluded.
 
 | metric | meaning |
 |---|---|

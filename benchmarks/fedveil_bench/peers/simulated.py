@@ -1,8 +1,7 @@
 """FedVeil's federation in process and pfl-research's simulator at the same work: many small sites, a small ViT.
 
 Each seed has rows, partitioned over the sites, and the same initial weights for both. Each runs alone on the machine,
-in a
-process of one thread, one after the other; FedVeil scores both final models on the same test rows.
+in a process of one thread, one after the other; FedVeil scores both final models on the same test rows.
 
 | metric | |
 |---|---|
