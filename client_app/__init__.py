@@ -1,1 +1,1 @@
-"""The site's side of FedVeil, as a Flower ClientApp."""
+"""The site side of FedVeil, as a Flower ClientApp."""

@@ -1,10 +1,10 @@
-"""The ClientApp: it checks the site's policy, passes the message to the site's worker, and returns the worker's upload.
+"""The ClientApp: check the site's policy, pass the message to the site's worker, and return the worker's upload.
 
-It imports neither torch nor transformers, because Flower starts a new process of it for every message.
+It imports neither torch nor transformers, because Flower starts a new process for every message.
 
-The site's log has every error in full. The server learns the kind of an error but not its text, which may quote data or
-paths. Only refusals by the site's policy or ledger, and malformed messages, are answered with their reason; and of a
-worker that ended, whether for want of memory, without a figure.
+The site's log has every error in full. The server learns the type of an error but not its text, which may quote data or
+paths. It gets the reason only for refusals by the site's policy or ledger and for malformed messages. For a
+worker that ended, it also gets the cause, such as too little memory, but no numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 app = ClientApp()
 
-_PUBLIC = (BudgetError.__name__, PolicyError.__name__, WireError.__name__)  # where they were raised in the worker
+_PUBLIC = (BudgetError.__name__, PolicyError.__name__, WireError.__name__)  # when raised in the worker
 _ENDED = f"{WorkerError.__name__}: the site's worker ended"
 _RAISED = 2  # Flower's ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 
@@ -126,7 +126,7 @@ def _trained(record: ArrayRecord, assignment: ClientAssignment) -> list[bytes]:
 
 
 def _in_this_process(message: Iterator[bytes], assignment: ClientAssignment) -> list[bytes]:
-    """Run the client round in this process: if the run config says so, or in the simulation engine."""
+    """Run the client round in this process, if the run config requires it or in the simulation engine."""
     # Imported here because a process that hands the message to a worker must not pay for torch.
     from fedveil.client_app.client_session import ClientSession
 
@@ -147,7 +147,7 @@ def _until(seconds: float) -> Watch:
 
 
 def _drained(record: ArrayRecord) -> Iterator[bytes]:
-    """Yield the message's slices, each removed from the record first."""
+    """Yield the message's slices, removing each from the record first."""
     for name in chunking.order_slices(list(record)):
         yield record.pop(name).data
 

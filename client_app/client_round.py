@@ -1,7 +1,7 @@
 """The inputs of one client round at this site, read before any example. Does not use Flower.
 
-`ClientRound.open` reads all of it once. A policy that is changed while a round trains takes effect in the next round.
-Only what leaves the site is judged by the file as it is then (`decisions.check_upload`, in another process).
+`ClientRound.open` reads all of it once. A policy change during a round takes effect in the next round. Only the check
+of the upload before it leaves the site reads the current file (`decisions.check_upload`, in another process).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedveil.wire import header
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """The task with its base model in memory, and the exchange of the method's messages for it."""
+    """The task with its base model in memory, and the message exchange of the method for it."""
 
     task: Task
     exchange: MessageExchange
@@ -39,11 +39,12 @@ class LoadedTask:
 
 @dataclass(frozen=True)
 class SiteData:
-    """The site's prepared rows, and their split into rows to train on and rows held out.
+    """The site's prepared examples, and their split into training and held-out examples.
 
     Attributes:
-        refusal: reason why the site gives no held-out score, a key of `held_out_report.REFUSALS`; 0: it may give one.
-        data_set: id of the data set; "" if no row is held out.
+        refusal: reason why the site reports no held-out score, a key of `held_out_report.REFUSALS`; 0: it may report
+            one.
+        data_set: id of the data set; "" if no example is held out.
     """
 
     prepared: PreparedData
@@ -54,11 +55,11 @@ class SiteData:
 
 @dataclass(frozen=True)
 class ClientRoundResult:
-    """The result of a round.
+    """The result of a client round.
 
     Attributes:
-        parts: the upload, to be joined; dense parts are views of the trained tensors.
-        load_seconds: time to load the base model and the rows before the training; almost 0 once they are in memory.
+        parts: the upload in parts to be joined; dense parts are views of the trained tensors.
+        load_seconds: time to load the base model and the examples; almost 0 once they are in memory.
     """
 
     parts: list[Buffer]
@@ -71,10 +72,10 @@ class ClientRound:
 
     Attributes:
         assignment: the server's instruction, the run config, the node config.
-        policy: the site's policy, read once a round.
-        seal: encryption of the files that the site keeps.
+        policy: the site's policy, read once per round.
+        seal: encryption of the files that the site stores.
         states: private state of the run, by round.
-        secret: the secret that the site's random draws of the run derive from.
+        secret: the secret from which the site derives its random draws of the run.
         replays: rounds that the site has already served.
         references: the weights that the site last trained from.
         secagg: this round's part in secure aggregation; None if uploads are in the clear.
@@ -91,11 +92,11 @@ class ClientRound:
 
     @classmethod
     def open(cls, assignment: ClientAssignment) -> ClientRound:
-        """Read policy, key file and state folder, and agree to the plan of secure aggregation.
+        """Read policy, key file and state folder, and accept the secure-aggregation plan.
 
         Raises:
-            PolicyError, WireError: the policy cannot be read, or the site does not agree to the plan.
-            StateError, ConfigError: what the site keeps of the run cannot be read.
+            PolicyError, WireError: the policy is unreadable, or the site rejects the plan.
+            StateError, ConfigError: the site's stored state of the run is unreadable.
         """
         site, run, name, config = assignment.site, assignment.order.run, assignment.name, assignment.config
         policy = load_policy(site)
@@ -114,7 +115,7 @@ class ClientRound:
         )
 
     def build_context(self, method: Method, task: Task) -> RoundContext:
-        """Return the method's context: who and when, its draws, and the device for whole tensors."""
+        """Return the method's context: identity, round, random streams, and the device for whole tensors."""
         order, config = self.assignment.order, self.assignment.config
         return RoundContext(
             order.round,
@@ -136,16 +137,16 @@ class ClientRound:
         return codec.of_site(self.secagg.site, self.secagg.plan)
 
     def require_same(self, message: Buffer) -> Buffer:
-        """Return the message, if the round was served with no other one, from no other state. Raises PolicyError."""
+        """Return the message if the round was served with no other message and state. Raises PolicyError."""
         order = self.assignment.order
         self.replays.require_same(order.round, f"{header.message_digest(message)} {order.last}")
         return message
 
 
 def device_for(method: Method, task: Task, config: RunConfig, is_masked: bool) -> torch.device | None:
-    """Return where the method works on whole tensors; None: on the CPU.
+    """Return the device on which the method works on whole tensors; None: the CPU.
 
-    Masks of secure aggregation, and noise of steps, are made on the CPU, of tensors that lie there.
+    Masks of secure aggregation, and noise of steps, are generated on the CPU, for tensors that are there.
     """
     works_there = method.on_device and not is_masked and DpSgdConfig.from_config(config.dp) is None
     return task.accelerator if works_there else None

@@ -1,17 +1,17 @@
-"""The rounds of one site in one run: decode, train, keep what is private, encode. It does not use Flower.
+"""The rounds of one site in one run: decode, train, save private state, encode. It does not use Flower.
 
-The loaded task, the prepared rows and other ranks stay in memory between the rounds. A round in its steps:
+The loaded task, the prepared examples and other ranks stay in memory between rounds. The steps of a round:
 
 | step | if it fails |
 |---|---|
-| 1. what it depends on is read (`ClientRound.open`) | PolicyError, WireError, StateError; no row was read |
-| 2. task and rows are loaded, where they are not in memory | ConfigError, TaskError |
-| 3. the trainer is built (`trainer_stack`), the private state is loaded | ConfigError, StateError |
-| 4. the message is the one that this round was served with before, if it was | PolicyError |
-| 5. the method trains and makes the upload, masked under secure aggregation | no state changes |
-| 6. the rows that the upload was made from are enough for the policy | PolicyError; no state changes |
-| 7. the private state is saved | StateError; the last state stays |
-| 8. the reference for the next broadcast is saved | StateError; the upload is not sent |
+| 1. read its inputs (`ClientRound.open`) | PolicyError, WireError, StateError; no example was read |
+| 2. load task and examples, unless they are in memory | ConfigError, TaskError |
+| 3. build the trainer (`trainer_stack`), load the private state | ConfigError, StateError |
+| 4. if this round was served before, compare the message with the earlier one | PolicyError |
+| 5. train and create the upload, masked under secure aggregation | no state changes |
+| 6. check that the upload used enough examples for the policy | PolicyError; no state changes |
+| 7. save the private state | StateError; the last state stays |
+| 8. save the reference for the next broadcast | StateError; the upload is not sent |
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _PreparedRows:
 
 
 class ClientSession:
-    """The rounds of one site in one run. Base model and prepared rows stay in memory between them.
+    """The rounds of one site in one run. Base model and prepared examples stay in memory between them.
 
-    All rounds must agree in everything that the task is made from; the owner of an instance ensures that. Rows are read
-    again if their files have changed.
+    All rounds must agree in everything that determines the task; the owner of an instance ensures that. Examples are
+    reloaded if their files have changed.
     """
 
     def __init__(self) -> None:
@@ -65,18 +65,18 @@ class ClientSession:
     def run_round(
         self, receive: Callable[[], Buffer], assignment: ClientAssignment, watch: Watch = ignore_progress
     ) -> ClientRoundResult:
-        """Run one round of this site. `receive` gives the message, and the caller keeps no copy of it.
+        """Run one round of this site. `receive` returns the message, and the caller keeps no copy of it.
 
-        The private state goes on from the round that the instruction names, and is on disk before the upload is
+        The private state continues from the round that the instruction names, and is on disk before the upload is
         returned.
 
         Raises:
-            PolicyError: what came is not what the site trains from, the upload was made from fewer rows than the site
-                asks, or the round was served with another message before. The last private state stays.
+            PolicyError: the site refuses to train from the received weights, the upload used fewer examples than the
+                site requires, or the round was served with another message before. The last private state stays.
             StateError: the private state cannot be read or written.
         """
         started = time.perf_counter()
-        round_ = ClientRound.open(assignment)  # what the site does not permit is refused before a row is read
+        round_ = ClientRound.open(assignment)  # the site refuses a forbidden round before it reads an example
         task = self.load_task(assignment)
         data = self.load_data(round_, task.task)
         load_seconds = time.perf_counter() - started
@@ -92,17 +92,17 @@ class ClientSession:
         return ClientRoundResult(parts, load_seconds)
 
     def load_task(self, assignment: ClientAssignment) -> LoadedTask:
-        """Return the task with its exchange, which is loaded once, and the other ranks started.
+        """Return the task with its exchange, loading it once and starting the other ranks.
 
         Raises:
-            PolicyError: the method's fields are not those of the run config, which the policy has judged.
-            ConfigError: an optimizer or a number of processes that this method or task cannot have.
+            PolicyError: the method's fields differ from those of the run config, which the policy has checked.
+            ConfigError: the method or task does not support the optimizer or the number of processes.
         """
         if self._task is None:
             order, config = assignment.order, assignment.config
             method = strategies.create_from_json(order.method, order.fields)
             if assignment.site.policy and method != strategies.create_method(config.method.name, config.method.params):
-                # The policy has judged the run config's fields, without a method's code.
+                # The policy has checked the run config's fields, without a method's code.
                 raise PolicyError("order.fields: expected those of the run config, found others; submit the run again")
             optimizers.check_optimizer(method, config)
             task = tasks.load_task(config, method.adapter, at_first(assignment, method))
@@ -112,7 +112,7 @@ class ClientSession:
         return self._task
 
     def launch_ranks(self, task: Task, assignment: ClientAssignment) -> RankLauncher | None:
-        """Start the other ranks of the site; None where the task gains nothing from them."""
+        """Start the other ranks of the site; return None if the task does not benefit from them."""
         if isinstance(task, AdaptedTask) and count_ranks(assignment) > 1:
             return RankLauncher(task, assignment)
         name, asked = assignment.config.task.name, assignment.site.processes
@@ -120,9 +120,9 @@ class ClientSession:
         return None
 
     def load_data(self, round_: ClientRound, task: Task) -> SiteData:
-        """Return the site's prepared rows, and how they are split into rows to train on and rows held out.
+        """Return the site's prepared examples, and their split into training and held-out examples.
 
-        No row is held out where this site would give no score of them.
+        No example is held out if this site would report no score for it.
 
         Raises:
             ConfigError: neither the node config nor the run config names a folder.
@@ -144,8 +144,8 @@ class ClientSession:
         fingerprint = _fingerprint(data)
         if self._rows is None or self._rows.fingerprint != fingerprint:
             share = DatasetShard(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
-            self._rows = self._split = None  # not two of them in memory
-            # Prepared rows are in the clear: a site that seals what it keeps keeps none.
+            self._rows = self._split = None  # not two data sets in memory
+            # Prepared examples are in the clear: a site that encrypts its stored files stores none.
             shelf = None if site.key_file else shelf_of(site.state_dir, data, site.data_set)
             self._rows = _PreparedRows(fingerprint, task.prepare(data, "train", share, shelf))
         return self._rows.prepared
@@ -157,7 +157,7 @@ class ClientSession:
 
 
 def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> SiteData:
-    """Return the rows, split as the site's record says. Raises ConfigError or StateError where it cannot be read."""
+    """Return the split of the examples from the site's record. Raises ConfigError or StateError if it is unreadable."""
     assignment = round_.assignment
     dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
     key = rng.RandomStream.derive(round_.secret, 0, assignment.name, "held out").bytes(32)
@@ -167,7 +167,7 @@ def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> Sit
 
 
 def _fingerprint(folder: Path) -> Fingerprint:
-    """Names, sizes and modification times of the files in a data folder without its id, or of a single file."""
+    """Return names, sizes and modification times of the files in a data folder without its id, or of a single file."""
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     stats = [(file.name, file.stat()) for file in files if file.is_file() and file.name != ID_FILE]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)

@@ -1,7 +1,7 @@
-"""Why a turn failed, from the ClientApp to the site's guard, which runs in the same process and writes the audit log.
+"""Pass the failure reason from the ClientApp to the site's guard, which shares its process and writes the audit log.
 
-The server learns the kind of an error alone, and the reply goes to the server. So the text goes by the environment of
-this process: what the bundle brings and what the site has installed may be two versions, and this is all they share.
+The server learns only the type of an error, and the reply goes to the server. So the text uses this process's
+environment: the bundle and the site's installation may be different versions and share nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST = 1000  # characters; as the audit log cuts
 
 
 def note_failure(kind: str, text: str) -> None:
-    """Store kind and text of an error for `take_failure`."""
+    """Store type and text of an error for `take_failure`."""
     os.environ[VARIABLE] = sanitize(f"{kind}: {text}", _LONGEST)
 
 

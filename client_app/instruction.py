@@ -1,4 +1,4 @@
-"""One turn of a site, as the server asked for it. The client process, the worker and a turn without worker share it."""
+"""One client round, as requested by the server. The client process, the worker and a round without worker share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedveil.sanitize import sanitize
 from fedveil.wire.header import TURN
 
 _MOST_SECONDS = 30 * 86_400.0
-_LONGEST = 100_000  # characters of a method's fields, which hold lists at times
+_LONGEST = 100_000  # characters of a method's fields, which may contain lists
 _LONGEST_PLAN = 8 << 20  # characters of a plan, which names every site of the cohort
 
 
@@ -27,7 +27,7 @@ class TrainInstruction:
     """The server's instruction to a site, sent along with the message itself.
 
     Attributes:
-        round: 0-based.
+        round: round number, 0-based.
         is_new: the server has not accepted an upload of this site yet, or the site's last client round
             failed.
         site: the name under which the server knows this site.
@@ -38,8 +38,8 @@ class TrainInstruction:
         attempt: number of the attempt at the round, from 0.
         last: the client round of this site's last upload in the server's state. This client round continues
             from its private state. "" for none, or if the method keeps no private state.
-        secure: the plan of a sum of masked uploads (fedveil/federation/secagg/messages.py), as its text; ""
-            if uploads are added up in the clear.
+        secure: the plan of a sum of masked uploads (fedveil/federation/secagg/messages.py), as text; "" for uploads
+            in the clear.
         seconds: time after which the server stops waiting for the upload; the client round then ends too.
     """
 
@@ -63,10 +63,10 @@ class TrainInstruction:
 
 @dataclass(frozen=True)
 class ClientAssignment:
-    """An order, the run's config, and the site that the order is for.
+    """An instruction, the run's config, and the site that must follow the instruction.
 
     Attributes:
-        flower_run: id of the Flower run that brought the order; 0 outside Flower.
+        flower_run: id of the Flower run that delivered the instruction; 0 outside Flower.
     """
 
     order: TrainInstruction
@@ -81,8 +81,8 @@ class ClientAssignment:
         """Parse the assignment from Flower's records.
 
         Raises:
-            WireError: the order is of another version, or a value of it has another type or form.
-            ConfigError: the run config or the node config has a bad key.
+            WireError: the instruction has another version, or one of its values has another type or form.
+            ConfigError: the run config or the node config has an invalid key.
         """
         try:
             asked = TrainInstruction(**{key.replace("-", "_"): value for key, value in order.items()})
@@ -93,16 +93,16 @@ class ClientAssignment:
 
     @property
     def name(self) -> str:
-        """The site's name from its node config, otherwise the name that the server uses."""
+        """Return the site's name from its node config, otherwise the name that the server uses."""
         return self.site.site or self.order.site
 
     @property
     def data(self) -> str:
-        """The data folder from the node config, otherwise from the run config; "" if neither names one."""
+        """Return the data folder from the node config, otherwise from the run config; "" if neither names one."""
         return self.site.data or self.config.task.data
 
     def described(self) -> dict[str, Any]:
-        """Run, round, method, task and model, for status and logs."""
+        """Return run, round, method, task and model, for status and logs."""
         order, config = self.order, self.config
         about: dict[str, Any] = {
             "run": order.run,
@@ -113,14 +113,14 @@ class ClientAssignment:
         return {**about, "task": config.task.name, "model": config.task.model}
 
     def to_json(self) -> str:
-        """The assignment as text; `from_json` gives an equal one."""
+        """Return the assignment as text; `from_json` returns an equal one."""
         site = self.site.model_dump(mode="json", by_alias=True)
         parts = {"order": dataclasses.asdict(self.order), "config": self.config.flat(), "site": site}
         return json.dumps({**parts, "flower-run": self.flower_run})
 
     @classmethod
     def from_json(cls, text: str) -> ClientAssignment:
-        """The assignment that `to_json` wrote."""
+        """Return the assignment from the output of `to_json`."""
         parts = json.loads(text)
         return cls.from_instruction(parts["order"], parts["config"], parts["site"], parts["flower-run"])
 

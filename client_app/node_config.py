@@ -12,24 +12,24 @@ from fedveil.errors import ConfigError
 
 
 class SiteConfig(BaseModel):
-    """One site.
+    """The settings of one site.
 
     Attributes:
         site: its name; "" = the registered one.
-        data: its own data folder; "" = `task.data` of the run.
-        data_set: the name of that data in the site's privacy ledger; "" = the id file in its folder (data_sets.py).
-        state_dir: folder of its private state and its worker's socket.
-        key_file: what the site keeps is sealed under the key in it (fedveil.encrypted_files); "" = kept in the clear.
-        signing_key: the file by which other sites know this one in secure aggregation (fedveil site init makes it);
-            "" = one that this site makes for itself, which no roster names.
+        data: the site's data folder; "" = `task.data` of the run.
+        data_set: the data's name in the site's privacy ledger; "" = the id file in its folder (data_sets.py).
+        state_dir: folder for private state and the worker's socket.
+        key_file: the key that encrypts the site's stored files (fedveil.encrypted_files); "" = no encryption.
+        signing_key: the file that identifies this site in secure aggregation (created by fedveil site init);
+            "" = the site creates one, which no roster lists.
         instruction_keys: the file with the server's instruction keys, from the kit; "" = instructions are not verified.
-        policy: the file that says what this site permits; "" = everything is permitted.
+        policy: the file with the site's policy; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
-        processes: that train together, each on a CUDA device of its own.
-        shard_base: each of them holds a part of the frozen base, for one that does not fit a device; else all of it.
-        worker_idle_seconds: a worker ends after so long without a turn.
+        processes: number of processes that train together, each on its own CUDA device.
+        shard_base: each process stores a part of the frozen base, for one that does not fit a device; else all of it.
+        worker_idle_seconds: a worker ends after this time without a client round.
         worker_memory_mb: bound on the resident memory of the worker with its processes; 0 = none. With a bound, the
-            site keeps only the current run's worker.
+            site runs a worker only for the current run.
         partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
     """
 
@@ -55,7 +55,7 @@ class SiteConfig(BaseModel):
 
 
 def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:
-    """The site from its node config. Raises ConfigError, which names the bad key."""
+    """Return the site from its node config. Raises ConfigError, which names the invalid key."""
     try:
         site = SiteConfig.model_validate(dict(node_config))
     except ValidationError as error:

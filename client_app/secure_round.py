@@ -1,15 +1,15 @@
-"""A site's part in secure aggregation: its keys on disk, and what it requires of a run.
+"""A site's part in secure aggregation: its keys on disk, and its requirements for a run.
 
     <state-dir>/<run>/<site>/secure.json   run key, seed of the last prekey, revealed shares; encrypted with a key file
     <state-dir>/.signing/<site>.key        created here if the node config names no signing key
 
-| case | what happens |
+| case | result |
 |---|---|
-| the run config says `secure.enabled`, and the order has no plan; or the other way round | WireError: nothing is sent |
-| the plan's ring, least sum or threshold are not the run config's, which the policy has judged | WireError |
+| the run config has `secure.enabled` but the instruction has no plan, or vice versa | WireError: nothing is sent |
+| the plan's ring, minimum sum or threshold differ from the run config, which the policy has checked | WireError |
 | membership or roster have another signing key under this site's name | PolicyError |
-| secure.json is damaged | StateError; moved away, the site is set up anew, and answers no more for its old key |
-| an older copy of secure.json is put back | not noticed: it may open the other half of a secret; never restore it |
+| secure.json is damaged | StateError; once moved away, the site gets a new setup, and its old key is unusable |
+| an older copy of secure.json is restored | not detected: it may reveal the other half of a secret; never restore it |
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAgg
 
 
 def signing_key(assignment: ClientAssignment) -> bytes:
-    """The site's private signing key: of the file that the node config names, or else one of its own."""
+    """Return the site's private signing key: from the file in the node config, or one that the site creates."""
     named = assignment.site.signing_key
     if named:
         return read_key(Path(named).expanduser())
@@ -105,12 +105,12 @@ def signing_key(assignment: ClientAssignment) -> bytes:
 
 
 def read_key(path: Path) -> bytes:
-    """A signing key of 32 bytes. Raises ConfigError for another file, or one that others can read."""
+    """Read a signing key of 32 bytes. Raises ConfigError for another file, or one that others can read."""
     return encrypted_files.read_key_file(path, "signing-key", "create one with fedveil site init", "fedveil site init")
 
 
 def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
-    """The plan of the order, as the run config has it; None for a run in the clear. Raises WireError."""
+    """Return the instruction's plan if it matches the run config; None for a run in the clear. Raises WireError."""
     order, config = assignment.order, assignment.config.secure
     if bool(order.secure) != config.enabled:
         asked = "a plan" if config.enabled else "none"
@@ -138,7 +138,7 @@ class SecureClientRound:
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
-    """Return the client round with the plan that this site accepts; None if clear. Raises PolicyError, WireError."""
+    """Return the client round with its accepted plan; None if in the clear. Raises PolicyError, WireError."""
     plan = read_attempt_plan(assignment)
     if plan is None:
         return None

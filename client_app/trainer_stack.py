@@ -1,15 +1,15 @@
-"""Build the trainer that a method gets: the task's trainer inside the wrappers that site and run ask for.
+"""Build a method's trainer: the task's trainer inside the wrappers that the site and the run require.
 
-The table lists them from the outermost inward, each with its reason:
+The table lists them from the outermost inward:
 
-| wrapper | when | what it does |
+| wrapper | when | effect |
 |---|---|---|
 | NoisyTrainer | `dp.*` | adds noise to the clipped gradients that the site's ledger was charged for |
-| GradientsOnlyTrainer over ChargedGradientSource | a guarantee, no deterministic run | no look at a row uncharged |
-| ExampleCounter | always | counts the rows that all of the above used |
+| GradientsOnlyTrainer over ChargedGradientSource | a guarantee, no deterministic run | no uncharged use of an example |
+| ExampleCounter | always | counts the examples used by all of the above |
 | BroadcastGuard | always | refuses first weights that the policy does not permit |
-| HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; its rows are not counted |
-| the task's trainer | always | trains on the rows that are not held out |
+| HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; these examples are not counted |
+| the task's trainer | always | trains on the examples that are not held out |
 
 A deterministic run is not charged, because its seeded noise protects no one.
 """
@@ -40,7 +40,7 @@ from fedveil.training.per_example import PerExampleLoss
 
 @dataclass(frozen=True)
 class TrainerStack:
-    """The outermost trainer, and the two wrappers that are asked after the training."""
+    """The outermost trainer, and the two wrappers that are queried after the training."""
 
     trainer: Trainer
     counter: ExampleCounter
@@ -54,13 +54,13 @@ def build_trainer(
     context: RoundContext,
     watch: Watch,
 ) -> TrainerStack:
-    """Wrap the task's trainer as the table above says, from the last line to the first.
+    """Wrap the task's trainer as in the table above, from the last line to the first.
 
     Raises ConfigError, StateError.
     """
 
     def initial() -> Weights:
-        return loaded.task.initial(rng.initial_stream(config.run.seed, "weights"))  # what the run begins with
+        return loaded.task.initial(rng.initial_stream(config.run.seed, "weights"))  # the run's initial weights
 
     assignment, config = round_.assignment, round_.assignment.config
     trainer: Trainer = loaded.task.trainer(data.split.trained, context.rng("batches"), watch, context.round)
@@ -86,9 +86,9 @@ def build_trainer(
 
 
 def refuse_score(round_: ClientRound, data: SiteData) -> int:
-    """Return why this site gives no score of held-out rows, a key of `held_out_report.REFUSALS`.
+    """Return the reason why this site reports no held-out score, a key of `held_out_report.REFUSALS`.
 
-    0: it gives one, and has counted it.
+    0: it reports one, and has counted it.
     """
     if not round_.policy.max_scores:
         return held_out_report.NOT_PERMITTED

@@ -1,6 +1,6 @@
-"""The ServerApp. It checks the run before it contacts any node; `run` says the steps.
+"""The ServerApp. It checks the run before it contacts any node; `run` lists the steps.
 
-The reason of a refusal is one line in the run's log and in the run folder's status.json.
+The reason for a refusal is one line in the run's log and in the run folder's status.json.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """One run."""
-    # Imported here: Flower imports this module also where no run starts, and what a run needs is heavy.
+    """Run one federated run."""
+    # Imported here because Flower also imports this module where no run starts, and a run's imports are slow.
     from fedveil.server_app.run import run_federation
 
     run_federation(grid, context.run_config, context.run_id)

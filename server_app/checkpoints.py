@@ -1,7 +1,7 @@
-"""Read what a resumed run finds in its folder: its checkpoint, unfinished attempts and best checkpoint.
+"""Read a resumed run's folder: its checkpoint, unfinished attempts and best checkpoint.
 
-A run that ends with its best round's model keeps that round's checkpoint under another name, as a link. The link
-takes no space of its own until that checkpoint has been replaced twice. The previous best one stays until the next
+A run that ends with its best round's model stores that round's checkpoint under another name, as a link. The link
+takes no extra space until that checkpoint has been replaced twice. The previous best one stays until the next
 round, because a resume may go back by one round.
 """
 
@@ -27,7 +27,7 @@ CHECKPOINT, BEFORE, _DAMAGED = (
 _BEST = re.compile(r"best-(\d{1,9})\.safetensors")
 _LINES = ("metrics.jsonl", disclosure_ledger.NAME, "resumes.jsonl", "tap/index.jsonl")
 _WITHOUT = 'resume with evaluate.select-model = "last" to end with the last round\'s model'
-_LONGEST = 300  # characters of a torn line that are kept
+_LONGEST = 300  # maximum characters stored of a torn line
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -36,7 +36,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def require_new(folder: Path) -> None:
-    """Raises StateError where a run, or anything else, lies in the folder of a new run."""
+    """Raise StateError if the folder of a new run contains a run or anything else."""
     if (folder / "status.json").exists() or (folder / "id").exists():
         begun = has_checkpoint(folder) or (folder / disclosure_ledger.NAME).exists()
         unbegun = (
@@ -50,7 +50,7 @@ def require_new(folder: Path) -> None:
 
 
 def repair_folder(folder: Path) -> dict[str, Any]:
-    """Makes a folder whole again. Returns what had ended the process before, and the lines that it had left torn."""
+    """Repair a folder after a crash. Return why the previous process ended, and the torn lines that it left."""
     status: dict[str, Any] = {}
     try:
         status = dict(json.loads((folder / "status.json").read_text()))
@@ -68,12 +68,12 @@ def repair_folder(folder: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[FederatedState, str]:
-    """The state in the last checkpoint that can be read, and a warning if that is not the last one.
+    """Return the state in the last readable checkpoint, and a warning if that is not the newest one.
 
-    A checkpoint that cannot be read is set aside. Sites let a server go back by one round.
+    An unreadable checkpoint is set aside. Sites let a server go back by one round.
 
     Raises:
-        StateError: none can be read.
+        StateError: no checkpoint is readable.
     """
     try:
         return load_state(folder / CHECKPOINT), ""
@@ -88,11 +88,11 @@ def newest_checkpoint(folder: Path) -> tuple[FederatedState, str]:
 
 
 def keep_best(folder: Path, best: int | None, now: int) -> None:
-    """Keeps the checkpoint of round `best` for the end, where the last one that can be read is of round `now`.
+    """Preserve the checkpoint of round `best` for the end, if the last readable one is of round `now`.
 
     Raises:
-        StateError: the best round is an earlier one, and its checkpoint is gone.
-        OSError: the folder cannot be written.
+        StateError: the best round is an earlier one, and its checkpoint is missing.
+        OSError: the folder is not writable.
     """
     if best is None:
         return
@@ -114,7 +114,7 @@ def best_file(folder: Path, round_: int) -> Path:
 
 
 def best_state(folder: Path, round_: int) -> FederatedState:
-    """The server's state after the best round. Raises StateError where it cannot be read."""
+    """Return the server's state after the best round. Raises StateError if it cannot be read."""
     try:
         saved = load_state(best_file(folder, round_))
     except StateError as error:
@@ -126,7 +126,7 @@ def best_state(folder: Path, round_: int) -> FederatedState:
 
 
 def sealed_id(name: str) -> bytes:
-    """The content of the file `id`: the id and its checksum."""
+    """Return the content of the file `id`: the id and its checksum."""
     return f"{name} {xxhash.xxh3_64_hexdigest(name.encode())}\n".encode()
 
 
@@ -143,7 +143,7 @@ def _is_id(folder: Path) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of a JSON-lines file; [] where there is none. Raises StateError naming a line that is none."""
+    """Return every line of a JSON-lines file; [] if there is no file. Raises StateError naming an invalid line."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
@@ -158,7 +158,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def resume_mark(folder: Path, round_: int) -> dict[str, Any]:
-    """The line of metrics.jsonl that says: here the run was resumed with `round_`, after so many messages."""
+    """Return the line of metrics.jsonl that marks a resume of the run with `round_`, after so many messages."""
     return {
         "round": round_,
         "resumed": True,
@@ -167,7 +167,7 @@ def resume_mark(folder: Path, round_: int) -> dict[str, Any]:
 
 
 def interrupted_attempts(folder: Path) -> list[dict[str, Any]]:
-    """The attempts that exchanged messages and have no line in metrics.jsonl, in the form of a RoundRecord."""
+    """Return the attempts that exchanged messages but have no line in metrics.jsonl, in the form of a RoundRecord."""
     rows, messages = (
         read_lines(folder / "metrics.jsonl"),
         disclosure_ledger.read_messages(folder / disclosure_ledger.NAME),

@@ -1,4 +1,4 @@
-"""Decide how a run ends: its final model and card, why it stops early, and why it has failed."""
+"""Decide how a run ends: its final model and card, and the reasons for an early stop or a failure."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 
 @final
 class BestRoundTracker:
-    """The rounds of a run that counted, and which of them is best.
+    """The rounds of a run that counted, and the best of them.
 
     Attributes:
-        done: the last round that counted; -1 before it.
-        best: of the rounds so far, as `choice` has it.
-        told: whether the caller of `MethodStrategy.start` said after the last round to stop.
-        final: scores of the model that the run ends with, where no round's line has them whole.
+        done: the last round that counted; -1 before the first.
+        best: the best round so far, by `choice`.
+        told: true if the caller of `MethodStrategy.start` requested a stop after the last round.
+        final: scores of the run's final model, if no round's line contains all of them.
     """
 
     def __init__(self, choice: ModelSelection | None, folder: Path | None) -> None:
-        """`folder`: the run's; without one nothing can be kept, and a choice that keeps the best is refused.
+        """Set up the tracker. `folder` is the run's; without one, a choice that ends with the best round is refused.
 
         Raises:
-            ConfigError: as said.
+            ConfigError: the choice needs a folder.
         """
         if choice and choice.keep and folder is None:
             raise ConfigError(
@@ -48,7 +48,7 @@ class BestRoundTracker:
         self._kept: int | None = None
 
     def resume(self, loop: Mapping[str, Any]) -> None:
-        """Goes on from what `saved` gave a checkpoint. Raises StateError where the best round's model is gone."""
+        """Continue from what `saved` put into a checkpoint. Raises StateError if the best round's model is missing."""
         self.done = int(loop["round"])
         if self._choice:
             self.best = BestEvaluation.read(loop.get("best") or {})
@@ -59,18 +59,18 @@ class BestRoundTracker:
         return {"best": self.best.saved()} if self._choice else {}
 
     def scored(self, round_: int, scores: Scores) -> None:
-        """A round counts; it has these scores, {} where it was not scored."""
+        """Count a round with these scores, {} if it was not scored."""
         self.done = round_
         if self._choice:
             self.best = self.best.after(self._choice, round_, scores)
 
     def keep(self) -> None:
-        """Keeps the best round's checkpoint, which is the last one or was kept before. Raises as `keep_best`."""
+        """Preserve the best round's checkpoint: the last one, or one preserved before. Raises like `keep_best`."""
         if self._folder and self._choice and self._choice.keep:
             checkpoints.keep_best(self._folder, self.best.round, self.done)
 
     def replaced(self) -> FederatedState | None:
-        """The state that the run ends with, where it is not that of the last round. Raises StateError."""
+        """Return the run's final state if it is not the last round's. Raises StateError."""
         self._kept, best = self.done, self.best.round
         if self._folder is None or self._choice is None or not self._choice.keep or best in (None, self.done):
             return None
@@ -78,11 +78,11 @@ class BestRoundTracker:
         return checkpoints.best_state(self._folder, best)
 
     def is_unscored(self, rounds: int) -> bool:
-        """Return whether the kept model lacks a last round's scores, including generated texts if requested."""
+        """Return whether the selected model lacks a last round's scores, including generated texts if requested."""
         return self._choice is not None and self._kept != rounds - 1
 
     def stopped(self, rounds: int) -> str:
-        """Why no further round comes, in words; "" if one does, or all are done."""
+        """Explain why no further round follows; "" if one does, or all are done."""
         if self.done >= rounds - 1:
             return ""
         if self.told:
@@ -90,7 +90,7 @@ class BestRoundTracker:
         return self.best.stopped(self._choice, self.done) if self._choice else ""
 
     def scores(self, attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the scores of the run's final server model: each metric's last value up to its round."""
+        """Return the scores of the run's final server model: each metric's last value up to the model's round."""
         last_scores: dict[str, float] = {}
         for row in attempts:
             if self._kept is None or row["round"] <= self._kept:
@@ -101,7 +101,7 @@ class BestRoundTracker:
     def about(self) -> dict[str, Any]:
         """Return the entries for status.json.
 
-        They are the best round so far and, at the end, the round whose model was kept and its scores.
+        They are the best round so far and, at the end, the selected model's round and its scores.
         """
         if self._choice is None:
             return {}
@@ -110,7 +110,7 @@ class BestRoundTracker:
 
 
 def failure_reason(error: BaseException, folder: Path) -> str:
-    """The reason for status.json: what happened, what to lower, and the command that resumes the run, if one does."""
+    """Return the reason for status.json: the failure, what to lower, and the command that resumes the run, if any."""
     reason = str(error) if isinstance(error, FedVeilError) else f"{type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and not error.code):
         reason = process_exit.TOLD_TO_END  # Flower answers a signal by SystemExit: 0
@@ -123,7 +123,7 @@ def failure_reason(error: BaseException, folder: Path) -> str:
         reason += "; the server's disk is full: free space"
     elif process_exit.is_out_of_memory(error):
         reason += f"; {process_exit.LOWER}"
-    elif process_exit.ExitCause.MEMORY in reason:  # so a site has answered
+    elif process_exit.ExitCause.MEMORY in reason:  # a site reported it
         reason += f"; {process_exit.LOWER_AT_SITE}"
     if isinstance(error, ConfigError) or not checkpoints.has_checkpoint(folder):
         return reason
@@ -131,11 +131,11 @@ def failure_reason(error: BaseException, folder: Path) -> str:
 
 
 def leave_card(run: RunFolder, config: RunConfig, method: Method, course: BestRoundTracker) -> None:
-    """Writes the card of a run that has just ended, and its digest to the audit log. No attack was run yet.
+    """Write the card of a run that has just ended, and its digest to the audit log. No attack was run yet.
 
     Raises:
-        OSError: it cannot be written.
-        StateError: the run's own record is damaged.
+        OSError: the card cannot be written.
+        StateError: the run's record is damaged.
     """
     from fedveil.cards import collect
     from fedveil.cards.card import AuditSection, DeclaredFacts

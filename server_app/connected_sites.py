@@ -1,4 +1,4 @@
-"""The connected sites: Flower's nodes by their registered names, and the wait until there are enough of them."""
+"""The connected sites: map Flower's nodes to registered names, and wait until there are enough of them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _POLL_SECONDS = 0.25
 _SILENT = re.compile("no (reply|answer) within ")
 _POLICY = "its policy"
 _REFUSES = {"PolicyError: ": _POLICY, "BudgetError: ": "its ledger"}
-_NAMED = 5  # sites in an error
-_GONE_SECONDS = 62.0  # for a minute after its last sign of life Flower has a SuperNode as connected
+_NAMED = 5  # maximum number of sites named in an error
+_GONE_SECONDS = 62.0  # Flower treats a SuperNode as connected for a minute after its last sign of life
 
 
 def connected_sites(grid: Grid) -> dict[str, int]:
@@ -63,7 +63,7 @@ def wait_for(
     """Wait for at least `count` sites and return those connected.
 
     Raises:
-        QuorumError: too few sites after `seconds`; it names the settings in `because`, which require them.
+        QuorumError: too few sites after `seconds`; the error names the settings in `because`, which require them.
     """
     end = time.monotonic() + seconds
     while len(sites := connected_sites(grid)) < count:
@@ -79,19 +79,19 @@ def wait_for(
 def await_quorum(
     grid: Grid, round_: int, quorum: int, cohort: CohortConfig, before: RoundRecord | None, folder: RunFolder | None
 ) -> None:
-    """Waits until a round can succeed: no site shall train for one that cannot.
+    """Wait until a round can succeed, so that no site trains for a round that cannot.
 
-    Sites that refused the last attempt, as their policy or their ledger has it, will refuse the next one too: they are
-    not waited for. One that was silent may be dead: it counts once it was gone and is back, or Flower would have
-    noticed.
+    Sites whose policy or ledger refused the last attempt will also refuse the next one, so the server does not wait
+    for them. A site that did not reply may be dead: it counts once it was disconnected and is back, or once Flower
+    would have noticed.
 
     Args:
-        quorum: of the round.
-        before: the attempt before this one.
-        folder: where the wait is told.
+        quorum: the quorum of the round.
+        before: the previous attempt.
+        folder: the run folder, in which the wait is recorded.
 
     Raises:
-        QuorumError: it could not within cohort.wait-seconds.
+        QuorumError: no round could succeed within cohort.wait-seconds.
     """
     began = time.monotonic()
     end, refused = began + cohort.wait_seconds, refusing_sites(before)
@@ -119,14 +119,14 @@ def await_quorum(
 
 
 def refusing_sites(attempt: RoundRecord | None) -> dict[str, str]:
-    """Return by site what refused the attempt there, "its policy" or "its ledger"."""
+    """Return by site what refused the attempt there: "its policy" or "its ledger"."""
     failed = attempt.failed if attempt else {}
     refusals = ((site, by) for site, why in failed.items() for start, by in _REFUSES.items() if why.startswith(start))
     return dict(refusals)
 
 
 def suggest_remedy(before: RoundRecord | None) -> str:
-    """The next step where sites are missing, by what became of the last attempt."""
+    """Suggest the next step for missing sites, from the outcome of the last attempt."""
     refused, failed = refusing_sites(before), before.failed if before else {}
     if not refused:
         if failed and not any(_SILENT.match(why) for why in failed.values()):

@@ -1,15 +1,15 @@
-"""Scores the models that a method deploys on the server's own test data, and says which round's is the best.
+"""Score a method's models on the server's test data, and select the best round.
 
 | evaluations so far | `BestEvaluation` |
 |---|---|
-| none, or none with a finite value | no round; nothing is kept but the last model |
-| one that is better than all before | its round |
-| one as good as the best | the earlier round |
-| one that is better, by less than evaluate.min-delta | its round; yet for evaluate.patience it is no improvement |
-| a round that is not scored | as before it; it does not count for evaluate.patience |
-| the model before round 0 | it is scored and is no candidate: no site has had a part in it |
+| none, or none with a finite value | no round; only the last model is stored |
+| one that is better than all before | that round |
+| one equal to the best | the earlier round |
+| one that is better by less than evaluate.min-delta | its round, but no improvement for evaluate.patience |
+| a round that is not scored | unchanged; it does not count for evaluate.patience |
+| the model before round 0 | it is scored but is no candidate: no site has contributed to it |
 
-The choice costs no privacy: it looks at the server's own data, and at models that the server has anyway.
+The choice costs no privacy: it uses only the server's own data, and models that the server has anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Scores = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class ServerEvaluator:
-    """Scores by view, in the rounds that the config names. `task` has the adapter of the server's model."""
+    """Scores models by view, in the rounds that the config names. `task` has the adapter of the server's model."""
 
     task: Task
     examples: Examples
@@ -40,7 +40,7 @@ class ServerEvaluator:
 
     @classmethod
     def from_config(cls, task: Task, config: RunConfig) -> ServerEvaluator | None:
-        """None if the server has no test data. Raises TaskError if task.evaluation names data that is missing."""
+        """Build the evaluator; None without test data. Raises TaskError if task.evaluation names missing data."""
         if not config.task.evaluation:
             return None
         with tables.columns_named_by("task.evaluation"):
@@ -48,7 +48,7 @@ class ServerEvaluator:
         return cls(task, examples, config.evaluate, config.run.rounds)
 
     def scores(self, method: Method, server: FederatedState, round_: int) -> Scores:
-        """{view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""
+        """Return {view: {metric: value}}; empty in a round that is not scored. Round -1 is the model before round 0."""
         last = round_ == self.rounds - 1
         due = last or (self.config.every > 0 and (round_ + 1) % self.config.every == 0)
         if not due:
@@ -66,12 +66,12 @@ class ServerEvaluator:
 
 @dataclass(frozen=True)
 class ModelSelection:
-    """The settings by which a run chooses its final model and stops early.
+    """The settings with which a run chooses its final model and stops early.
 
     Attributes:
-        name, metric: the score of the server's model that decides.
+        name, metric: identify the deciding score of the server's model.
         keep: end the run with the best round's model.
-        patience, min_delta: as in evaluate.*.
+        patience, min_delta: see evaluate.*.
     """
 
     name: str
@@ -82,10 +82,10 @@ class ModelSelection:
 
     @classmethod
     def from_config(cls, config: RunConfig, metrics: Metrics) -> ModelSelection | None:
-        """None where the config asks for nothing. `metrics`: those of the task.
+        """Build it from the config; None if no setting asks for it. `metrics` are those of the task.
 
         Raises:
-            ConfigError: a metric that the task or its evaluations do not have, or evaluations that there are not.
+            ConfigError: a metric that the task or its evaluations lack, or evaluations that do not exist.
         """
         asked, name = config.evaluate, config.evaluate.metric
         if name not in metrics:
@@ -117,13 +117,13 @@ class ModelSelection:
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The best of the evaluations so far.
+    """The best evaluation so far.
 
     Attributes:
-        round: of the best model, 0-based; None before the first finite value.
-        value: its score.
-        reference: the score that the next improvement must pass by evaluate.min-delta.
-        waited: evaluations in a row without such an improvement.
+        round: round of the best model, 0-based; None before the first finite value.
+        value: the score of that model.
+        reference: the score that the next improvement must exceed by evaluate.min-delta.
+        waited: number of consecutive evaluations without such an improvement.
     """
 
     round: int | None = None
@@ -146,7 +146,7 @@ class BestEvaluation:
         }  # fmt: skip
 
     def after(self, choice: ModelSelection, round_: int, scores: Mapping[str, Mapping[str, float]]) -> BestEvaluation:
-        """The best after a round with these scores, by view."""
+        """Return the best evaluation after a round with these scores, by view."""
         server_scores = scores.get("server")
         if not server_scores:
             return self
@@ -163,7 +163,7 @@ class BestEvaluation:
         return replace(best, reference=now, waited=0)
 
     def stopped(self, choice: ModelSelection, done: int) -> str:
-        """Why a run stops after round `done`, in words; "" if it goes on."""
+        """Explain why a run stops after round `done`; "" if it continues."""
         if not 0 < choice.patience <= self.waited:
             return ""
         least = f" by {choice.min_delta:g} or more" if choice.min_delta else ""

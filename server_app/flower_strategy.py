@@ -1,9 +1,9 @@
-"""The only Flower strategy: it turns a Method's calls into messages, and replies into uploads.
+"""The only Flower strategy: it translates a Method's calls into messages, and replies into uploads.
 
-`MethodStrategy(FedRand(rho=0.5)).start(grid, initial_arrays, num_rounds)` works in any ServerApp. `start` runs our own
-loop. It adds up replies one by one as they arrive, so memory stays O(model). A round ends at its deadline with the
-sites that have answered; a round below the quorum is repeated with a new cohort; and every refusal is recorded with its
-reason. The five methods of Flower's interface do the same work for a caller that has its own loop.
+`MethodStrategy(FedRand(rho=0.5)).start(grid, initial_arrays, num_rounds)` works in any ServerApp. `start` runs its own
+loop, which adds up replies one by one as they arrive, so memory stays O(model). A round ends at its deadline with the
+sites that have replied; a round below the quorum is repeated with a new cohort; every refusal is recorded with its
+reason. The five methods of Flower's interface do the same work for a caller with its own loop.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class MethodStrategy(Strategy):
     """Runs one method over Flower.
 
     Args:
-        method: with its hyper-parameters.
-        settings: of the loop.
-        folder: where the run is recorded; None records nothing.
-        scores: gives the scores of a server state after a round (round -1: before round 0).
-        spec: what the task trains, with the tensors' places in the model; by default the spec of the initial weights.
-        device: where a method with `on_device` makes what is sent; None: on the CPU.
-        save: writes the server's last model to the run folder as other programs load it; None writes none.
+        method: the method with its hyper-parameters.
+        settings: the settings of the loop.
+        folder: the folder in which the run is recorded; None records nothing.
+        scores: returns the scores of a server state after a round (round -1: before round 0).
+        spec: the parameters that the task trains, with their places in the model; by default from the initial weights.
+        device: where a method with `on_device` builds its messages; None: on the CPU.
+        save: writes the server's last model to the run folder in a form that other programs load; None writes none.
         signer: signs the instructions and verifies the replies in `start` and `run`; None: nothing is signed.
     """
 
@@ -63,11 +63,11 @@ class MethodStrategy(Strategy):
         self.rounds = RoundLoop(method, settings or RunSettings(), folder, scores, spec, device, signer)
         self._save = save
         self._initialised = False
-        self._open: tuple[RoundAttempt, dict[str, int]] | None = None  # for a caller that has its own loop
+        self._open: tuple[RoundAttempt, dict[str, int]] | None = None  # for a caller with its own loop
 
     @property
     def cohort(self) -> CohortConfig:
-        """Return the settings that decide which sites take part."""
+        """Return the settings that select the participating sites."""
         return self.rounds.settings.cohort
 
     @property
@@ -86,14 +86,15 @@ class MethodStrategy(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
         should_stop: Callable[[int, Result], bool] | None = None,
     ) -> Result:
-        """Runs all rounds. Arguments and result are Flower's; `timeout` is one more bound on a round's deadline.
+        """Run all rounds. Arguments and result are Flower's; `timeout` is an additional bound on a round's deadline.
 
-        `should_stop`, as from Flower 1.43 on: asked after every round that counted, with its number (from 1) and what
-        there is by then, the model among it. Where it says yes the run ends as after its last round, and
-        `rounds.course.stopped` says why in words. A run that is resumed goes on after that round, and asks again.
+        `should_stop`, as in Flower 1.43 and later, is called after every round that counted, with its number (from 1)
+        and the results so far, including the model. If it returns true, the run ends as after its last round, and
+        `rounds.course.stopped` has the reason. A resumed run continues after that round, and calls it again.
 
         Raises:
-            ConfigError: there is an `evaluate_config`. Uploads carry what clients measure, so no message would use it.
+            ConfigError: there is an `evaluate_config`. Uploads contain the clients' metrics, so no message would use
+                it.
             QuorumError: there are too few sites, or too few accepted uploads in every attempt at a round.
         """
         if evaluate_config:
@@ -122,9 +123,9 @@ class MethodStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         done: Callable[[int, RoundRecord | None], None] = lambda server_round, record: None,
     ) -> None:
-        """The same from the weights that the rounds were initialised with, without Flower's copies of the model.
+        """Run all rounds from the weights that `rounds` was initialized with, without Flower's copies of the model.
 
-        `done` is called with 0 and None before round 0, and with Flower's number of a round and its record after it.
+        `done` is called with 0 and None before round 0, and with Flower's round number and its record after each round.
         Raises QuorumError as `start` does.
         """
         self.summary()
@@ -145,16 +146,16 @@ class MethodStrategy(Strategy):
         if self.rounds.folder:
             self.rounds.folder.final(self.rounds.method.models(self.rounds.server), self._save)
 
-    # Flower's interface, for a caller that has its own loop
+    # Flower's interface, for a caller with its own loop
 
     def summary(self) -> None:
-        """Logs the method and its cohort."""
+        """Log the method and its cohort."""
         log(INFO, "FedVeil: %s; %r", self.rounds.method, self.cohort)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
+        """Return the messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
         if self.rounds.settings.secure.enabled:
             raise ConfigError("secure.enabled: expected false in a loop of the caller's own, found true; call start()")
         if not self._initialised:
@@ -167,9 +168,9 @@ class MethodStrategy(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Add up the replies. Below the quorum return (None, None), which keeps the model.
+        """Add up the replies. Below the quorum return (None, None), which leaves the model unchanged.
 
-        The caller's loop has read them by Flower's own classes, without the checks of server_app/reception.py.
+        The caller's loop has read them with Flower's own classes, without the checks of server_app/reception.py.
         """
         if self._open is None:
             raise ConfigError(
@@ -183,11 +184,11 @@ class MethodStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """No messages: uploads carry the clients' evaluation."""
+        """Return no messages: uploads contain the clients' evaluation."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """None: uploads carry the clients' evaluation."""
+        """Return None: uploads contain the clients' evaluation."""
         return None
 
     def _initialise(self, arrays: ArrayRecord) -> None:
@@ -199,7 +200,7 @@ class MethodStrategy(Strategy):
 
 
 def _mean_report(record: RoundRecord) -> MetricRecord:
-    """The mean of each figure over the sites that report it, weighted with their examples, or rows held out."""
+    """Return the mean of each metric over the reporting sites, weighted by their examples or held-out rows."""
     mean = {}
     unaveraged = {"num_examples", held_out_report.ROWS, held_out_report.REFUSED}
     for name in sorted({name for report in record.reports.values() for name in report} - unaveraged):

@@ -1,7 +1,7 @@
-"""The messages of one attempt on record: disclosure.jsonl, the audit log, progress.json and the capture.
+"""Record the messages of one attempt: disclosure.jsonl, the audit log, progress.json and the capture.
 
 A round's result is recorded at its end (rounds.py). A message is recorded at once: the server may be killed in the
-middle of the round, and what has left a site by then must stand in its files.
+middle of the round, and its files must list everything that has left a site by then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RunMessageRecorder:
     """The `MessageRecorder` of an attempt of a run.
 
     Attributes:
-        folder: the run's; None records nothing.
+        folder: the run folder; None records nothing.
         capture: stores whole messages; None stores none.
         cohort: all sites of the attempt, for progress.json.
     """
@@ -51,15 +51,13 @@ class RunMessageRecorder:
         site_log: str,
         signed: Mapping[str, str | int],
     ) -> None:
-        """Record a site's upload that is about to be added up, with the anchor of the site's own log and what the site
-        signed.
-        """
+        """Record an upload that is about to be added up, the anchor of the site's log and the signed data."""
         evidence = {"signed": dict(signed)} if signed else {}
         self._disclose(ctx, disclosed, "up", "accepted", {"site_log": site_log, **evidence})
         self._store(ctx, data, "up", accepted=True)
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
-        """Record that there is no upload of a site."""
+        """Record that a site has no upload."""
         self._audit(ctx, "failed", {"reason": reason})
 
     def record_refused(self, ctx: RoundContext, reason: str, data: Buffer, up_bytes: int) -> None:

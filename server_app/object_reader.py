@@ -1,24 +1,24 @@
-"""Strict reading of one reply's objects, from its root down, by the heads of the objects alone.
+"""Read one reply's objects strictly, from its root down, using only the objects' own headers.
 
-Flower's own reader believes the objects, not what the SuperLink has checked beside them: an object of another type ends
-a run, and an Array that names one slice 2,400 times becomes 3.1 GB. Here each object is hashed before it is parsed, and
-has to have the form that FedVeil's sites make (fedveil/wire/flower_objects.py). The tree that the SuperLink sends along
+Flower's own reader trusts the objects, not the announcement that the SuperLink checked: an object of another type ends
+a run, and an Array that names one slice 2,400 times becomes 3.1 GB. Here each object is hashed before it is parsed,
+and must have the form that FedVeil's sites create (fedveil/wire/flower_objects.py). The tree that the SuperLink sends
 is not used.
 
 Formal guarantees, for a reply of at most `max_bytes`:
 - memory: the upload itself, and one slice for each of two threads;
-- the bytes of an upload are those whose SHA-256 its slices have for names, in order, repeated slices counted;
-- an object that is no part of the upload is not pulled.
+- the bytes of an upload are those whose SHA-256 hashes name its slices, in order, repeated slices included;
+- an object that is not part of the upload is not pulled.
 
 | reply | result |
 |---|---|
-| other metadata inside than those announced | WireError that names the field |
-| a root that is no Message, or none that can be parsed | WireError |
-| another record than "fedveil", "log" and "signature" | WireError with their names |
-| more bytes than `max_bytes`, repeats counted | WireError, before a slice is pulled |
-| a slice that is shorter than a slice and not the last | WireError |
+| metadata other than announced | WireError that names the field |
+| a root that is not a Message or cannot be parsed | WireError |
+| a record other than "fedveil", "log" and "signature" | WireError with their names |
+| more bytes than `max_bytes`, repeats included | WireError, before a slice is pulled |
+| a short slice that is not the last | WireError |
 | an object that has not been pushed yet | IncompleteReplyError |
-| an object that the SuperLink has no more | LostObjectError |
+| an object that the SuperLink no longer has | LostObjectError |
 | a log record without a head of an audit log | the upload, with "" in its place |
 """
 
@@ -46,11 +46,11 @@ _ANNOUNCED = ("run_id", "src_node_id", "dst_node_id", "reply_to_message_id", "gr
 
 
 class IncompleteReplyError(WireError):
-    """An object of a reply that has been announced and not yet pushed."""
+    """Raised for an object of a reply that was announced but not yet pushed."""
 
 
 class LostObjectError(WireError):
-    """An object of a reply that the SuperLink does not have."""
+    """Raised for an object of a reply that the SuperLink does not have."""
 
 
 @final
@@ -59,11 +59,11 @@ class ObjectReader:
 
     Args:
         pull: returns the bytes of an object. Raises IncompleteReplyError, LostObjectError.
-        max_bytes: of the upload.
-        folder: where a long upload waits for its turn; None: in memory.
+        max_bytes: maximum size of the upload.
+        folder: where a long upload is stored until it is processed; None: in memory.
 
     Attributes:
-        received_bytes: of the slices read so far, for a reply that is refused.
+        received_bytes: size of the slices read so far, for a reply that is refused.
     """
 
     def __init__(self, pull: Callable[[str], bytes], max_bytes: int, folder: Path | None) -> None:
@@ -72,10 +72,10 @@ class ObjectReader:
         self.received_bytes = 0
 
     def read_content(self, announced: ProtoMessage) -> ReplyContent | ReplyError:
-        """Return what is in a reply. Raises WireError, StateError.
+        """Return the content of a reply. Raises WireError, StateError.
 
         Args:
-            announced: as the SuperLink has it: its message id is the root's, its other metadata are checked.
+            announced: the SuperLink's entry: its message id is the root's, its other metadata are checked.
         """
         root, _ = self._object(announced.metadata.message_id, ObjectType.MESSAGE)
         message = _parse_root(root)
@@ -110,7 +110,7 @@ class ObjectReader:
             return dict(ConfigRecord.inflate(content))
         except WireError:
             raise
-        except Exception:  # Flower's parser on foreign bytes
+        except Exception:  # Flower's parser on untrusted bytes
             raise record.fault(ObjectFault.BODY) from None
 
     def _object(self, object_id: str, expected: ObjectType) -> tuple[FlowerObject, bytes]:
@@ -123,7 +123,7 @@ class ObjectReader:
         return flower_objects.parse_object(content, expected, self._slices), content
 
     def _read_slices(self, arrays: list[str]) -> bytearray | mmap:
-        """Return the upload. The last slice tells its length, so that no room is needed for one that is too long."""
+        """Return the upload. The last slice determines its length, so no memory is needed for one that is too long."""
         size, chunk = self._read_array(arrays[-1])
         total = (len(arrays) - 1) * chunking.SLICE_BYTES + size
         if total > self._max_bytes:
@@ -145,7 +145,7 @@ class ObjectReader:
             try:
                 for read in reads:
                     self.received_bytes += read.result()
-            except BaseException:  # also Flower's, of a run that was stopped
+            except BaseException:  # also Flower's exception for a stopped run
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         return whole
@@ -185,7 +185,7 @@ def _parse_root(root: FlowerObject) -> ProtoMessage:
 
 
 def _require_announced(message: ProtoMessage, announced: ProtoMessage) -> None:
-    """Raise WireError unless a message is what the SuperLink has checked: whose it is, of which run, to what."""
+    """Raise WireError unless a message's site, run and instruction are those that the SuperLink has checked."""
     for name in _ANNOUNCED:
         if getattr(message.metadata, name) != getattr(announced.metadata, name):
             raise WireError(f"reply: expected the {name} that its site announced, found another in its object")

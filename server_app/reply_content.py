@@ -1,4 +1,4 @@
-"""What a reply holds: an upload with the head of its site's log and a signature, or an error."""
+"""The content of a reply: an upload with the head of its site's log and a signature, or an error."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ReplyContent:
     """An upload.
 
     Attributes:
-        data: its bytes; in a file of the run folder if it is long.
+        data: its bytes; in a file of the run folder if the upload is long.
         site_log: the head of the site's audit log; "" if the reply has none.
-        signature: the signature record as it came; None if the reply has none.
+        signature: the signature record as received; None if the reply has none.
     """
 
     data: Buffer
@@ -28,14 +28,14 @@ class ReplyContent:
 
 @dataclass(frozen=True)
 class ReplyError:
-    """The reason why there is no upload, in the words of who made the reply: the site, or the SuperLink."""
+    """The reason why there is no upload, as written by the sender: the site or the SuperLink."""
 
     code: int
     reason: str
 
 
 def require_records(names: Iterable[str]) -> None:
-    """Raise WireError unless a reply has the records of an upload and no other."""
+    """Raise WireError unless a reply has exactly the records of an upload."""
     if not {"fedveil"} <= set(names) <= {"fedveil", "log", "signature"}:
         raise WireError(f"reply: expected the record fedveil, and perhaps log and signature, found {sorted(names)[:8]}")
 

@@ -1,22 +1,22 @@
-"""The two ways to a site: Flower's runtime port, and a grid that hands over whole messages (a simulation).
+"""The two routes to a site: Flower's runtime port, and a grid that delivers whole messages (a simulation).
 
-This module alone calls `push_messages` and `pull_messages` of a grid, or its runtime client, and reception.py alone
+Only this module calls `push_messages` and `pull_messages` of a grid or its runtime client, and only reception.py
 imports it.
 
 | | runtime port | grid of messages |
 |---|---|---|
-| which it is | `HttpGrid`, of a deployment | any other `Grid`: of a simulation, or a program in the sites' place |
+| used for | `HttpGrid`, in a deployment | any other `Grid`: a simulation, or a program in place of the sites |
 | a reply is read | object by object (object_reader.py) | from Flower's `Message`: one trust domain |
 | ids in one request | 32: with one, a thousand sites are 4,000 requests a second | 1: the reply comes with it |
-| after reading or dropping | the SuperLink is told to remove the objects | the grid has none |
+| after reading or dropping | the SuperLink gets a request to remove the objects | the grid has none |
 
 | the runtime port | result |
 |---|---|
-| refuses connections, is slow, or answers 503 or 504 | Flower's client asks again, as long as it takes |
-| answers a pull of messages with another status | asked again, each id alone |
-| the same, and every other question too | after 120 s `UnreachableError` |
-| the same, for one object | asked again twice, then it is a fault of the reply |
-| says that the run was stopped | Flower's own exception, which ends the run |
+| refuses connections, is slow, or answers 503 or 504 | Flower's client retries without limit |
+| answers a pull of messages with another status | retried, with each id separately |
+| the same for every other request too | `UnreachableError` after 120 s |
+| the same for one object | retried twice, then it is a fault of the reply |
+| reports that the run was stopped | Flower's own exception, which ends the run |
 | answers with more bytes than an object can have | refused before they are read |
 """
 
@@ -46,19 +46,19 @@ from fedveil.server_app.reply_content import ReplyContent, ReplyError, parse_log
 UNREACHABLE_SECONDS = 120.0
 MAX_OBJECT_RESPONSE_BYTES = 8 << 20  # a slice has 1.3 MB, and the names of 2,040 slices 0.5 MB
 _STATUS_PAUSES = (0.5, 1.0)  # seconds before an object is asked for again
-_UNREACHABLE_PAUSE = 5.0  # seconds at most between two tries
+_UNREACHABLE_PAUSE = 5.0  # maximum seconds between two attempts
 _PULL_OBJECT_PATH = "/v1/runtime/pull-object"
 
 
 @dataclass(frozen=True)
 class ReplyHead:
-    """A message that a source gave, as what it is announced: nothing of its content was read.
+    """The announcement of a received message, before any of its content is read.
 
     Attributes:
-        reply_to: id of the instruction that it says it answers; "" if it is no reply.
-        node_id: of the sender, as Flower has checked it.
-        is_error: it says why there is no reply, or why the SuperLink has none.
-        handle: for the source that gave it.
+        reply_to: id of the instruction that it claims to answer; "" if it is no reply.
+        node_id: node of the sender, checked by Flower.
+        is_error: true if it explains why the site has no reply, or why the SuperLink has none.
+        handle: used by the source that delivered it.
     """
 
     message_id: str
@@ -77,12 +77,12 @@ class ReplyReader(Protocol):
         ...
 
     def read_content(self) -> ReplyContent | ReplyError:
-        """Return what is in the reply. Raises whatever reading foreign bytes may raise."""
+        """Return the content of the reply. Raises whatever reading untrusted bytes may raise."""
         ...
 
 
 class ReplySource(Protocol):
-    """The way on which messages go to sites and replies come back."""
+    """A route that carries messages to sites and replies back."""
 
     @property
     def batch_size(self) -> int:
@@ -90,30 +90,30 @@ class ReplySource(Protocol):
         ...
 
     def push_requests(self, messages: list[Message]) -> list[str]:
-        """Send messages. Return their ids in order, "" for one that was not taken."""
+        """Send messages. Return their ids in order, "" for one that was not accepted."""
         ...
 
     def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
-        """Return the messages that have come, replies to these ids and what was sent to the ServerApp unasked."""
+        """Return received messages: replies to these ids, and unsolicited messages to the ServerApp."""
         ...
 
     def open_reader(self, head: ReplyHead, max_bytes: int, folder: Path | None) -> ReplyReader:
-        """Return the reader of a reply of at most so many bytes. `folder`: for a long upload."""
+        """Return a reader for a reply of at most so many bytes. `folder` is for a long upload."""
         ...
 
     def discard_message(self, head: ReplyHead) -> None:
-        """Forget a message, read or not."""
+        """Drop a message, read or not."""
         ...
 
 
 def open_reply_source(grid: Grid) -> ReplySource:
-    """Return the way to the sites of a grid."""
+    """Return the route to the sites of a grid."""
     return RuntimePortSource(grid) if hasattr(type(grid), "_runtime_client") else MessageGridSource(grid)
 
 
 @final
 class MessageGridSource:
-    """A grid that hands over whole messages."""
+    """A grid that delivers whole messages."""
 
     batch_size = 1
 
@@ -121,11 +121,11 @@ class MessageGridSource:
         self._grid = grid
 
     def push_requests(self, messages: list[Message]) -> list[str]:
-        """Send messages. Return their ids in order, "" for one that was not taken."""
+        """Send messages. Return their ids in order, "" for one that was not accepted."""
         return _pushed_ids(self._grid, messages)
 
     def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
-        """Return the messages that have come."""
+        """Return the received messages."""
         return [_head_of_message(message) for message in self._grid.pull_messages(list(message_ids))]
 
     def open_reader(self, head: ReplyHead, max_bytes: int, folder: Path | None) -> ReplyReader:
@@ -133,7 +133,7 @@ class MessageGridSource:
         return MessageReader(head.handle, max_bytes, folder)
 
     def discard_message(self, head: ReplyHead) -> None:
-        """Do nothing: the grid keeps no message that it has handed over."""
+        """Do nothing: the grid stores no message that it has delivered."""
 
 
 @final
@@ -145,7 +145,7 @@ class MessageReader:
         self.received_bytes = 0
 
     def read_content(self) -> ReplyContent | ReplyError:
-        """Return what is in the reply. Raises WireError, StateError."""
+        """Return the content of the reply. Raises WireError, StateError."""
         message = self._message
         if message.has_error():
             return ReplyError(message.error.code, message.error.reason or "")
@@ -159,7 +159,7 @@ class MessageReader:
 
 @final
 class RuntimePortSource:
-    """The runtime port of a SuperLink, by the client of Flower's `HttpGrid`."""
+    """The runtime port of a SuperLink, through the client of Flower's `HttpGrid`."""
 
     batch_size = 32
 
@@ -169,11 +169,11 @@ class RuntimePortSource:
         self._unanswered_since: float | None = None
 
     def push_requests(self, messages: list[Message]) -> list[str]:
-        """Send messages. Return their ids in order, "" for one that was not taken."""
+        """Send messages. Return their ids in order, "" for one that was not accepted."""
         return _pushed_ids(self._grid, messages)
 
     def pull_heads(self, message_ids: Sequence[str]) -> list[ReplyHead]:
-        """Return the messages that have come. Raises UnreachableError."""
+        """Return the received messages. Raises UnreachableError."""
         try:
             answer = self._client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
         except Exception as error:
@@ -195,7 +195,7 @@ class RuntimePortSource:
         )
         try:
             self._client.ConfirmMessageReceived(request)
-        except Exception as error:  # they stay until the run ends, which harms no round
+        except Exception as error:  # the objects stay until the run ends, which harms no round
             log(WARNING, "a reply's objects stay on the SuperLink: %s", error)
 
     @property
@@ -205,8 +205,8 @@ class RuntimePortSource:
         return client
 
     def _note_failure(self, error: Exception) -> None:
-        """Wait before the next try. Raises UnreachableError after 120 s without an answer."""
-        if self._answers_otherwise():  # then it fails for this reply alone, whose site would end the run by it
+        """Wait before the next attempt. Raises UnreachableError after 120 s without an answer."""
+        if self._answers_otherwise():  # then only this reply fails, whose site could otherwise end the run
             self._unanswered_since = None
             log(WARNING, "the SuperLink cannot say whether a reply has come: %s", error)
             return
@@ -219,7 +219,7 @@ class RuntimePortSource:
         time.sleep(min(0.1 + failing / 4, _UNREACHABLE_PAUSE))
 
     def _answers_otherwise(self) -> bool:
-        """Return whether the port answers a question that no site has a part in."""
+        """Return whether the port answers a request that involves no site."""
         try:
             self._client.GetNodes(GetNodesRequest())
         except Exception:
@@ -244,7 +244,7 @@ class RuntimePortSource:
         return bytes(answer.object_content)
 
     def _ask_for_object(self, request: PullObjectRequest) -> Any:
-        """Return the answer. An answer with a status may be due to this object, and is raised the third time."""
+        """Return the answer. An error status may be due to this object, and is raised at the third attempt."""
         pauses, end = iter(_STATUS_PAUSES), time.monotonic() + UNREACHABLE_SECONDS
         while True:
             try:
@@ -262,7 +262,7 @@ class RuntimePortSource:
 
 @final
 class _RuntimeReader:
-    """Reads a reply of the runtime port. One that the SuperLink made says all beside its object."""
+    """Reads a reply from the runtime port. An error made by the SuperLink has no object to read."""
 
     def __init__(self, reader: ObjectReader, head: ReplyHead) -> None:
         self._reader, self._head = reader, head
@@ -280,7 +280,7 @@ class _RuntimeReader:
 
 def _pushed_ids(grid: Grid, messages: list[Message]) -> list[str]:
     ids = list(grid.push_messages(messages))
-    # Flower's grids give fewer ids where the SuperLink took none of the messages, or not all of a simulation's.
+    # Flower's grids return fewer ids if the SuperLink accepted no message, or not all messages of a simulation.
     return [id_ or "" for id_ in ids] if len(ids) == len(messages) else [""] * len(messages)
 
 
@@ -296,19 +296,19 @@ def _head_of_announced(message: ProtoMessage) -> ReplyHead:
 
 
 def _has_status(error: Exception) -> bool:
-    """Return whether an error of Flower's client is an answer with another status than success."""
+    """Return whether an error of Flower's client is an answer with an error status."""
     return hasattr(getattr(error, "response", None), "status_code")
 
 
 def _bound_responses(http_client: Any) -> None:
-    """Make Flower's HTTP client refuse an object that is too long for one, before it reads it."""
+    """Make Flower's HTTP client refuse an object that is too long, before it reads it."""
     hooks = getattr(http_client, "event_hooks", None)
     if hooks is not None and _refuse_long_object not in hooks["response"]:
         http_client.event_hooks = {**hooks, "response": [*hooks["response"], _refuse_long_object]}
 
 
 def _refuse_long_object(response: Any) -> None:
-    """Raise WireError for an object of more bytes than one has. httpx calls this before it reads the answer."""
+    """Raise WireError for an object above the size limit. httpx calls this before it reads the answer."""
     if not response.request.url.path.endswith(_PULL_OBJECT_PATH) or response.status_code != 200:
         return
     length = response.headers.get("content-length", "")

@@ -1,16 +1,16 @@
-"""One attempt at a round: it makes messages, judges replies and adds up uploads. It returns a value.
+"""One attempt at a round: build messages, validate replies, add up uploads and return the result.
 
-What an attempt comes to is its `AttemptResult`, which the loop records (rounds.py). An attempt that is killed returns
-none, so it also hands each message to a `MessageRecorder` as it leaves or arrives.
+The result of an attempt is its `AttemptResult`, which the loop records (rounds.py). A killed attempt returns
+none, so the attempt also passes each message to a `MessageRecorder` as it leaves or arrives.
 
 | a site ... | its entry in the record's `failed` |
 |---|---|
 | does not answer by the deadline | "no reply within 900 s" |
-| loses its client process, its SuperNode or its reply | what that means, in place of Flower's words |
-| loses its worker, twice in a turn | "WorkerError: the site's worker ended: out of memory", or what else ended it |
-| raises | the kind of its error; the text stays in the site's log |
-| sends what the reception, the envelope or the intake gate refuses | "refused: " field, expected, found |
-| sends what makes this server's own code fail | "refused: " the kind of the error; its text is in the server's log |
+| loses its client process, its SuperNode or its reply | an explanation instead of Flower's text |
+| loses its worker twice in a client round | "WorkerError: the site's worker ended: out of memory", or another cause |
+| raises | the type of its error; the message stays in the site's log |
+| sends content that the reception, the envelope or the validation refuses | "refused: " field, expected, found |
+| sends content that makes the server's code fail | "refused: " the type of the error; its text is in the server's log |
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fedveil.server_app.run_settings import RunSettings
 from fedveil.wire import chunking, envelope
 
 _POLL_SECONDS = 0.25
-_GRACE_SECONDS = 60.0  # a message outlives its round, so that the round says who was late and not Flower
+_GRACE_SECONDS = 60.0  # a message outlives its round, so that the round reports late sites, not Flower
 REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
 _LOST = {  # by Flower's ErrorCode
@@ -63,15 +63,15 @@ _LOST = {  # by Flower's ErrorCode
 
 
 class MessageRecorder(Protocol):
-    """Records the messages of an attempt, each before the attempt goes on: a killed attempt returns no result."""
+    """Records the messages of an attempt before the attempt continues: a killed attempt returns no result."""
 
     @property
     def with_data(self) -> bool:
-        """Return whether whole messages are stored; where not, the attempt keeps none for the recorder."""
+        """Return whether whole messages are stored; otherwise the attempt retains none for the recorder."""
         ...
 
     def record_sent(self, ctx: RoundContext, disclosed: Mapping[str, Any], parts: Sequence[Buffer]) -> str:
-        """Record a message to a site. Return the anchor of the server's audit log, which the site is told."""
+        """Record a message to a site. Return the anchor of the server's audit log, which the message carries."""
         ...
 
     def record_accepted(
@@ -82,12 +82,10 @@ class MessageRecorder(Protocol):
         site_log: str,
         signed: Mapping[str, str | int],
     ) -> None:
-        """Record a site's upload that is about to be added up, with the anchor of the site's own log and what the site
-        signed.
-        """
+        """Record an upload that is about to be added up, the anchor of the site's log and the signed data."""
 
     def record_failed(self, ctx: RoundContext, reason: str) -> None:
-        """Record that there is no upload of a site."""
+        """Record that a site has no upload."""
 
     def record_refused(self, ctx: RoundContext, reason: str, data: Buffer, up_bytes: int) -> None:
         """Record a site's upload that the server does not add up."""
@@ -95,10 +93,10 @@ class MessageRecorder(Protocol):
 
 @dataclass
 class AttemptTally:
-    """Counts what an attempt has come to so far, in the fields of its `RoundRecord`.
+    """Counts the results of an attempt so far, in the fields of its `RoundRecord`.
 
     Attributes:
-        turns: of each upload that passed the gate, by site.
+        turns: client round of each upload that passed validation, by site.
     """
 
     accepted: list[str] = field(default_factory=list)
@@ -118,9 +116,9 @@ class AttemptResult:
     """The result of an attempt.
 
     Attributes:
-        record: without what only a round that counts has: scores and the digest of the weights.
-        state: the server's next state, if the attempt has a quorum; None: there is no sum, or one of too few uploads.
-        turns: by accepted site, the turn of its upload.
+        record: the record without the scores and the digest of the weights, which only a round that counts has.
+        state: the server's next state if the attempt has a quorum; None without a sum or with too few uploads.
+        turns: by accepted site, the client round of its upload.
     """
 
     record: RoundRecord
@@ -130,7 +128,7 @@ class AttemptResult:
 
 @dataclass(frozen=True)
 class _JudgedUpload:
-    """The values that the records need of an upload that passed the gate. `data` is kept for a capture only."""
+    """The values that the records need of a validated upload. `data` is retained only for a capture."""
 
     data: Buffer
     sent: int
@@ -143,19 +141,19 @@ class _JudgedUpload:
 
 @dataclass(frozen=True)
 class RoundAttempt:
-    """One attempt, with all that it needs. It knows neither the run's files nor its other rounds.
+    """One attempt, with everything that it needs. It has no access to the run's files or to other rounds.
 
     Attributes:
-        exchange: the method on its spec.
-        server: the state that is broadcast.
-        settings: of the run: quorum, limits of the intake gate, and what is made of the uploads.
-        address: the run's name, under which sites keep their private state, and the attempt's number.
+        exchange: the method's exchange for its parameter layout.
+        server: the state to broadcast.
+        settings: of the run: quorum, upload limits, and how uploads are aggregated.
+        address: the run's name, under which sites store their private state, and the attempt's number.
         round: 0-based.
-        contexts: one for each site of the cohort.
-        recorder: is given each message as it leaves or arrives.
-        folder: where a long upload waits for its turn; None: in memory.
-        last: each site's last turn whose upload is in `server`.
-        undecided: uploads that passed the gate, by site, until `filter_by_norm` has decided on them.
+        contexts: one context for each site of the cohort.
+        recorder: receives each message as it leaves or arrives.
+        folder: where a long upload is stored until it is processed; None: in memory.
+        last: each site's last client round whose upload is in `server`.
+        undecided: validated uploads, by site, until `filter_by_norm` has decided on them.
         tally: filled in while the attempt runs.
     """
 
@@ -191,7 +189,7 @@ class RoundAttempt:
             record = shared.record(message.parts)
             order = self.build_instruction(ctx, anchor, deadline)
             content = RecordDict({"fedveil": record, "order": order, "config": config})
-            # The fleet port takes no larger reply (fedveil/guard/fleet/announcement.py).
+            # The fleet port accepts no larger reply (fedveil/guard/fleet/announcement.py).
             group = f"{ctx.round}/{self.largest_upload}"
             messages.append(Message(content, nodes[ctx.client], MessageType.TRAIN, ttl=ttl, group_id=group))
         return messages
@@ -201,7 +199,7 @@ class RoundAttempt:
         return round_instruction(self.exchange, self.address.run, ctx, deadline, anchor, self.last.get(ctx.client, ""))
 
     def run(self, uploads: Iterator[AcceptedUpload]) -> AttemptResult:
-        """Add up the uploads, of `iter_uploads` or `iter_given_uploads`. Return the attempt's result."""
+        """Add up the uploads from `iter_uploads` or `iter_given_uploads`. Return the attempt's result."""
         state, tally = self.aggregate(uploads), self.tally
         record = RoundRecord(
             self.round, self.address.attempt, [ctx.client for ctx in self.contexts], tally.accepted, tally.failed,
@@ -213,7 +211,7 @@ class RoundAttempt:
         return AttemptResult(record, state if has_quorum else None, turns)
 
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
-        """Return the next state from uploads in the clear; the same with too few of them."""
+        """Return the next state from uploads in the clear; the unchanged state if there are too few."""
         tally, cohort = self.tally, self.settings.cohort
         sums = aggregation_rules.make_aggregator(self.settings.aggregate)
         if cohort.max_norm_ratio:
@@ -260,7 +258,7 @@ class RoundAttempt:
         """Yield the accepted uploads of replies that a caller's own loop has gathered."""
         waiting = {nodes[ctx.client]: ctx for ctx in self.contexts}
         for reply in replies:
-            # An error that the SuperLink made names none of our nodes; its site then stays in `waiting`.
+            # An error that the SuperLink made names none of the nodes; its site then stays in `waiting`.
             ctx = waiting.pop(reply.metadata.src_node_id, None)
             if ctx is None:
                 continue
@@ -273,8 +271,8 @@ class RoundAttempt:
         """Yield the uploads whose norm is at most cohort.max-norm-ratio times the median of their variant; refuse the
         others.
 
-        Holds all uploads of the round, for the median is not known before the last one. Of a variant with fewer than
-        three uploads none is refused, for a median of two says nothing.
+        Stores all uploads of the round, because the median is not known before the last one. If a variant has fewer
+        than three uploads, none is refused, because a median of two is not meaningful.
         """
         all_uploads = list(uploads)
         by_variant: dict[str, list[float]] = {}
@@ -291,9 +289,10 @@ class RoundAttempt:
                 self._refuse(judged.data, judged.sent, upload.ctx, reason)
 
     def judge_reply(self, reply: ReplyOutcome, ctx: RoundContext) -> AcceptedUpload | None:
-        """Return the upload in a reply. If it is refused, return None, with the reason in the tally.
+        """Return the upload in a reply. For a refused upload, return None and put the reason into the tally.
 
-        It counts as accepted from here on, or, under cohort.max-norm-ratio, once `filter_by_norm` has passed it on.
+        The upload counts as accepted from here on or, under cohort.max-norm-ratio, once `filter_by_norm` has yielded
+        it.
         """
         match reply:
             case LostReply():
@@ -314,7 +313,7 @@ class RoundAttempt:
             message, upload, norm = self._read(data, ctx)
         except (WireError, UploadRefused) as error:
             refused = str(error)
-        except Exception as error:  # whatever one reply does to this code, the round belongs to the other sites too
+        except Exception as error:  # one bad reply must not end the round of the other sites
             log(ERROR, "round %s: judging the reply of %s failed", ctx.round + 1, ctx.client, exc_info=error)
             refused = type(error).__name__
         if refused:
@@ -333,11 +332,11 @@ class RoundAttempt:
 
     @property
     def largest_upload(self) -> int:
-        """The most bytes that a client's message can have."""
+        """Return the maximum size of a client's message in bytes."""
         return self.exchange.largest_upload
 
     def _read(self, data: Buffer, ctx: RoundContext) -> tuple[envelope.DecodedMessage, AcceptedUpload, float]:
-        """The message in `data`, the upload that it is, and that upload's norm. Raises WireError, UploadRefused."""
+        """Return the message in `data`, its upload, and that upload's norm. Raises WireError, UploadRefused."""
         message = self.exchange.receive(data, ctx.round, ctx.address)
         return message, *upload_validation.judge_upload(self.exchange, message, ctx, self.settings.limits)
 
@@ -348,7 +347,7 @@ class RoundAttempt:
         self.tally.reports |= {site: report} if (report := self._report(upload)) else {}
 
     def _report(self, upload: AcceptedUpload) -> dict[str, float]:
-        """Return the figures that a site reports along with its upload."""
+        """Return the metrics that a site reports along with its upload."""
         return {"num_examples": upload.num_examples, **upload.report}
 
     def _refuse(self, data: Buffer, sent: int, ctx: RoundContext, reason: str) -> None:
@@ -378,21 +377,23 @@ def round_instruction(
 
 
 class DeduplicatedSlices:
-    """The slices of an attempt's messages, each stored once, in whichever messages and order they occur."""
+    """The slices of an attempt's messages, each stored once even if it occurs in several messages."""
 
     def __init__(self) -> None:
         self._arrays: dict[bytes, Array] = {}
         self._records: dict[tuple[int, ...], ArrayRecord] = {}
 
     def record(self, parts: list[Buffer]) -> ArrayRecord:
-        """The message's slices, which take the place of its parts: no second copy of it is made. Equal slices are the
-        same objects, and equal messages the same record.
+        """Return a record of the message's slices, which replaces its parts, so the message is not copied.
+
+        Equal slices are the same objects, and equal messages the same record.
+
         """
         arrays: dict[str, Array] = {}
         for i, part in enumerate(chunking.slice_message(chunking.drain_parts(parts))):
             known = self._arrays.setdefault(xxhash.xxh3_128_digest(part), array := _array(part))
             arrays[chunking.slice_key(i)] = known if known is array or known.data == part else array
-        key = tuple(id(array.data) for array in arrays.values())  # the bytes stay as long as this object
+        key = tuple(id(array.data) for array in arrays.values())  # the bytes live as long as this object
         return self._records.setdefault(key, ArrayRecord(arrays))
 
 

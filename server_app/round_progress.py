@@ -1,15 +1,15 @@
-"""Write progress.json of the run folder: the round under way, who was asked, who has answered, since when.
+"""Write progress.json of the run folder: the current round, its start, the sites asked and the replies so far.
 
     {"round": 1, "attempt": 0, "phase": "round", "since": 1795383097.1, "deadline_seconds": 600.0, "quorum": 2,
      "asked": 4, "accepted": 2, "failed": 1, "waiting": ["south"], "reasons": {"west": "refused: ..."}}
 
 | phase | meaning |
 |---|---|
-| "waiting" | no message of the attempt has left: sites are waited for, or asked for keys |
-| "round" | messages have left; with nobody in `waiting` the server adds up and scores |
-| "done" | the attempt stands in metrics.jsonl |
+| "waiting" | no message of the attempt has left: the server waits for sites, or asks them for keys |
+| "round" | messages have left; once `waiting` is empty the server adds up and scores |
+| "done" | the attempt is recorded in metrics.jsonl |
 
-While too few sites take part, `there` is their number. The run waits for more until `until`, but not for those in
+While too few sites take part, `there` is their number. The run waits for more until `until`, except for those in
 `refused`:
 
     {..., "phase": "waiting", "until": 1795383397.1, "there": 2, "refused": {"west": "its policy"}}
@@ -19,8 +19,7 @@ While too few sites take part, `there` is their number. The run waits for more u
 file is small: it names at most `NAMED` missing sites, and as many reasons. Flower allows one reply per message, so
 only the site itself knows how far its training is (`fedveil site status`).
 
-The file is for monitoring only. It is written whole and not synced, and a disk that does not take it stops no
-round.
+The file is for monitoring only. It is replaced atomically but not synced, and a disk error does not stop the round.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ NAMED = 20
 
 @final
 class RoundProgressFile:
-    """Writes the file of one run folder. It is told what the folder is told."""
+    """Writes the file of one run folder. It receives the same events as the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.deadline_seconds, self.quorum, self.unseen = 0.0, 0, False
@@ -59,24 +58,24 @@ class RoundProgressFile:
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes by site of the attempt under way, or of the last one."""
+        """Return bytes by site of the current attempt, or of the last one."""
         return self._sizes
 
     def waits(self, round_: int) -> None:
-        """Record that a round begins and that no site has been asked yet."""
+        """Record that a round begins and that no site was asked yet."""
         self._begin((round_, 0), [])
         self._phase = "waiting"
         self._write()
 
     def awaits(self, there: int, seconds: float, refused: Mapping[str, str]) -> None:
-        """Too few sites take part: `there`. More are waited for, so long, and not for the sites that refused."""
+        """Record that only `there` sites take part, and how long the run waits for more, except for refusing sites."""
         named = dict(islice(refused.items(), NAMED))
         self._awaited = {"until": round(time.time() + seconds, 3), "there": there, "refused": named}
         self._phase = "waiting"
         self._write()
 
     def asked(self, round_: int, attempt: int, cohort: list[str], site: str, size: int) -> None:
-        """A message to one site of the cohort is about to leave."""
+        """Record that a message to one site of the cohort is about to leave."""
         if self._phase != "round" or self._at != (round_, attempt):
             self._begin((round_, attempt), cohort)
             self._phase = "round"
@@ -85,20 +84,20 @@ class RoundProgressFile:
         self._write()
 
     def accepted(self, site: str, size: int) -> None:
-        """A site's upload passed the gate."""
+        """Record that a site's upload passed validation."""
         self._accepted += self._waiting.pop(site, False)
         self._add(site, "upload_bytes", size)
         self._write()
 
     def failed(self, site: str, reason: str, size: int) -> None:
-        """The attempt goes on without a site."""
+        """Record that the attempt continues without a site."""
         self._waiting.pop(site, None)
         self._failed[site] = reason
         self._add(site, "upload_bytes", size)
         self._write()
 
     def done(self) -> None:
-        """The attempt is over and recorded."""
+        """Record that the attempt is over."""
         self._phase = "done"
         self._write()
 

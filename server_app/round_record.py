@@ -10,19 +10,19 @@ from fedveil.records.process_exit import group_by_reason
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One attempt at a round, once it is over.
+    """One finished attempt at a round.
 
     Attributes:
         failed: reason by site, for every site of the cohort whose upload is not in the sums.
-        upload_bytes, download_bytes: of whole messages. Refused uploads count, for they were sent.
-        unlisted: by site bytes up and down, and messages up and down, that disclosure.jsonl does not list: refused
-            uploads, and keys and shares of secure aggregation. Older versions wrote the bytes alone.
+        upload_bytes, download_bytes: of whole messages, including refused uploads, because they were sent.
+        unlisted: by site, bytes and messages up and down that disclosure.jsonl does not list: refused
+            uploads, and keys and shares of secure aggregation. Older versions wrote only the bytes.
         reports: what each accepted site reported, with its num_examples.
-        cut: the examples that count, for a site which claimed more than cohort.max-weight-fraction allows.
-        left_out: accepted sites whose uploads the rule did not choose (aggregate.rule = "multi-krum").
-        unseen: of secure aggregation: sites in the sum, holders and threshold, who opened no shares and why, and why
-            there is no sum, if there is none; {} where uploads are added up in the clear.
-        weights: digest of the deployed weights after the round.
+        cut: the counted examples, for a site that claimed more than cohort.max-weight-fraction allows.
+        left_out: accepted sites whose uploads the rule did not select (aggregate.rule = "multi-krum").
+        unseen: for secure aggregation: sites in the sum, share holders and threshold, holders that revealed no shares
+            and why, and why there is no sum, if there is none; {} if uploads are added up in the clear.
+        weights: digest of the models' weights after the round.
     """
 
     round: int
@@ -43,7 +43,7 @@ class RoundRecord:
 
     @property
     def reasons(self) -> str:
-        """The reasons why uploads are missing, in words."""
+        """Return the reasons for missing uploads as text."""
         reasons = group_by_reason(self.failed)
         reasons += [f"no sum: {self.unseen['reason']}"] if "reason" in self.unseen else []
         return "; ".join(reasons) or f"accepted: {', '.join(self.accepted) or 'none'}"

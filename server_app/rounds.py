@@ -1,9 +1,9 @@
-"""The server's side of a run: its state, and how a round changes it.
+"""The server's side of a run: its state, and how a round changes the state.
 
 A round draws a cohort and adds up the uploads. It counts only with a quorum; below that it is repeated with a new
-cohort. The state changes whole or not at all, and every change is followed by a checkpoint to resume from.
+cohort. The state changes completely or not at all, and every change is followed by a checkpoint to resume from.
 
-An attempt at a round returns an `AttemptResult` (round_attempt.py). This loop alone records it: in the state, the
+An attempt at a round returns an `AttemptResult` (round_attempt.py). Only this loop records it: in the state, the
 history, the run folder and its metrics.
 """
 
@@ -50,11 +50,11 @@ _BACK_OFF_SECONDS = 2.0
 
 
 class RoundLoop:
-    """One run's rounds. Takes the arguments of `MethodStrategy`.
+    """The rounds of one run. Takes the arguments of `MethodStrategy`.
 
     Attributes:
         history: every attempt at a round, in order.
-        course: the rounds that counted, and which of them is best.
+        course: the rounds that counted, and the best of them.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RoundLoop:
         self._signer = signer
         self._device = device if method.on_device else None
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
-        # Sites keep private state under this name, so no other run may have it.
+        # Sites store private state under this name, so no other run may have it.
         self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
         self._capture = folder.tap() if folder and settings.tap else None
         self.history: list[RoundRecord] = []
@@ -80,11 +80,11 @@ class RoundLoop:
         self._exchange: MessageExchange | None = None
         self._unseen: ServerSecAgg | None = None
         self._participated: set[str] = set()
-        self._last: dict[str, str] = {}  # by site: the turn of its last upload that is in the state
+        self._last: dict[str, str] = {}  # by site: the client round of its last upload in the state
         self._secret = rng.derive_secret("server", settings.seed, settings.deterministic)
 
     def initialise(self, weights: Mapping[str, Tensor]) -> None:
-        """Makes the state before round 0."""
+        """Create the state before round 0."""
         spec = self._spec or param_specs_of(weights)
         self._server = self.method.init(spec, weights, rng.initial_stream(self.settings.seed, "method init"))
         self._exchange = MessageExchange(
@@ -96,10 +96,10 @@ class RoundLoop:
             self._unseen = ServerSecAgg.from_config(self._exchange, self.settings.secure, self.run_name, claim)
 
     def resume(self) -> int:
-        """Loads the folder's checkpoint, or writes that before round 0. Returns the next round.
+        """Load the folder's checkpoint, or write the one before round 0. Returns the next round.
 
         Raises:
-            ConfigError: the checkpoint is of a run with other terms (run_fingerprint.py).
+            ConfigError: the checkpoint belongs to a run with other terms (run_fingerprint.py).
             StateError: no checkpoint can be read.
         """
         if self.folder is None or not self.folder.resumed:
@@ -121,29 +121,29 @@ class RoundLoop:
 
     @property
     def _begun(self) -> MessageExchange:
-        """The method on its spec. Raises ConfigError before `initialise`."""
+        """Return the method with its layout. Raises ConfigError before `initialise`."""
         if self._exchange is None:
             raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
         return self._exchange
 
     @property
     def server(self) -> FederatedState:
-        """The server's state. Raises ConfigError before `initialise`."""
+        """Return the server's state. Raises ConfigError before `initialise`."""
         if self._server is None:
             raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
         return self._server
 
     def models(self) -> Weights:
-        """The model that the server holds now."""
+        """Return the current models of the server."""
         return self.method.models(self.server)["server"]
 
     def score_initial(self) -> None:
-        """Scores the model before round 0 and records the scores in the folder."""
+        """Score the model before round 0 and record the scores in the folder."""
         if self.scores and self.folder and not self.folder.is_scored(-1):
             self.folder.scores(-1, self.scores(self.server, -1))
 
     def run_round(self, grid: Grid, round_: int, rounds: int, deadline: float, config: ConfigRecord) -> RoundRecord:
-        """Run one round of our own loop. Raises QuorumError if every attempt stays below the quorum."""
+        """Run one round of this loop. Raises QuorumError if every attempt stays below the quorum."""
         if self.folder:
             self.folder.status("running", round_, rounds, **self.course.about)
         cohort, quorum = self.settings.cohort, self.settings.quorum
@@ -158,7 +158,7 @@ class RoundLoop:
             sites = [ctx.client for ctx in attempt.contexts]
             reception.ask(dict(zip(sites, messages, strict=True)), attempt.largest_upload)
             del messages
-            # The result goes straight into the record: its state is not in memory while the next attempt runs.
+            # The result goes directly into the record, so its state is not in memory during the next attempt.
             is_counted = self.record_attempt(attempt.run(attempt.iter_uploads(reception, deadline)), started)
             reception.close()
             before = self.history[-1]
@@ -171,7 +171,7 @@ class RoundLoop:
         )
 
     def open_reception(self, grid: Grid, round_: int, number: int) -> Reception:
-        """Return the reception of one attempt. It has asked no site yet."""
+        """Return the reception of one attempt, before any site is asked."""
 
         def note_dropped(about: Mapping[str, Any]) -> None:
             if self.folder:
@@ -190,10 +190,10 @@ class RoundLoop:
     ) -> tuple[RoundAttempt, list[Message]]:
         """Draw a cohort of the connected sites. Return the attempt, and a message for each of its contexts.
 
-        `reception` asks the sites for their keys, where there is secure aggregation.
+        `reception` asks the sites for their keys under secure aggregation.
 
         Raises:
-            QuorumError: a cohort has too few sites for the rule, and stays so for cohort.wait-seconds.
+            QuorumError: the cohort has too few sites for the rule during all of cohort.wait-seconds.
         """
         settings, cohort, secagg = self.settings, self.settings.cohort, self._unseen
         least = aggregation_rules.fewest_sites(settings.aggregate, cohort.fraction)
@@ -234,7 +234,7 @@ class RoundLoop:
         record = replace(result.record, seconds=round(time.monotonic() - started, 3))
         if is_counted := result.state is not None:
             self._server = result.state
-            # A site that failed may have lost its state, so next time it gets everything, as a newcomer does.
+            # A site that failed may have lost its state, so next time it gets everything, like a newcomer.
             self._participated = (self._participated | set(record.accepted)) - set(record.failed)
             self._last = self._last | dict(result.turns)
             scores = self.scores(result.state, record.round) if self.scores else {}
@@ -250,7 +250,7 @@ class RoundLoop:
         return is_counted
 
     def _checkpoint(self, round_: int) -> None:
-        """Keeps on disk what the next round starts from, if there is a folder."""
+        """Store the start of the next round on disk, if there is a folder."""
         if self.folder:
             loop = {"participated": sorted(self._participated), "turns": self._last, "secret": self._secret.hex()}
             about = {"round": round_, "terms": self._terms, **self.course.saved()}
@@ -259,7 +259,7 @@ class RoundLoop:
             self._park()
 
     def end(self, rounds: int) -> None:
-        """Makes the state that which the run ends with, and scores it, if no round's scores are its last ones.
+        """Set the run's final state, and score it if no round's scores are the final ones.
 
         Raises:
             StateError: the best round's state cannot be read.
@@ -271,7 +271,7 @@ class RoundLoop:
             self.course.final = self.scores(self.server, rounds - 1)
 
     def _park(self) -> None:
-        """Until the next round ends, the state is only read, a tensor at a time: it needs no memory for that."""
+        """Move the state out of memory: until the next round ends it is only read, one tensor at a time."""
         if self.folder:
             self._server = FederatedState(
                 mmap_tensors.mmap_weights(self.server.tensors, self.folder.folder), self.server.scalars

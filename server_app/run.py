@@ -1,9 +1,9 @@
-"""One run on the server, from its run config to the model, the card and the run's end on record.
+"""One run on the server, from its run config to the model, the card and the recorded end.
 
 | step | where |
 |---|---|
-| 1. what the run is | `RunPlan` |
-| 2. the run folder records the config; metrics have their outlets | `RunFolder`, `MetricsDispatcher` |
+| 1. resolve the run | `RunPlan` |
+| 2. the run folder records the config; metrics have their sinks | `RunFolder`, `MetricsDispatcher` |
 | 3. the state before round 0 | `RoundLoop.initialise` |
 | 4. the rounds, over Flower | `MethodStrategy.run` |
 | 5. the card | `completion.leave_card` |
@@ -36,11 +36,11 @@ from fedveil.server_app.run_plan import RunPlan
 
 
 def run_federation(grid: Grid, run_config: Mapping[str, bool | int | float | str], run_id: int) -> None:
-    """Run a run config's rounds over `grid`. What ends it is on record in the run folder, and raised."""
+    """Run a run config's rounds over `grid`. An error that ends the run is recorded in the run folder, and raised."""
     config = parse(run_config)
     name = config.run.name or f"run-{run_id}"
     with RunFolder(Path(config.run.dir).expanduser() / name, config.run.resume) as folder:
-        # For who cannot look into it: fedveil/console/runs/run_follower.py.
+        # For users who cannot read the run folder: fedveil/console/runs/run_follower.py.
         log(INFO, "fedveil: the run folder is %s", folder.folder.absolute())
         with record_run(folder, config, run_id, grid.run.fab_hash):
             signer = MessageSigner.from_environment(run_id, grid.run.fab_hash, run_config)
@@ -52,7 +52,7 @@ def run_federation(grid: Grid, run_config: Mapping[str, bool | int | float | str
 
 @contextlib.contextmanager
 def record_run(folder: RunFolder, config: RunConfig, run_id: int, app: str) -> Iterator[None]:
-    """Record the begin of a run, and its failure where an error ends it."""
+    """Record the start of a run, and its failure if an error ends it."""
     try:
         folder.status("running", -1, config.run.rounds)
         folder.flower_run(run_id)
@@ -62,7 +62,7 @@ def record_run(folder: RunFolder, config: RunConfig, run_id: int, app: str) -> I
     except BaseException as error:
         try:
             folder.failed(config.run.rounds, completion.failure_reason(error, folder.folder))
-        except (FedVeilError, OSError) as second:  # the disk is full: the lock that falls tells readers
+        except (FedVeilError, OSError) as second:  # the disk is full: the released lock tells readers
             log(ERROR, "the run's end could not be recorded: %s", second)
         raise
 
@@ -85,7 +85,7 @@ def prepare_strategy(plan: RunPlan, folder: RunFolder, signer: MessageSigner | N
         save=ModelWriter(plan, evaluator).write,
         signer=signer,
     )
-    strategy.rounds.initialise(plan.initial_weights())  # and no other reference to them
+    strategy.rounds.initialise(plan.initial_weights())  # no other reference to them remains
     return strategy
 
 
@@ -96,7 +96,7 @@ class ModelWriter:
         self._plan, self._evaluator = plan, evaluator
 
     def write(self, weights: Weights, into: Path) -> None:
-        """Write the weights. Where the server scores nothing the base is read again, as the rounds need its memory."""
+        """Write the weights. If the server scores nothing, read the base again, because the rounds need its memory."""
         plan = self._plan
         task = self._evaluator.task if self._evaluator else tasks.load_task(plan.config, plan.server_adapter)
         task.save({name: weights[name] for name in task.spec}, into)

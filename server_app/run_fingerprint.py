@@ -2,19 +2,19 @@
 
 The checkpoint contains all of it by key: the run config with the method's fields, the method's version, the layout
 of its messages, and the files of the base model. The server refuses a resume that changes one of them, except as
-the table permits.
+listed in the table.
 
 | key | at a resume |
 |---|---|
-| `run.rounds` | may be raised, but under `train.lr-schedule` and `train.warmup-ratio`, whose rates are over all
+| `run.rounds` | may be raised, except with `train.lr-schedule` and `train.warmup-ratio`, whose rates cover all
   rounds |
 | `cohort.wait-seconds`, `cohort.deadline-seconds`, `cohort.max-retries`, `cohort.sites`, `cohort.min-sites` | may
   change |
-| `evaluate.*`, `task.evaluation` | may change: they score the model and change nothing in it |
-| the same, where scores decide (`evaluate.select-model = "best"` or `evaluate.patience`) | must be as they were, for
-  scores are compared over rounds; but `evaluate.patience` and `evaluate.every` |
+| `evaluate.*`, `task.evaluation` | may change: they score the model and do not change it |
+| the same, where scores decide (`evaluate.select-model = "best"` or `evaluate.patience`) | must not change, because
+  scores are compared over rounds; exceptions: `evaluate.patience` and `evaluate.every` |
 | `run.dir`, `run.capture-messages`, `run.signature`, `client.worker`, `sinks.*` | may change |
-| every other one | must be as it was |
+| every other key | must not change |
 
 The run folder's resumes.jsonl records a permitted change.
 """
@@ -41,7 +41,7 @@ _MAY_CHANGE = {
     "cohort.wait-seconds", "cohort.deadline-seconds", "cohort.max-retries", "cohort.sites", "cohort.min-sites",
     "task.evaluation", "run.dir", "run.capture-messages", "run.signature", "client.worker",
 }  # fmt: skip
-_NOT_THE_RUNS = {"run.resume", "method.params"}  # the fields stand there one by one, however they were written
+_NOT_THE_RUNS = {"run.resume", "method.params"}  # the fields are there one by one, however they were written
 _PIECES, _PIECE_BYTES = 64, 1 << 20  # a file of up to 64 MiB is read whole
 
 
@@ -57,14 +57,14 @@ def run_terms(exchange: MessageExchange, settings: RunSettings) -> Terms:
         **{f"method.params.{key}": value for key, value in hyperparameters_of(method).items()},
         "layout": exchange.layout.digest, "base": base_digest(settings),
     }  # fmt: skip
-    return dict(json.loads(json.dumps(terms)))  # as a checkpoint gives them back: no tuples
+    return dict(json.loads(json.dumps(terms)))  # in the form in which a checkpoint returns them: no tuples
 
 
 def changed_terms(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the settings that a resume changes, as {key: [old, new]}.
 
     Raises:
-        ConfigError: a key changes that must not; the message names each such key with both values.
+        ConfigError: a key changes that must not change; the message names each such key with both values.
     """
     changes = {
         key: [before.get(key), now.get(key)]
@@ -104,7 +104,7 @@ def _is_compared(key: str, old: Any, new: Any) -> bool:
 
 
 def base_digest(settings: RunSettings) -> str:
-    """16 hex digits over names, sizes and pieces of the base model's files; "" where they are in no folder here."""
+    """Return 16 hex digits over names, sizes and pieces of the base model's files; "" if no local folder has them."""
     name = str(settings.config.get("task.model", ""))
     bundled = tiny.bundled_folder(str(settings.config.get("task.name", ""))) if name == "tiny" else None
     folder = bundled or Path(name).expanduser()

@@ -1,10 +1,10 @@
-"""The run folder: what happened, what was disclosed, and checkpoints to resume from.
+"""The run folder: events, disclosures, and checkpoints to resume from.
 
-config.json               run config, method with its fields, versions; as at the start, a resume does not change it
+config.json               run config, method with its fields, versions; from the start, unchanged by a resume
 resume.toml               the same run config with run.resume = true, for `fedveil submit --config`
-resumes.jsonl             one line per resume: what changed, where it continued, how the process before it ended
-status.json               state, round, reason, end, sinks that were ended, memory of the process; replaced whole
-progress.json             the round under way (server_app/round_progress.py); replaced whole
+resumes.jsonl             one line per resume: what changed, where it continued, how the previous process ended
+status.json               state, round, reason, end, sinks that were stopped, process memory; replaced whole
+progress.json             the current round (server_app/round_progress.py); replaced whole
 lock                      held while the ServerApp lives (fedveil/records/process_exit.py)
 ../audit-log.jsonl        hash-chained log of all runs in the parent folder: every message, its site and the decision
                           (fedveil/records/audit_log.py)
@@ -12,17 +12,17 @@ id                        8 hex digits that distinguish this run from others of 
 flower-run                Flower's number of the run
 metrics.jsonl             one line per attempt at a round: cohort, accepted, failed with reasons, bytes, reports,
                           scores; one line per resume, which voids earlier lines of that round or a later one
-disclosure.jsonl          what left each side: one line per message (fedveil/records/disclosure_ledger.py)
-checkpoint.safetensors    the server's state after the last whole round; replaced whole
+disclosure.jsonl          data that left each side: one line per message (fedveil/records/disclosure_ledger.py)
+checkpoint.safetensors    the server's state after the last complete round; replaced whole
 checkpoint-before.safetensors   the previous checkpoint
 best-<round>.safetensors  the best round's checkpoint so far, with evaluate.select-model = "best" (checkpoints.py)
 final/<view>.safetensors  the final model weights of each view
-final/*                   the server's model as PEFT or transformers load it (fedveil/adapters/export.py), and its
+final/*                   the server's model in PEFT or transformers format (fedveil/adapters/export.py), and its
                           privacy card (fedveil/cards)
 tensorboard/              if sinks.use names it (server_app/metrics/sinks/); mlflow.db and prometheus.token are in
                           run.dir
 
-Lines are appended and never removed: data that has left a site has left it, even if the round fails.
+Lines are appended and never removed: disclosed data stays disclosed, even if the round fails.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from fedveil.server_app.round_progress import RoundProgressFile
 from fedveil.server_app.round_record import RoundRecord
 from fedveil.wire.capture import MessageCapture
 
-Save = Callable[[Weights, Path], None]  # writes weights to a folder as other programs load them
-_RESERVE, _RESERVED_BYTES = ".reserve", 1 << 18  # so that a full disk leaves room to say so
+Save = Callable[[Weights, Path], None]  # writes weights to a folder in a form that other programs load
+_RESERVE, _RESERVED_BYTES = ".reserve", 1 << 18  # so that a full disk leaves space to record it
 
 
 class RunFolder:
     """Writes one run's folder and locks it until `close` or the end of the process.
 
-    Refuses a folder that holds another run, unless it resumes that run, and a folder that another process
+    Refuses a folder that contains another run, unless it resumes that run, and a folder that another process
     writes.
     """
 
@@ -83,8 +83,8 @@ class RunFolder:
                 f"run.dir: expected a folder that the server may write, found {folder}: {error.strerror}; name another"
             ) from error
         if not resume:
-            checkpoints.require_new(folder)  # another process may have been quicker
-        # Before the first checkpoint no site was asked for anything.
+            checkpoints.require_new(folder)  # another process may have been faster
+        # Before the first checkpoint, no site was asked for anything.
         self.resumed = resume and checkpoints.has_checkpoint(folder)
         self.notes = checkpoints.repair_folder(folder) if resume else {}
         if not resume:
@@ -100,7 +100,7 @@ class RunFolder:
 
     @property
     def id(self) -> str:
-        """8 hex digits that tell this run from others of its name; a resumed run keeps them."""
+        """Return 8 hex digits that distinguish this run from others of its name; a resumed run has the same."""
         return checkpoints.read_id(self.folder)
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class RunFolder:
         return self.folder / checkpoints.CHECKPOINT
 
     def config(self, config: RunConfig, method: Method) -> None:
-        """Writes what is about to run, and in which environment. A resumed run keeps what it wrote at its start."""
+        """Write the run's config and environment. A resumed run does not overwrite them."""
         self.underway.deadline_seconds = config.cohort.deadline_seconds
         self.underway.unseen = config.secure.enabled
         self.underway.quorum = max(config.cohort.min_sites, config.secure.enabled * config.secure.min_sites)
@@ -130,7 +130,7 @@ class RunFolder:
         atomic_files.write_atomic(self.folder / "resume.toml", "".join(lines).encode())
 
     def status(self, state: str, round_: int, rounds: int, reason: str = "", **about: Any) -> None:
-        """Writes the run's state: "running", "completed" or "failed", which ends the sinks; `about` adds keys."""
+        """Write the run's state: "running", "completed" or "failed", which ends the sinks; `about` adds keys."""
         self.last_round = round_
         if state == "running":
             self.underway.waits(round_)
@@ -142,7 +142,7 @@ class RunFolder:
         self._write_json("status.json", about | {"process": process_exit.note_memory()})
 
     def failed(self, rounds: int, reason: str) -> None:
-        """Says in the audit log and the status that the run has failed, on a full disk too. Raises the first error."""
+        """Record the failure in the audit log and the status, even on a full disk. Raises the first error."""
         (self.folder / _RESERVE).unlink(missing_ok=True)
         try:
             self.status("failed", self.last_round, rounds, reason)
@@ -150,16 +150,16 @@ class RunFolder:
             self.audit("ended", {"state": "failed", "reason": reason})
 
     def round(self, record: RoundRecord) -> None:
-        """Appends one finished attempt at a round."""
+        """Append one finished attempt at a round."""
         self._row(dataclasses.asdict(record))
         self.underway.done()
 
     def scores(self, round_: int, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Appends scores from before round 0, as round -1."""
+        """Append scores from before round 0, as round -1."""
         self._row({"round": round_, "scores": scores})
 
     def last_scores(self) -> dict[str, dict[str, float]]:
-        """Those of the last round that was scored, by view; {} where none was."""
+        """Return the scores of the last round that was scored, by view; {} if there is none."""
         all_scores = (
             row.get("scores") for row in reversed(list(checkpoints.read_lines(self.folder / "metrics.jsonl")))
         )
@@ -181,27 +181,27 @@ class RunFolder:
             self.underway.accepted(ctx.client, disclosed["bytes"])
 
     def flower_run(self, run_id: int) -> None:
-        """Writes Flower's number of the run, for `fedveil watch`."""
+        """Write Flower's number of the run, for `fedveil watch`."""
         atomic_files.write_atomic(self.folder / "flower-run", str(run_id).encode())
 
     def audit(self, event: str, about: Mapping[str, Any]) -> str:
-        """Appends one line to the server's audit log. Returns the log's anchor after it."""
+        """Append one line to the server's audit log. Returns the log's anchor after it."""
         if event == "failed":
             self.underway.failed(about["site"], about["reason"], about.get("up_bytes", 0))
         run = {"run": f"{self.folder.name}-{self.id}"}
         return str(audit_log.append_entry(self.folder.parent / audit_log.NAME, event, run | dict(about)))
 
     def tap(self) -> MessageCapture:
-        """The tap, which stores whole messages, sealed where the environment names a key file."""
+        """Return the capture, which stores whole messages, encrypted if the environment names a key file."""
         return MessageCapture(self.folder / "tap", FileSeal.of_environment())
 
     def checkpoint(self, server: FederatedState, loop: Mapping[str, Any]) -> None:
-        """Writes the state after a whole round, and what the loop needs to continue. Keeps the one before."""
+        """Write the state after a complete round, with what the loop needs to continue. Preserve the previous one."""
         scalars = {"server": dict(server.scalars), "loop": dict(loop), "id": self.id}
         save_state(FederatedState(server.tensors, scalars), self._checkpoint, keep=self.folder / checkpoints.BEFORE)
 
     def load_checkpoint(self) -> tuple[FederatedState, dict[str, Any]]:
-        """Reads what `checkpoint` wrote last; where that is damaged, the one before.
+        """Read the last checkpoint; if it is damaged, the previous one.
 
         Raises:
             StateError: neither can be read.
@@ -215,7 +215,7 @@ class RunFolder:
         return FederatedState(saved.tensors, scalars), loop
 
     def resume(self, round_: int, changes: Mapping[str, Any]) -> None:
-        """Notes that the run goes on with `round_`, and what had become of the attempts under way."""
+        """Record that the run continues with `round_`, and what happened to unfinished attempts."""
         for row in checkpoints.interrupted_attempts(self.folder):
             self.round(RoundRecord(**row))
         self._append("metrics.jsonl", checkpoints.resume_mark(self.folder, round_))
@@ -224,7 +224,7 @@ class RunFolder:
         self._append("resumes.jsonl", {"time": _now(), **about, **_versions()})
 
     def final(self, deployed: Mapping[str, Weights], save: Save | None = None) -> None:
-        """Writes the deployed weights; `save` writes those of the server's model once more, in others' form."""
+        """Write the models' weights; `save` also writes those of the server's model in the format of other programs."""
         for view, weights in deployed.items():
             save_state(FederatedState(weights), self.folder / "final" / f"{view}.safetensors")
         if save is not None:
@@ -232,7 +232,7 @@ class RunFolder:
                 save(deployed["server"], folder)
 
     def _row(self, row: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl, and its figures for the sinks."""
+        """Write a line of metrics.jsonl, and pass its metrics to the sinks."""
         self._append("metrics.jsonl", row)
         if self.outlets:
             self.outlets.put(samples_from_line(row, self.underway.sizes))

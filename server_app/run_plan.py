@@ -29,12 +29,12 @@ class RunPlan:
 
     Attributes:
         config: the run config.
-        method: with its fields.
-        task: with the adapter that clients train; its base model is loaded at the first need.
-        guarantee: of the method, or of noisy training steps; None without one.
-        selection: how the model that the run ends with is chosen; None: it is that of the last round.
-        server_adapter: the adapter of the model that the server holds.
-        settings: of the rounds.
+        method: the method with its fields.
+        task: the task with the adapter that clients train; its base model is loaded on first use.
+        guarantee: the guarantee of the method or of noisy training steps; None without one.
+        selection: how the run's final model is chosen; None: the last round's.
+        server_adapter: the adapter of the server's model.
+        settings: the settings of the rounds.
     """
 
     config: RunConfig
@@ -50,8 +50,8 @@ class RunPlan:
         """Resolve a run config. Contacts no node and writes nothing.
 
         Raises:
-            ConfigError, TaskError: the config or its files do not fit; one line names the key, the expected and the
-                found.
+            ConfigError, TaskError: the config or its files do not fit; the message names the key, the expected and the
+                actual value.
         """
         method = strategies.create_method(config.method.name, config.method.params)
         task = tasks.load_task(config, method.adapter)
@@ -63,7 +63,7 @@ class RunPlan:
         return cls(config, method, task, guarantee, selection, server_adapter, settings)
 
     def load_server_task(self) -> Task:
-        """Return the task with the server's adapter: the clients' own where the two are equal."""
+        """Return the task with the server's adapter: the clients' own if the two are equal."""
         if self.server_adapter == self.method.adapter:
             return self.task
         return tasks.load_task(self.config, self.server_adapter)
@@ -72,7 +72,7 @@ class RunPlan:
         """Return the weights before round 0; for a `ServerTrained` method, after the server's own training.
 
         Raises:
-            ConfigError: such a method has no task.server-data, or another task than text generation.
+            ConfigError: such a method has no task.server-data, or a task other than text generation.
         """
         method, config, task = self.method, self.config, self.task
         weights = task.initial(rng.initial_stream(config.run.seed, "weights"))

@@ -17,17 +17,17 @@ class RunSettings:
     """The settings of a run's loop.
 
     Attributes:
-        cohort: fraction, quorum, deadline, repeats, and what one site may count for.
-        aggregate: what is made of a round's uploads.
-        seed, deterministic: with `deterministic` every draw follows from the seed, and replies are added up in the
+        cohort: fraction, quorum, deadline, repeats, and the maximum weight of one site.
+        aggregate: how a round's uploads are aggregated.
+        seed, deterministic: with `deterministic` every draw depends only on the seed, and replies are added up in the
             order of the sites' names, not in the order in which they arrive.
-        name: of the run; sites keep their private state under it.
+        name: name of the run; sites store their private state under it.
         method: the name by which sites find the method; "" stands for the name of the file that defines it.
         tap: store every message in the run folder.
-        limits: of the intake gate.
-        secure: whether the server sees single uploads, and how they are hidden else.
-        choice: what the scores decide: the model that the run ends with, and when it stops; None: nothing.
-        config: the run config by key, which a resumed run must have again; {} for a caller that has none.
+        limits: the limits of the upload validation.
+        secure: whether the server sees individual uploads, and how they are hidden otherwise.
+        choice: how the scores decide on the final model and the end of the run; None: not at all.
+        config: the run config by key, which a resumed run must match; {} for a caller without one.
     """
 
     cohort: CohortConfig = field(default_factory=CohortConfig)
@@ -44,18 +44,18 @@ class RunSettings:
 
     @property
     def quorum(self) -> int:
-        """The accepted uploads that a round needs."""
+        """Return the number of accepted uploads that a round needs."""
         least = self.cohort.min_sites
         return max(least, self.secure.min_sites) if self.secure.enabled else least
 
     def check(self, exchange: MessageExchange) -> None:
-        """Raises ConfigError for a rule that the method or the cohort do not allow."""
+        """Raise ConfigError for a rule that the method or the cohort does not allow."""
         aggregation_rules.check_rule(exchange, self.aggregate)
         aggregation_rules.check_cohort(self.secure, self.aggregate, self.cohort)
 
     @classmethod
     def from_config(cls, config: RunConfig, name: str, choice: ModelSelection | None = None) -> RunSettings:
-        """The settings that a run config asks for."""
+        """Return the settings from a run config."""
         run = config.run
         return cls(
             config.cohort, config.aggregate, run.seed, run.deterministic, name, config.method.name,

@@ -1,12 +1,12 @@
-"""Questions of secure aggregation to many sites at once, and their answers as they come.
+"""Send secure-aggregation requests to many sites at once, and process answers as they arrive.
 
 | a site ... | its reason |
 |---|---|
 | is not connected | "not connected" |
 | does not answer within `SECONDS` | "no answer within 120 s" |
 | refuses, or fails | its own reason, with Flower's code |
-| answers with what is refused | field, expected, found |
-| answers with what makes this server's own code fail | the kind of the error; its text is in the server's log |
+| sends an answer that is refused | field, expected, found |
+| sends an answer that makes this server's code fail | the type of the error; its text is in the server's log |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedveil.server_app.reception import ArrivedReply, LostReply, Reception, Ref
 from fedveil.server_app.round_attempt import REASON_CHARACTERS, AttemptTally, DeduplicatedSlices
 from fedveil.wire import statement_envelope
 
-SECONDS = 120.0  # that a site has for an answer which needs no training
+SECONDS = 120.0  # time a site has for an answer that needs no training
 _QUESTION = "query.secure"  # Flower's type of such a message
 _POLL_SECONDS = 0.1
 
@@ -60,9 +60,9 @@ class SecAggRequests:
     def ask(
         self, asked: Mapping[str, SecAggMessage], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
     ) -> dict[str, str]:
-        """Hands each answer to `take`, until all sites have answered, or it is `enough`, or time is over.
+        """Pass each answer to `take`, until all sites have answered, `enough` is true, or time is over.
 
-        Returns the reason by site for each that gave none, or one that `take` refused.
+        Returns the reason by site for each site that gave no answer, or whose answer `take` refused.
         """
         sites, shared = [site for site in asked if site in self.nodes], DeduplicatedSlices()
         self.reception.ask({site: self._message(site, asked[site], shared) for site in sites}, MOST_BYTES)
@@ -82,7 +82,7 @@ class SecAggRequests:
         return failed | {site: f"no answer within {SECONDS:g} s" for site in late if not enough()}
 
     def count(self, tally: AttemptTally) -> None:
-        """Add the questions and their answers to an attempt's messages; call it once they are all asked."""
+        """Add the requests and their answers to an attempt's messages; call it once after all requests."""
         tally.upload_bytes += self.up.total()
         tally.download_bytes += self.down.total()
         for site in self.up | self.down:
@@ -91,22 +91,22 @@ class SecAggRequests:
             tally.unlisted[site] = [a + b for a, b in zip(before, own, strict=True)]
 
     def _message(self, site: str, statement: SecAggMessage, shared: DeduplicatedSlices) -> Message:
-        """Addressed to all sites of the attempt, so that equal statements are sent once."""
+        """Return a message for all sites of the attempt, so that equal statements are sent once."""
         data = statement_envelope.pack_statement(statement.to_bytes(), self.round, "down", self.address.of_broadcast)
         self.down[site] += len(data)
         self.asked[site] += 1
         order = self.order(RoundContext(self.round, site, False, b"", address=replace(self.address, site=site)))
         content = RecordDict({"fedveil": shared.record([data]), "order": order, "config": self.config})
-        group = f"{self.round}/{MOST_BYTES}"  # the fleet port takes no larger reply
+        group = f"{self.round}/{MOST_BYTES}"  # the fleet port accepts no larger reply
         return Message(content, self.nodes[site], _QUESTION, ttl=2 * SECONDS, group_id=group)
 
     def _taken(self, reply: ReplyOutcome, take: Callable[[str, bytes], None]) -> str:
-        """Why there is no answer in the reply; "" if there is one."""
+        """Return why the reply has no valid answer; "" if it has one."""
         try:
             take(reply.site, self._answer(reply))
         except WireError as error:
             return str(error)
-        except Exception as error:  # whatever one answer does to this code, the round belongs to the other sites too
+        except Exception as error:  # one bad answer must not end the round of the other sites
             log(ERROR, "round %s: reading the answer of %s failed", self.round + 1, reply.site, exc_info=error)
             return type(error).__name__
         return ""

@@ -1,4 +1,4 @@
-"""A round with masked uploads: its keys, its sum, and two exchanges in addition to those in the clear.
+"""A round with masked uploads: its keys, its sum, and two exchanges more than a clear-text round.
 
 The parts of secure aggregation that do not depend on Flower are in fedveil/federation/secagg. The server asks for
 keys before it draws a cohort, and a prekey is for one attempt. It keeps no keys for a resume: a restarted server
@@ -6,14 +6,14 @@ asks every site for new ones. So no key and no context is ever used twice.
 
 | a site ... | what happens |
 |---|---|
-| gives no keys | it is left out of the cohort; its reason stands in the record's `failed` |
-| fails in the round | it is taken for one that has lost its keys |
-| opens no shares, or wrong ones | nothing, while t others do |
-| gave shares that do not open its secret | the attempt is thrown away, and the run goes on without it |
+| provides no keys | it is left out of the cohort; its reason is in the record's `failed` |
+| fails in the round | the server assumes that it has lost its keys |
+| reveals no shares, or wrong ones | nothing, as long as t others do |
+| sent shares that do not reconstruct its secret | the attempt is discarded, and the run continues without it |
 
 | the sum ... | what happens |
 |---|---|
-| cannot be opened, or is none that honest sites have | the attempt is thrown away; the record's `unseen` says why |
+| cannot be unmasked, or is impossible for honest sites | the attempt is discarded; `unseen` of the record says why |
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from fedveil.wire import envelope
 
 @dataclass(frozen=True)
 class SecureRoundAttempt(RoundAttempt):
-    """An attempt whose uploads are masked vectors, added up as they come.
+    """An attempt whose uploads are masked vectors, added up as they arrive.
 
     Attributes:
-        requests: to the sites that hold shares.
-        unmasking: the sum of the masked vectors, and the shares that open it.
-        codec: of the masked uploads.
-        coordinator: the sites' keys of the run.
-        server_ctx: of the server's own draws in the round.
-        scalars: what each site says in clear, by site; filled in while the attempt runs.
+        requests: requests to the sites that hold shares.
+        unmasking: the sum of the masked vectors, and the shares that unmask it.
+        codec: codec of the masked uploads.
+        coordinator: manages the sites' keys of the run.
+        server_ctx: context for the server's own random draws in the round.
+        scalars: values that each site sends in the clear, by site; filled in while the attempt runs.
     """
 
     requests: SecAggRequests = field(kw_only=True)
@@ -82,9 +82,9 @@ class SecureRoundAttempt(RoundAttempt):
 
     @override
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
-        """Return the next state from the uploads, which are added up as they come; None if there is no such sum.
+        """Return the next state from the uploads, which are added up as they arrive; None if there is no such sum.
 
-        Below the quorum no site is asked to open one.
+        Below the quorum, no site is asked to reveal shares.
         """
         for _ in uploads:
             continue
@@ -101,11 +101,11 @@ class SecureRoundAttempt(RoundAttempt):
             return None
         finally:
             self.requests.count(tally)
-            for site in tally.failed:  # it may have lost its keys
+            for site in tally.failed:  # the site may have lost its keys
                 self.coordinator.forget(site)
 
     def _open_sum(self) -> FixedPointSums:
-        """Ask the holders for their shares and return the sum. Raises QuorumError, WireError."""
+        """Ask the share holders for their shares and return the sum. Raises QuorumError, WireError."""
         attempt, unseen, membership = self.unmasking, self.tally.unseen, self.unmasking.membership
         unseen |= {"sites": len(attempt.uploads), "holders": membership.count, "threshold": membership.threshold}
         take: Callable[[str, bytes], None] = lambda site, data: attempt.answer(site, UnmaskResponse.from_bytes(data))  # noqa: E731
@@ -114,7 +114,7 @@ class SecureRoundAttempt(RoundAttempt):
             try:
                 if attached.next is not None:
                     self.coordinator.keep(site, attached.next)
-            except WireError as error:  # it is asked for another one before the next attempt
+            except WireError as error:  # the site is asked for another one before the next attempt
                 log(WARNING, "round %s: %s: its next prekey: %s", self.round + 1, site, error)
         scalars = {site: self.scalars.get(site, {}) for site in attempt.uploads}
         sums = FixedPointSums(self.codec.slots, self.codec.ring(attempt.plan), attempt.total(), scalars)
@@ -138,8 +138,8 @@ class ServerSecAgg:
     """Secure aggregation of one run.
 
     Attributes:
-        coordinator: the sites' keys.
-        claim: of the run, whose noise may be in the sum.
+        coordinator: manages the sites' keys.
+        claim: the privacy claim of the run, whose noise may be in the sum.
     """
 
     exchange: MessageExchange
@@ -154,7 +154,7 @@ class ServerSecAgg:
         return cls(exchange, server.SecAggCoordinator(run, secagg_config_of(config), read_roster(config.roster)), claim)
 
     def distribute_keys(self, requests: SecAggRequests) -> dict[str, str]:
-        """Give every connected site its keys. Return the reasons of the sites that have none."""
+        """Distribute keys to every connected site. Return the reasons of the sites that have none."""
         coordinator = self.coordinator
         expelled = {site: why for site, why in coordinator.expelled.items() if site in requests.nodes}
         known = coordinator.members.keys() | expelled.keys()
@@ -173,7 +173,7 @@ class ServerSecAgg:
     def open_requests(
         self, reception: Reception, nodes: Mapping[str, int], address: MessageAddress, round_: int, config: ConfigRecord
     ) -> SecAggRequests:
-        """Return the requests to these sites in one attempt; none was asked yet."""
+        """Return the requests to these sites in one attempt, before any is sent."""
 
         def order(ctx: RoundContext) -> ConfigRecord:
             return round_instruction(self.exchange, address.run, ctx, SECONDS)
@@ -181,7 +181,7 @@ class ServerSecAgg:
         return SecAggRequests(reception, nodes, order, round_, address, config)
 
     def mask(self, clear: RoundAttempt, requests: SecAggRequests, server_ctx: RoundContext) -> RoundAttempt:
-        """Return the same attempt with masked uploads. All of its sites have prekeys. One without a cohort is over."""
+        """Return the attempt with masked uploads. All its sites have prekeys. An attempt without a cohort is over."""
         if not clear.contexts:
             requests.count(clear.tally)
             return clear
@@ -196,10 +196,10 @@ class ServerSecAgg:
 
 
 def read_roster(path: str) -> dict[str, str]:
-    """All sites' signing keys by name, from the file that `fedveil members roster` writes; {} for "".
+    """Return all sites' signing keys by name, from the file written by `fedveil members roster`; {} for "".
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     if not path:
         return {}

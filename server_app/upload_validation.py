@@ -1,17 +1,17 @@
-"""The gate that every upload passes before it enters the sums.
+"""Validate every upload before it enters the sums.
 
-The envelope has already checked names, codecs, dtypes, shapes, sizes and checksums against the layout. The gate checks
-the values: the weight that the upload claims, and whether the numbers that would be added are finite and not too large.
+The envelope has already checked names, codecs, dtypes, shapes, sizes and checksums against the layout. This module
+checks the values: the weight that the upload claims, and that the summed numbers are finite and not too large.
 
-Dense fields are added as they are, or rearranged, so their norms of the envelope's pass count. Of an upload with codes
-every term is decoded and judged by itself, and so is a term that a method makes of several fields.
+Dense fields are added unchanged or rearranged, so the norms from the envelope's pass apply. For an upload with codes
+every term is decoded and checked separately, and so is a term that a method derives from several fields.
 
-| upload | refused with |
+| upload | error |
 |---|---|
 | num_examples of 0, -1, NaN, 1e12, 3.5, "7" | "num_examples: expected a whole number from 1 to ..." |
 | a NaN or Inf anywhere in a dense field | "<field>: expected finite values, found ..." |
 | codes whose decoded values are too large | "<name>: expected a norm of at most ..., found ..." |
-| scores of held-out rows without a count, or of fewer than 64 rows | "rows_held_out: expected ..." |
+| scores of held-out rows without a count, or for fewer than 64 rows | "rows_held_out: expected ..." |
 | a finite field whose squares overflow | accepted below `max_norm`; refused above it |
 """
 
@@ -40,8 +40,8 @@ class UploadLimits:
     """Bounds on an upload.
 
     Attributes:
-        max_examples: examples that one site may claim.
-        max_norm: Euclidean norm of one field's values.
+        max_examples: maximum number of examples that one site may claim.
+        max_norm: maximum Euclidean norm of one field's values.
     """
 
     max_examples: int = 100_000_000
@@ -49,7 +49,7 @@ class UploadLimits:
 
 
 def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:
-    """Returns num_examples of an acceptable upload. Raises UploadRefused with field, expected and found."""
+    """Return num_examples of an acceptable upload. Raises UploadRefused with field, expected and found."""
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
         raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")
@@ -65,10 +65,10 @@ def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:
 def judge_upload(
     exchange: MessageExchange, message: envelope.DecodedMessage, ctx: RoundContext, limits: UploadLimits
 ) -> tuple[AcceptedUpload, float]:
-    """An acceptable upload, in the server's own context, and the norm of all that it adds.
+    """Return an acceptable upload in the server's own context, and the norm of everything that it adds.
 
     Raises:
-        UploadRefused: as `check_upload` does.
+        UploadRefused: like `check_upload`.
     """
     upload = AcceptedUpload(message.payload, check_upload(message, limits), ctx, message.report)
     fields, norms = message.payload.fields, dict(message.norms)
@@ -100,8 +100,10 @@ def sent_bytes(reply: Message) -> int:
 
 
 def message_bytes(reply: Message, most: int, folder: Path | None) -> Buffer:
-    """The message in a reply, of at most `most` bytes, which waits for its turn in a file of the run folder if it is
-    long. Removes the reply's slices as it reads them.
+    """Return the message in a reply, of at most `most` bytes; a long one is stored in a file of the run folder.
+
+    Removes the reply's slices as it reads them.
+
     """
     require_records(reply.content)
     record = reply.content.array_records.get("fedveil", ArrayRecord())

@@ -1,9 +1,9 @@
 """Count words that mark hard English in the documentation and in docstrings, per 10,000 words.
 
-    python tools/count_markers.py            # the table
-    python tools/count_markers.py --lines    # and each place
+    python tools/count_markers.py            # print the table
+    python tools/count_markers.py --lines    # also print each place
 
-| marker | counted are |
+| marker | counted |
 |---|---|
 | noun "What" | sentences, cells and items that begin with "What" and do not end with a question mark |
 | whoever, nobody, somebody, whatever | these words |
@@ -11,8 +11,8 @@
 | anew | this word |
 | of which | these words |
 
-The texts are README.md, the Markdown of docs/ without code blocks and without what stands between backticks, and the
-docstrings of the packages. The examples of a docstring, which are indented by four spaces or more, are left out.
+The texts are README.md, the Markdown of docs/ without code blocks and text in backticks, and the docstrings of the
+packages. Indented examples in docstrings (four spaces or more) are excluded.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def strip_code(markdown: str) -> str:
 
 
 def strip_examples(docstring: str) -> str:
-    """Return a docstring without its indented examples and without what stands between backticks."""
+    """Return a docstring without its indented examples and the text in backticks."""
     lines = textwrap.dedent(docstring).splitlines()
     prose = [line for line in lines if not re.match(r" {4}\S", line) or re.match(r" {4}\w+(, \w+)*: ", line)]
     return re.sub(r"`[^`]*`", "", "\n".join(prose))
@@ -78,7 +78,7 @@ def read_pages(root: Path) -> Iterator[Text]:
 
 
 def read_docstrings(root: Path, packages: Sequence[str] = PACKAGES) -> Iterator[Text]:
-    """Yield each docstring of the packages. Links are not followed, as each leads to another package."""
+    """Yield each docstring of the packages. Links are not followed, because each leads to another package."""
     for package in packages:
         for folder, folders, files in os.walk(root / package):
             folders[:] = sorted(f for f in folders if not (Path(folder) / f).is_symlink() and not f.startswith("."))
@@ -93,7 +93,7 @@ def read_docstrings(root: Path, packages: Sequence[str] = PACKAGES) -> Iterator[
 
 
 def find_markers(text: Text) -> Iterator[tuple[str, str]]:
-    """Yield each marker of a text with the line where it stands."""
+    """Yield each marker of a text with its line."""
     lines = text.prose.splitlines()
     for marker, pattern in MARKERS.items():
         for match in pattern.finditer(text.prose):

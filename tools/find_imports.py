@@ -1,8 +1,8 @@
-"""Checks that pyright finds each import of this project's own modules, as an editor has to.
+"""Check that pyright finds each import of this project's own modules, as an editor must.
 
     python tools/find_imports.py .venv/check/bin/basedpyright --pythonpath .venv/bin/python
 
-What other packages have is not judged: extras such as mlflow need not be installed.
+Imports of other packages are not checked: extras such as mlflow need not be installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def unresolved(report: dict[str, Any]) -> list[str]:
     """Return "file:line: message" for each import of ours that is not found.
 
     Args:
-        report: what pyright writes with `--outputjson`.
+        report: output of pyright with `--outputjson`.
 
     Raises:
         ValueError: pyright read no file.
@@ -35,7 +35,7 @@ def unresolved(report: dict[str, Any]) -> list[str]:
 
 
 def main(command: list[str]) -> int:
-    """Run pyright by `command`; return 1 where an import is not found."""
+    """Run pyright by `command`; return 1 if an import is not found."""
     done = subprocess.run([*command, "--outputjson"], capture_output=True, text=True, check=False)
     try:
         report = json.loads(done.stdout)

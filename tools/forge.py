@@ -1,4 +1,4 @@
-"""Messages as a hostile sender can make them: any header under a right checksum."""
+"""Forge messages as a hostile sender can: any header with a correct checksum."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from fedveil.wire.header import PREFIX
 
 
 def text_of(data: bytes) -> bytes:
-    """The JSON of a sound message's header."""
+    """Return the JSON of a valid message's header."""
     return zlib.decompress(data[PREFIX : PREFIX + _length(data)])
 
 
 def header_of(data: bytes) -> dict[str, Any]:
-    """The header of a sound message."""
+    """Return the header of a valid message."""
     return json.loads(text_of(data))
 
 
 def with_compressed(data: bytes, header: bytes) -> bytes:
-    """The message with `header` in place of the compressed header."""
+    """Return the message with `header` in place of the compressed header."""
     start = PREFIX + _length(data)
     prefix = data[:4] + len(header).to_bytes(4, "little") + xxhash.xxh3_64_digest(header)[::-1] + data[16:PREFIX]
     return prefix + header + bytes(-(PREFIX + len(header)) % 8) + data[start + -start % 8 :]
 
 
 def with_text(data: bytes, text: bytes) -> bytes:
-    """The message with `text` in place of the header's JSON."""
+    """Return the message with `text` in place of the header's JSON."""
     return with_compressed(data, zlib.compress(text))
 
 
 def with_header(data: bytes, **changes: Any) -> bytes:
-    """The message with changed values in its header."""
+    """Return the message with changed values in its header."""
     return with_text(data, json.dumps(header_of(data) | changes, separators=(",", ":")).encode())
 
 

@@ -1,7 +1,7 @@
-"""Mutations of messages and of text files, as a hostile sender or a broken disk makes them (see tests/test_fuzz.py).
+"""Mutate messages and text files like a hostile sender or a broken disk (see tests/test_fuzz.py).
 
-A mutation of a message is drawn from what a sender can do: damage bytes, cut or extend the message, put any value in
-any place of the header, change a field's bytes; and, which chance alone would never do, make all checksums right again.
+A mutation of a message is drawn from a sender's possible actions: damage bytes, cut or extend the message, put any
+value anywhere in the header, change a field's bytes; and make all checksums correct again, which chance never would.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _PIECES = (b"9" * 5000, b"[" * 3000, b"{" * 3000, b"\xff\xfe", b"\0", b'"', b"\n
 
 
 def message(data: bytes, draw: random.Random) -> bytes:
-    """One to three mutations of a sound message."""
+    """Apply one to three mutations to a valid message."""
     for _ in range(draw.randint(1, 3)):
         try:
             data = draw.choice(_MESSAGE)(data, draw)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error):
-            data = _bytes(data, draw)  # a mutation before has left no header to change
+            data = _bytes(data, draw)  # an earlier mutation has left no header to change
     return data
 
 
 def text(content: str, draw: random.Random) -> bytes:
-    """One to four mutations of a text file, which may then be no text."""
+    """Apply one to four mutations to a text file, which may then be invalid text."""
     data = content.encode()
     for _ in range(draw.randint(1, 4)):
         data = draw.choice((_bytes, _cut, _extended, _doubled, _inserted))(data, draw)
@@ -74,7 +74,7 @@ def _inserted(data: bytes, draw: random.Random) -> bytes:
 
 
 def _header_value(data: bytes, draw: random.Random) -> bytes:
-    """Any value in any place of the header."""
+    """Put any value anywhere in the header."""
     header = header_of(data)
     place, key = header, draw.choice(list(header))
     while isinstance(place[key], list | dict) and place[key] and draw.random() < 0.8:
@@ -85,7 +85,7 @@ def _header_value(data: bytes, draw: random.Random) -> bytes:
 
 
 def _header_shape(data: bytes, draw: random.Random) -> bytes:
-    """Keys and entries that are missing, doubled or in another order."""
+    """Remove, duplicate or reorder keys and entries."""
     header = header_of(data)
     fields = header["fields"]
     draw.choice((
@@ -109,7 +109,7 @@ def _header_stream(data: bytes, draw: random.Random) -> bytes:
 
 
 def _form(data: bytes, draw: random.Random) -> bytes:
-    """The same content in another form: spaces, the order of keys, a bit of padding after a field."""
+    """Write the same content in another form: spaces, key order, a padding bit after a field."""
     header = header_of(data)
     place, padding = len(data), []
     for entry in reversed(header["fields"]):
@@ -125,7 +125,7 @@ def _form(data: bytes, draw: random.Random) -> bytes:
 
 
 def _field(data: bytes, draw: random.Random) -> bytes:
-    """Other bytes in a field, under a right checksum."""
+    """Change the bytes of a field, with a correct checksum."""
     header, body = header_of(data), bytearray(data)
     place = draw.randrange(len(header["fields"]))
     sizes = [entry[3] for entry in header["fields"]]
@@ -142,5 +142,5 @@ def _field(data: bytes, draw: random.Random) -> bytes:
 
 _MESSAGE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
     *(_bytes, _cut, _extended, _header_shape, _header_text, _header_stream, _form),
-    *(_header_value, _header_value, _field, _field),  # twice, for these reach furthest
+    *(_header_value, _header_value, _field, _field),  # twice, because these reach furthest
 )

@@ -1,22 +1,22 @@
-"""Everything that wants a GPU, in one command: the tests marked gpu and the GPU presets, with a table at the end.
+"""Run everything that needs a GPU in one command: the tests marked gpu and the GPU presets, with a table at the end.
 
     make gpu                            # on a machine with CUDA, in less than 10 minutes; installs nothing
     make gpu ARGS=--dry-run             # the same on the CPU: quick presets, and three times the time
     make gpu ARGS="--only core/training tests"
 
-It needs Python and nothing else to start: FedVeil need not be installed, and what the machine misses is named, with the
-way to carry it. What misses something is "not run", never "passed". Each part has a share of the time; what an earlier
-one leaves, a later one has. A part that takes longer is killed, with all that it started. The summary's file is
-written after each of them, for a machine that is lent may be taken back.
+It needs only Python to start: FedVeil need not be installed, and the output names missing requirements and how to copy
+them. A part with a missing requirement is "not run", never "passed". Each part has a share of the time; unused time
+goes to later parts. A part that takes longer is killed with all its child processes. The summary file is
+written after each part, because a borrowed machine may be taken back.
 
 | exit code | |
 |---|---|
-| 0 | all of it passed |
-| 1 | something failed or was over its time |
+| 0 | everything passed |
+| 1 | a part failed or exceeded its time |
 | 2 | there is no CUDA device, or an argument is wrong |
-| 3 | nothing failed, and something was not run |
+| 3 | nothing failed, but a part was not run |
 
-make itself says "Error 1" and so on, and exits with 2 for each of them but 0.
+make itself prints "Error 1" and so on, and exits with 2 for each code except 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tools.gpu_parts import CONSOLE, Part, Place, Row, run_part
 from tools.sbom import canonical
 
 ROOT = Path(__file__).resolve().parent.parent
-_SECONDS = 560.0  # of all parts together, so that everything stays below 10 minutes
+_SECONDS = 560.0  # for all parts together, so that the total stays below 10 minutes
 _SUMMARY = "summary.json"
 _SLOWER = 3.0  # a CPU, in a dry run
 
@@ -57,7 +57,7 @@ _MODELS = (
 )
 _TESTS = ("beartype", "cryptography", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
 _FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "flwr-datasets", "grpcio", "pillow")
-# `quick`: the full form takes longer than its share on a machine that was measured, or needs a base nobody bundles.
+# `quick`: the full form exceeds its share on a measured machine, or needs a base that is not bundled.
 PARTS = (
     Part("tests", 105, _TESTS),
     Part("fedqsn/speed", 60, (*CONSOLE, *_MODELS), quick=True),
@@ -96,9 +96,9 @@ class Chosen:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the parts and prints the table; see the exit codes above."""
+    """Run the parts and print the table; see the exit codes above."""
     chosen = _chosen(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is stopped, as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running parts are stopped, as after Ctrl-C
     chosen.out.mkdir(parents=True, exist_ok=True)
     place = Place(ROOT, chosen.out, "cpu" if chosen.is_dry else "cuda", chosen.is_dry or chosen.is_quick)
     machine = about_machine(place)
@@ -140,7 +140,7 @@ def _chosen(argv: Sequence[str] | None) -> Chosen:
 
 
 def about_machine(place: Place) -> dict[str, Any]:
-    """Python, torch, CUDA, device and driver. torch is asked in a process of its own, which gives its memory back."""
+    """Return Python, torch, CUDA, device and driver. A separate process queries torch, and so frees its memory."""
     log = place.out / "machine.log"
     ended = place.child([sys.executable, "-c", _PROBE], log, 60)
     lines = log.read_text(errors="replace").splitlines()
@@ -153,7 +153,7 @@ def about_machine(place: Place) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The version that the kernel's module names, which is there without nvidia-smi too."""
+    """Return the driver version from the kernel module, which works without nvidia-smi too."""
     file = Path("/proc/driver/nvidia/version")
     return file.read_text().splitlines()[0].strip() if file.is_file() else None
 
@@ -183,9 +183,9 @@ def run_all(
     lacks: dict[str, str],
     keep: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """Each part after the other. A part has its share of `seconds`, and what those before it left.
+    """Run the parts in order. Each part has its share of `seconds`, plus the time left by earlier ones.
 
-    `keep` is called after each of them with all rows until then.
+    `keep` is called after each part with all rows so far.
     """
     ends = time.monotonic() + seconds
     stretched = seconds / sum(part.seconds for part in PARTS)
@@ -201,7 +201,7 @@ def run_all(
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """1 where something failed or was over its time, 3 where something was not run, else 0."""
+    """Return 1 if a part failed or exceeded its time, 3 if a part was not run, else 0."""
     results = {row.result for row in rows}
     if results - {"passed", "not run"}:
         return 1
@@ -209,8 +209,8 @@ def exit_code(rows: Sequence[Row]) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, each column as wide as its widest cell."""
-    cells = [("what", "result", "seconds", "file")]  # files without their folder: results are shown to others
+    """Return the rows as text, with each column as wide as its widest cell."""
+    cells = [("what", "result", "seconds", "file")]  # files without their folder: other people see the results
     for row in rows:
         result = f"{row.result}: {row.detail}" if row.detail else row.result
         cells.append((row.name, result, f"{row.seconds:.1f}", row.file))
@@ -222,7 +222,7 @@ def table(rows: Sequence[Row]) -> str:
 def _keep(chosen: Chosen, machine: dict[str, Any], lacks: dict[str, str], rows: list[Row]) -> None:
     """Write the summary file; the exit code says "not run" until every part has a row.
 
-    Parts that have not begun have no row yet.
+    Parts that have not started have no row yet.
     """
     are_all = {part.name for part in chosen.parts} <= {row.name for row in rows}
     code = exit_code(rows) or (0 if are_all else 3)

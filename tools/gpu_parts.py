@@ -1,4 +1,4 @@
-"""The parts of `make gpu`: one child process after the other, each with a time after which it is killed."""
+"""The parts of `make gpu`: child processes in sequence, each with a time limit after which it is killed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-_MARK = "FEDVEIL_GPU_PART"  # inherited by all that a part starts, also in sessions of their own, as Flower's are
+_MARK = "FEDVEIL_GPU_PART"  # inherited by all of a part's processes, in other sessions too, such as Flower's
 _GRACE = 8.0  # seconds from SIGTERM, which lets a federation stop what it started, to SIGKILL
-_LEAST = 5.0  # seconds with which a part is worth a start
+_LEAST = 5.0  # minimum seconds for which starting a part is worthwhile
 _OWN = {"fedveil", "fedveil_bench", "tests", "tools"}
 
 CONSOLE = ("cryptography", "psutil", "pydantic", "rich", "typing-extensions", "xxhash")
@@ -29,13 +29,13 @@ Result = Literal["passed", "failed", "over time", "not run"]
 
 @dataclass(frozen=True)
 class Part:
-    """The tests, or a preset.
+    """The tests or a preset.
 
     Attributes:
         name: "tests", or the preset's name.
         seconds: its share of the time.
-        needs: distributions without which it cannot run, by names of pyproject.toml.
-        quick: whether the preset's quick form is run on a GPU, too.
+        needs: required distributions, by their names in pyproject.toml.
+        quick: true to run the preset's quick form on a GPU, too.
         data: a folder below $FEDVEIL_DATA that it reads.
     """
 
@@ -77,7 +77,7 @@ class Place:
 
     def environment(self, token: str) -> dict[str, str]:
         """Return a child's environment: FedVeil from this repository, and no requests to an unavailable network."""
-        own = [str(self.root), str(self.root / "benchmarks")]  # nothing of ours needs to be installed
+        own = [str(self.root), str(self.root / "benchmarks")]  # none of our packages needs to be installed
         path = os.pathsep.join(filter(None, [*own, os.environ.get("PYTHONPATH", "")]))
         offline = {"HF_HUB_OFFLINE": "1", "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
         waiting = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}  # spinning threads make a busy machine slow
@@ -87,9 +87,9 @@ class Place:
         return variables
 
     def child(self, command: Sequence[str], log: Path, seconds: float, threads: int = 0) -> Ended:
-        """Runs `command`, all it says into `log`. Nothing that it started is left, however it ends.
+        """Run `command` with all output in `log`. No child process is left, however it ends.
 
-        `threads` of OpenMP; 0: as many as torch takes.
+        `threads` is the number of OpenMP threads; 0: torch's default.
         """
         started, token = time.monotonic(), secrets.token_hex(8)
         env = self.environment(token) | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
@@ -112,7 +112,7 @@ class Place:
 
 
 def kill_marked(token: str) -> None:
-    """SIGKILL for every process that inherited the token, until none is left."""
+    """Send SIGKILL to every process that inherited the token, until none is left."""
     mark = f"{_MARK}={token}".encode()
     for _ in range(20):
         alive = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _carries(path, mark)]
@@ -136,7 +136,7 @@ def _carries(process: Path, mark: bytes) -> bool:
 
 
 def run_part(part: Part, place: Place, seconds: float, lacks: Mapping[str, str]) -> list[Row]:
-    """The part's rows of the table: one, and for the tests one more for each that was not run."""
+    """Return the part's rows of the table: one, and for the tests one more for each test that was not run."""
     if missing := [f"{name} ({lacks[name]})" for name in part.needs if name in lacks]:
         return [Row(part.name, "not run", f"misses {', '.join(missing)}")]
     if part.data and (why := _no_data(part.data)):
@@ -163,7 +163,7 @@ def preset_command(part: Part, place: Place, file: Path) -> list[str]:
 def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
     file = place.out / f"{part.name.replace('/', '_')}.json"
     log = file.with_suffix(".log")
-    file.unlink(missing_ok=True)  # an older one must not pass for this run's
+    file.unlink(missing_ok=True)  # an older result must not pass for this run's
     command = preset_command(part, place, file)
     form = "quick" if "--quick" in command else "full"
     print(f"{part.name} ({form}), at most {seconds:.0f} s; its log: {log}", flush=True)
@@ -192,7 +192,7 @@ def _preset(part: Part, place: Place, seconds: float) -> list[Row]:
 
 
 def missing_module(said: str) -> str:
-    """The module of another project that could not be imported, "" where an error was another one."""
+    """Return the third-party module that could not be imported, "" for any other error."""
     modules: list[str] = re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", said)
     return modules[-1] if modules and modules[-1].partition(".")[0] not in _OWN else ""
 
@@ -203,7 +203,7 @@ def _last(said: str) -> str:
 
 
 def marked_files(root: Path) -> list[str]:
-    """The test files with a test marked gpu. The others are not read: they may need what is not here."""
+    """Return the test files with a test marked gpu. Other files are not read: they may need missing modules."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [str(file.relative_to(root)) for file in files if re.search(r"^@pytest\.mark\.gpu", file.read_text(), re.M)]
 
@@ -243,7 +243,7 @@ def _tests(part: Part, place: Place, seconds: float) -> list[Row]:
 
 
 def _by_reason(left_out: Mapping[str, str]) -> list[Row]:
-    """A row for each reason, for a missing module may leave out many tests."""
+    """Return a row for each reason, because one missing module may skip many tests."""
     names: dict[str, list[str]] = {}
     for name, why in left_out.items():
         names.setdefault(why, []).append(name)

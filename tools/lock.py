@@ -1,21 +1,21 @@
-"""Writes lock/*.txt: the versions of constraints.txt with the hash of every file that an index may serve for them.
+"""Write lock/*.txt: the versions of constraints.txt with the hash of every file that an index may serve for them.
 
     make lock                       # after each change of constraints.txt or of the dependencies in pyproject.toml
 
-| file | holds |
+| file | content |
 |---|---|
-| tools.txt | what builds and installs: pip, setuptools, build |
-| cpu.txt | torch's build for the CPU, a version of its own, of torch's own index |
-| cuda.txt | or PyPI's, which is for CUDA, and what it needs besides |
+| tools.txt | build and installation tools: pip, setuptools, build |
+| cpu.txt | torch's CPU build, a separate version from torch's own index |
+| cuda.txt | alternatively PyPI's CUDA build, with its additional requirements |
 | run.txt | every other package that FedVeil runs with |
-| EXTRA.txt | what an extra of pyproject.toml needs besides |
-| flower-VERSION.txt | what constraints-flower-VERSION.txt has in place of run.txt's, installed after it |
-| sbom.txt | what lists the components, in an environment of its own |
-| check.txt | what finds imports that no editor could, likewise: pyright, with the Node.js that it runs on |
-| docs.txt | what makes the site of the documentation, likewise |
+| EXTRA.txt | additional requirements of an extra of pyproject.toml |
+| flower-VERSION.txt | replacements for run.txt from constraints-flower-VERSION.txt, installed after it |
+| sbom.txt | tools that list the components, in a separate environment |
+| check.txt | tools that find missing imports, likewise: pyright, with its Node.js |
+| docs.txt | tools that build the documentation site, likewise |
 
-Each is installed with `pip install --require-hashes --no-deps`; nothing is resolved, so nothing else can come. uv asks
-PyPI for the hashes. Where torch's own index does not answer, the hashes in cpu.txt stay, if its version does.
+Each is installed with `pip install --require-hashes --no-deps`: nothing is resolved, so nothing else is installed. uv
+gets the hashes from PyPI. If torch's own index does not answer, cpu.txt retains its hashes, if its version does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HEAD = "# Made by make lock, which says more: {what}\n"
 def compiled(
     *source: str, hashes: bool = False, text: str = "", constraints: str = "constraints.txt"
 ) -> dict[str, str]:
-    """uv's lines by package, sorted: "name==version ; marker", with hashes below where they are asked for."""
+    """Return uv's lines by package, sorted: "name==version ; marker", followed by hashes if requested."""
     uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", *source, "-c", constraints, "--universal"]
     flags = ["--python-version", _PYTHON, "--no-header", "--no-annotate", "--no-emit-index-url", "--quiet"]
     flags += ["--generate-hashes"] if hashes else []
@@ -59,21 +59,21 @@ def compiled(
 
 
 def in_place(pins: str, constraints: str) -> tuple[set[str], str]:
-    """The packages that `pins` names, and `constraints` with its versions for them."""
+    """Return the packages that `pins` names, and `constraints` with its versions for them."""
     names = {canonical(line) for line in pins.splitlines() if "==" in line}
     other_lines = [line for line in constraints.splitlines() if "==" not in line or canonical(line) not in names]
     return names, "\n".join([*other_lines, *(line for line in pins.splitlines() if "==" in line)]) + "\n"
 
 
 def canonical(pin: str) -> str:
-    """The name in "Name_x==1", as uv writes it."""
+    """Return the name in "Name_x==1" in uv's form."""
     return re.sub(r"[-_.]+", "-", pin.partition("==")[0].strip()).lower()
 
 
 def of_line(pins: Path, run: dict[str, str]) -> dict[str, str]:
-    """The blocks of another line of Flower, by package; `run` is what constraints.txt alone gives.
+    """Return the blocks of another Flower release, by package; `run` contains those of constraints.txt alone.
 
-    Ends the program where that line needs other versions than those that `pins` names, or not all of them.
+    Exits if that release needs other versions than those in `pins`, or not all of them.
     """
     names, text = in_place(pins.read_text(), (ROOT / "constraints.txt").read_text())
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -87,12 +87,12 @@ def of_line(pins: Path, run: dict[str, str]) -> dict[str, str]:
 
 
 def cpu_hashes(page: str, version: str) -> list[str]:
-    """The SHA-256 of torch's files for the CPU, Linux, and this project's Pythons, on a page of torch's own index."""
+    """Return the SHA-256 of torch's files for CPU, Linux and this project's Pythons, from torch's own index."""
     return sorted({match[2] for match in _CPU_FILE.finditer(page.replace("%2B", "+")) if match[1] == version})
 
 
 def cpu_block(version: str, index: str, before: str) -> str:
-    """The lines for torch's build for the CPU; `before` is the lock as it was."""
+    """Return the lines for torch's CPU build; `before` is the previous lock."""
     try:
         with urllib.request.urlopen(f"{index}/torch/", timeout=30) as answer:
             hashes = cpu_hashes(answer.read().decode(), version)
@@ -109,7 +109,7 @@ def cpu_block(version: str, index: str, before: str) -> str:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description="writes lock/*.txt")
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX") or TORCH_INDEX)
     index = parser.parse_args().torch_index

@@ -1,9 +1,9 @@
-"""Cuts the bundled demo data, data/e2e, from a folder with the E2E NLG train.jsonl and test.jsonl.
+"""Create the bundled demo data, data/e2e, from a folder with the E2E NLG train.jsonl and test.jsonl.
 
     python tools/make_demo_data.py --data <folder> --out data/e2e
 
-Rows whose meaning representation the tiny base has seen (`tiny.text_generation.is_public`) are left out. The rest is
-put in the order of its SHA-256, so the choice is arbitrary but always the same; then the first rows are taken.
+Rows whose meaning representation the tiny base has seen (`tiny.text_generation.is_public`) are excluded. The rest is
+sorted by SHA-256, so the choice is arbitrary but reproducible; then the first rows are selected.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def _digest(text: str) -> str:
 
 
 def train_rows(rows: list[Row], count: int) -> list[Row]:
-    """`count` rows that the base has not seen."""
+    """Return `count` rows that the base has not seen."""
     unseen = [row for row in rows if not is_public(row["mr"])]
     return sorted(unseen, key=lambda row: _digest(row["mr"] + "\n" + row["ref"]))[:count]
 
 
 def test_rows(rows: list[Row], sources: int, references: int) -> list[Row]:
-    """The first distinct references, in file order, of each of `sources` unseen meaning representations."""
+    """Return the first distinct references, in file order, of each of `sources` unseen meaning representations."""
     unseen = {row["mr"]: list[str]() for row in rows if not is_public(row["mr"])}
     for row in rows:
         if row["mr"] in unseen and row["ref"] not in unseen[row["mr"]]:
@@ -39,12 +39,12 @@ def test_rows(rows: list[Row], sources: int, references: int) -> list[Row]:
 
 
 def write(rows: list[Row], file: Path) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Cuts the demo data from E2E NLG.")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -1,7 +1,7 @@
 """Measure the public names of the core and compare them with the project's targets.
 
-    python tools/measure_names.py            # the table
-    python tools/measure_names.py --names    # and each name that counts against a target
+    python tools/measure_names.py            # print the table
+    python tools/measure_names.py --names    # also print each name that counts against a target
 
 Public names are top-level functions and classes of a module that do not begin with an underscore. A word
 begins at an underscore or a capital: `load_rows` and `RowLoader` have two.
@@ -11,7 +11,7 @@ begins at an underscore or a capital: `load_rows` and `RowLoader` have two.
 | functions with a name of one word | at most 30 % |
 | classes with a name of one word | at most 25 % |
 | class names in more than one module | 0 |
-| functions, classes and modules named by a participle alone | 0 |
+| functions, classes and modules named only by a participle | 0 |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ("fedveil", "strategies", "server_app", "client_app", "attacks")
-BENCHMARKS = ("benchmarks/fedveil_bench",)  # measured apart: the targets are those of the core
+BENCHMARKS = ("benchmarks/fedveil_bench",)  # measured separately: the targets are those of the core
 PARTICIPLES = frozenset({
     "agreed", "asked", "closed", "deployed", "drawn", "found", "given", "gone", "held", "kept", "left", "looked",
     "made", "named", "opened", "received", "said", "sent", "served", "settled", "shown", "spent", "summed", "taken",
@@ -52,7 +52,7 @@ class PublicNames:
 
 @dataclass(frozen=True)
 class Measure:
-    """A line of the table: names that count against a target, of how many, and the largest share that is asked."""
+    """A line of the table: names that count against a target, the number of all names, and the maximum share."""
 
     text: str
     against: list[str]
@@ -66,7 +66,7 @@ class Measure:
 
 
 def collect(root: Path, packages: Sequence[str]) -> PublicNames:
-    """Return the public names below the packages' folders. Links are not followed, as each leads to another package."""
+    """Return the public names below the packages' folders. Links are not followed: each leads to another package."""
     names = PublicNames([], [], [])
     for package in packages:
         for at, folders, files in os.walk(root / package):
@@ -111,7 +111,7 @@ def measure(names: PublicNames) -> list[Measure]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; with --check, return 1 where the core misses a target."""
+    """Print the tables; with --check, return 1 if the core misses a target."""
     parser = argparse.ArgumentParser(prog="python tools/measure_names.py", description=__doc__.splitlines()[0])
     parser.add_argument("--names", action="store_true", help="list each name that counts against a target")
     parser.add_argument("--check", action="store_true", help="end with 1 where the core misses a target")

@@ -1,12 +1,12 @@
-"""Breaks the code on purpose, one place at a time, and says which breaks no test notices.
+"""Break the code on purpose, one place at a time, and report which breaks no test detects.
 
     make mutate PACKAGE=ops ARGS="--sample 40 --seed 1"
     python tools/mutate.py --code fedveil/mean.py --tests tests/fedveil/test_mean.py --sample 10
 
-cosmic-ray writes the mutants. This file runs them: cosmic-ray's runner takes a timeout for a kill, and mutates the tree
-that it stands in. Here each worker has a copy of what git tracks or does not ignore. A mutant in `x.py` first meets
-`test_x.py`, then the room's other tests. Annotations and lines that begin as one of _IDLE does stay as they are. A
-sample has one mutant a place.
+cosmic-ray writes the mutants. This file runs them, because cosmic-ray's runner treats a timeout as a kill and mutates
+its own tree. Here each worker has a copy of the files that git tracks or does not ignore. A mutant in `x.py` first runs
+`test_x.py`, then the package's other tests. Annotations and lines that begin like one of _IDLE are not mutated. A
+sample has one mutant per place.
 Two controls come first: the tests pass on the code as it is, and fail when a file raises at its import; an installed
     copy's would not.
 """
@@ -33,7 +33,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
-EVERY = "not slow and not gpu and not containers and not browser"  # those marked long too
+EVERY = "not slow and not gpu and not containers and not browser"  # including those marked long
 ROOT = Path(__file__).parent.parent
 ROOMS = {  # name: (its code, its tests)
     "strategies": (["strategies"], ["tests/strategies", "tests/contract"]),
@@ -54,12 +54,12 @@ class Mutant(NamedTuple):
     occurrence: int
 
     def code(self) -> str:
-        """The whole file with it."""
+        """Return the whole file with the mutation."""
         return str(mutate_code((ROOT / self.path).read_text(), get_operator(self.operator)(), self.occurrence))
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
-    """Every mutant of a file whose effect a test could see."""
+    """Yield every mutant of a file whose effect a test could detect."""
     source = path.read_text()
     lines, nodes = source.splitlines(), list(ast_nodes(get_ast(source)))
     annotations = [getattr(n, key, None) for n in ast.walk(ast.parse(source)) for key in ("annotation", "returns")]
@@ -72,7 +72,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
 
 
 class Copies:
-    """Copies of the working tree, one a worker, and the tests that run in them."""
+    """Copies of the working tree, one per worker, and the tests that run in them."""
 
     def __init__(self, folder: Path, count: int, tests: list[str]) -> None:
         self.tests, self.seconds = tests, 3600.0
@@ -97,7 +97,7 @@ class Copies:
             self._free.put(copy)
 
     def _run(self, copy: Path, tests: list[str]) -> str:
-        # The limit, in kB of address space: a mutant may ask for any amount.
+        # The limit, in kB of address space: a mutant may request any amount.
         run = f'ulimit -v {16 << 20} && exec "$0" -m pytest -x -q -p no:cacheprovider "$@"'
         own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         with copy.with_suffix(".log").open("w") as log, subprocess.Popen(

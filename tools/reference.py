@@ -37,7 +37,7 @@ _OF_FIELD = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its path below the documentation's folder."""
+    """Return the text of every page, by its path below the documentation's folder."""
     page_texts = {"reference/run-config.md": run_config(), "reference/commands.md": commands()}
     page_texts |= {"reference/attacks.md": attacked(), "reference/python/index.md": in_python()}
     page_texts |= {f"reference/python/{name}.md": python.page(name) for name in python.modules()}
@@ -49,7 +49,7 @@ def pages() -> dict[str, str]:
 
 
 def run_config() -> str:
-    """Every key of the run config: its default, what it may be, what it means."""
+    """Return every key of the run config: its default, its permitted values, its meaning."""
     parts = [
         "# The run config\n\n`fedveil submit --set KEY=VALUE`, `flwr run . -c 'KEY=VALUE'`, or a file for `fedveil "
         "submit --config`. A key that is not here, or a value that it may not have, is refused in one line before any "
@@ -70,7 +70,7 @@ def run_config() -> str:
 
 
 def methods() -> str:
-    """The methods, each with a line."""
+    """Return the methods, one line each."""
     rows = []
     for name in strategies.list_methods():
         cls = strategies.load_method(name)
@@ -84,7 +84,7 @@ def methods() -> str:
 
 
 def method(name: str) -> str:
-    """A method's own words, its fields, and what it puts on the wire."""
+    """Return a method's docstring, its fields, and its messages."""
     cls = strategies.load_method(name)
     words = (inspect.getdoc(importlib.import_module(cls.__module__)) or "").partition("\n")
     made = strategies.create_method(name)
@@ -101,7 +101,7 @@ def method(name: str) -> str:
 
 
 def composed() -> str:
-    """Return the page on what composes with what, with each cell as a round of tiny sites answered."""
+    """Return the page on combinations, where each cell is the result of a round of tiny sites."""
     columns = (*composition.COLUMNS, composition.CODES)
     rows = [
         (f"[`{name}`]({name}.md)", *(composition.cell(name, c) for c in columns)) for name in strategies.list_methods()
@@ -115,7 +115,7 @@ def composed() -> str:
 
 
 def attacked() -> str:
-    """The attacks, with their controls and their lines of code."""
+    """Return the attacks, with their controls and their lines of code."""
     head = ("file", "", "reads", "must win on", "must lose on", _LINES)
     return (
         "# The attacks\n\nThose that `fedveil audit` runs. An attack that fails one of its controls proves nothing "
@@ -155,7 +155,7 @@ def commands() -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown. A bar in a cell is shown as one."""
+    """Return a Markdown table, with bars in cells escaped."""
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

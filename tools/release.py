@@ -27,12 +27,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNATURE_NAMESPACE = "fedveil-release"
-# What an image is built from, besides what docker/Dockerfile.dockerignore names.
+# Build inputs of an image in addition to those in docker/Dockerfile.dockerignore.
 RECIPE_FILES = ("docker", "compose.yaml", "compose.gpu.yaml")
 
 
 def find_faults(tag: str, tree: Path) -> list[str]:
-    """Return what keeps a tree from being the release of a tag, as sentences; empty if nothing does."""
+    """Return the reasons why a tree cannot be the release of a tag, as sentences; empty if there are none."""
     match = re.fullmatch(r"v(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)", tag)
     if not match:
         return [f"tag: expected v and a version, such as v0.2.0, found {tag}"]
@@ -63,7 +63,7 @@ def extract_notes(changelog: str, version: str) -> str:
 def list_recipe_files(tree: Path) -> list[str]:
     """Return the paths, relative to `tree` and sorted, of the files from which the images are built.
 
-    These are what docker/Dockerfile.dockerignore lets into a build, and RECIPE_FILES.
+    These are the files that docker/Dockerfile.dockerignore admits to a build, and RECIPE_FILES.
     """
     rules = (tree / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
     admitted = [*(rule[1:] for rule in rules if rule.startswith("!")), *RECIPE_FILES]
@@ -74,7 +74,7 @@ def list_recipe_files(tree: Path) -> list[str]:
     files = []
     for name in admitted:
         top = tree / name
-        # A link to a folder is a file of the archive: what it points to is admitted by its own name.
+        # A link to a folder is a file of the archive: its target is admitted by its own name.
         below = (
             [top]
             if top.is_file() or top.is_symlink()
@@ -86,10 +86,10 @@ def list_recipe_files(tree: Path) -> list[str]:
 
 
 def pack_files(files: Mapping[str, Path], archive: Path, epoch: int) -> None:
-    """Write a .tar.gz of files by their names in it: sorted, of one time and no owner, so that its bytes are the same.
+    """Write a reproducible .tar.gz of files by their names in it: sorted, with one time and no owner.
 
     Args:
-        files: a path by the name that the archive gives it. Symbolic links stay links.
+        files: maps names in the archive to paths. Symbolic links stay links.
         epoch: the modification time of each member, in seconds since 1970.
     """
     content = io.BytesIO()
@@ -148,7 +148,7 @@ def make_release(tag: str, key: Path, sbom_python: Path, into: Path, repository:
         tag: such as v0.2.0.
         key: an Ed25519 private key of `ssh-keygen`.
         sbom_python: a Python with lock/sbom.txt.
-        into: the folder in which the release's own folder is made; an older one of the same version is replaced.
+        into: the parent of the release's folder; an older release of the same version is replaced.
         repository: the checkout that has the tag.
     """
     with tempfile.TemporaryDirectory() as temporary:
@@ -209,7 +209,7 @@ def _extract_tag(repository: Path, tag: str, tree: Path) -> None:
 
 
 def _check(command: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None, what: str = "") -> str:
-    """Return what a command prints. Raises SystemExit with `what`, or its own words, if it fails."""
+    """Return a command's output. Raises SystemExit with `what`, or the command's message, if it fails."""
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {what or f'{command[0]}: ' + (done.stderr or done.stdout)[-2000:].strip()}")

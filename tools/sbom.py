@@ -1,11 +1,11 @@
-"""Lists the components of an installation, with licences and the hashes of the lock: CycloneDX 1.6, as JSON.
+"""List the components of an installation, with licenses and the hashes of the lock: CycloneDX 1.6, as JSON.
 
-    make sbom                                                        # of the wheel, into dist/
-    python tools/sbom.py --python VENV/bin/python --out FILE         # of what is installed there: the image does so
+    make sbom                                                        # for the wheel, into dist/
+    python tools/sbom.py --python VENV/bin/python --out FILE         # for that installation, as in the image
 
-Runs in an environment of its own, with lock/sbom.txt. cyclonedx-py reads the installation; this adds the hashes and
-refuses a package that no file of lock/ has. The same installation gives the same bytes. What is no Python package, such
-as the Debian below an image, is not in it.
+Runs in a separate environment, with lock/sbom.txt. cyclonedx-py reads the installation; this script adds the hashes
+and refuses a package that is in no file of lock/. The same installation gives the same bytes. Components that are not
+Python packages, such as an image's Debian, are not included.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)([^\\\n]*(?:\\\n[^\\\n]*)*)", re.MULTILINE)
-_BUILDS = re.compile(r"\+.*")  # torch's build for the CPU stands in the lock under torch's own version
+_BUILDS = re.compile(r"\+.*")  # torch's CPU build is in the lock under torch's own version
 
 
 def canonical(name: str) -> str:
-    """A package's name as indexes compare it."""
+    """Return a package's name as indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def locked(folder: Path, *, without: list[str], line: str = "") -> tuple[dict[str, tuple[str, list[str]]], set[str]]:
-    """(version, SHA-256 of its files) by package, of all files; and the packages that only the files `without` have.
+    """Return (version, SHA-256 of its files) by package; and the packages that only the files `without` contain.
 
-    `line`: "flower-1.41" for what is in place of other versions there (tools/lock.py).
+    `line`: "flower-1.41" for the versions that replace others there (tools/lock.py).
     """
     packages: dict[str, tuple[str, list[str]]] = {}
     remaining_names = set()
@@ -49,11 +49,11 @@ def locked(folder: Path, *, without: list[str], line: str = "") -> tuple[dict[st
 
 
 def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_out: set[str]) -> dict[str, Any]:
-    """`bom` without `left_out`; each other package with its hashes. SystemExit for one that the lock has not."""
+    """Return `bom` without `left_out`, adding hashes. Raises SystemExit for a package that is not in the lock."""
     components = []
     for component in bom["components"]:
         name, version = canonical(component["name"]), component["version"]
-        # ensurepip's own, which nothing imports; and the benchmarks, which `make bench` installs beside the wheel.
+        # ensurepip's own, which nothing imports; and the benchmarks, which `make bench` installs next to the wheel.
         if name in left_out or name in {"pip", "fedveil-bench"}:
             continue
         if name not in lock or lock[name][0] != _BUILDS.sub("", version):
@@ -77,7 +77,7 @@ def completed(bom: dict[str, Any], lock: dict[str, tuple[str, list[str]]], left_
 
 
 def main() -> None:
-    """Writes the list."""
+    """Write the list."""
     parser = argparse.ArgumentParser(description="lists the components of an installation")
     parser.add_argument("--python", required=True, help="of the installation")
     parser.add_argument(
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def valid(text: str) -> None:
-    """SystemExit where the text is not CycloneDX 1.6."""
+    """Raise SystemExit if the text is not CycloneDX 1.6."""
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 

@@ -21,21 +21,21 @@ _HOLDS = {
     ">=": lambda found, bound: found >= bound,
     "==": lambda found, bound: found == bound,
     "<": lambda found, bound: found < bound,
-    "!=": lambda found, bound: found[: len(bound)] != bound,  # of "!=1.40.*"
+    "!=": lambda found, bound: found[: len(bound)] != bound,  # for "!=1.40.*"
 }
 
 
 def installed() -> dict[str, str]:
-    """Versions of what this Python finds, by canonical name; of two installations of one name, the first."""
+    """Return the versions that this Python finds, by canonical name; the first one for a duplicate name."""
     versions: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        if distribution.name:  # a damaged installation has none
+        if distribution.name:  # a damaged installation has no name
             versions.setdefault(canonical(distribution.name), distribution.version)
     return versions
 
 
 def promised(pyproject: Path) -> dict[str, str]:
-    """The range of versions, such as ">=1.39,<1.40", of every distribution that the project or an extra asks for."""
+    """Return the version range, such as ">=1.39,<1.40", of every distribution that the project or an extra requires."""
     project = tomllib.loads(pyproject.read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     parts = [re.match(r"([A-Za-z0-9._-]+)\s*(.*)", line) for line in lines]
@@ -59,7 +59,7 @@ def lacking(names: Iterable[str], ranges: Mapping[str, str], found: Mapping[str,
 
 
 def within(version: str, asked: str) -> bool:
-    """Return whether a release is in the range; "2.11.0a0+git", as vendors name builds, counts as 2.11.0."""
+    """Return whether a release is in the range; "2.11.0a0+git", a vendor's build name, counts as 2.11.0."""
     for clause in filter(None, asked.replace(" ", "").split(",")):
         sign, bound = re.fullmatch(r"(>=|==|<|!=(?=.*\.\*$))([\d.]*\d)(?:\.\*)?", clause).groups()  # type: ignore[union-attr]
         if not _HOLDS[sign](_release(version), _release(bound)):
@@ -76,7 +76,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def to_carry(folder: Path, ranges: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
-    """The blocks of the lock, with hashes, of all that is not here in the promised range, by "name==version"."""
+    """Return the lock's blocks, with hashes, of all packages missing or out of range here, by "name==version"."""
     blocks = {}
     for lock in _LOCKS:
         for block in _BLOCK.findall((folder / f"{lock}.txt").read_text()):

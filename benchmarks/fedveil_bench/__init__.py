@@ -1,1 +1,1 @@
-"""Benchmarks of FedVeil: presets, what runs them, and what they measured. Only public modules of FedVeil are used."""
+"""Benchmarks of FedVeil: presets, their runners, and their measurements. They use only public modules of FedVeil."""

@@ -1,4 +1,4 @@
-"""`python -m fedveil_bench`: `fedveil bench` where no package is installed, by PYTHONPATH."""
+"""`python -m fedveil_bench`: `fedveil bench` through PYTHONPATH, if no package is installed."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ _METRICS = 6  # a table: more columns break their numbers
 
 
 class LazyModule:
-    """A module that is imported when an attribute is first asked for.
+    """A module that is imported when an attribute is first accessed.
 
-    A machine with a GPU may lack what starts a federation, such as grpc, and its presets need none.
+    A machine with a GPU may lack modules for starting a federation, such as grpc, and its presets need none.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,7 +39,7 @@ class LazyModule:
 
 
 def create_simulation(*args: Any, **kwargs: Any) -> Any:
-    """Return a `fedveil.testing.simulation.LocalSimulation`, which is imported only then."""
+    """Return a `fedveil.testing.simulation.LocalSimulation`, importing it on this call."""
     return LazyModule("fedveil.testing.simulation").LocalSimulation(*args, **kwargs)
 
 
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(args: argparse.Namespace) -> int:
     """Lists the presets, or runs one."""
     console = Console(highlight=False)
-    console.width = max(console.width, 160)  # a table that breaks its numbers helps nobody
+    console.width = max(console.width, 160)  # a table with wrapped numbers is unreadable
     if args.list:
         console.print("\n".join(benchmarks.list_presets()) or "no presets", markup=False)
         return 0
@@ -102,7 +102,7 @@ def run_command(args: argparse.Namespace) -> int:
         pieces=file.with_suffix(".pieces.jsonl"),
         minutes=args.minutes,
     )
-    if args.minutes != 0:  # else nothing is trained, and a table of earlier runs may need no rows
+    if args.minutes != 0:  # otherwise nothing is trained, and a table of earlier runs may need no data
         requirements.require_ready(args.preset, options)
     result, files = benchmarks.run_preset(args.preset, options)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace, console: Console) -> int:
-    """1 where something is missing, else 0."""
+    """Return 1 if something is missing, else 0."""
     lacks = 0
     options = benchmarks.BenchOptions(form=args.form, seeds=args.seeds, device=args.device)
     every = [name for name in benchmarks.list_presets() if args.form in benchmarks.check_forms(name)]

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/results.md from committed results: mean and 95 % interval, no run.
+"""Draw the figures of docs/results.md from committed results: mean and 95 % interval, without any run.
 
 `python -m fedveil_bench.figures`, in a checkout, writes docs/pictures/results-*.png.
 """
@@ -31,11 +31,11 @@ class ResultFigure:
     """The content of one picture: for each series a row and a metric at each place.
 
     Attributes:
-        preset: whose result is drawn.
-        unit: of every figure in it.
+        preset: the preset whose result is drawn.
+        unit: unit of every value in it.
         places: names down the axis.
-        series: of each series, (row, metric) for each place; None where the result has none.
-        guess: where a line marks that nothing was learned or told; None = no line.
+        series: (row, metric) for each place of each series; None if the result has none.
+        guess: position of the line for nothing learned or told; None = no line.
     """
 
     preset: str
@@ -47,11 +47,11 @@ class ResultFigure:
 
 @dataclass(frozen=True)
 class ParetoFront:
-    """Methods between two figures of theirs, each with its interval: what is bought with what.
+    """Methods by two of their metrics, each with its interval: a tradeoff.
 
     Attributes:
-        preset: whose result is drawn.
-        units: of the two axes.
+        preset: the preset whose result is drawn.
+        units: units of the two axes.
         series: of each method, at most ten, (row, metric) for each axis.
         guess: on the second axis, where nothing is told.
         base: (row, metric) of the first axis before any training. A method that ends there has no model of its own at
@@ -70,9 +70,9 @@ class ResultCurves:
     """A metric of the server's model by round and by bytes: of each row of a result that has a `curve` of it.
 
     Attributes:
-        preset: whose result is drawn. Without a curve in it there is no picture.
-        metric: which one.
-        unit: of it, for the axis.
+        preset: the preset whose result is drawn. Without a curve in it there is no picture.
+        metric: the drawn metric.
+        unit: unit of the metric, for the axis.
     """
 
     preset: str
@@ -151,7 +151,7 @@ FIGURES = {
 
 
 def find_metric_bounds(metric: str) -> tuple[float, float]:
-    """The least and the largest value that a metric can have."""
+    """Return the lowest and the highest value that a metric can have."""
     return next((bounds for name, bounds in _POSSIBLE.items() if name.fullmatch(metric)), (-math.inf, math.inf))
 
 
@@ -179,7 +179,7 @@ def read_curves(of: ResultCurves) -> dict[str, list[tuple[int, float, dict[str, 
 
 
 def read_intervals(figure: ResultFigure | ParetoFront) -> dict[str, list[dict[str, float] | None]]:
-    """Mean, low and high of each series at each place. Raises KeyError where the result lacks one."""
+    """Return mean, low and high of each series at each place. Raises KeyError if the result lacks one."""
     by_name = _metrics(figure.preset)
 
     def within(row: str, metric: str) -> dict[str, float]:
@@ -190,7 +190,7 @@ def read_intervals(figure: ResultFigure | ParetoFront) -> dict[str, list[dict[st
 
 
 def base_of(front: ParetoFront) -> float:
-    """The first axis's figure before any training."""
+    """Return the first axis's value before any training."""
     row, metric = front.base
     return float(_metrics(front.preset)[row][metric]["mean"])
 
@@ -204,7 +204,7 @@ def compute_digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
 
 
 def draw_figure(figure: ResultFigure, file: Path) -> None:
-    """Writes the figure as a PNG, the first place at the top."""
+    """Write the figure as a PNG, the first place at the top."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 1.2 + 0.55 * len(figure.places)), dpi=110, layout="constrained")
@@ -228,7 +228,7 @@ def draw_figure(figure: ResultFigure, file: Path) -> None:
 
 
 def draw_front(of: ParetoFront) -> Any:
-    """The front as a canvas: better is left and down."""
+    """Return a canvas with the front: better is left and down."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(9, 5.2), dpi=110, layout="constrained")
@@ -263,7 +263,7 @@ def draw_front(of: ParetoFront) -> Any:
 
 
 def by_round_and_bytes(of: ResultCurves) -> Any:
-    """The curves as a canvas: by round on the left, by bytes on the right."""
+    """Return a canvas with the curves: by round on the left, by bytes on the right."""
     from matplotlib.figure import Figure as Canvas
 
     drawn = Canvas(figsize=(10, 4.2), dpi=110, layout="constrained")
@@ -281,7 +281,7 @@ def by_round_and_bytes(of: ResultCurves) -> Any:
 
 
 def main() -> None:
-    """Draws all of them, and copies those that presets draw. Raises ConfigError outside a checkout."""
+    """Draw all pictures, and copy those that presets draw. Raises ConfigError outside a checkout."""
     pictures = folders.require_results().parents[1] / "docs" / "pictures"
     for name, figure in FIGURES.items():
         draw_figure(figure, pictures / f"results-{name}.png")

@@ -22,7 +22,7 @@ def package_folder() -> Path:
 
 
 def checkout_folder() -> Path | None:
-    """Return the repository that this package runs from; None where it is installed from a wheel."""
+    """Return the repository that this package runs from; None if it is installed from a wheel."""
     distribution = package_folder().parent
     is_checkout = distribution.name == "benchmarks" and (distribution / "pyproject.toml").is_file()
     return distribution.parent if is_checkout else None

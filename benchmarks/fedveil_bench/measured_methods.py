@@ -120,7 +120,7 @@ def read_column() -> tuple[dict[str, str], str]:
 
 @dataclass(frozen=True)
 class _Result:
-    """A committed result: its table, the command that made it, the commit, and each row's metrics."""
+    """A committed result: its table, its command, its commit, and each row's metrics."""
 
     preset: str
     command: str
@@ -129,7 +129,7 @@ class _Result:
 
     @classmethod
     def read(cls, folder: Path, preset: str) -> _Result:
-        """Raises StateError for a file that is no result."""
+        """Read a result. Raises StateError for a file that is no result."""
         try:
             content = json.loads(_file(folder, preset).read_text())
             rows = {str(row["name"]): row["metrics"] for row in content["rows"]}
@@ -144,7 +144,7 @@ class _Result:
             ) from None
 
     def metric(self, row: str, name: str) -> dict[str, float]:
-        """Mean and bounds of a metric, with or without what the data are called before it. Raises StateError."""
+        """Return mean and bounds of a metric, with or without the name of the data before it. Raises StateError."""
         try:
             of = self.rows[row]
             value = of[name] if name in of else next(v for key, v in of.items() if key.endswith(f" {name}"))
@@ -167,7 +167,7 @@ def _of_papers(results: Mapping[str, _Result], tables: Mapping[str, list[tuple[s
 
 
 def _compared(lora: _Result) -> dict[str, str]:
-    """Test loss of the server's model, and the attack on one client, of methods with both."""
+    """Return the test loss of the server's model, and the attack on one client, for methods with both."""
     start, summaries = lora.metric("round 0", "test loss")["mean"], {}
     for title in (name.removesuffix(" server") for name in lora.rows if name.endswith(" server")):
         loss, alignment = lora.metric(f"{title} server", "test loss"), lora.metric(f"{title} client", "alignment")

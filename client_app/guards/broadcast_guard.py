@@ -13,16 +13,16 @@ that one hostile layer among many does not go unnoticed. A B that is zero is mea
 |---|---|
 | a value that is not finite | PolicyError |
 | norm above max-broadcast-norm, or change above max-broadcast-change | PolicyError |
-| the first turn in a run | `last` is what `run.seed` says that a run begins with; every site can draw it |
-| the first turn of a site that came late | the same: what the others have learned until then counts as change |
-| `last` is zero everywhere, and so was all before | only the norm is judged |
-| other tensors than the last time | as in the first turn |
-| a turn fails, or is refused | `last` stays |
-| a factor or prompt that the site keeps for itself | it is a part of what is trained, and judged with the rest |
+| the first client round in a run | `last` is the initial state from `run.seed`, which every site can compute |
+| the first client round of a late site | the same: everything learned by others until then counts as change |
+| `last` is zero everywhere, and so was all before | only the norm is checked |
+| other tensors than the last time | as in the first client round |
+| a client round fails or is refused | `last` stays |
+| a factor or prompt that stays at the site | it is trained too, and checked with the rest |
 | the file is damaged | StateError |
 
-The server learns that a bound was exceeded, but not the numbers, because they depend on what a site keeps for
-itself. The site's log has them. A sketch has 64 numbers (fedveil/ops/count_sketch.py), so that a large model is
+The server learns that a bound was exceeded, but not the numbers, because they depend on the site's private
+data; the site's log has them. A sketch has 64 numbers (fedveil/ops/count_sketch.py), so that a large model is
 not stored twice. It measures a change to within about 9 %.
 """
 
@@ -127,7 +127,7 @@ class BroadcastReferenceStore:
     """The reference of one run at one site.
 
     Attributes:
-        folder: of the run's private state.
+        folder: folder of the run's private state.
     """
 
     folder: Path
@@ -187,9 +187,9 @@ class BroadcastGuard(TrainerWrapper):
     """A trainer that checks the first weights that it receives, before it reads an example.
 
     Args:
-        policy: the site's, with the bounds.
+        policy: the site's policy, with the bounds.
         received: the site's reference.
-        initial: gives what the run begins with; asked in the first turn only.
+        initial: returns the initial weights of the run; called only in the first client round.
     """
 
     def __init__(
@@ -200,11 +200,11 @@ class BroadcastGuard(TrainerWrapper):
         self._next: BroadcastReference | None = None
 
     def judge(self, weights: Weights) -> None:
-        """Judges the first weights of the turn; later ones are the method's own. Raises PolicyError, StateError."""
+        """Check the client round's first weights; later ones are the method's own. Raises PolicyError, StateError."""
         if self._next is not None:
             return
         norm = weights_norm(weights)
-        decisions.check_broadcast(self._policy, norm, 0.0)  # before a difference is taken with what is not finite
+        decisions.check_broadcast(self._policy, norm, 0.0)  # before any difference of non-finite values
         last = self._received.load()
         if last is None or not last.fits(weights):
             last = BroadcastReference.from_weights(self._initial())

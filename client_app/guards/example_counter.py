@@ -1,13 +1,13 @@
 """Count the examples behind an upload, as the trainers report them and not as the upload claims.
 
-| rows | counted |
+| examples | counted |
 |---|---|
-| of a plain training or gradient | those of its steps, as the trainer reports them (`TrainingResult.looked`) |
+| of a plain training or gradient | those of its steps, as reported by the trainer (`TrainingResult.looked`) |
 | of batches that a method or a privacy mechanism drew | those of the batches |
-| of Poisson batches | as many as are expected, and batch-size as the smallest step: who was drawn must stay secret,
-  and a refusal would tell something of it |
-| behind the report's `loss_received` | not counted: no step was made from them |
-| a trainer that does not report its rows | none |
+| of Poisson batches | the expected number, and batch-size as the smallest step: the drawn examples must stay secret,
+  and a refusal would reveal something about them |
+| behind the report's `loss_received` | not counted: no step used them |
+| a trainer that does not report its examples | none |
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ExampleCounter(TrainerWrapper):
 
     @property
     def least(self) -> int:
-        """Return the examples in the smallest step so far; 0 before the first step."""
+        """Return the number of examples in the smallest step so far; 0 before the first step."""
         return min(self._least, default=0)
 
     def saw(self, looked: ExamplesUsed) -> None:
@@ -57,7 +57,7 @@ class ExampleCounter(TrainerWrapper):
         self._least += [looked.min_batch] if looked.rows else []
 
     def saw_poisson(self, batch_size: int, steps: int) -> None:
-        """Counts Poisson batches."""
+        """Count Poisson batches."""
         self._missed *= (1 - batch_size / self.num_examples) ** steps
         self._least += [batch_size] if steps else []
 

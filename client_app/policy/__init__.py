@@ -1,1 +1,1 @@
-"""A site's policy, and what it asks of a run before anything is trained."""
+"""A site's policy, and the conditions that a run must meet before any training."""

@@ -1,36 +1,36 @@
-"""All decisions of a site about a run. Each raises PolicyError, which names the key, the permitted and the found.
+"""All decisions of a site about a run. Each raises PolicyError, which names key, permitted value and actual value.
 
 | when | decision |
 |---|---|
-| a message has come, before it is read | `check_app_digest` |
-| it is read, before any data is | `check_run`; `list_refusals` gives all refusals of it |
-| a round is about to be served | `count_round`; `check_round` for what counts as no serving |
-| the broadcast is decoded, before it is trained from | `check_broadcast` |
-| the upload is made, before the private state is saved | `check_examples` |
+| a message has arrived, before it is read | `check_app_digest` |
+| the message is read, before any data is | `check_run`; `list_refusals` lists all its refusals |
+| a round is about to be served | `count_round`; `check_round` for messages that do not count as serving |
+| the broadcast is decoded, before training | `check_broadcast` |
+| the upload is complete, before the private state is saved | `check_examples` |
 | the upload is about to leave the site | `check_upload` |
 
-The policy's keys are in site_policy.py. Keys and plans of secure aggregation are judged in
-fedveil/federation/secagg/site.py, and charges of privacy by the site's ledger (fedveil/privacy/charged_gradients.py).
+The policy's keys are in site_policy.py. fedveil/federation/secagg/site.py checks keys and plans of secure aggregation,
+and the site's ledger checks privacy charges (fedveil/privacy/charged_gradients.py).
 
 
-| case | what happens |
+| case | result |
 |---|---|
-| the node config names no file | everything is permitted but a round that was served before (replay_guard.py); only the
-  guard's entry point in the image refuses |
-| the file is missing, is not TOML, has an unknown key or a value of another type | PolicyError |
-| a key is absent | it restricts nothing; but a key of the run config that neither it nor [permits] names must have its
+| the node config names no file | everything is permitted except a round that was served before (replay_guard.py); only
+  the guard's entry point in the image refuses |
+| the file is missing, is not TOML, has an unknown key or a value of a wrong type | PolicyError |
+| a key is absent | it restricts nothing; but a run config key that neither it nor [permits] names must have its
   default |
 | an empty list | nothing is permitted |
-| several keys | all of them must hold: a signed bundle whose digest is not listed is refused |
+| several keys | all of them must hold: a signed bundle with an unlisted digest is refused |
 | app-digests or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
 | min-noise-multiplier, and the run has no `dp.clip-norm` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
-| too many bytes or too few rows, which only the turn shows | the site withholds the upload and sends the reason |
-| scores of held-out rows that are not permitted, or no more of them | the turn goes on without, and says why |
-| more norm or change than the two bounds of a broadcast | the turn ends before a row is looked at |
-| hours "22:00-06:00" | the window runs over midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
+| too many bytes or too few examples, known only after training | the site withholds the upload and sends the reason |
+| scores of held-out rows that are not permitted, or too many | the round continues without them, and reports why |
+| norm or change above the two bounds of a broadcast | the client round ends before it reads an example |
+| hours "22:00-06:00" | the window spans midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
-This file comes with the server's bundle too. The policy is enforced by the site's own copy of it, which
+The server's bundle contains this file too. The site's installed copy enforces the policy;
 fedveil/guard/clientapp.py calls before any code of the bundle runs.
 """
 
@@ -57,7 +57,7 @@ from fedveil.errors import PolicyError
 
 @dataclass(frozen=True)
 class VerifiedBundle:
-    """The bundle's SHA-256 and the key that signed it, as the site's guard found them; "" = the guard did not check."""
+    """The bundle's SHA-256 and its signing key, as the site's guard determined them; "" = the guard did not check."""
 
     digest: str = ""
     signer: str = ""
@@ -87,13 +87,13 @@ def list_refusals(
     now: datetime | None = None,
     serves: bool = True,
 ) -> Iterator[PolicyError]:
-    """Yield what the site does not permit; nothing where it permits the turn.
+    """Yield everything that the site does not permit; nothing if it permits the client round.
 
     Raises PolicyError for an unreadable policy.
 
     Args:
         down_bytes: size of the server's message.
-        serves: the message asks for a turn; else for keys or shares of secure aggregation, which count as no serving.
+        serves: the message requests a client round; otherwise keys or shares of secure aggregation, which do not count.
     """
     policy, config = load_policy(assignment.site), assignment.config
     judged: list[Callable[[], None]] = [
@@ -134,7 +134,7 @@ def check_app_digest(site: SiteConfig, digest: str) -> None:
 
 
 def count_round(assignment: ClientAssignment) -> None:
-    """Count this turn's round as served, before the turn. Raises PolicyError for one that may not be served again."""
+    """Count this round as served, before it runs. Raises PolicyError if the round must not be served again."""
     most = load_policy(assignment.site).max_retries + 1
     bind_run(assignment)
     config = assignment.config
@@ -142,16 +142,16 @@ def count_round(assignment: ClientAssignment) -> None:
 
 
 def bind_run(assignment: ClientAssignment) -> None:
-    """Bind the Flower run to the instruction's run. Raises PolicyError where it is bound to another."""
+    """Bind the Flower run to the instruction's run. Raises PolicyError if it is bound to another one."""
     if assignment.flower_run:
         bind_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
 
 
 def check_round(assignment: ClientAssignment, most: int) -> None:
-    """Raise PolicyError for a turn that the site does not serve by what it has served before.
+    """Raise PolicyError for a client round that the site refuses because of the rounds that it has served.
 
-    Such is a round that is not the run's, is over, or was served `most` times; a round that holds out another part of
-    the rows than the run's first one; any round of a purged run; another run than its Flower run began with.
+    Refused are: a round that is not in the run, is over, or was served `most` times; a round that holds out other
+    rows than the run's first one; any round of a purged run; another run than the Flower run's first one.
     """
     if assignment.flower_run:
         check_flower_run(assignment.site.state_dir, assignment.flower_run, assignment.order.run)
@@ -160,13 +160,15 @@ def check_round(assignment: ClientAssignment, most: int) -> None:
 
 
 def open_replay_guard(assignment: ClientAssignment) -> ReplayGuard:
-    """Return the rounds that this site has served of the assignment's run."""
+    """Return the record of the assignment's rounds that this site has served."""
     return ReplayGuard.open(assignment.site.state_dir, assignment.order.run, assignment.name)
 
 
 def check_broadcast(policy: SitePolicy, norm: float, change: float) -> None:
-    """Check what the turn is about to train from (broadcast_guard.py). Raises PolicyError, which does not name the
-    numbers: they hold what the site keeps for itself."""
+    """Check the weights that the client round starts from (broadcast_guard.py).
+
+    Raises PolicyError without the numbers, because they depend on the site's private data.
+    """
     if not math.isfinite(norm):
         raise PolicyError(
             "broadcast: expected finite values, found others in the weights to train from; correct the run"
@@ -181,7 +183,7 @@ def check_broadcast(policy: SitePolicy, norm: float, change: float) -> None:
 
 
 def check_examples(policy: SitePolicy, distinct: int, least: int) -> None:
-    """Check what only the training shows: different rows, and rows of the smallest step. Raises PolicyError."""
+    """Check facts known only after training: distinct examples, and those of the smallest step. Raises PolicyError."""
     asked = (("examples: this site takes part with", distinct, policy.min_examples, "min-examples"),
              ("train.batch-size: this site takes steps of", least, policy.min_batch, "min-batch"))  # fmt: skip
     for words, found, limit, key in asked:
@@ -196,8 +198,10 @@ def check_examples(policy: SitePolicy, distinct: int, least: int) -> None:
 def check_upload(
     assignment: ClientAssignment, down_bytes: int, up_bytes: int, num_examples: object, report: Collection[str] = ()
 ) -> None:
-    """Check what only the upload shows; `report`: names of its figures. Raises PolicyError; the upload must then not
-    leave the site."""
+    """Check facts known only from the upload; `report` has the names of its metrics.
+
+    Raises PolicyError; the upload must then not leave the site.
+    """
     site, secure = assignment.site, assignment.config.secure.enabled
     if LOSS in report and not 0 < open_replay_guard(assignment).scores <= load_policy(site).max_scores:
         raise PolicyError(
@@ -210,7 +214,7 @@ def check_upload(
     policy = policy_of_site(site)
     _require_bytes(policy, down_bytes + up_bytes, f"({down_bytes} here, {up_bytes} back)")
     enough = policy.min_examples is None or (type(num_examples) is int and num_examples >= policy.min_examples)
-    if not enough and not secure:  # there the turn itself has counted its rows (check_examples)
+    if not enough and not secure:  # there the client round itself has counted its examples (check_examples)
         # The server must not learn the number: it learns only that it is below the bound.
         raise PolicyError(
             f"examples: this site takes part with at least {policy.min_examples} rows, found fewer (min-examples of "
@@ -231,7 +235,7 @@ def _require_bundle(bundle: VerifiedBundle, policy: SitePolicy) -> None:
 
 
 def _require_methods(assignment: ClientAssignment, permitted: list[str] | None) -> None:
-    """Judge the method of the server's message and that of the run config: the bundle's code goes by the latter."""
+    """Check the methods of the server's message and of the run config, because the bundle's code uses the latter."""
     for method in (assignment.order.method, assignment.config.method.name):
         _require_one("method.name", method, permitted)
 
@@ -243,12 +247,12 @@ def _require_bytes(policy: SitePolicy, found: int, where: str) -> None:
 
 
 def _require_one(key: str, found: str, permitted: list[str] | None) -> None:
-    """Raise PolicyError for a value that is not in the policy's own list; None = any will do."""
+    """Raise PolicyError for a value that is not in the policy's own list; None = no restriction."""
     if permitted is not None and found not in permitted:
         raise PolicyError(f'{key}: this site permits {permitted}, found "{found}"; agree on it with the site')
 
 
 def _require_rounds(found: int, most: int | None) -> None:
-    """Raise PolicyError for more rounds than the policy permits; None = any will do."""
+    """Raise PolicyError for more rounds than the policy permits; None = no restriction."""
     if most is not None and found > most:
         raise PolicyError(f"run.rounds: this site permits at most {most}, found {found}; ask for fewer")

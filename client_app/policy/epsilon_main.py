@@ -1,5 +1,6 @@
-"""The epsilon that a run may cost, for privacy_cost.py. It runs as a separate process: it needs torch, the client
-process must not.
+"""Compute the epsilon that a run may cost, for privacy_cost.py.
+
+This is a separate process because it needs torch, which the client process must not import.
 
 python -m fedveil.client_app.policy.epsilon_main < {"method": ..., "fields": JSON text, "config": flat, "delta": ...}
 """
@@ -15,7 +16,7 @@ from fedveil.privacy.server_side_bound import promised_epsilon
 
 
 def main() -> None:
-    """Reads the question from standard input and prints {"epsilon": ...}."""
+    """Read the request from standard input and print {"epsilon": ...}."""
     asked = json.load(sys.stdin)
     method = strategies.create_from_json(asked["method"], asked["fields"])
     print(json.dumps({"epsilon": promised_epsilon(method, parse(asked["config"]), asked["delta"])}))  # noqa: T201  # its only output

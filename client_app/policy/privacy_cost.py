@@ -1,4 +1,4 @@
-"""Check what a run may cost in privacy.
+"""Check how much privacy a run may cost.
 
 epsilon_main.py computes its epsilon in a separate process, because this process must not import torch.
 """
@@ -20,7 +20,7 @@ _SECONDS = 120.0
 
 
 def run_epsilon(assignment: ClientAssignment, delta: float, root: Path | None = None) -> float:
-    """The run's epsilon at `delta`. Raises PolicyError."""
+    """Return the run's epsilon at `delta`. Raises PolicyError."""
     asked = {"method": assignment.order.method, "fields": assignment.order.fields, "config": assignment.config.flat()}
     text = json.dumps({**asked, "delta": delta})
     command = [sys.executable, "-P", "-m", "fedveil.client_app.policy.epsilon_main"]
@@ -38,7 +38,7 @@ def run_epsilon(assignment: ClientAssignment, delta: float, root: Path | None = 
 
 
 def require_epsilon(assignment: ClientAssignment, limit: float, delta: float) -> None:
-    """Raises PolicyError for a run that may cost more than `limit` at `delta`."""
+    """Raise PolicyError for a run that may cost more than `limit` at `delta`."""
     epsilon = run_epsilon(assignment, delta)
     if not epsilon <= limit:
         raise PolicyError(
@@ -48,7 +48,7 @@ def require_epsilon(assignment: ClientAssignment, limit: float, delta: float) ->
 
 
 def require_noise(config: RunConfig, least: float | None) -> None:
-    """Raises PolicyError for a run without noisy steps of `least`; None asks for none."""
+    """Raise PolicyError for a run whose steps have less noise than `least`; None requires none."""
     multiplier = config.dp.noise_multiplier if config.dp.clip_norm > 0 else 0.0
     if least is not None and multiplier < least:
         raise PolicyError(

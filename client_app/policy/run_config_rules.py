@@ -1,4 +1,4 @@
-"""The table [permits] of a site's policy: which keys of the run config may differ from their defaults, and how.
+"""The table [permits] of a site's policy: which run config keys may differ from their defaults, and how.
 
     [permits]
     "train.batch-size" = [8, 16]                   # one of these values
@@ -8,12 +8,12 @@
 
 | case | result |
 |---|---|
-| a key that is named | its value must fit |
-| a key that is not named | its value must be the default of fedveil/config.py |
-| a field of the method that is not named | it must not be set |
-| a field that is a list | every value in it must fit; an empty list fits an empty list alone |
-| a key of the policy that bounds one of the run config (`methods`, `max-rounds`, ...) | it names that key |
-| true and 1, "1" and 1 | different values; 1 and 1.0 are one |
+| a key in the table | its value must match |
+| a key not in the table | its value must be the default of fedveil/config.py |
+| a method field not in the table | it must not be set |
+| a field that is a list | every value in it must match; an empty rule list matches only an empty list |
+| a policy key that bounds a run config key (`methods`, `max-rounds`, ...) | counts as naming that key |
+| true and 1, "1" and 1 | different values; 1 and 1.0 are equal |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedveil.sanitize import suggest_name
 
 Value = bool | int | float | str
 _FIELDS, _RESUME = "method.params", "run.resume"
-_LONGEST_TEXT = 1000  # that a pattern is tried on
+_LONGEST_TEXT = 1000  # longest text that a pattern is matched against
 _SHOWN = 80
 
 
@@ -51,7 +51,7 @@ class AllowedRange(BaseModel):
 
 
 class AllowedPattern(BaseModel):
-    """Texts that a regular expression matches whole."""
+    """Texts that match a regular expression completely."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -71,7 +71,7 @@ Permit = Value | list[Value] | AllowedRange | AllowedPattern
 
 
 def flatten_permits(table: object) -> object:
-    """The table by whole keys, for TOML reads `train.epochs = 2` as a table in a table. Raises ValueError."""
+    """Return the table with full keys, because TOML reads `train.epochs = 2` as a nested table. Raises ValueError."""
     if not isinstance(table, Mapping):
         return table
     permits = _flat(table, lambda value: set(value) <= {"min", "max"} or set(value) == {"pattern"})
@@ -88,7 +88,7 @@ def flatten_permits(table: object) -> object:
 
 
 def check_run_config(permits: Mapping[str, Permit], named: Collection[str], config: RunConfig) -> None:
-    """Raises PolicyError for the first key that may not be as it is; `named` are keys that the policy bounds itself."""
+    """Raise PolicyError for the first key with a forbidden value; `named` are keys that the policy itself bounds."""
     defaults = RunConfig().flat()
     for key, value in _asked(config).items():
         if key in permits:
@@ -99,9 +99,9 @@ def check_run_config(permits: Mapping[str, Permit], named: Collection[str], conf
 
 
 def permits_for_run(config: RunConfig) -> str:
-    """The table that admits this run and no other, as TOML, and its resume from the run folder's resume.toml.
+    """Return a table, as TOML, that permits only this run and its resume from the run folder's resume.toml.
 
-    To admit `run.resume` gives a server nothing: sites do not act on it, so one that lies resumes with false as well.
+    Permitting `run.resume` gives a server nothing: sites ignore it, so a lying server could also resume with false.
     """
     defaults = RunConfig().flat()
     permits = {k: v for k, v in _asked(config).items() if not (k in defaults and _same(v, defaults[k]))}
@@ -110,7 +110,7 @@ def permits_for_run(config: RunConfig) -> str:
 
 
 def _asked(config: RunConfig) -> dict[str, Any]:
-    """Every key of the run config, the fields of the method apart."""
+    """Return every key of the run config, with the method's fields as separate keys."""
     flat: dict[str, Any] = config.flat()
     fields = parse_toml(str(flat.pop(_FIELDS)), _FIELDS)
     return flat | _flat(fields, lambda value: not value, f"{_FIELDS}.")

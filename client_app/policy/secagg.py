@@ -1,11 +1,11 @@
-"""Check the policy's demands on secure aggregation against the run config, before the server asks for a key.
+"""Check the policy's secure-aggregation requirements against the run config, before the server asks for a key.
 
 | the policy has | a run in the clear | a run with secure.enabled |
 |---|---|---|
 | require-secure | is refused | - |
 | min-cohort | passes | secure.min-sites must be at least that |
-| min-threshold | passes | secure.threshold, where it is not 0, must be at least that; else the membership is judged |
-| roster | passes | secure.roster must be set; the digest is compared with the one that the server then shows |
+| min-threshold | passes | secure.threshold must be at least that unless it is 0; then the membership is checked |
+| roster | passes | secure.roster must be set; its digest is compared with the one that the server sends later |
 
 fedveil/federation/secagg/site.py checks memberships, plans and lists.
 """
@@ -19,7 +19,7 @@ from fedveil.errors import PolicyError
 def check_secagg_demands(
     secure: SecureConfig, required: bool, min_cohort: int | None, min_threshold: int | None, roster: str | None
 ) -> None:
-    """Raises PolicyError, which names the key of the run config."""
+    """Raise PolicyError, which names the key of the run config."""
     if not secure.enabled:
         if required:
             raise PolicyError("secure.enabled: this site permits only masked uploads, found false; set it to true")

@@ -1,6 +1,6 @@
 """A site's policy: a TOML file that only the site writes. `decisions.py` checks runs with it; this module reads it.
 
-methods = ["fedrand", "fedavg"]          # a key that is left out restricts nothing
+methods = ["fedrand", "fedavg"]          # an omitted key restricts nothing
 tasks = ["text-generation"]
 models = ["tiny"]
 max-rounds = 50
@@ -44,7 +44,7 @@ from fedveil.client_app.policy.time_windows import WINDOW
 from fedveil.contract.privacy import Adjacency, PrivacyBudget
 from fedveil.errors import PolicyError
 
-RENAMED_KEYS = {  # as files of before 0.2 have them
+RENAMED_KEYS = {  # the names in files from before 0.2
     "neighbours": "adjacency",
     "max-repeats": "max-retries, which does not count the first serving: one less than before",
     "min-noise": "min-noise-multiplier",
@@ -89,7 +89,7 @@ class SitePolicy(BaseModel):
 
     @property
     def named(self) -> set[str]:
-        """Keys of the run config that a key of this policy bounds."""
+        """Return the run config keys that a key of this policy bounds."""
         bounds = {
             "method.name": self.methods, "task.name": self.tasks, "task.model": self.models,
             "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
@@ -101,7 +101,7 @@ class SitePolicy(BaseModel):
 
     @property
     def budget(self) -> PrivacyBudget:
-        """Return the site's own limit on what a record is charged, independent of the run's claim."""
+        """Return the site's own limit on the charge per record, independent of the run's claim."""
         epsilon = math.inf if self.max_epsilon is None else self.max_epsilon
         return PrivacyBudget(epsilon, self.delta, Adjacency(self.adjacency))
 
@@ -116,17 +116,17 @@ class SitePolicy(BaseModel):
 
     @property
     def signer_keys(self) -> list[str] | None:
-        """The signers without the comments behind their keys."""
+        """The signers without the comments after their keys."""
         return None if self.signers is None else [" ".join(key.split()[:2]) for key in self.signers]
 
 
 def load_policy(site: SiteConfig) -> SitePolicy:
-    """Return the site's policy; the defaults where it names none."""
+    """Return the site's policy; the defaults if it names none."""
     return policy_of_site(site) if site.policy else SitePolicy()
 
 
 def policy_of_site(site: SiteConfig) -> SitePolicy:
-    """Return the policy that a site's node config names. Raise PolicyError for none, or one that cannot be read."""
+    """Return the policy that a site's node config names. Raise PolicyError if there is none or it is unreadable."""
     path = Path(site.policy).expanduser()
     try:
         if not site.policy:

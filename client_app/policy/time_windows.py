@@ -1,4 +1,4 @@
-"""The windows of a policy's `hours`: "20:00-06:00", by the site's clock, from the first minute to before the last."""
+"""The windows of a policy's `hours`: "20:00-06:00", by the site's clock, first minute included, last one excluded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_within_windows(windows: Iterable[str], now: datetime) -> bool:
 
 
 def require_hour(windows: Sequence[str] | None, now: datetime) -> None:
-    """Raises PolicyError for a moment in none of them; None = any will do."""
+    """Raise PolicyError for a time outside all windows; None = no restriction."""
     if windows is not None and not is_within_windows(windows, now):
         raise PolicyError(f"hours: this site permits {windows}, found {now:%H:%M} at the site; try again then")
 

@@ -1,9 +1,9 @@
-"""Starts the ranks from 1 on, for a site whose node config has processes = N.
+"""Start the ranks from 1 on, for a site whose node config has processes = N.
 
-    <temporary folder>/fedveil-ranks-<random>/store    by which they find each other; the folder has mode 0700
+    <temporary folder>/fedveil-ranks-<random>/store    the ranks' rendezvous; the folder has mode 0700
 
-A rank holds one end of a pair of sockets, which no file names, and ends when the other end is closed: with its
-training, with the process that started it, or however that one dies.
+A rank holds one end of a socket pair without a file name. It ends when the other end closes: at the end of its
+training, or when the process that started it ends for any reason.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PROGRAM = "fedveil.client_app.ranks.rank_main"
 
 
 def count_ranks(assignment: ClientAssignment) -> int:
-    """Return how many processes train together: the site's number, or one if the task gains nothing from more."""
+    """Return how many processes train together: the site's number, or one if the task does not benefit from more."""
     return assignment.site.processes if tasks.task_info(assignment.config.task.name).divisible else 1
 
 
 def at_first(assignment: ClientAssignment, method: Method) -> str:
-    """The device on which rank 0's task is made: a base that will be divided lies in main memory before.
+    """Return the device for building rank 0's task: a base that will be sharded is in main memory first.
 
-    Raises ConfigError where it cannot be divided.
+    Raises ConfigError if it cannot be sharded.
     """
     site = assignment.site
     if count_ranks(assignment) < 2 or not site.shard_base:
@@ -54,15 +54,15 @@ def at_first(assignment: ClientAssignment, method: Method) -> str:
 
 @final
 class RankLauncher:
-    """The other ranks of a task's training. The task computes with them until they are closed.
+    """The other ranks of a task's training. The task uses them until they are closed.
 
     Args:
-        task: rank 0's, of the device that `at_first` says.
-        assignment: of a site with processes of 2 or more.
+        task: the task of rank 0, on the device from `at_first`.
+        assignment: assignment of a site with 2 or more processes.
 
     Raises:
-        ConfigError: fewer devices than processes, or a base that cannot be divided.
-        RankError: one of them does not start.
+        ConfigError: fewer devices than processes, or a base that cannot be sharded.
+        RankError: a rank does not start.
     """
 
     def __init__(self, task: AdaptedTask, assignment: ClientAssignment) -> None:
@@ -121,7 +121,7 @@ class RankLauncher:
 
 
 def _ended(started: subprocess.Popen[bytes], before: Mapping[str, Any]) -> str:
-    """Describe how a rank ended that has closed its channel."""
+    """Describe how a rank ended after its channel closed."""
     try:
         code = started.wait(_ENDING_SECONDS)
     except subprocess.TimeoutExpired:

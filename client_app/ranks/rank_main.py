@@ -1,4 +1,4 @@
-"""The program of a rank from 1 on. launcher.py starts it; it ends with what started it."""
+"""The program of a rank from 1 on. launcher.py starts it; it ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _compute(channel: RankChannel) -> None:
 
 
 def end_with(end: socket.socket) -> None:
-    """Ends this process when the other end is closed, also where a computation waits for the other ranks."""
+    """End this process when the other end closes, even while a computation waits for the other ranks."""
     closed = select.poll()
     closed.register(end, select.POLLRDHUP)
     closed.poll()
@@ -61,7 +61,7 @@ def end_with(end: socket.socket) -> None:
 
 
 def main() -> None:
-    """The process. Only launcher.py starts it."""
+    """Run the process. Only launcher.py starts it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     end = socket.socket(fileno=parser.parse_args().channel)

@@ -1,33 +1,33 @@
-"""This site's private state, on this site's disk.
+"""A site's private state on its disk.
 
-    <state-dir>/<run>/<site>/turn-<id>.safetensors  what the method keeps after one turn, and the turn before that one
-    <state-dir>/<run>/<site>/secret                 32 bytes, from which the client's draws follow, and their checksum
+    <state-dir>/<run>/<site>/turn-<id>.safetensors  a method's private state after a client round; the previous one too
+    <state-dir>/<run>/<site>/secret                 32 bytes that seed the client's random draws, and their checksum
     <state-dir>/<run>/<site>/served.json            the last rounds that were served (replay_guard.py)
-    <state-dir>/<run>/<site>/turn.lock              held while a turn of the run is under way
-    <state-dir>/<run>/<site>/received.json          what it trained from last, as a sketch (broadcast_guard.py)
+    <state-dir>/<run>/<site>/turn.lock              held during a client round of the run
+    <state-dir>/<run>/<site>/received.json          sketch of the weights it last trained from (broadcast_guard.py)
     <state-dir>/<run>/<site>/secure.json            its keys in secure aggregation (secure_round.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
-    <state-dir>/.held-out/<site>.json               the rows that are held out, and their scores (held_out_record.py)
-    <state-dir>/.flower-runs/<Flower run>           the run that it began with (flower_runs.py)
+    <state-dir>/.held-out/<site>.json               the held-out rows and their scores (held_out_record.py)
+    <state-dir>/.flower-runs/<Flower run>           the run that a Flower run began with (flower_runs.py)
 
-Where the node config names a key file, states, sketch, keys, secret and ledger are sealed (fedveil.encrypted_files);
-the rounds that were served, the rows that are held out and the Flower runs are not: they are no secret.
+If the node config names a key file, states, sketch, keys, secret and ledger are encrypted (fedveil.encrypted_files).
+The served rounds, the held-out rows and the Flower runs are not encrypted, because they are not secret.
 
-It is never in Flower's `Context.state`, which is lost at a restart, and silently above about 50 MB.
+The state is never in Flower's `Context.state`, which a restart loses, and silently above about 50 MB.
 
-Every turn goes on from the state of the turn that the order names: the last one whose upload is in the server's state.
-So a server that died, a missed quorum and a lost reply leave nothing behind, and the repeated turn trains from where
-the first one did.
+Every client round continues from the state of the round that the instruction names: the last one whose upload is in the
+server's state. So a dead server, a missed quorum or a lost reply has no effect, and the repeated client round starts
+from the same state as the first one.
 
-| the order names ... | the turn goes on from |
+| the instruction names ... | the client round continues from |
 |---|---|
-| a turn whose state is here | that state; what came after it is dropped |
-| no turn | nothing, as in the first participation; replay_guard.py sees to it that no round begins in two ways |
-| a turn whose state is not here, or is damaged | nothing if the server sends all that a newcomer needs; else
-  StateError, after which the server takes the site for a newcomer |
+| a client round whose state is here | that state; later ones are dropped |
+| none | nothing, as in the first participation; replay_guard.py ensures that no round begins in two ways |
+| one whose state is missing or damaged | nothing if the server sends all that a newcomer needs; else
+  StateError, after which the server treats the site as a newcomer |
 
-Kept are the state of the turn that was named last, that of the turn before it, for a server that goes back to its last
-but one checkpoint, and the newest.
+The site stores the state of the client round named last, the one before it, for a server that returns to its
+previous checkpoint, and the newest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fedveil.contract.method import FederatedState
     from fedveil.privacy.ledger import PrivacyLedger
 
-NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # folders of the state folder that are something else
+NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # other folders in the state folder
 
 log = logging.getLogger("fedveil.private")
 
@@ -59,7 +59,7 @@ _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def safe_file_name(key: str, value: str) -> str:
-    """`value`, if it is a plain file name. Raises ConfigError naming `key`."""
+    """Return `value` if it is a plain file name. Raises ConfigError naming `key`."""
     if not _SAFE.fullmatch(value):
         raise ConfigError(f'{key}: expected at most 64 letters, digits, "_", "." or "-", found {value[:80]!r}')
     return value
@@ -76,13 +76,13 @@ def state_folder_of(state_dir: Path, run: str, site: str) -> Path:
 
 
 def state_role(file: Path) -> str:
-    """The role that a file of a run is sealed under: none of one run, site or turn is taken for another's."""
+    """Return the encryption role of a run's file: a file cannot pass for one of another run, site or client round."""
     of = f"{file.parent.parent.name}/{file.parent.name}"
     return f"state/{of}/{file.stem}" if file.suffix == ".safetensors" else f"{file.stem}/{of}"
 
 
 def open_ledger(state_dir: Path, site: str, seal: FileSeal = FileSeal()) -> PrivacyLedger:
-    """The site's privacy ledger for all its runs. Raises ConfigError for a name that is not a plain file name."""
+    """Open the site's privacy ledger for all its runs. Raises ConfigError for a name that is not a plain file name."""
     from fedveil.privacy.ledger import PrivacyLedger
 
     return PrivacyLedger(state_dir.expanduser() / ".ledger" / f"{safe_file_name('site', site)}.json", seal)
@@ -97,12 +97,12 @@ class ClientStateStore:
 
     @classmethod
     def open(cls, state_dir: Path, run: str, site: str, seal: FileSeal = FileSeal()) -> ClientStateStore:
-        """The store of a run and site. Raises ConfigError for a name that is not a plain file name."""
+        """Open the store of a run and site. Raises ConfigError for a name that is not a plain file name."""
         return cls(state_folder_of(state_dir, run, site), seal)
 
     @property
     def roles(self) -> dict[Path, str]:
-        """Every file that is sealed where there is a key, with the role that it is sealed under."""
+        """Return every file that a key encrypts, with its encryption role."""
         files = (self._secret, self.folder / RECEIVED, self.folder / SECURE, *self.folder.glob("turn-*.safetensors"))
         return {file: state_role(file) for file in files}
 
@@ -138,13 +138,13 @@ class ClientStateStore:
             os.close(lock)  # releases it
 
     def load(self, last: str, is_new: bool = False) -> FederatedState | None:
-        """The state after the turn `last`; None if that is no turn.
+        """Return the state after the client round `last`; None if `last` names none.
 
         Args:
-            is_new: the server takes this site for a newcomer, so a lost state is no error.
+            is_new: the server treats this site as a newcomer, so a lost state is no error.
 
         Raises:
-            StateError: the state is not here, or is damaged.
+            StateError: the state is missing or damaged.
         """
         if not last or (is_new and self._before(last) is None):
             return None
@@ -156,12 +156,12 @@ class ClientStateStore:
         return self._read(last)[0]
 
     def newest(self) -> FederatedState | None:
-        """The state after the site's last turn; None where there is none. Raises StateError for a damaged one."""
+        """Return the state after the site's last client round, None if there is none. Raises StateError if damaged."""
         turns = sorted(self.folder.glob("turn-*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
         return self._read(turns[-1].stem.removeprefix("turn-"))[0] if turns else None
 
     def save(self, turn: str, last: str, state: FederatedState | None) -> None:
-        """Writes the state after a turn that went on from `last`, whole or not at all; None keeps nothing.
+        """Write the state after a client round that continued from `last`, atomically; None stores nothing.
 
         Removes states that no server can name any more. Raises StateError, for example on a full disk.
         """
@@ -186,7 +186,7 @@ class ClientStateStore:
         return self.folder / f"turn-{turn}.safetensors"
 
     def _before(self, turn: str) -> str | None:
-        """The turn from which `turn` went on; None where there is no state of `turn` that can be read."""
+        """Return the client round that `turn` continued from; None without a readable state of `turn`."""
         if not turn or not self._file(turn).exists():
             return None
         try:
@@ -206,7 +206,7 @@ class ClientStateStore:
         return State_(saved_state.tensors, scalars), after
 
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:
-        """This client's secret: drawn from the operating system at the first call, later read from the file."""
+        """Return this client's secret: drawn from the operating system at the first call, later read from the file."""
         from fedveil import rng
         from fedveil.records.atomic_files import checksummed_bytes, verify_checksummed, write_atomic
 

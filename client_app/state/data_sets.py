@@ -1,20 +1,20 @@
-"""Data sets as the site names them: what the site's privacy ledger charges.
+"""Names of a site's data sets, for which the site's privacy ledger records charges.
 
     <data folder>/.fedveil-data-set     {"fedveil-data-set": 1, "id": 32 hex digits}
 
 | case | the id of the data set |
 |---|---|
 | the node config has `data-set` | that name |
-| the data folder holds an id file | the id in it |
-| neither, at the first private turn | 32 random hex digits, written into the folder before a row is charged |
-| neither, and the folder cannot be written | none: ConfigError, before a row is charged |
-| two paths, or a symbolic link, to one folder | one id, for links are followed first |
-| the data is one file | that of its folder, so that both paths to the file's rows name one data set |
+| the data folder contains an id file | the id in it |
+| neither, at the first private client round | 32 random hex digits, written into the folder before any charge |
+| neither, and the folder is not writable | none: ConfigError, before any charge |
+| two paths, or a symbolic link, to one folder | one id, because links are resolved first |
+| the data is one file | the id of its folder, so that both paths to the file's rows name one data set |
 | the id file is damaged | StateError: nothing is charged until the site has restored it |
 
-A record is a row of a data set: (id, file in the data folder, number of the row). Nothing that a server sends enters
-it: no column, no name of a class, no spelling of a path. Who copies the folder copies the id, and with it what was
-spent. Rows with equal content are different records; `docs/deploy/site-policy.md` says what that means for a guarantee.
+A record is a row of a data set: (id, file in the data folder, row number). It contains nothing that a server sends: no
+column, no class name, no spelling of a path. A copy of the folder contains the id, and with it the privacy spent so
+far. Rows with equal content are different records; `docs/deploy/site-policy.md` explains the effect on a guarantee.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from fedveil.privacy.ledger import Record
 
 ID_FILE = ".fedveil-data-set"
-PREPARED = ".prepared"  # below the site's state folder: prepared rows, by data set (fedveil/data/dataset_cache.py)
+PREPARED = ".prepared"  # below the site's state folder: prepared examples, by data set (fedveil/data/dataset_cache.py)
 _VERSION = 1
 _LARGEST_BYTES = 1000
 
 
 @dataclass(frozen=True)
 class ChargedDataset:
-    """One data set.
+    """One data set of the site.
 
     Attributes:
         id: its name in the ledger.
-        data: the folder or file of its rows, as the task was given it.
+        data: the folder or file of its rows, as passed to the task.
     """
 
     id: str
@@ -55,7 +55,7 @@ class ChargedDataset:
 
     @classmethod
     def from_folder(cls, data: Path, given: str = "") -> ChargedDataset:
-        """The data set at `data`, named `given` where that is not "".
+        """Return the data set at `data`, named `given` unless that is "".
 
         Raises:
             ConfigError: it has no id, and none can be written.
@@ -64,7 +64,7 @@ class ChargedDataset:
         return cls(given or _id_of(_folder(data)), data)
 
     def records(self, origins: Iterable[ExampleOrigin | None]) -> Iterator[Record]:
-        """The records of rows of these origins, one by one. Raises ConfigError for a row from elsewhere."""
+        """Yield the records of rows with these origins. Raises ConfigError for a row from elsewhere."""
         last, name = "", ""  # most examples are in the same file as the previous one
         for origin in origins:
             if origin is None or not name or origin.file != last:

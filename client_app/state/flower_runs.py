@@ -1,13 +1,13 @@
-"""Bind each Flower run to one run of this site, so that a server cannot serve many runs' worth of one.
+"""Bind each Flower run to one run of this site, so that a server cannot use one run as many.
 
-    <state-dir>/.flower-runs/<Flower run>    the name of the run that its first instruction named
+    <state-dir>/.flower-runs/<Flower run>    the run's name in the first instruction
 
-The name of a run comes with every message, and what a site counts (rounds served, scores given) is counted by that
-name. A resumed run has another Flower run and the same name, so several Flower runs may be bound to one name.
+Every message contains the run's name, and the site counts served rounds and reported scores by that name.
+A resumed run has another Flower run and the same name, so several Flower runs may be bound to one name.
 
 | an instruction of a Flower run names ... | result |
 |---|---|
-| a run, and it is the first one | bound |
+| a run, in the first instruction | bound |
 | the same run | passes |
 | another run | PolicyError |
 """
@@ -24,7 +24,7 @@ _MOST_BYTES = 64
 
 
 def check_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
-    """Raise PolicyError where the Flower run is bound to another run, StateError where its file cannot be read."""
+    """Raise PolicyError if the Flower run is bound to another run, StateError if its file is unreadable."""
     file = _file_of(state_dir, flower_run)
     try:
         with file.open("rb") as data:
@@ -40,7 +40,7 @@ def check_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
 
 
 def bind_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
-    """Bind a Flower run to a run's name. Raises as `check_flower_run`, or StateError where it cannot be written."""
+    """Bind a Flower run to a run's name. Raises like `check_flower_run`, or StateError if the file is not writable."""
     check_flower_run(state_dir, flower_run, run)
     file = _file_of(state_dir, flower_run)
     if file.exists():

@@ -1,21 +1,21 @@
-"""Fix which rows of a data set this site holds out, and count the scores that it has given of them.
+"""Fix which rows of a data set this site holds out, and count the scores that it has reported for them.
 
     <state-dir>/.held-out/<site>.json    {"checksum": ..., "sets": {DATA SET: {"key": 64 hex, "part": 0.1,
                                           "files": {FILE: rows}, "rows": digest, "scores": {FLOWER RUN: 3}}}}
 
-The first run that asks this site for scores of a data set fixes the part, the key of the draw and the rows. A server
-that could choose others later would get the mean losses of two sets that differ by one row, and so that row's loss.
+The first run that requests scores of a data set fixes the part, the key of the draw and the rows. A server that could
+choose others later would get the mean losses of two sets that differ by one row, and so that row's loss.
 
 | a later run or client round asks for ... | trained on | scores |
 |---|---|---|
 | the same part, and the same rows are drawn | the rows that are not held out | up to `max-scores` in a Flower run |
 | another part of the data set | the same rows | none: OTHER_PART |
-| the same part, but rows were removed, or its config reads others | the rows that are not held out | none: CHANGED |
-| rows that were appended to a file, or in a new file | those too | as before |
+| the same part, but rows were removed, or other rows are read | the rows that are not held out | none: CHANGED |
+| the same part, with rows appended to a file or in a new file | those too | as before |
 | no part at all | all rows | none |
 
-A person at the site who wants another part, or whose data have changed, removes the file. It is not sealed, because
-without the data it tells nothing.
+To use another part, or after a change of the data, a person at the site removes the file. It is not encrypted, because
+it reveals nothing without the data.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     from fedveil.contract.task import ExampleOrigin
 
 FOLDER = ".held-out"
-_MOST_RUNS = 10_000  # Flower runs with scores of one data set; a further one gets none
+_MOST_RUNS = 10_000  # Flower runs with scores of one data set; further ones get none
 
 
 @dataclass(frozen=True)
 class HeldOutChoice:
-    """The rows of one data set that are held out.
+    """The held-out rows of one data set.
 
     Attributes:
-        key: 32 bytes, from which a row's side is drawn.
-        part: the fraction that is held out, from 0 to 1.
-        files: rows of each file that could be drawn; rows behind them are trained on.
-        rows: digest of the rows that are held out; "" until it is known.
-        scores: number of scores that were given, by Flower run.
+        key: 32 bytes, from which each row's side is drawn.
+        part: the held-out fraction, from 0 to 1.
+        files: number of eligible rows in each file; later rows are trained on.
+        rows: digest of the held-out rows; "" until it is known.
+        scores: number of reported scores, by Flower run.
     """
 
     key: bytes
@@ -59,7 +59,7 @@ class HeldOutChoice:
     scores: Mapping[str, int] = field(default_factory=dict)
 
     def is_drawn(self, origin: ExampleOrigin | None, index: int) -> bool:
-        """Return whether a row is held out. A row of no file has its place `index` in the data set for its number."""
+        """Return whether a row is held out. A row without a file has its place `index` in the data set as number."""
         file, row = (origin.file, origin.row) if origin else ("", index)
         if row > self.files.get(file, -1):
             return False
@@ -69,11 +69,11 @@ class HeldOutChoice:
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """The held-out rows of one client round, and whether they may be scored.
+    """The held-out rows of one client round, with the permission to score them.
 
     Attributes:
-        indices: places of the rows that are held out; empty if none is.
-        refusal: why there is no score, a key of `held_out_report.REFUSALS`; 0: there may be one.
+        indices: places of the held-out rows; empty if there are none.
+        refusal: reason for no score, a key of `held_out_report.REFUSALS`; 0: a score is permitted.
     """
 
     indices: frozenset[int] = frozenset()
@@ -98,16 +98,16 @@ class HeldOutRecord:
     def select_rows(
         self, data_set: str, part: float, key: bytes, origins: Sequence[ExampleOrigin | None]
     ) -> HeldOutRows:
-        """Return the rows that are held out, as the first run with scores of this data set fixed them.
+        """Return the held-out rows, as fixed by the first run with scores of this data set.
 
         Args:
             data_set: the data set's id.
-            part: what this run asks for, above 0.
-            key: 32 bytes, taken if this is the first run.
-            origins: one entry for each row, in order.
+            part: the fraction that this run requests, above 0.
+            key: 32 bytes, used if this is the first run.
+            origins: one entry per row, in order.
 
         Raises:
-            StateError: the record cannot be read or written.
+            StateError: the record is not readable or writable.
         """
         with self._locked():
             choices = self._read()
@@ -125,7 +125,7 @@ class HeldOutRecord:
             return HeldOutRows(indices)
 
     def count_score(self, data_set: str, run: str, most: int) -> bool:
-        """Count one score, before it is made; False if `most` were given in this Flower run. Raises StateError."""
+        """Count one score before it is computed; False if this Flower run already has `most`. Raises StateError."""
         with self._locked():
             choices = self._read()
             choice = choices[data_set]
@@ -169,7 +169,7 @@ class HeldOutRecord:
 
 
 def _parse_choice(entry: Mapping[str, Any]) -> HeldOutChoice:
-    """Return a choice from its entry. Raises ValueError, KeyError or TypeError for another form."""
+    """Parse a choice from its entry. Raises ValueError, KeyError or TypeError for another form."""
     key = bytes.fromhex(entry["key"])
     if len(key) != 32:
         raise ValueError("key")
@@ -179,7 +179,7 @@ def _parse_choice(entry: Mapping[str, Any]) -> HeldOutChoice:
 
 
 def _count_rows(origins: Sequence[ExampleOrigin | None]) -> dict[str, int]:
-    """Return the largest row number of each file; rows of no file count under the name ""."""
+    """Return the largest row number of each file; rows without a file count under the name ""."""
     counts: dict[str, int] = {}
     for index, origin in enumerate(origins):
         file, row = (origin.file, origin.row) if origin else ("", index)
@@ -188,6 +188,6 @@ def _count_rows(origins: Sequence[ExampleOrigin | None]) -> dict[str, int]:
 
 
 def _digest_rows(origins: Sequence[ExampleOrigin | None], indices: frozenset[int]) -> str:
-    """Return the SHA-256 of the rows' names, whatever their order."""
+    """Return the SHA-256 of the rows' names, in any order."""
     names = sorted(f"{origin.row} {origin.file}" if (origin := origins[i]) else f"{i} " for i in indices)
     return hashlib.sha256("\n".join(names).encode()).hexdigest()

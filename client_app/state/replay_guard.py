@@ -2,28 +2,28 @@
 
     <state-dir>/<run>/<site>/served.json    {"checksum": ..., "rounds": [[round, times, served message], ...],
                                              "of": 5, "purged": false, "scores": 3, "held-out": 0.1}: the last
-                                            two rounds, the number of held-out scores given, and the part of the
-                                            rows that the first round held out
+                                             two rounds, the number of held-out scores reported, and the fraction of
+                                             rows that the first round held out
 
-The site relies on this file, not on what a server says.
+The site relies on this file, not on the server's claims.
 
-| asked for | what happens |
+| requested | result |
 |---|---|
 | a later round | served |
-| one of the last two rounds once more: the quorum was missed, or the server went back to a checkpoint | served
-  once more up to `max-retries` times, with the same message |
-| such a round with another message, or from another turn's state | PolicyError: it would be a second question |
-| a round after one that the server went back to | served with any message, for the new sums may differ |
+| one of the last two rounds again: the quorum was missed, or the server returned to a checkpoint | served
+  again up to `max-retries` times, with the same message |
+| such a round with another message, or from another round's state | PolicyError: it would be a second query |
+| a round after one that the server returned to | served with any message, because the new sums may differ |
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
 | any round, and the file is damaged | StateError |
-| any round that holds out another part of the rows than the first one | PolicyError
-| any round, and the site has purged what it kept of the run | PolicyError; the file stays, with {"purged": true} |
+| any round that holds out another fraction of rows than the first one | PolicyError
+| any round, after the site has purged its state of the run | PolicyError; the file stays, with {"purged": true} |
 
-A client round that fails counts too, because a server can make one fail. One that ended before it took in the
-message (no examples, no base model) does not count. It asked nothing of the examples, and a site that has repaired
-its data must be served. Round 0 can begin in only one way, because no round comes before it. So what a method
-sends only in its first participation leaves a site once, however often a server asks for it.
+A failed client round counts too, because a server can make one fail. A round that ended before it processed the
+message (no examples, no base model) does not count: it used no examples, and a site that has repaired
+its data must be served. Round 0 can begin in only one way, because no round comes before it. So data that a
+method sends only in its first participation leaves a site once, however often a server asks for it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The last rounds that were served, in their order, of how many by the order's own word (0: not said)."""
+    """The last served rounds in order, and the total number from the instruction (0: unknown)."""
 
     rounds: tuple[_Round, ...] = ()
     of: int = 0
@@ -64,10 +64,10 @@ class _Kept:
 
 @dataclass(frozen=True)
 class ReplayGuard:
-    """The rounds of one run at one site.
+    """The served rounds of one run at one site.
 
     Attributes:
-        folder: of the run's private state.
+        folder: folder of the run's private state.
     """
 
     folder: Path
@@ -80,12 +80,12 @@ class ReplayGuard:
     def check(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> int:
         """Return how often the round was served, if the site may serve it again.
 
-        It must be below `rounds`, served fewer than `most` times, and hold out the part of the rows that the run's
-        first round held out.
+        It must be below `rounds`, served fewer than `most` times, and hold out the same fraction of rows as the run's
+        first round.
 
         Raises:
             PolicyError: the site may not serve the round again.
-            StateError: the file cannot be read.
+            StateError: the file is unreadable.
         """
         if not 0 <= round_ < rounds:
             raise PolicyError(
@@ -114,7 +114,7 @@ class ReplayGuard:
         return times
 
     def count(self, round_: int, rounds: int, most: int, held_out: float = 0.0) -> None:
-        """Counts one serving before it begins. Raises as `check`, or StateError where it cannot be written."""
+        """Count one serving before it begins. Raises like `check`, or StateError if the file is not writable."""
         with self._locked():
             self.check(round_, rounds, most, held_out)
             state = self._read()
@@ -125,7 +125,7 @@ class ReplayGuard:
             self._require_written(replace(state, rounds=served, of=rounds, held_out=held_out))
 
     def give_back(self, round_: int) -> None:
-        """Takes one serving off a round whose message no turn has taken in. Raises StateError."""
+        """Subtract one serving of a round whose message no client round has processed. Raises StateError."""
         with self._locked():
             state = self._read()
             now = state.round(round_)
@@ -134,11 +134,11 @@ class ReplayGuard:
                 self._require_written(replace(state, rounds=tuple(served)))
 
     def require_same(self, round_: int, message: str) -> None:
-        """Keeps what a round that was counted was served with: the message's digest and the turn it goes on from.
+        """Record the message digest and the starting client round with which a counted round was served.
 
         Raises:
             PolicyError: the round was served with another message.
-            StateError: the file cannot be read or written.
+            StateError: the file is not readable or writable.
         """
         with self._locked():
             state = self._read()
@@ -153,7 +153,7 @@ class ReplayGuard:
             self._require_written(replace(state, rounds=tuple(served[-_ROUNDS:])))
 
     def count_score(self, most: int) -> bool:
-        """Counts one score of held-out rows, before it is made; False if `most` were given. Raises StateError."""
+        """Count one held-out score before it is computed; False if `most` were reported. Raises StateError."""
         with self._locked():
             state = self._read()
             if state.scores >= most:
@@ -163,7 +163,7 @@ class ReplayGuard:
 
     @property
     def scores(self) -> int:
-        """Scores that were counted. Raises StateError."""
+        """Return the number of counted scores. Raises StateError."""
         return self._read().scores
 
     def _require_written(self, kept: _Kept) -> None:
@@ -184,7 +184,7 @@ class ReplayGuard:
         return self._read().purged
 
     def forget(self) -> None:
-        """Serves no round of this run again, for its private state is about to go. Raises OSError, StateError."""
+        """Refuse this run from now on: its private state is about to be removed. Raises OSError, StateError."""
         with self._locked():
             self._write(replace(self._read(), purged=True))
 

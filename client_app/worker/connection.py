@@ -1,11 +1,11 @@
-"""The client process's connection to one worker: it sends a round's message and receives the upload.
+"""The client process's connection to one worker: send a round's message and receive the upload.
 
-It knows one worker, which the registry has found or started (registry.py), and no file but its socket.
+It has one worker, which the registry has found or started (registry.py), and uses only the worker's socket.
 
 | a worker ... | raises |
 |---|---|
-| answers that the round failed | ClientRoundError with the kind of the error there |
-| has no upload in the instruction's time (stopped, hung, too slow) | RoundOverdueError |
+| reports that the round failed | ClientRoundError with the type of the worker's error |
+| has no upload within the instruction's time (stopped, hung, too slow) | RoundOverdueError |
 | ends, or breaks the connection | ConnectionLostError |
 """
 
@@ -28,7 +28,7 @@ from fedveil.client_app.worker.unix_sockets import is_listening, socket_address
 from fedveil.errors import ConfigError, FedVeilError, WorkerError
 from fedveil.wire.chunking import slice_message
 
-NAME = "fedveil.Worker"  # of the gRPC service (service.py)
+NAME = "fedveil.Worker"  # name of the gRPC service (service.py)
 CHUNK_BYTES = 1 << 20
 _STOP_SECONDS = 10.0
 _OPTIONS = (("grpc.max_receive_message_length", 4 * CHUNK_BYTES), ("grpc.enable_http_proxy", 0))
@@ -37,7 +37,7 @@ log = getLogger("fedveil.link")
 
 
 class ClientRoundError(FedVeilError):
-    """A turn failed in the worker. `kind` is the name of the error there, `trace` the file that has its traceback."""
+    """A round failed in the worker. `kind` is the error's type name, `trace` the file with its traceback."""
 
     def __init__(self, kind: str, text: str, trace: Path | None = None) -> None:
         super().__init__(text)
@@ -45,14 +45,14 @@ class ClientRoundError(FedVeilError):
 
 
 class RoundOverdueError(ClientRoundError):
-    """A round was not over in the instruction's time; its worker may still be at it."""
+    """A round exceeded the instruction's time; its worker may still be running it."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(WorkerError.__name__, deadline_reason(seconds))
 
 
 class ConnectionLostError(FedVeilError):
-    """The connection to a worker broke. The text says when."""
+    """The connection to a worker broke. The text names the moment."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Connection:
     """A connection to one worker.
 
     Attributes:
-        worker: whom it is to.
-        socket: that the worker listens on.
-        log: the file that has the tracebacks of its errors.
+        worker: the connected worker.
+        socket: the socket on which the worker listens.
+        log: the file with the tracebacks of its errors.
     """
 
     worker: WorkerRecord
@@ -91,10 +91,10 @@ class Connection:
             yield channel
 
     def run_round(self, spool: IO[bytes], assignment: ClientAssignment, end: float) -> list[bytes]:
-        """Run a round in the worker, until the moment `end` of time.monotonic. Return the upload in slices.
+        """Run a round in the worker, until the time `end` of time.monotonic. Return the upload in slices.
 
         Raises:
-            ClientRoundError: the round failed; RoundOverdueError: it was not over in time.
+            ClientRoundError: the round failed; RoundOverdueError: it was not finished in time.
             ConnectionLostError: the worker is gone, or breaks the connection.
         """
         started, owner = time.monotonic(), (("owner", str(self.worker.owner)),)
@@ -120,7 +120,7 @@ class Connection:
 
         Raises:
             ConfigError: another SuperNode still needs it.
-            WorkerError: it is in a turn, or does not end in time.
+            WorkerError: it is running a client round, or does not end in time.
         """
         pid = self.worker.pid
         try:
@@ -152,7 +152,7 @@ class Connection:
 
 
 def deadline_reason(seconds: float) -> str:
-    """Return the reason why a turn was ended."""
+    """Return the reason why a client round was ended."""
     return (
         f"turn: expected an upload within {seconds:g} s, found none; the turn was ended because the server waits no "
         "longer: raise cohort.deadline-seconds, or train less"

@@ -23,24 +23,24 @@ def process_start_time(pid: int) -> float:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return float(process.create_time())
-    return int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")  # after the name, which may hold ")"
+    return int(text.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")  # after the name, which may contain ")"
 
 
 @dataclass(frozen=True)
 class OwnerProcess:
-    """A process, identified by its id and start time, because the system gives an id again to later processes."""
+    """A process, identified by its id and start time, because the system reuses ids."""
 
     pid: int
     created: float
 
     @classmethod
     def from_pid(cls, pid: int) -> OwnerProcess:
-        """The process that has this id now. Raises psutil.NoSuchProcess."""
+        """Return the process that has this id now. Raises psutil.NoSuchProcess."""
         return cls(pid, process_start_time(pid))
 
     @classmethod
     def parse(cls, text: str) -> OwnerProcess:
-        """The owner whose `str` is `text`."""
+        """Return the owner whose `str` is `text`."""
         pid, _, created = text.partition(":")
         return cls(int(pid), float(created))
 
@@ -67,7 +67,7 @@ class OwnerProcess:
 
 
 def owner_of_this_process() -> OwnerProcess | None:
-    """The SuperNode that started this client process, or the SuperExec if that runs apart from the SuperNode.
+    """Return the SuperNode that started this client process, or the SuperExec if that runs separately.
 
     None outside a deployment's client process, as in the simulation engine or in a test.
     """

@@ -1,22 +1,22 @@
-"""The workers of a site, as files in its state folder. `WorkerRegistry.find_or_start` gives a run its worker.
+"""The workers of a site, as files in its state folder. `WorkerRegistry.find_or_start` assigns a worker to a run.
 
     <state-dir>/workers/<site>/<id>.sock     the worker's gRPC socket, mode 0600, in folders of mode 0700
-                               <id>.json     its card: its owner, and the run it is for
-                               <id>.noted    its memory, as it notes it while it lives, for who asks what ended it
-                               lock          held by a process that looks for a worker or starts one
+                               <id>.json     its card: its owner and its run
+                               <id>.noted    its memory use, recorded while it runs, to explain its end
+                               lock          held by a process that searches for a worker or starts one
                                worker.log    the log of all workers
-                               turns.jsonl   one line a turn, and one a turn that failed, with the reason
+                               turns.jsonl   one line per client round, with the reason if it failed
 
 A worker belongs to one SuperNode process, its owner, and ends with it. It refuses messages of another SuperNode. A
 worker without a run (`key` is empty) is a spare: it was started before the first message, or it has finished the last
-round of its run, freed model and rows and kept the libraries. The next run of the same app version takes it.
+round of its run and freed model and examples, but not the libraries. The next run of the same app version uses it.
 
-| found | what happens |
+| state | result |
 |---|---|
-| a card whose socket no process listens on (killed, machine restarted) | removed |
-| a worker whose SuperNode is gone | told to end; it would also do so by itself within a second |
-| a worker of another SuperNode that runs | ConfigError: two SuperNodes under one state-dir and site |
-| an idle worker of another run, under a memory bound | told to end first |
+| a card whose socket has no listening process (killed, machine restarted) | removed |
+| a worker whose SuperNode is gone | asked to end; it would also end by itself within a second |
+| a worker of another running SuperNode | ConfigError: two SuperNodes under one state-dir and site |
+| an idle worker of another run, under a memory bound | asked to end first |
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ log = logging.getLogger("fedveil.worker")
 
 
 class WorkerDiedError(WorkerError):
-    """A worker ended without an error message. `cause` is what the server may learn of it."""
+    """A worker ended without an error message. `cause` is the part that the server may learn."""
 
     def __init__(self, cause: process_exit.ExitCause, text: str) -> None:
         super().__init__(text)
@@ -75,12 +75,12 @@ class WorkerRegistry:
 
     @property
     def log(self) -> Path:
-        """The workers' log."""
+        """Return the workers' log."""
         return self.path / "worker.log"
 
     @property
     def turns(self) -> Path:
-        """JSON lines, one for each turn, whole or failed."""
+        """Return the file with one JSON line per client round, completed or failed."""
         return self.path / "turns.jsonl"
 
     def failed(self, what: Mapping[str, Any], reason: str) -> None:
@@ -93,12 +93,12 @@ class WorkerRegistry:
             log.warning("%s: expected to append a line, found %s; free space", self.turns, error)
 
     def socket(self, worker: str) -> Path:
-        """The socket of a worker."""
+        """Return the socket path of a worker."""
         return self.path / f"{worker}.sock"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder's lock, which only one process can have."""
+        """Hold the folder's lock, which only one process can have."""
         paths.private_folder(self.path)
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -118,19 +118,19 @@ class WorkerRegistry:
                 self.forget(file.stem)
         for card in list(records):
             if not is_listening(self.socket(card.id)):
-                self._unlist(card.id)  # what it had noted stays until somebody has asked what ended it
+                self._unlist(card.id)  # its last note stays until the cause of its end is queried
                 records.remove(card)
-        for file in self.path.glob("*.noted"):  # of workers that died between two turns, so nobody asks
+        for file in self.path.glob("*.noted"):  # of workers that died between rounds
             if file.stem not in {card.id for card in records} and time.time() - file.stat().st_mtime > _KEPT_SECONDS:
                 file.unlink(missing_ok=True)
         return sorted(records, key=lambda card: card.since)
 
     def write(self, card: WorkerRecord) -> None:
-        """Writes a worker's card, whole or not at all."""
+        """Write a worker's card atomically."""
         self._put(f"{card.id}.json", asdict(card))
 
     def note(self, worker: str, about: Mapping[str, Any]) -> None:
-        """Writes what a worker says of its memory, in the form of `fedveil.records.process_exit.note_memory`."""
+        """Record a worker's memory report, in the form of `fedveil.records.process_exit.note_memory`."""
         self._put(f"{worker}.noted", about)
 
     def noted(self, worker: str) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class WorkerRegistry:
         partial.replace(self.path / name)
 
     def forget(self, worker: str) -> None:
-        """Removes a worker's files."""
+        """Remove a worker's files."""
         self._unlist(worker)
         for name in (f"{worker}.noted", f".{worker}.noted.part"):
             (self.path / name).unlink(missing_ok=True)
@@ -161,7 +161,7 @@ class WorkerRegistry:
             file.unlink(missing_ok=True)
 
     def kill(self, card: WorkerRecord) -> None:
-        """Kills a worker that does not answer, and removes its files."""
+        """Kill a worker that does not answer, and remove its files."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(card.pid)
             if card.id in process.cmdline():  # another process may have the number by now
@@ -169,13 +169,13 @@ class WorkerRegistry:
         self.forget(card.id)
 
     def adopt(self, card: WorkerRecord, key: str) -> WorkerRecord:
-        """Gives a worker to the run `key`, or makes it a spare with ""."""
+        """Assign a worker to the run `key`, or make it a spare with ""."""
         card = replace(card, key=key)
         self.write(card)
         return card
 
     def connect(self, worker: WorkerRecord) -> Connection:
-        """Return a connection to a worker; it is opened by its calls."""
+        """Return a connection to a worker; its calls open it."""
         return Connection(worker, self.socket(worker.id), self.log)
 
     def find_or_start(self, assignment: ClientAssignment, owner: OwnerProcess, root: Path | None = None) -> Connection:
@@ -183,7 +183,7 @@ class WorkerRegistry:
 
         Raises:
             ConfigError: this site's worker belongs to another SuperNode that runs.
-            WorkerError: a worker that has to end is in a turn or does not end, or the new one does not start.
+            WorkerError: a worker that must end is busy or does not end, or the new one does not start.
         """
         key = run_key(assignment, root)
         with self.locked():
@@ -204,10 +204,10 @@ class WorkerRegistry:
             return self.connect(self.start(assignment.site, owner, key, root))
 
     def explain_loss(self, connection: Connection, when: str) -> WorkerError:
-        """Return why there is no upload of a worker whose connection broke: what ended it, if it has ended."""
+        """Return why a worker whose connection broke has no upload: the cause of its end, if it has ended."""
         worker = connection.worker
         expected, where = f"worker {worker.pid}: expected an upload, found it", f"its log is {self.log}"
-        # A killed process closes its sockets one by one, and the one that it listens on may be the last.
+        # A killed process closes its sockets one by one, and the listening one may be the last.
         if not connection.wait_until_gone(_DYING_SECONDS):
             return WorkerError(f"{expected} still running {when}; {where}")
         code, about = _exit_code(worker.pid), self.noted(worker.id)
@@ -227,7 +227,7 @@ class WorkerRegistry:
         root: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> WorkerRecord:
-        """Starts a worker on the app in folder `root`. Returns once it listens; a spare then imports its libraries.
+        """Start a worker on the app in folder `root`. Returns once it listens; a spare then imports its libraries.
 
         Raises:
             WorkerDiedError: the worker ended.
@@ -249,8 +249,8 @@ class WorkerRegistry:
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with os.fdopen(descriptor, "ab") as output:
             env = {**(os.environ if env is None else env), "PYTHONPATH": str(root or paths.import_root())}
-            # Flower's processes have a lower one, which would slow training. With none, freed weights and gradients
-            # stay in the heap, in holes.
+            # Flower's processes use a lower value, which would slow training. Without any, freed weights and gradients
+            # stay in the heap, fragmented.
             env["MALLOC_MMAP_THRESHOLD_"] = str(4 << 20)
             started = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
@@ -275,7 +275,7 @@ class WorkerRegistry:
 
 
 def app_digest(root: Path | None = None) -> str:
-    """16 hex digits of the code that a worker would run; equal in a checkout, a bundle and a wheel."""
+    """Return 16 hex digits of the code that a worker would run; equal in a checkout, a bundle and a wheel."""
     h = hashlib.blake2b(digest_size=8)
     for name, file in paths.app_sources(root).items():
         content = file.read_bytes()
@@ -284,7 +284,7 @@ def app_digest(root: Path | None = None) -> str:
 
 
 def run_key(assignment: ClientAssignment, root: Path | None = None) -> str:
-    """Return 16 hex digits of all that a worker is made for: app, run, method, task, training, model, data, devices."""
+    """Return 16 hex digits of a worker's inputs: app, run, method, task, training, model, data, devices."""
     config, site = assignment.config, assignment.site
     bundled = tiny.bundled_folder(config.task.name) if config.task.model == "tiny" else None
     model = bundled or Path(config.task.model).expanduser()
@@ -300,7 +300,7 @@ def run_key(assignment: ClientAssignment, root: Path | None = None) -> str:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that ends, or minus its signal; None where another process is its parent."""
+    """Return the exit code of a process that ends, or minus its signal; None if another process is its parent."""
     deadline = time.monotonic() + _DYING_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -1,10 +1,10 @@
 """The gRPC service of a site's worker, on its Unix socket. connection.py and `fedveil site status` call it.
 
-    /fedveil.Worker/Take     stream of bytes -> stream of bytes, each a JSON head and then the message in chunks
-    /fedveil.Worker/Status   nothing -> JSON: what is in memory, and the progress of a turn
-    /fedveil.Worker/Stop     nothing -> nothing: ends the worker, unless a turn is under way
+    /fedveil.Worker/Take     stream of bytes -> stream of bytes, each a JSON header and then the message in chunks
+    /fedveil.Worker/Status   nothing -> JSON: memory content and progress of a client round
+    /fedveil.Worker/Stop     nothing -> nothing: ends the worker, unless a client round is running
 
-A caller of Take or Stop names its SuperNode; the worker refuses a call from any SuperNode but the one that owns it.
+A caller of Take or Stop names its SuperNode; the worker refuses a call from any SuperNode but its owner.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class WorkerService:
     """The calls of one worker.
 
     Attributes:
-        folder: the workers of its site.
-        owner: the SuperNode that it belongs to.
+        folder: registry folder of its site's workers.
+        owner: the SuperNode that owns it.
         memory_mb: bound on its resident memory; 0 = none.
-        ending: set when the process must end, after the turn under way.
-        busy: held during a turn.
-        loaded: cleared while this process imports what a turn needs. Of two threads that import transformers at once,
-            one may get a module without its classes, so a turn waits.
-        last_used: when the last turn ended, or the process began, by time.monotonic.
+        ending: set when the process must end, after the current client round.
+        busy: held during a client round.
+        loaded: cleared while this process imports what a round needs. If two threads import transformers at once,
+            one may get a module without its classes, so a round waits.
+        last_used: time.monotonic when the last client round ended or the process began.
     """
 
     folder: WorkerRegistry
@@ -74,7 +74,7 @@ class WorkerService:
         self.loaded.set()
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The handlers for a gRPC server."""
+        """Return the handlers for a gRPC server."""
         methods = {
             "Take": grpc.stream_stream_rpc_method_handler(self.take),
             "Status": grpc.unary_unary_rpc_method_handler(self.show),
@@ -83,7 +83,7 @@ class WorkerService:
         return grpc.method_handlers_generic_handler(NAME, methods)
 
     def take(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """A turn. An error is answered with ABORTED, with kind and text as JSON; the log has its traceback."""
+        """Run one client round. On an error, abort with type and text as JSON; the log has the traceback."""
         if not self.owner.is_(_caller(context)):
             context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
         with self.busy:
@@ -104,13 +104,13 @@ class WorkerService:
                     self._become_spare()
 
     def _failed(self, error: Exception) -> tuple[str, str]:
-        """Kind and text of an error for the client process; the site's record of turns gets them too."""
+        """Return type and text of an error for the client process, and record them in the site's list of rounds."""
         kind, text = type(error).__name__, str(error)[:_REASON_CHARACTERS]
         if process_exit.is_out_of_memory(error):
             kind, text = OutOfMemoryError.__name__, f"{text}; {process_exit.LOWER_AT_SITE}"
-        if isinstance(error, grpc.RpcError):  # while the message was on its way; it has no text
+        if isinstance(error, grpc.RpcError):  # during the transfer of the message; it has no text
             kind, text = WorkerError.__name__, _CLIENT_GONE
-        turn = {} if self._status["state"] in ("idle", "spare") else self._status  # else it had not begun
+        turn = {} if self._status["state"] in ("idle", "spare") else self._status  # otherwise the round had not begun
         keys: tuple[str, ...] = ("run", "round", "rounds", "method", "task", "model")
         where = {key: turn[key] for key in keys if key in turn}
         self.folder.failed({"pid": os.getpid(), **where}, f"{kind}: {text}")
@@ -163,7 +163,7 @@ class WorkerService:
         return json.dumps({**self._status, "memory_mb": memory_mb(), **device}).encode()
 
     def stop(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Ends the worker. Refuses another SuperNode while the worker's own runs, and any caller during a turn."""
+        """End the worker. Refuses another SuperNode while the worker's own runs, and any caller during a round."""
         if self.owner.runs():
             if not self.owner.is_(_caller(context)):
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
@@ -173,7 +173,7 @@ class WorkerService:
         return b""
 
     def _become_spare(self) -> None:
-        """After a run's last round, frees its model and rows; the libraries stay for the next run."""
+        """Free the run's model and examples after its last round; the libraries stay for the next run."""
         last = {"last": self._status["last"]} if "last" in self._status else {}
         if self._session:
             self._session.close()
@@ -188,7 +188,7 @@ class WorkerService:
                     self.folder.adopt(card, "")
 
     def _belong(self, key: str) -> None:
-        """Binds the worker to one run. Raises WorkerError for a turn of another run."""
+        """Bind the worker to one run. Raises WorkerError for a client round of another run."""
         if self._key not in ("", key):
             raise WorkerError(f"worker: expected a turn of {self._key}, found one of {key}; start another worker")
         self._key = key
@@ -206,7 +206,7 @@ def _caller(context: grpc.ServicerContext) -> OwnerProcess:
 
 
 def memory_mb() -> int:
-    """Resident memory of this process, and of those that train with it."""
+    """Return the resident memory of this process and of those that train with it."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     total = 0
     for one in processes:
@@ -216,7 +216,7 @@ def memory_mb() -> int:
 
 
 def _device() -> dict[str, Any]:
-    """The device, and with CUDA the memory reserved on it. Call it only once torch is imported."""
+    """Return the device, and with CUDA the memory reserved on it. Call it only after torch was imported."""
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return {"device": "cpu"}

@@ -1,4 +1,4 @@
-"""Unix sockets by path, also for paths that are longer than the system allows."""
+"""Unix sockets by path, including paths longer than the system allows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUN_PATH = 100  # sockaddr_un holds 108 bytes on Linux, 104 elsewhere
 
 @contextlib.contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """A name of the socket that is short enough; on Linux, a long path is replaced by one through the folder's
+    """Return a short enough name of the socket; on Linux, it replaces a long path by one through the folder's
     descriptor.
 
     Raises:

@@ -1,7 +1,7 @@
-"""A site's worker process: it keeps base model, rows and CUDA context from round to round, and trains.
+"""A site's worker process, which trains and keeps base model, examples and CUDA context between rounds.
 
 Flower starts a new client process for every message, which only passes the message (worker_round.py) to this process
-(service.py). The worker ends with its SuperNode, after its idle time, when it is asked to, and on SIGTERM.
+(service.py). The worker ends with its SuperNode, after its idle time, on request, and on SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedveil.client_app.worker.service import WorkerService
 from fedveil.client_app.worker.unix_sockets import socket_address
 from fedveil.records import process_exit
 
-_WATCH_SECONDS, _IDLE_SECONDS = 0.25, 1.0  # between two looks in a turn, in which memory grows, and between turns
+_WATCH_SECONDS, _IDLE_SECONDS = 0.25, 1.0  # polling intervals: in a round, when memory grows, and between rounds
 _TELLING = ("peak_mb", "limit_mb", "oom_kills")
 _HEAVY = ("fedveil.client_app.client_round", "datasets", "peft", "transformers.models.auto.modeling_auto")
 
@@ -34,7 +34,7 @@ log = logging.getLogger("fedveil.worker")
 
 
 def serve_worker(service: WorkerService, worker: str, idle_seconds: float) -> None:
-    """Serves calls until the process must end, and then removes its card and socket."""
+    """Serve calls until the process must end, and then remove its card and socket."""
     terminated = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: terminated.set())
@@ -55,12 +55,12 @@ def serve_worker(service: WorkerService, worker: str, idle_seconds: float) -> No
 
 
 def _note(service: WorkerService, worker: str, last: dict[str, Any]) -> dict[str, Any]:
-    """Notes the memory of this process where it has grown, or the kernel's count has: SIGKILL leaves no time for it."""
+    """Record this process's memory if it or the kernel's count has grown, because SIGKILL leaves no time for it."""
     now = process_exit.note_memory()
     if [now[key] for key in _TELLING] != [last.get(key) for key in _TELLING]:
         try:
             service.folder.note(worker, now)
-        except OSError as error:  # a turn may need no disk, and the older note says nearly the same
+        except OSError as error:  # a round may need no disk, and the older note is nearly the same
             log.warning("%s: expected to note this worker's memory, found %s; free space", service.folder.path, error)
     return now
 
@@ -81,10 +81,10 @@ def _reason_to_end(service: WorkerService, idle_seconds: float, terminated: thre
 
 
 def preload_modules(loaded: threading.Event) -> None:
-    """Imports what the first turn needs, and sets `loaded`."""
+    """Import what the first round needs, and set `loaded`."""
     try:
         for module in _HEAVY:
-            with contextlib.suppress(ImportError):  # the turn that needs the module reports the error
+            with contextlib.suppress(ImportError):  # the round that needs the module reports the error
                 importlib.import_module(module)
     finally:
         loaded.set()
@@ -108,7 +108,7 @@ def main() -> None:
         service.loaded.clear()
         threading.Thread(target=preload_modules, args=(service.loaded,), daemon=True).start()
     serve_worker(service, arguments.id, arguments.idle_seconds)
-    os._exit(0)  # no client waits for a turn that is still running, so it must not keep the process alive
+    os._exit(0)  # no client waits for a round that is still running, so it must not keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""A round of this site in its worker: find or start the worker, send it the message, return the upload.
+"""Run a site's round in its worker: find or start the worker, send it the message, return the upload.
 
-A worker that dies in a turn (SIGKILL, out of memory) is replaced once, and the turn is repeated from the same private
-state, which the order names (fedveil/client_app/state/client_state.py). What ended it is found out from its exit
-signal, if it was started here, and from what it noted of its memory; the site's log and its record of turns say it.
+A worker that dies during a round (SIGKILL, out of memory) is replaced once, and the round is repeated from the same
+private state, which the instruction names (fedveil/client_app/state/client_state.py). The cause of its end comes from
+its exit signal, if it was started here, and from its memory record; the site's log and its list of rounds report it.
 
-| a worker ... | what happens |
+| a worker ... | result |
 |---|---|
 | ends before it listens | a second one is started |
-| ends in the turn, or while it replies | a second one is started and gets the message again |
-| ends a second time | WorkerDiedError with what ended it |
-| answers that the turn failed | ClientRoundError with the kind of the error; the turn is not repeated |
-| has no upload in the order's time (stopped, hung, too slow) | it is killed, and RoundOverdueError; the turn is not
+| ends during the round, or while it replies | a second one is started and gets the message again |
+| ends a second time | WorkerDiedError with the cause |
+| reports that the round failed | ClientRoundError with the type of the error; the round is not repeated |
+| has no upload in time (stopped, hung, too slow) | it is killed, and RoundOverdueError; the round is not
   repeated |
 """
 
@@ -43,9 +43,9 @@ def run_round_in_worker(
     """Run this site's round in its worker. Return the upload in slices.
 
     Raises:
-        ClientRoundError: the turn failed; RoundOverdueError: it was not over in the order's time.
+        ClientRoundError: the round failed; RoundOverdueError: it exceeded the instruction's time.
         WorkerDiedError: the worker ended twice.
-        WorkerError: it did not start in time, or not end when it had to.
+        WorkerError: it did not start in time, or did not end when it had to.
         ConfigError: this site's worker belongs to another SuperNode that runs.
     """
     end = time.monotonic() + assignment.order.seconds

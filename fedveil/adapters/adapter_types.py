@@ -19,4 +19,4 @@ from fedveil.adapters.prompt import PromptAdapter
 
 AnyAdapter = (
     LoraAdapter | HadamardLoraAdapter | AllWeightsAdapter | PromptAdapter | PrefixAdapter
-)  # of a method that takes any of them
+)  # for a method that accepts any of them

@@ -1,4 +1,4 @@
-"""Every parameter of the base, trained and exchanged."""
+"""Train and exchange every parameter of the base."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Write folders that other programs load: adapters in PEFT's format, whole models in the format of transformers.
 
-| adapter | files | who loads them |
+| adapter | files | loaded by |
 |---|---|---|
 | `LoraAdapter`, `HadamardLoraAdapter`, `ResidualLoraAdapter` | adapter_config.json, adapter_model.safetensors | PEFT:
   `from_pretrained` |
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedveil.contract.adapter import Adapter, AttachedModel
 
-CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"  # of our own format
+CONFIG, WEIGHTS = "adapter.json", "adapter.safetensors"  # FedVeil's own format
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -38,7 +38,7 @@ def adapter_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def write_native(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor], base: str) -> None:
-    """Write an adapter in our own format, where PEFT has none: its fields, and its tensors under their own names."""
+    """Write an adapter in FedVeil's format if PEFT has none: its fields, and its tensors under their own names."""
     content = {"base": base, "adapter": dataclasses.asdict(adapter)}  # type: ignore[call-overload]
     (folder / CONFIG).write_text(json.dumps(content, indent=1))
     adapter_tensors(folder / WEIGHTS, weights)

@@ -1,16 +1,16 @@
-"""Two low-rank pairs a layer, multiplied entry by entry.
+"""Two low-rank pairs per layer, multiplied entry by entry.
 
     y = W_0 x + b + scale * ((B A) o M) x,   M = B_p A_p + 1 ("plus-one") or B_p A_p ("product")
 
 PEFT's LoHa adapter has no "+ 1" and keeps both pairs under one name. The product has rank up to r^2, so unlike
 LoRA's it cannot be applied factor by factor: each forward pass forms a d_out x d_in matrix, and
-backpropagation keeps three of them a layer (train.gradient-checkpointing drops them between layers).
+backpropagation stores three of them per layer (train.gradient-checkpointing drops them between layers).
 
-| layer | what is done |
+| layer | treatment |
 |---|---|
-| nn.Linear, also one that bitsandbytes quantised | called as it is; only the change is added |
+| nn.Linear, also quantized by bitsandbytes | called unchanged; only the change is added |
 | transformers' Conv1D (GPT-2), whose weight is d_in x d_out | likewise; the pairs are as for nn.Linear |
-| the output embedding | left out by "all-linear", as PEFT leaves it out |
+| the output embedding | excluded from "all-linear", as in PEFT |
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Form = Literal["plus-one", "product"]
 @final
 @dataclass(frozen=True)
 class HadamardLoraAdapter(LowRankPairsAdapter):
-    """Two low-rank pairs a layer, multiplied entry by entry (Hyeon-Woo et al. 2022): W = W_0 + scale * (B A) o M.
+    """Two low-rank pairs per layer, multiplied entry by entry (Hyeon-Woo et al. 2022): W = W_0 + scale * (B A) o M.
 
     | form | M | initial values |
     |---|---|---|
     | "plus-one" | B_p A_p + 1 | B and B_p zero |
     | "product" | B_p A_p | B zero, B_p from N(0, 1/r); if B_p were zero too, all gradients would stay zero |
 
-    A and A_p are random in both. The change of W has rank up to r^2, so a forward pass forms it whole.
+    A and A_p are random in both. The change of W has rank up to r^2, so a forward pass computes the full matrix.
 
     Attributes:
         rank: r, the inner width of each pair.
@@ -58,7 +58,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
 
     @property
     def private_b_std(self) -> float:
-        """Standard deviation of B_p's initial entries."""
+        """Return the standard deviation of B_p's initial entries."""
         return 0.0 if self.form == "plus-one" else self.rank**-0.5
 
     @override
@@ -75,7 +75,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """Return the same change as one pair a layer, of rank up to r + r^2.
+        """Return the same change as one pair per layer, of rank up to r + r^2.
 
         Its columns are column i of B times column j of B_p, entry by entry, and its rows are row i of A times row j of
         A_p; with "+ 1" also B and A. Private columns that are zero in every layer are omitted, so a neutral pair leaves
@@ -131,7 +131,7 @@ def weight_change(
 
 @final
 class HadamardLinear(low_rank_pairs.LowRankLinear):
-    """A frozen linear layer with its two low-rank pairs, which are fp32 whatever the layer's dtype.
+    """A frozen linear layer with its two low-rank pairs, which are fp32 for any dtype of the layer.
 
     Attributes:
         base_layer: the frozen layer.

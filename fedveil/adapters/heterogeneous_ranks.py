@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def check_ranks(ranks: Ranks, most: int) -> None:
-    """Raises ConfigError for a rank that is below 1 or above the adapter's."""
+    """Raise ConfigError for a rank that is below 1 or above the adapter's."""
     for site, rank in ranks.items():
         if not 1 <= rank <= most:
             raise ConfigError(
@@ -82,7 +82,7 @@ def _open(field: WireField) -> WireField:
 
 
 def check_upload(payload: Payload, ranks: Ranks, site: str, most: int) -> None:
-    """Raises WireError unless every factor of an upload has the rank that the run gives this site.
+    """Raise WireError unless every factor of an upload has the rank that the run assigns to this site.
 
     If `site` is empty, all factors must have the same rank, from 1 to the adapter's.
     """

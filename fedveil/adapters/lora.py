@@ -1,4 +1,4 @@
-"""LoRA: one low-rank pair a layer. The layers are PEFT's."""
+"""LoRA: one low-rank pair per layer, with PEFT's layers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoraAdapter(LowRankPairsAdapter):
     @property
     @override
     def scale(self) -> float:
-        """alpha / rank, or alpha / sqrt(rank)."""
+        """Return alpha / rank, or alpha / sqrt(rank)."""
         return self._fields.scale
 
     @property
@@ -90,7 +90,7 @@ class LoraAdapter(LowRankPairsAdapter):
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
         )
         try:
-            with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that nobody uses
+            with torch.random.fork_rng(devices=[]):  # PEFT draws initial values that nothing uses
                 model = inject_adapter_in_model(lora, model)
         except ValueError as error:
             raise low_rank_pairs.explain_unfit(self.targets, str(error).partition("\n")[0]) from None

@@ -21,13 +21,13 @@ from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.errors import ConfigError
 from fedveil.rng import RandomStream
 
-_WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out): of the example
+_WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out) of the example's layers
 
 
 def _pattern(given: object) -> object:
     """Return a regular expression for a list of names as PEFT takes it: full module names or their last parts."""
     if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
-        return given  # text, or something that the type refuses
+        return given  # text, or a value that the type refuses
     return rf"(.*\.)?({'|'.join(map(re.escape, given))})"
 
 
@@ -48,12 +48,12 @@ class LowRankPairsAdapter(Adapter):
 
     @property
     def scale(self) -> float:
-        """alpha / rank."""
+        """Return alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     @abstractmethod
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """Return one pair a layer, `<module>.lora_A` and `<module>.lora_B`, with the same change of its weight."""
+        """Return one pair per layer, `<module>.lora_A` and `<module>.lora_B`, with the same change of its weight."""
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
@@ -76,7 +76,7 @@ class LowRankPairsAdapter(Adapter):
     @override
     @torch.no_grad()
     def merge(self, plain: AttachedModel, weights: Weights) -> None:
-        """W <- W + scale * B A, for every layer."""
+        """Set W <- W + scale * B A for every layer."""
         from transformers.pytorch_utils import Conv1D
 
         fields, factors = self.as_lora(weights)
@@ -103,7 +103,7 @@ class LoraFields:
 
     @property
     def scale(self) -> float:
-        """alpha / rank, or alpha / sqrt(rank)."""
+        """Return alpha / rank, or alpha / sqrt(rank)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def for_peft(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def example_weights(rank: int, pairs: tuple[str, ...]) -> Spec:
 
 
 def explain_unfit(targets: str, reason: str) -> ConfigError:
-    """The error for targets that match no linear layer."""
+    """Return the error for targets that match no linear layer."""
     return ConfigError(
         f'adapter.targets: expected "all-linear" or a regular expression over the names of linear layers, '
         f'found "{targets}" ({reason})'
@@ -180,7 +180,7 @@ def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
 
 
 def layer_widths(layer: nn.Module) -> tuple[int, int]:
-    """(d_in, d_out)."""
+    """Return (d_in, d_out)."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     d_in, d_out = layer.weight.shape  # type: ignore[misc]  # Conv1D
@@ -188,11 +188,11 @@ def layer_widths(layer: nn.Module) -> tuple[int, int]:
 
 
 class LowRankLinear(nn.Module):
-    """A frozen linear layer and its pair, fp32 whatever the layer is.
+    """A frozen linear layer and its pair, which is fp32 for any dtype of the layer.
 
     Attributes:
         base_layer: the frozen layer.
-        lora_A, lora_B: the pair that is exchanged, r x d_in and d_out x r.
+        lora_A, lora_B: the exchanged pair, r x d_in and d_out x r.
     """
 
     def __init__(self, base_layer: nn.Module, adapter: LowRankPairsAdapter) -> None:

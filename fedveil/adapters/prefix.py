@@ -124,7 +124,7 @@ class PrefixAdapter(Adapter):
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Write PEFT's format of prefix tuning, or our own for a proxy: PEFT has none for shared layers."""
+        """Write PEFT's format of prefix tuning, or FedVeil's for a proxy: PEFT has none for shared layers."""
         if self.cells:
             export.write_native(folder, self, weights, attached.base)
             return
@@ -139,7 +139,7 @@ class PrefixAdapter(Adapter):
             num_transformer_submodules=1,
             **export.adapter_metadata(attached),
         ).save_pretrained(str(folder))
-        rows = weights[NAME].permute(3, 0, 1, 2, 4).reshape(length, -1)  # a row a token: layer, key or value, head
+        rows = weights[NAME].permute(3, 0, 1, 2, 4).reshape(length, -1)  # one row per token: layer, key or value, head
         export.adapter_tensors(folder / export.PEFT_WEIGHTS, {"prompt_embeddings": rows})
 
 
@@ -179,7 +179,7 @@ def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tupl
     if mask is None:  # generation omits a mask of all ones, even if the cache has earlier tokens
         mask = torch.ones_like(ids[:, :1]).expand(-1, max(0, cache.get_seq_length() - length) + ids.shape[1])
     positions = given.get("position_ids")
-    if positions is None:  # of the tokens that this call brings, padding before them apart
+    if positions is None:  # positions of the tokens in this call, without the padding before them
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     if cache.get_seq_length() == 0:
         for at, (keys, values) in enumerate(prefix.to(model.base_model.dtype)):

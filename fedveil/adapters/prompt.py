@@ -121,5 +121,5 @@ class PromptAdapter(Adapter):
 
     @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Write our own format; PEFT has none for vectors before class names."""
+        """Write FedVeil's format; PEFT has none for vectors before class names."""
         export.write_native(folder, self, weights, attached.base)

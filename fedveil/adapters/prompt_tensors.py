@@ -32,7 +32,7 @@ EPSILON, ITERATIONS, TOLERANCE = 0.01, 100, 1e-3  # of Eq. 2; the last in ln u
 
 
 def check_form(adapter: PromptAdapter, forms: tuple[str, ...]) -> None:
-    """Raises ConfigError unless the prompt has one of these forms."""
+    """Raise ConfigError unless the prompt has one of these forms."""
     if adapter.form not in forms:
         wanted = " or ".join(f'"{form}"' for form in forms)
         raise ConfigError(
@@ -88,7 +88,7 @@ def transport_plan(
     log_k = (similarity - 1) / epsilon
     log_column = math.log(mass / prompts)
     log_u = torch.zeros_like(log_k[..., :1])
-    log_v = log_column - torch.logsumexp(log_k, -2, keepdim=True)  # first: from a smaller v no row would seem to bind
+    log_v = log_column - torch.logsumexp(log_k, -2, keepdim=True)  # first: with a smaller v no row would seem to bind
     for _ in range(iterations):
         before = log_u
         log_u = (-math.log(points) - torch.logsumexp(log_k + log_v, -1, keepdim=True)).clamp(max=0.0)

@@ -48,9 +48,9 @@ from fedveil.wire.dense import DenseCodec
 from fedveil.wire.payloads import WireDtype, as_spec, dense_fields, payload_tensors
 
 _STEP, _LEFT, _RIGHT = "step.", ".left", ".right"  # U and V, in the server's state and on the wire
-_KNOWN = "step.known"  # in the server's state: 1 where U V is the last D
+_KNOWN = "step.known"  # in the server's state: 1 if U V is the last D
 _FORMS = ("start", "step", "whole")
-_LOST = 1e-6  # of the norm of what was averaged
+_LOST = 1e-6  # relative to the norm of the average
 
 
 def start_state(spec: Spec, weights: Weights) -> FederatedState:
@@ -73,7 +73,7 @@ def server_model(server: FederatedState) -> dict[str, Tensor]:
 
 
 def make_broadcast(server: FederatedState, pairs: Mapping[str, Tensor], ctx: RoundContext) -> Payload:
-    """Return a broadcast with `pairs`, as they are on the wire, and the part of R that the client lacks."""
+    """Return a broadcast with `pairs` in wire form, and the part of R that the client lacks."""
     r = residual_names(server_model(server))
     if not any(bool(tensor.any()) for tensor in r.values()):
         return Payload(dict(pairs), "start")
@@ -90,7 +90,7 @@ def make_broadcast(server: FederatedState, pairs: Mapping[str, Tensor], ctx: Rou
 
 
 def apply_broadcast(private: FederatedState | None, down: Payload, spec: Spec) -> dict[str, Tensor]:
-    """Return R as the server has it.
+    """Return the server's R.
 
     Raises:
     StateError: the site has no R to add a step to.

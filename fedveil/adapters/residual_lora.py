@@ -1,4 +1,4 @@
-"""LoRA with a change of the base: one low-rank pair a layer, and a residual that no training step changes.
+"""LoRA with a change of the base: one low-rank pair per layer, and a residual that no training step changes.
 
     y = W_0 x + b + scale * (R x + B A x)
 
@@ -7,11 +7,11 @@ it is on disk, even where it is quantized, and the server determines R. R costs 
 layer's own in each forward and backward pass. It needs no gradient, no optimizer state and no
 per-example gradients.
 
-| layer | what is done |
+| layer | treatment |
 |---|---|
-| nn.Linear, also one that bitsandbytes quantized | called as it is; only the change is added |
+| nn.Linear, also quantized by bitsandbytes | called unchanged; only the change is added |
 | transformers' Conv1D (GPT-2), whose weight is d_in x d_out | likewise; R and the pair are as for nn.Linear |
-| the output embedding | left out by "all-linear", as PEFT leaves it out |
+| the output embedding | excluded from "all-linear", as in PEFT |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedveil.rng import RandomStream
 __all__ = ["ResidualLoraAdapter"]
 
 RESIDUAL = ".residual"
-_LOST = 1e-6  # of the norm of R, at most, where it is written as a pair
+_LOST = 1e-6  # relative to the norm of R, at most, when it is written as a pair
 T = TypeVar("T")
 
 
@@ -75,10 +75,10 @@ class ResidualLoraAdapter(LowRankPairsAdapter):
 
     @override
     def as_lora(self, weights: Weights) -> tuple[LoraFields, dict[str, Tensor]]:
-        """Return the same change as one pair a layer, of the rank of R + B A: up to the layer's smaller width.
+        """Return the same change as one pair per layer, of the rank of R + B A: up to the layer's smaller width.
 
         The pair comes from a singular value decomposition without the smallest values, to 1e-6 of the change's
-        norm. Layers of lower rank are padded with zeros, because PEFT wants one rank.
+        norm. Layers of lower rank are padded with zeros, because PEFT requires one rank.
         """
         changes = {m: weights[m + RESIDUAL] + _product(weights, m) for m in _modules(weights)}
         if not any(bool(r.any()) for r in residual_names(weights).values()):
@@ -118,7 +118,7 @@ def _product(weights: Weights, module: str) -> Tensor:
 def _split(change: Float[Tensor, "d_out d_in"]) -> tuple[Float[Tensor, "d_out k"], Float[Tensor, "k d_in"]]:
     """Return a pair of the smallest rank, at least 1, whose product is the change to within `_LOST`."""
     u, s, v = torch.linalg.svd(change.double(), full_matrices=False)
-    left_out = s.square().flip(0).cumsum(0).flip(0).sqrt()  # the norm of what is lost if values from here on are
+    left_out = s.square().flip(0).cumsum(0).flip(0).sqrt()  # norm of the loss if values from here on are
     rank = max(1, int((left_out > _LOST * left_out[0]).sum()))
     return (u[:, :rank] * s[:rank]).to(change), v[:rank].to(change)
 

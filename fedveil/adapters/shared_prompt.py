@@ -1,6 +1,6 @@
 """Both halves of methods whose clients share one prompt and keep their other parts (FedOTP, FedPGP).
 
-    all parts <- local epochs from (the shared prompt of the round, the own parts as kept)        client
+    all parts <- local epochs from (the shared prompt of the round, the stored own parts)         client
     shared <- sum_i (n_i / n) shared^i                                                            server
 
 The server's state has neutral tensors for the own parts too, so its model is that of the shared prompt alone.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def shared_names(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the entry that is averaged."""
+    """Return the averaged entry."""
     return {SHARED: tensors[SHARED]}
 
 
@@ -87,7 +87,7 @@ class SharedPromptMethod(Method):
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
-        """Train all parts for the local epochs; send the shared prompt and keep the others."""
+        """Train all parts for the local epochs; send the shared prompt and store the others."""
         start = start_state(self.adapter, private, payload_tensors(down), trainer.spec, ctx.rng("init"))
         trained = trainer.train(start).weights
         return FederatedState(private_names(trained)), Payload(cast_to(shared_names(trained), self.wire_dtype))

@@ -1,1 +1,1 @@
-"""The privacy card of a run: what its parties saw, what is guaranteed to whom, and what is not protected."""
+"""The privacy card of a run: what its parties saw, the guarantees for each party, and what is not protected."""

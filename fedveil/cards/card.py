@@ -131,7 +131,7 @@ class SiteCost(_Part):
         against_all: epsilon against the server and all other sites together, if the noise is in the sum.
         mu: mu of Gaussian differential privacy; None if it is not known.
         mu_down_to: mu bounds every epsilon whose delta is at least this; 0 if mu is exact.
-        unknown: why there are no figures; "" if there are.
+        unknown: why there are no values; "" if there are.
     """
 
     site: Short
@@ -190,7 +190,7 @@ class AttackEntry(_Part):
     """One attack with its controls.
 
     Attributes:
-        usable: whether both kinds of controls were tried and hold; otherwise the figures mean nothing.
+        usable: whether both kinds of controls were tried and hold; otherwise the scores mean nothing.
         why: the audit's explanation.
         run: scores on the run's own models.
         to_win: scores on controls where the attack must succeed.

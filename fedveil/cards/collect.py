@@ -83,7 +83,7 @@ def collect_card(
     Args:
         stated: facts that people stated.
         audited: results of attacks.
-        whole: include figures that take seconds per site (mu of subsampled steps); omitted at the end of a run.
+        whole: include values that take seconds per site (mu of subsampled steps); omitted at the end of a run.
     """
     log, app = _log(run)
     task, base = config.task.name, config.task.model

@@ -5,9 +5,9 @@
 | its name | the file's name | the name of its entry point in the group `fedveil.commands` |
 | its group in `fedveil --help` | the file's folder | `COMMAND_GROUP = "site"` in the module, or "from other packages" |
 
-A module of another package has `add_arguments` and the docstring of a command, as fedveil/console/main.py says. Own
-files come first: no package can replace a FedVeil command. Only the chosen command is imported; the summaries of the
-others are read from their source.
+A module of another package has `add_arguments` and the docstring of a command, as described in fedveil/console/main.py.
+FedVeil's own files come first: no package can replace a FedVeil command. Only the chosen command is imported; the
+summaries of the others are read from their source.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CommandSource:
         module: its import name.
         group: its group in `fedveil --help`.
         summary: one line on what it does.
-        is_own: whether it is a file below `commands/`.
+        is_own: true for a file below `commands/`.
     """
 
     name: str
@@ -65,7 +65,7 @@ def list_commands() -> dict[str, CommandSource]:
 
 
 def find_command(name: str) -> CommandSource | None:
-    """Return the command of that name; None where there is none."""
+    """Return the command of that name; None if there is none."""
     if file := _own_files().get(name):  # without searching every installed package
         return _own_command(file)
     return list_commands().get(name)

@@ -1,12 +1,12 @@
 """The `fedveil` command. A sub-command is a file below `commands/` with `add_arguments`, or a module of another package
 that an entry point names (fedveil/console/command_list.py).
 
-| of a command's file | is |
+| in a command's file | use |
 |---|---|
 | its name | the command's name |
 | its folder | the command's group in `fedveil --help` |
-| the first line of its docstring, "`fedveil x`: does this." | what `fedveil --help` says of it |
-| its whole docstring | what `fedveil x --help` begins with |
+| the first line of its docstring, "`fedveil x`: does this." | its summary in `fedveil --help` |
+| its whole docstring | the beginning of `fedveil x --help` |
 | `add_arguments(parser)` | its arguments; sets `run`, a function of the parsed arguments that returns the exit code |
 
 Only the chosen command is imported.
@@ -32,7 +32,7 @@ from fedveil.sanitize import sanitize
 
 __all__ = ["main", "run_command"]
 
-# Commands that docs/ and results name, but another of our distributions provides.
+# Commands that docs/ and results name, but that another of our distributions provides.
 _SEPARATE = {"bench": "the package fedveil-bench (in a checkout: make bench)"}
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TOGETHER = 1.0  # signals within so many seconds count as one
@@ -61,7 +61,7 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
     # Set before torch is imported: spinning threads make a busy machine many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     interrupt = _Interrupt()
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job would ignore it
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job ignores it by default
         signal.signal(number, interrupt)
     try:
         whole = parser()
@@ -73,12 +73,12 @@ def _run(parser: Callable[[], argparse.ArgumentParser], given: Sequence[str]) ->
             whole.print_help(sys.stderr)
             return 2
         code = int(arguments.run(arguments))
-        print(end="", flush=True)  # not sys.stdout, which is None where it was closed
+        print(end="", flush=True)  # not sys.stdout, which is None if it was closed
         return code
     except FedVeilError as error:
         print(f"error: {sanitize(' '.join(str(error).split()), 4000)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as error:  # a command whose work goes on elsewhere says that in it
+    except KeyboardInterrupt as error:  # a command whose work continues elsewhere reports that in it
         interrupt.is_done = True
         print(f"interrupted: {str(error) or 'all started processes were stopped'}", file=sys.stderr)
         return 130

@@ -6,8 +6,10 @@ from rich.console import Console
 
 
 def make_console() -> Console:
-    """Return a console that prints strings unchanged; text that may hold escape codes must first pass
-    `fedveil.sanitize.sanitize`.
+    """Return a console that prints strings unchanged.
+
+    Text that may contain escape codes must first pass through `fedveil.sanitize.sanitize`.
+
     """
     return Console(markup=False, highlight=False, emoji=False)
 

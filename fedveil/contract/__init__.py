@@ -1,1 +1,1 @@
-"""The interfaces between methods, tasks, sites and servers, and their value types. Nothing concrete."""
+"""Interfaces between methods, tasks, sites and servers, and their value types; no implementations."""

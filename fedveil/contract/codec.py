@@ -27,7 +27,7 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Block-wise codes: `codes` are level indices (uint8, any shape); `scales`: one fp32 a block of the flat tensor."""
+    """Block-wise codes: `codes` are level indices (uint8, any shape); `scales`: one fp32 for each block."""
 
     codes: Tensor
     scales: Tensor
@@ -82,7 +82,7 @@ def count_elements(shape: tuple[int, ...]) -> int:
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return the tensor's bytes, without a copy if it is contiguous and on the CPU."""
     if tensor.numel() == 1:
-        tensor = tensor.reshape(())  # torch calls one entry contiguous whatever its stride, yet cannot view it as bytes
+        tensor = tensor.reshape(())  # torch considers one entry contiguous for any stride, but cannot view it as bytes
     flat = tensor.detach().cpu().contiguous().flatten()
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 

@@ -25,7 +25,7 @@ class Contribution:
 
     Attributes:
         name: the sum that it belongs to. Under one name, all terms have a mask or none has.
-        value: only read; may be a view of received bytes. Entries where the mask is False do not count.
+        value: read-only; may be a view of received bytes. Entries where the mask is False do not count.
         weight: a number above 0.
         mask: has the value's shape; None means ones everywhere.
     """
@@ -41,8 +41,8 @@ class ClientContributions:
     """All of one client's summands.
 
     Attributes:
-        tensors: read one at a time, so that a decoded upload is never whole in memory.
-        clear: values of this client that the server needs and sees one by one, not as a sum.
+        tensors: read one at a time, so that a decoded upload is never completely in memory.
+        clear: values of this client that the server needs and sees individually, not as a sum.
     """
 
     tensors: Iterable[Contribution]

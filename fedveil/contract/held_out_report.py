@@ -1,6 +1,6 @@
 """A site's report on held-out examples, on which it scores received weights and never trains, or its refusal.
 
-    loss_held_out       mean loss, as a task's `loss` is
+    loss_held_out       mean loss, like a task's `loss`
     rows_held_out       examples behind it, at least LEAST_ROWS
     held_out_refused    instead of both: a key of REFUSALS
 

@@ -27,7 +27,7 @@ class WireField:
         most: the largest shape, if `shape` has a None. It bounds a message's size before the message is read.
         unit: what an entry is, for the wire table ("weight", "mask bit", ...).
         variants: the payload variants that carry the field; empty means every payload of its direction.
-        when: in words, when a payload carries the field; for the wire table.
+        when: a description of when a payload carries the field; for the wire table.
     """
 
     name: str

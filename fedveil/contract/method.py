@@ -1,7 +1,7 @@
 """The contract between a federated method and everything that runs it.
 
-A method is one file in `strategies/` with both halves of its maths: what the server sends, what a client does with it
-and returns, and what the server adds up. It never sees Flower, a model or a file. It sees named tensors.
+A method is one file in `strategies/` with the computations of both sides: what the server sends, how a client uses it
+and replies, and what the server adds up. It never sees Flower, a model or a file. It sees named tensors.
 
     down = method.broadcast(server, ctx)                          # server, one client; pure, may be replayed
     private, up = method.client(private, down, trainer, ctx)      # client; private never leaves the site
@@ -63,12 +63,12 @@ class RoundContext:
     Server and client hold different secrets, so neither can replay the other's draws.
 
     Attributes:
-        round: 0-based.
+        round: round number, 0-based.
         client: the site's name; "" where the server completes a round.
         is_new: the server has not accepted an upload of this site yet, or the site's last client round
             failed.
-        secret: this side's secret; never on the wire.
-        seeded: run.deterministic is set: the noise repeats and protects no one.
+        secret: this side's secret, which is never sent.
+        seeded: true under run.deterministic: the noise repeats and protects no one.
         address: the address of this client round's messages; for the envelope, not for methods.
         noise_in_sum: True if noise is added to the sum outside the method (secure.noise), which then adds
             none to it.
@@ -110,7 +110,7 @@ class AcceptedUpload:
         payload: decoded; its tensors may be read-only views of the received bytes.
         num_examples: training examples behind it, within the server's limits.
         ctx: the server's own context of that client and round, never the client's.
-        report: figures that the client reports (see REPORT_FIELDS).
+        report: metrics that the client reports (see REPORT_FIELDS).
     """
 
     payload: Payload

@@ -68,7 +68,7 @@ class ParamLocation:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Shape and dtype of one trained tensor; also its place, if the adapter trains the model's own tensors.
+    """Shape and dtype of one trained tensor; also its location, if the adapter trains the model's own tensors.
 
     `fixed`: the model uses the tensor, but training does not change it. It has no gradient, not even per example.
     """
@@ -88,5 +88,5 @@ def movable_names(spec: Spec) -> list[str]:
 
 
 def param_specs_of(weights: Weights) -> Spec:
-    """Return the spec of `weights`, without places."""
+    """Return the spec of `weights`, without locations."""
     return {name: ParamSpec(tuple(w.shape), w.dtype) for name, w in weights.items()}

@@ -50,11 +50,11 @@ class PrivacyBudget:
     """The most that one record of a site may be charged.
 
     Attributes:
-        epsilon: no record is charged more than this; infinite where charges are only counted.
-        delta: the delta for which epsilon is stated.
+        epsilon: no record is charged more than this; infinite if charges are
+        delta: the delta at which epsilon is stated.
         neighbours: the relation for which both are stated.
-        nominal: an epsilon that the method was given but does not keep; None where there is none.
-        server_trusted: the server sees values before the noise; against the server epsilon is infinite.
+        nominal: an epsilon that the method was given but does not guarantee; None if there is none.
+        server_trusted: the server sees values before the noise is added; epsilon against the server is infinite.
     """
 
     epsilon: float
@@ -65,12 +65,12 @@ class PrivacyBudget:
 
     @property
     def asked(self) -> bool:
-        """Return whether the run asks for an epsilon, kept or nominal."""
+        """Return whether the run asks for an epsilon, guaranteed or nominal."""
         return self.epsilon < math.inf or self.nominal is not None
 
 
 Step = tuple[str, int, int, float]  # one use of a record: kind, examples of the site, examples of a batch, z
-SUMMED, OWN_SHARE = "summed", "own share"  # kinds of a look at noise that is in a sum: all of it, and the site's part
+SUMMED, OWN_SHARE = "summed", "own share"  # noise in a sum: all of it, and the site's part
 Spent = Mapping[Step, int]  # how often each step was taken
 UNTIMED = "An epsilon with Poisson sampling assumes a server that does not time the site."
 
@@ -167,13 +167,13 @@ def check_batch(batch: int, examples: int) -> None:
 
 
 def check_number(name: str, value: float, zero: bool = False) -> None:
-    """Raises ConfigError unless `value` is finite and above 0; with `zero` it may also be 0."""
+    """Raise ConfigError unless `value` is finite and above 0; with `zero` it may also be 0."""
     if not (0 < value < math.inf or (zero and value == 0)):
         raise ConfigError(f"{name}: expected a finite number {'of at least' if zero else 'above'} 0, found {value}")
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raises ConfigError unless `epsilon` is a finite number above 0."""
+    """Raise ConfigError unless `epsilon` is a finite number above 0."""
     if not 0 < epsilon < math.inf:
         raise ConfigError(
             f"epsilon: expected a finite number above 0, found {epsilon}; leave it out for a run without one"
@@ -181,7 +181,7 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_delta(delta: float) -> None:
-    """Raises ConfigError unless `delta` is above 0 and below 1."""
+    """Raise ConfigError unless `delta` is above 0 and below 1."""
     if not 0 < delta < 1:
         raise ConfigError(f"delta: expected a number above 0 and below 1, found {delta}; 1e-5 is usual")
 
@@ -204,7 +204,7 @@ def check_claim(epsilon: float | None, delta: float, sampling: Sampling, neighbo
 
 
 def check_seeded(budget: PrivacyBudget | None, deterministic: bool) -> None:
-    """Raises ConfigError if a deterministic run asks for an epsilon."""
+    """Raise ConfigError if a deterministic run asks for an epsilon."""
     if deterministic and budget is not None and budget.asked:
         raise ConfigError(
             "run.deterministic: expected false with an epsilon, found true: seeded noise gives no protection; remove "
@@ -213,6 +213,6 @@ def check_seeded(budget: PrivacyBudget | None, deterministic: bool) -> None:
 
 
 def stated_guarantee(epsilon: float, delta: float, neighbours: Adjacency) -> str:
-    """Return the text with which every report prints an epsilon."""
+    """Return the text that accompanies an epsilon in every report."""
     value = "infinite" if math.isinf(epsilon) else f"{epsilon:.4g}"
     return f"epsilon {value} at delta {delta:g} ({neighbours.value})"

@@ -62,7 +62,7 @@ class Example:
 
     Attributes:
         values: all of its columns, by name.
-        origin: its file and row, for messages and for the privacy ledger; None where it was not read from a
+        origin: its file and row, for messages and the privacy ledger; None if it was not read from a
             file.
         folder: the base folder of relative paths in its columns.
         class_names: names of all classes of its data set, by number; empty if the data set names none.
@@ -75,7 +75,7 @@ class Example:
 
     @property
     def where(self) -> str:
-        """Return how messages name the example: by its origin, else by its columns."""
+        """Return the name of the example in messages: its origin, or else its columns."""
         return str(self.origin) if self.origin else f"a row with {', '.join(self.values)}"
 
     @staticmethod
@@ -101,8 +101,8 @@ class PreparedData:
 
     Attributes:
         rows: the examples, as the task's model takes them.
-        origins: where each example was read, in the same order; for the privacy ledger, which asks only
-            where a privacy guarantee applies.
+        origins: origin of each example, in the same order; for the privacy ledger, which uses them only
+            with a privacy guarantee.
     """
 
     rows: Rows
@@ -219,7 +219,7 @@ class Task(ABC):
 
     @abstractmethod
     def initial(self, rng: RandomStream) -> Weights:
-        """Initial adapter weights, drawn from `rng` (LoRA: A random, B zero) or read from the base (all weights)."""
+        """Return initial adapter weights, drawn from `rng` (LoRA: A random, B zero) or read from the base."""
 
     @abstractmethod
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
@@ -289,6 +289,6 @@ class CanGenerate(Protocol):
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
         """Generate texts by the model with `weights`: one per prompt, or one per image, depending on the task.
 
-        `images` are file names and bytes. Raises ConfigError for prompts or images that the task does not take.
+        `images` are file names and bytes. Raises ConfigError for prompts or images that the task does not support.
         """
         ...

@@ -58,7 +58,7 @@ class ExamplesUsed:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of local training: new weights (or a gradient) under the spec's names, and figures to report.
+    """The result of local training: new weights (or a gradient) under the spec's names, and metrics to report.
 
     `looked` stays at the site, whose policy may require a number of examples; without it, none count as used.
     """
@@ -115,7 +115,7 @@ class PerExampleGradientSource(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """Training examples of this client, at least 1."""
+        """Return the number of this client's training examples, at least 1."""
         ...
 
     @property
@@ -163,7 +163,7 @@ class Trainer(Protocol):
 
     @property
     def num_examples(self) -> int:
-        """Training examples of this client, at least 1."""
+        """Return the number of this client's training examples, at least 1."""
         ...
 
     @property
@@ -181,7 +181,7 @@ class Trainer(Protocol):
 
         `frozen`: booleans that broadcast over tensors of the spec. Entries where they are True come back bit for
         bit; neither a step nor weight decay moves them. With several such sets (at least one), the steps use
-        them in turn, one set a step.
+        them in turn, one set per step.
         `penalty`: a term added to the mean loss of every step (once a step for any
         train.gradient-accumulation-steps). Reported losses do not contain it.
         """

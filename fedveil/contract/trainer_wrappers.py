@@ -47,12 +47,12 @@ class TrainerWrapper(Trainer):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Train by the wrapped trainer."""
+        """Train with the wrapped trainer."""
         return self._trainer.train(weights, frozen, penalty)
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
-        """Return the gradient of the wrapped trainer."""
+        """Return the wrapped trainer's gradient."""
         return self._trainer.gradient(weights)
 
 
@@ -77,7 +77,7 @@ class PerExampleTrainerWrapper(Trainer):
     @property
     @override
     def rows(self) -> PerExampleGradientSource:
-        """Return the source of gradients that was given."""
+        """Return the given source of gradients."""
         return self._rows
 
 
@@ -107,7 +107,7 @@ class WrappedGradientSource(PerExampleGradientSource):
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
-        """Draw the batches by the wrapped source."""
+        """Draw the batches with the wrapped source."""
         return self._rows.batches(sampling, steps, rng, skip)
 
     @override

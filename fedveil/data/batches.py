@@ -35,11 +35,11 @@ class ExampleBatch(Protocol):
         ...
 
     def pinned(self: _Same) -> _Same:
-        """The batch in page-locked memory."""
+        """Return the batch in page-locked memory."""
         ...
 
     def to(self: _Same, device: torch.device) -> _Same:
-        """The batch on `device`."""
+        """Return the batch on `device`."""
         ...
 
 
@@ -61,11 +61,11 @@ class LabelledBatch:
         return 0
 
     def pinned(self) -> LabelledBatch:
-        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
+        """Return the batch in page-locked memory, whose copy to a GPU is asynchronous."""
         return LabelledBatch(self.inputs.pin_memory(), self.labels.pin_memory())
 
     def to(self, device: torch.device) -> LabelledBatch:
-        """The batch on `device`; pinned memory is copied without waiting."""
+        """Return the batch on `device`; pinned memory is copied asynchronously."""
         return LabelledBatch(self.inputs.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
@@ -124,11 +124,11 @@ class TokenBatch:
         return len(self.wanted)
 
     def pinned(self) -> TokenBatch:
-        """The batch in page-locked memory, from which a copy to a GPU need not be waited for."""
+        """Return the batch in page-locked memory, whose copy to a GPU is asynchronous."""
         return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on `device`; pinned memory is copied without waiting."""
+        """Return the batch on `device`; pinned memory is copied asynchronously."""
         return self._each(lambda t: t.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
@@ -161,7 +161,7 @@ def collate_batch(
     positions = [i * length + at - 1 for i, row in enumerate(rows) for at in range(starts[i], len(row.ids))]
     wanted = [token for row, start in zip(rows, starts, strict=True) for token in row.ids[start:]]
     tokens = sum(len(row.ids) for row in rows)
-    # torch would turn an empty list into floats.
+    # torch would create a float tensor from an empty list.
     where, target = (torch.tensor(values, dtype=torch.int64) for values in (positions, wanted))
     return TokenBatch(torch.tensor(ids), torch.tensor(mask), where, target, tokens)
 
@@ -202,7 +202,7 @@ def load_batches(
 
 
 def prefetch(items: Iterable[_In], work: Callable[[_In], _Out]) -> Iterator[_Out]:
-    """Yield `work(item)` in order, computed one item ahead in a thread; its exceptions are raised in their turn."""
+    """Yield `work(item)` in order, computed one item ahead in a thread; exceptions are raised in order too."""
     with ThreadPoolExecutor(1, "batches") as pool:
         pending = None
         for item in items:

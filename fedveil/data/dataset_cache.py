@@ -11,14 +11,14 @@ the tokenizer, the code.
 | case | what happens |
 |---|---|
 | the key differs in anything | another set is used; this one is not read |
-| a set that is incomplete or damaged, or accessible to other users than its owner | it is removed and rebuilt |
-| the process dies while it writes | a .part stays, which no process reads; it goes with the next set, an hour later |
+| an incomplete or damaged set, or one that other users can access | it is removed and rebuilt |
+| the process dies while it writes | a .part stays, which no process reads; a later write removes it after an hour |
 | two processes build the same set | each uses its own; the first one to finish stores it |
-| more than KEPT sets | the least recently used are removed; a process that has them mapped keeps them |
+| more than KEPT sets | the least recently used are removed; a process that has one mapped can still use it |
 | the disk is full | StateError, nothing is stored |
 
-The digests show damage. They do not protect against anyone who can write the site's folder, who can also
-write its examples.
+The digests detect damage. They do not protect against anyone who can write to the site's folder and so can also
+change its examples.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ KEPT = 4
 _VERSION = 1
 _ABOUT = "about.json"
 _LARGEST_ABOUT = 1 << 20
-_WRITING_SECONDS = 3600.0  # after which no process still writes a .part
+_WRITING_SECONDS = 3600.0  # after this time, no process still writes a .part
 
 log = logging.getLogger("fedveil.data")
 
 
 def cache_key(config: RunConfig, split: str, share: DatasetShard | None) -> dict[str, Any]:
-    """Return the task-independent part of the key: how the examples were selected, and the code."""
+    """Return the task-independent part of the key: the selection of the examples, and the code."""
     task = config.task.model_dump()
     drawn = share is not None or config.task.examples_per_site > 0
     return {
@@ -113,10 +113,10 @@ class DatasetCache:
             return None
 
     def put(self, key: Mapping[str, Any], parts: Iterable[Part]) -> Part:
-        """Write a set, part by part, and return its arrays, mapped. If `parts` raises, nothing stays behind.
+        """Write a set, part by part, and return its arrays, mapped. If `parts` raises, nothing remains on disk.
 
         Raises:
-            StateError: the folder cannot be written.
+            StateError: the folder is not writable.
         """
         partial = self._folder / f".{secrets.token_hex(8)}.part"
         try:
@@ -202,7 +202,7 @@ def _plain(key: Mapping[str, Any]) -> Any:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder. If that fails it stays, but it is never read as a whole set."""
+    """Remove a file or folder. If that fails, it remains but is never read as a complete set."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

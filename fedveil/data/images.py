@@ -21,7 +21,7 @@ from fedveil.errors import TaskError
 __all__ = ["decode_image", "image_bytes"]
 
 _Out = TypeVar("_Out")
-KEPT_BYTES = 1 << 30  # of decoded images; beyond it, an image is decoded again for every batch that contains it
+KEPT_BYTES = 1 << 30  # for decoded images; beyond it, an image is decoded again for every batch that contains it
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 
 

@@ -1,8 +1,8 @@
 """Packing of several short examples into one sequence: steps on the same examples, with less padding.
 
-Attention stays within an example. Positions restart at each example, and no mask is passed with them.
-transformers builds the block mask from the positions, for the families in FAMILIES. Tests compare loss and
-gradient for these with those of unpacked examples. Each padding token is a separate example that does not
+Attention stays within an example. Positions restart at each example, and no mask is passed.
+transformers derives the block mask from the positions, for the families in FAMILIES. Tests compare their
+loss and gradient with those of unpacked examples. Each padding token is a separate example that does not
 count.
 """
 
@@ -19,7 +19,7 @@ FAMILIES = ("gpt2", "llama")  # by "model_type" of a model's config
 
 
 def check_packing(family: str, name: str) -> None:
-    """Raises ConfigError for a family of models in which a row is not known to keep to itself; `name`: the model's."""
+    """Raise ConfigError unless the models of this family keep packed examples apart; `name` is the model's name."""
     if family not in FAMILIES:
         raise ConfigError(
             f"train.packing: expected a model of one of the families {', '.join(FAMILIES)}, in which attention is "
@@ -69,6 +69,6 @@ def collate_packed(
             positions.extend(range(i * length + at + start - 1, i * length + end - 1))
             wanted.extend(row.ids[start:])
             at = end
-    # torch would make floats of an empty list.
+    # torch would create a float tensor from an empty list.
     where, target = (torch.tensor(values, dtype=torch.int64) for values in (positions, wanted))
     return TokenBatch(ids, mask, where, target, sum(row.length for row in rows), {"position_ids": places})

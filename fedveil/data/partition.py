@@ -1,6 +1,6 @@
 """Partition one table among several sites, with the partitioners of flwr-datasets.
 
-Every site's process cuts the same table with the same seed and keeps its own part, so nothing needs to be sent. Each
+Every site's process splits the same table with the same seed and uses its own part, so nothing needs to be sent. Each
 row is in exactly one part and no part is empty; a partition for which this is impossible is refused.
 
 | task.partition | part of a site |
@@ -57,7 +57,7 @@ def partition_indices(rows: Dataset, share: DatasetShard, task: TaskConfig, seed
         )
     if len(rows) < share.count:
         raise TaskError(f"task.data: expected at least one row per site ({share.count}), found {len(rows)}; add rows")
-    # The partitioners get a table of their own, so that no column of the user's can be taken for one of theirs.
+    # The partitioners get a separate table, so that none of the user's columns is mistaken for theirs.
     table = Dataset.from_dict({_INDEX: range(len(rows))})
     if task.partition == "iid":
         part = _load(_partitioner([], share, task, seed), table.shuffle(seed=seed), share, task)

@@ -1,8 +1,8 @@
 """The text around an example's source and target: a newline between them, or the base's chat template.
 
-A template is text from a model folder, so it is untrusted. transformers renders it in jinja's sandbox.
-It is rendered once, on two placeholders instead of the texts, with bounded input and output; no example
-passes through it. An example's tokens are those of its parts, one after another.
+A template is text from a model folder, so it is untrusted. transformers renders it in jinja's sandbox, once, with
+two placeholders for the texts and with bounded input and output. No example passes through it. An example's
+tokens are the concatenated tokens of its parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SOURCE, _TARGET = "fedveil0source", "fedveil0target"
 
 @dataclass(frozen=True)
 class PromptFrame:
-    """Tokens before the source, between it and the target, and after the target, up to and including the end token."""
+    """Tokens before the source, between source and target, and after the target, up to and including the end token."""
 
     before: list[int]
     between: list[int]
@@ -40,7 +40,7 @@ def plain_frame(tokenizer: Any) -> PromptFrame:
 
 
 def template_frame(tokenizer: Any, base: str) -> PromptFrame:
-    """Return what the tokenizer's chat template writes around a user message and its answer, up to the end token.
+    """Return the text of the tokenizer's chat template around a user message and its answer, up to the end token.
 
     Args:
         base: task.model, for errors.
@@ -63,7 +63,7 @@ def _written(tokenizer: Any, base: str) -> str:
     messages = [{"role": "user", "content": _SOURCE}, {"role": "assistant", "content": _TARGET}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # whatever a foreign template raises: jinja's own errors, and any of an operation in it
+    except Exception as error:  # an untrusted template may raise any error
         raise _bad(base, "a chat template for a message and its answer", sanitize(error, 200)) from None
     if len(text) > _MOST:
         raise _bad(base, f"a chat template that renders at most {_MOST} characters", f"{len(text)}")

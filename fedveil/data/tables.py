@@ -1,7 +1,7 @@
 """Read a split's examples from a data folder or file, JSON Lines or Parquet, and write no file next to it.
 
 A table is an Arrow table: in memory, or mapped from an unnamed file in a private folder that the caller
-gives. Its rows become Python objects a few at a time, as they are used.
+chooses. Its rows become Python objects a few at a time, on use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DatasetTable:
     Attributes:
         rows: all columns.
         origin: returns a row's origin by its index.
-        folder: where relative paths in the rows begin.
+        folder: base folder of relative paths in the rows.
         class_names: names of all classes, by number; empty if the rows name none.
     """
 
@@ -116,7 +116,7 @@ class TableSelection(Sequence[Example]):
 
 
 def read_split(data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None) -> DatasetTable:
-    """The rows of the split's file; see `read_table`. Raises TaskError as `split_file` and `read_table`."""
+    """Return the rows of the split's file; see `read_table`. Raises TaskError like `split_file` and `read_table`."""
     file = split_file(data, split)
     name, folder = str(file), data if data.is_dir() else data.parent
     return DatasetTable(read_table(file, columns, scratch), lambda i: ExampleOrigin(name, i + 1), str(folder))
@@ -173,7 +173,7 @@ def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None
     if table is None or not len(table):
         raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
     require_columns(columns, table.column_names, file)
-    return Dataset(table, fingerprint=secrets.token_hex(8))  # else `datasets` would hash the whole table for one
+    return Dataset(table, fingerprint=secrets.token_hex(8))  # otherwise `datasets` would hash the whole table
 
 
 def no_parquet(file: Path, error: Exception) -> TaskError:
@@ -278,7 +278,7 @@ def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Tabl
             file.flush()
         return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
     except OSError as error:
-        if error.errno is None:  # Arrow's own, about what it read
+        if error.errno is None:  # Arrow's own, about the content
             raise
         raise StateError(f"{scratch}: expected to write the rows, found {error}; free space") from None
     finally:

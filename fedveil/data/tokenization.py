@@ -35,6 +35,6 @@ class CachedTokenizer:
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         if not self._tokenizer.is_fast:
             return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        self._tokenizer.encode("", add_special_tokens=False)  # switches cutting and padding off, as for a single text
+        self._tokenizer.encode("", add_special_tokens=False)  # disables truncation and padding, as for a single text
         encodings = self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]

@@ -1,4 +1,4 @@
-"""The site's own checks before any bundled code runs. They are installed at the site and are in no bundle.
+"""Checks that a site runs before any bundled code. They are installed at the site and are part of no bundle.
 
 This package imports Flower but not torch.
 """

@@ -1,6 +1,6 @@
-"""The server's log of calls at its control port and of rejected site keys (records/audit_log.py).
+"""The server's log of control-port calls and of rejected site keys (records/audit_log.py).
 
-| event | says |
+| event | content |
 |---|---|
 | asked | operator, role, call, what it is about (run, app, node, key), peer; permitted, or refused and why |
 | submitted | the run that a permitted start-run became, or the HTTP status that Flower gave it |
@@ -9,9 +9,9 @@
 | rogue | a site with 20 such calls within a minute |
 | unchecked | the program was started without the checks of what sites send |
 
-A call that cannot be logged is not carried out. At most 60 refusals a minute get their own line; the next line gives
-the number of the others, so that strangers cannot fill the disk. Each line has the time of the program's clock
-(`clock`). The next start continues from it, so setting the machine's clock back does not make a key valid again.
+The server does not carry out a call that it cannot log. At most 60 refusals a minute get a line each; the next line
+reports how many more there were, so that strangers cannot fill the disk. Each line has the program's clock time
+(`clock`). The next start continues from that time, so setting the machine's clock back does not make a key valid again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUSALS_A_MINUTE = 60
 
 
 class ControlLog:
-    """The log in `file`, and its clock. Raises StateError if the log is torn or was changed."""
+    """The log in `file` and its clock. Raises StateError if the log is torn or was changed."""
 
     def __init__(self, file: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.file = file
@@ -47,14 +47,14 @@ class ControlLog:
         self._lock = threading.Lock()
 
     def write(self, event: str, about: Mapping[str, Any]) -> None:
-        """Write one line, which is on disk when this returns. Raises StateError."""
+        """Write one line and flush it to disk. Raises StateError."""
         with self._lock:
             more = {"unsaid": self._unsaid} if self._unsaid else {}
             audit_log.append_entry(self.file, event, {**about, **more, "clock": self.clock.now().isoformat()})
             self._unsaid = 0
 
     def refused(self, about: Mapping[str, Any]) -> None:
-        """Write a refusal's line, or count it. Raises StateError."""
+        """Log a refusal, or only count it. Raises StateError."""
         with self._lock:
             if self._monotonic() - self._minute >= 60.0:
                 self._minute, self._refused = self._monotonic(), 0

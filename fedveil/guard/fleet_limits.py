@@ -1,4 +1,4 @@
-"""Every number of the fleet port, with its name. All bytes are of what a site sends, and all rates are per site."""
+"""All named limits of the fleet port. Bytes count what a site sends, and rates are per site."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MAX_HEARTBEAT_SECONDS = 60.0
 # The largest reply to an instruction whose group_id does not name one.
 DEFAULT_REPLY_BYTES = 1 << 30
 MAX_ERROR_REPLY_BYTES = 64 << 10
-# Beside the upload itself: heads, names and records of a reply.
+# In addition to the upload itself: headers, names and records of a reply.
 EXTRA_REPLY_BYTES = 1 << 20
-# Bytes that a site may send for one instruction, over all its tries.
+# Bytes that a site may send for one instruction, over all its attempts.
 MAX_UPLOADS_OF_A_REPLY = 8
 
-# A tree of 4,096 objects keeps Flower's database locked for 3 s. So a reply of more than 2.67 GB cannot be announced.
+# A tree of 4,096 objects locks Flower's database for 3 s. So a reply of more than 2.67 GB cannot be announced.
 EXTRA_TREE_NODES = 16
 MAX_TREE_NODES = 2 * MAX_REPLY_SLICES + EXTRA_TREE_NODES
 MAX_RECORDS = 4
@@ -27,27 +27,27 @@ MAX_ARRAY_BODY_BYTES = flower_objects.MAX_ARRAY_BODY_BYTES
 MAX_BODY_BYTES = flower_objects.MAX_BODY_BYTES
 BODY_BYTES_OF_A_SLICE = flower_objects.BODY_BYTES_OF_A_SLICE
 
-# A site's clock may be 305 s behind: Flower's own check of signed times.
+# A site's clock may be 305 s behind: the limit of Flower's own check of signed times.
 MAX_CLOCK_SECONDS = 400.0
 TTL_TOLERANCE_SECONDS = 0.1  # Flower's own is 0.1 too
 MAX_RUNTIME_SECONDS = 3e6
 
 # Staging.
-MAX_OPEN_REPLIES = 2  # a third drops the oldest: a bound that refused would lock out a site killed twice in an upload
+MAX_OPEN_REPLIES = 2  # a third drops the oldest: a refusal would lock out a site killed twice in an upload
 MAX_SPOOL_BYTES = 8 << 30
-IDLE_SECONDS = 300.0  # two slices at once on a line of 10 kB/s take 262 s
+IDLE_SECONDS = 300.0  # two slices at once on a connection of 10 kB/s take 262 s
 MAX_STORAGE_ERRORS = 10  # of the disk or the database, while one reply is pushed; then the reply is refused
 STORAGE_ERROR_SECONDS = 3600.0  # then they are forgotten
 MAX_HAND_OVER_TRIES = 10
 SWEEP_SECONDS = 30.0
 MAX_FREE_DATABASE_BYTES = 256 << 20
 
-# What is remembered of a site, to answer it without the database.
+# Cached data about a site, to answer it without the database.
 REMEMBERED_INSTRUCTIONS = 4
-MAX_PULLS_OF_AN_OBJECT = 4  # each time its instruction is handed out
+MAX_PULLS_OF_AN_OBJECT = 4  # per delivery of its instruction
 MAX_COUNTED_DELIVERIES = 16
 
-# Calls a minute.
+# Calls per minute.
 CALLS_A_MINUTE = {
     "activate_node": 6,
     "deactivate_node": 6,

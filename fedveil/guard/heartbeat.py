@@ -1,14 +1,14 @@
-"""Heartbeats that continue after any answer.
+"""Send heartbeats that continue after any answer.
 
-Flower's sender goes on after two kinds of error and ends its thread at any other; the process lives on, and is offline
-a minute later for good.
+Flower's sender continues after two kinds of error and ends its thread at any other. The process then lives on, but
+from a minute later it is permanently offline.
 
-| a heartbeat | Flower's own | here |
+| a heartbeat | Flower's behavior | here |
 |---|---|---|
-| no answer, UNAVAILABLE, 502, 503, 504 | again, after at most 20 s | the same |
-| any other error, `success` false, the end of a run | the thread ends | again, and a line a minute in the log |
+| no answer, UNAVAILABLE, 502, 503, 504 | retries after at most 20 s | the same |
+| any other error, `success` false, the end of a run | the thread ends | retries, with one log line per minute |
 | UNAUTHENTICATED, 401 | the process ends | the same |
-| is answered | nothing is kept | the time of it is in FEDVEIL_HEARTBEAT_FILE, where that is set: "online" goes by it |
+| is answered | nothing is recorded | its time is the mtime of FEDVEIL_HEARTBEAT_FILE, if set: the source of "online" |
 | `stop` after the thread has ended | RuntimeError | returns |
 """
 
@@ -34,7 +34,7 @@ _log = MinuteLog()
 
 
 class PersistentHeartbeatSender(HeartbeatSender):
-    """Flower's sender, modified to retry after every error."""
+    """Flower's sender, changed to retry after every error."""
 
     def stop(self) -> None:
         """Stop the sender; does nothing if its thread has ended."""
@@ -46,7 +46,7 @@ class PersistentHeartbeatSender(HeartbeatSender):
             return
         try:
             answered = self.heartbeat_fn()
-        except (Exception, RunNotRunningException) as error:  # the second is no Exception
+        except (Exception, RunNotRunningException) as error:  # the second is not an Exception
             words = f"a heartbeat failed and will be retried: {type(error).__name__}: {sanitize(error, _LONGEST)}"
             _log.write(WARNING, words, key=type(error).__name__)
             raise HeartbeatFailure from None
@@ -70,15 +70,15 @@ class NodeHeartbeatSender(PersistentHeartbeatSender):
             return
         try:
             Path(self._file).touch(mode=0o600)
-        except OSError as error:  # the site's people are told that it is not heard; the server hears it all the same
+        except OSError as error:  # the site's log reports it; the server still gets the heartbeats
             _log.write(ERROR, f"{self._file}: cannot record the time of a heartbeat: {error.strerror}")
 
 
 def patch_node_heartbeat(module: str) -> None:
-    """Make a SuperNode of this process send such heartbeats. `module`: Flower's module for its connection."""
+    """Make a SuperNode of this process send such heartbeats. `module` is Flower's module for its connection."""
     setattr(importlib.import_module(module), _SENDER, NodeHeartbeatSender)
 
 
 def patch_task_heartbeat(module: str) -> None:
-    """Make this ServerApp or ClientApp process send such heartbeats. `module`: the Flower module that runs it."""
+    """Make this ServerApp or ClientApp process send such heartbeats. `module` is the Flower module that runs it."""
     setattr(importlib.import_module(module), _SENDER, PersistentHeartbeatSender)

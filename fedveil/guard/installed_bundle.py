@@ -1,8 +1,8 @@
-"""The bundle as it came against the bundle as it lies on the disk, from where Python will load it.
+"""Compare the received bundle with the installed files that Python will load.
 
-Flower installs a bundle into a folder named by 8 hex digits of its SHA-256, and takes a folder of that name that is
-there already as it is. So the digest of what came is not yet that of what runs: the folder may be another bundle's of
-the same 8 digits (2^32 tries), or code that ran here before may have changed it.
+Flower installs a bundle into a folder named after 8 hex digits of its SHA-256, and uses an existing folder of that name
+unchanged. So the received bundle's digest does not yet identify the code that runs: the folder may belong to another
+bundle with the same 8 digits (2^32 attempts), or code that ran here before may have changed it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _FLOWERS_OWN = ".info/"
 
 
 def require_same(content: bytes, folder: Path) -> None:
-    """Raises PolicyError unless `folder` holds the bundle's files, as they came, and no other. Drops compiled code."""
+    """Raise PolicyError unless `folder` holds exactly the received bundle's files. Remove compiled code."""
     for cache in sorted(folder.rglob("__pycache__")):
-        # Python would run it in place of the source that is compared here.
+        # Python would run it instead of the source that is compared here.
         cache.unlink() if cache.is_symlink() else shutil.rmtree(cache)
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         expected = {name: archive.read(name) for name in archive.namelist() if not name.startswith(_FLOWERS_OWN)}

@@ -1,7 +1,7 @@
-"""Read when the server last answered a site's heartbeat, which alone decides whether the site is "online".
+"""Read when the server last answered a site's heartbeat; only this decides whether the site is "online".
 
-The SuperNode sets the time of the file that FEDVEIL_HEARTBEAT_FILE names (fedveil/guard/heartbeat.py), which is
-<state-dir>/NAME.heartbeat where `fedveil site start` has started it. It imports nothing of Flower.
+The SuperNode sets the mtime of the file named by FEDVEIL_HEARTBEAT_FILE (fedveil/guard/heartbeat.py), which is
+<state-dir>/NAME.heartbeat if `fedveil site start` started it. This module does not import Flower.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from pathlib import Path
 
 VARIABLE = "FEDVEIL_HEARTBEAT_FILE"
 SUFFIX = ".heartbeat"
-# Flower calls a site offline once two heartbeats, 30 s apart, are missing; a quarter of a minute more for the way.
+# Flower calls a site offline after two missed heartbeats, 30 s apart; a quarter of a minute more for transport.
 SILENT_SECONDS = 75.0
 _MOST_SITES = 20
 
 
 def heartbeat_file(state: Path, site: str) -> Path:
-    """Return the file whose modification time is that of the site's last answered heartbeat."""
+    """Return the file whose modification time is the time of the site's last answered heartbeat."""
     return state.expanduser() / f"{site}{SUFFIX}"
 
 
 def describe_sites(state: Path) -> dict[str, str]:
-    """Say of each site of a state folder that noted heartbeats when the server heard it last, by its name."""
+    """Describe for each site of a state folder, by name, when the server last heard it."""
     said = {}
     for file in sorted(state.expanduser().glob(f"*{SUFFIX}"))[:_MOST_SITES]:
         if (at := last_answer(file)) is not None:
@@ -39,8 +39,10 @@ def last_answer(file: Path) -> float | None:
 
 
 def describe_silence(file: Path, now: float | None = None) -> str:
-    """Describe since when the server has not heard a site; "" if its last heartbeat was answered recently or none was
-    recorded: a site that exchanges files sends none."""
+    """Describe since when the server has not heard a site.
+
+    Return "" if its last heartbeat was answered recently or none was recorded: a site that exchanges files sends none.
+    """
     at, now = last_answer(file), time.time() if now is None else now
     if at is None or now - at <= SILENT_SECONDS:
         return ""

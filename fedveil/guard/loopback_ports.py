@@ -1,22 +1,22 @@
-"""Flower's HTTP ports on this machine, for one user alone: `flower-superlink` and `flower-supernode` with a check.
+"""Restrict Flower's HTTP ports on this machine to one user: `flower-superlink` and `flower-supernode` with a check.
 
-Flower knows no users on its control port, and on its runtime ports it asks for a secret only where a task is taken.
-Each user of a machine reaches a port of the loopback. So before Flower reads the first request of a connection, the
-kernel is asked whose its other end is.
+Flower has no users on its control port, and its runtime ports require a secret only when a process requests a task.
+Any user of a machine can reach a loopback port. So before Flower reads the first request of a connection, this
+module asks the kernel which user owns the other end.
 
-| the other end | what happens |
+| the other end | result |
 |---|---|
-| is a socket of this process's user, or of root | Flower answers |
-| is another user's | 403, and nothing of the request is read |
-| is at another address, is closed already, or the kernel does not say whose it is | the same |
-| was this user's or root's at an earlier request of the same connection | Flower answers |
+| is a socket of this process's user or of root | Flower answers |
+| belongs to another user | 403, and nothing of the request is read |
+| is at another address, is already closed, or the kernel names no owner | the same |
+| belonged to this user or root at an earlier request of the same connection | Flower answers |
 
-A message of 200 MB is hundreds of requests, and the kernel's table has a line for every connection of the machine: to
-read it for each took a sixth of the CPU seconds of a SuperLink or SuperNode with large messages. A connection is known
-by the object that uvicorn makes of its address, once: another one, from the same port too, has another, and while it is
-kept here no other object has its identity.
+A message of 200 MB is hundreds of requests, and the kernel's table has a line for every connection of the machine.
+Reading it for each request took a sixth of the CPU seconds of a SuperLink or SuperNode with large messages. So a
+connection is identified by the object that uvicorn creates once for its address. Another connection has another
+object, even from the same port, and no other object has its identity while it is stored here.
 
-Linux alone says so (/proc/net/tcp); elsewhere these programs are not put in the place of Flower's own.
+Only Linux provides this (/proc/net/tcp); elsewhere these programs do not replace Flower's own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fedveil.guard.operator_access import App, Scope
 _TABLE = Path("/proc/net/tcp")
 _MALLOPT = {-3: 32 << 20, -1: 16 << 20, -8: 2}  # M_MMAP_THRESHOLD, at most 32 MiB; M_TRIM_THRESHOLD; M_ARENA_MAX
 _MOST_KNOWN = 4096  # for the others the kernel is queried again
-_ESTABLISHED = "01"  # a socket that was closed has no user any more, and the table says 0 for it
+_ESTABLISHED = "01"  # a closed socket has no user any more, and the table has 0 for it
 _PROGRAMS = {
     "flower-superlink": ("flwr.superlink.cli", "flower_superlink"),
     "flower-supernode": ("flwr.supernode.cli", "flower_supernode"),
@@ -47,7 +47,7 @@ _PROGRAMS = {
 
 
 def connection_owner(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """Return the user who owns the client's end of a local connection; None if the kernel does not name one."""
+    """Return the user who owns the client's end of a local connection; None if the kernel names none."""
     try:
         local, remote = _entry(client), _entry(server)
     except OSError:  # not an IPv4 address
@@ -60,8 +60,8 @@ def connection_owner(client: tuple[str, int], server: tuple[str, int]) -> int | 
 
 
 def close_to_other_users(app: App) -> App:
-    """Wrap `app`, an ASGI application, to serve only connections from this process's user and root."""
-    known: OrderedDict[int, Any] = OrderedDict()  # the addresses of connections that were let in, by identity
+    """Wrap `app`, an ASGI application, to serve only connections of this process's user and root."""
+    known: OrderedDict[int, Any] = OrderedDict()  # the address objects of admitted connections, by identity
 
     async def asked(scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -87,12 +87,12 @@ def close_to_other_users(app: App) -> App:
 
 
 def keep_blocks() -> bool:
-    """Lets this process, which only passes messages on, use the memory of a slice again for the next one.
+    """Let this process, which only forwards messages, reuse the memory of a slice for the next one.
 
-    Else glibc, which is told to give blocks of a slice's size back at once (fedveil/console/flower/processes.py), has
-    the kernel fill 1.25 MB with zeros for each: a third of the CPU seconds of both programs with large messages. With
-    two arenas their peak stays what it was; between rounds they keep about half a message. Returns whether glibc took
-    it; another libc is left as it is.
+    Otherwise glibc, which must return blocks of a slice's size at once (fedveil/console/flower/processes.py), makes
+    the kernel zero 1.25 MB for each: a third of the CPU seconds of both programs with large messages. With two arenas
+    their peak memory is unchanged; between rounds they retain about half a message. Return whether glibc accepted the
+    setting; another libc is left unchanged.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""Limit log lines that the other side of a connection could trigger without end."""
+"""Limit log lines that a remote peer could trigger without end."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ SECONDS = 60.0
 
 
 class MinuteLog:
-    """Writes a line at most once a minute; of lines that differ in `key` alone, each at most once a minute."""
+    """Log lines limited to one per minute; lines that differ in `key` have separate limits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._written: dict[str, float] = {}
 
     def write(self, level: int, words: str, key: str = "") -> None:
-        """Writes `words`, unless there was a line of this key within the last minute; the words are the key if none is
-        given. Who cannot choose the key cannot fill the log."""
+        """Write `words`, unless there was a line of this key within the last minute.
+
+        The key is `words` if none is given. A peer that cannot choose the key cannot fill the log.
+        """
         with self._lock:
             now, key = self._clock(), key or words
             if now - self._written.get(key, float("-inf")) < SECONDS:

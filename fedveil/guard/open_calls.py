@@ -1,19 +1,19 @@
-"""How many calls of one key may be open at once, and for how long a call may keep its body to itself.
+"""Limit how many calls of one key are open at once and how long a call may withhold its body.
 
-A server that waits for a body holds a thread or memory for it. A thousand calls that never sent theirs shut every
-other caller out of Flower's gRPC port.
+A server that waits for a body holds a thread or memory for it. A thousand calls that never sent a body locked all
+other callers out of Flower's gRPC port.
 
 | a key | result |
 |---|---|
 | has at most 8 open calls | each is served |
-| opens a ninth | its OLDEST is ended |
-| has not sent a body after 300 s | that call is ended |
+| opens a ninth | its OLDEST one ends |
+| has not sent a body after 300 s | that call ends |
 
-A site whose line has dropped leaves calls that stay open until keepalive finds them. A bound that refused the new call
-would lock that site out.
+A site whose connection has dropped leaves calls that stay open until keepalive detects them. A bound that refused the
+new call would lock that site out.
 
-Calls are counted after the signature was checked: a public key is no secret, and whoever names one without signing must
-not use up its calls.
+Calls are counted after the signature check: a public key is no secret, and a caller that names a key without signing
+must not use up its calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fedveil.guard import fleet_limits as limits
 
 @dataclass(eq=False)
 class OpenCall:
-    """A call that was let in. `end` tells its site to ask again; it can be called at any time, and on any thread."""
+    """An admitted call. `end` tells its site to ask again; any thread can call it at any time."""
 
     key: bytes
     end: Callable[[], object]
@@ -45,7 +45,7 @@ class OpenCalls:
         self._lock = threading.Lock()
 
     def enter(self, key: bytes, end: Callable[[], object]) -> OpenCall:
-        """Count a call in, and end the oldest of its key where there are too many."""
+        """Add a call, and end the oldest call of its key if there are too many."""
         call = OpenCall(key, end, self._monotonic())
         with self._lock:
             own = self._of_key.setdefault(key, [])
@@ -57,7 +57,7 @@ class OpenCalls:
         return call
 
     def leave(self, call: OpenCall) -> None:
-        """Count a call out; one that was ended by another is gone already."""
+        """Remove a call; a call that another one ended is gone already."""
         with self._lock:
             own = self._of_key.get(call.key, [])
             if call in own:
@@ -75,6 +75,6 @@ class OpenCalls:
             call.end()
 
     def count(self) -> int:
-        """Return how many calls are open."""
+        """Return the number of open calls."""
         with self._lock:
             return sum(map(len, self._of_key.values()))

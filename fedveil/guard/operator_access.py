@@ -1,17 +1,17 @@
-"""Operators with names and roles in front of Flower's control port, which itself permits everything to everyone.
+"""Authorize operators by name and role at Flower's control port, which by itself permits everything to everyone.
 
-An operator sends a token as a login of Flower's own command line does (`Authorization: Bearer`).
-operators.json holds the token's SHA-256, a role and a last day. The decision is made before Flower sees any
-byte of the request, and is logged (fedveil/guard/control_log.py):
+An operator sends a token like a login of Flower's own command line (`Authorization: Bearer`). operators.json
+contains the token's SHA-256, a role and a last day. The check happens before Flower sees any byte of the
+request, and is logged (fedveil/guard/control_log.py):
 
-| role | may |
+| role | permissions |
 |---|---|
-| read | list runs and sites, read what a run printed |
-| submit | the same, start and stop runs |
-| members | what read may, register and unregister keys of sites |
+| read | list runs and sites, read the output of a run |
+| submit | the same; start and stop runs |
+| members | the same as read; register and unregister keys of sites |
 | admin | all of these |
 
-| what else comes to the port | is answered |
+| other requests to the port | answer |
 |---|---|
 | `/v1/runtime/...` | by Flower, which asks for the SuperExec's secret or the token of a task |
 | `/health` | by Flower |
@@ -74,7 +74,7 @@ class _Operator:
 
 
 class OperatorAccessChecker:
-    """Checks requests against operators.json in the folder `registry`. Raises StateError if that is unusable."""
+    """Checks requests against operators.json in the folder `registry`. Raises StateError if the file is unusable."""
 
     def __init__(self, registry: Path, control: ControlLog) -> None:
         self._file = WatchedJsonFile(registry / FILE, _operators)
@@ -140,7 +140,7 @@ class OperatorAccessChecker:
         await app(scope, _replayed(body, receive), send)
 
     def _noting(self, send: Any, about: dict[str, Any]) -> Any:
-        """Wrap `send` to log the run that Flower created before any of its answer is sent."""
+        """Wrap `send` to log the run that Flower created before it sends any of the answer."""
         buffer: list[MutableMapping[str, Any]] = []
 
         async def noted(message: MutableMapping[str, Any]) -> None:
@@ -242,7 +242,7 @@ def _subject(call: str, body: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _run_of(status: int, answer: bytes) -> str:
-    """Return the run id in Flower's answer to start-run; "" if it has none."""
+    """Return the run id in Flower's answer to start-run; "" if there is none."""
     if status != 200:
         return ""
     response = control_pb2.StartRunResponse()
@@ -254,7 +254,7 @@ def _run_of(status: int, answer: bytes) -> str:
 
 
 async def _answer(scope: Scope, send: Any, status: int, why: str) -> None:
-    """Send an error response; Flower's command line shows `detail`."""
+    """Send an error response; Flower's command line prints `detail`."""
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return

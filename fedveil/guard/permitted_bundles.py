@@ -5,10 +5,10 @@
     digests = ["64 hex digits"]     # SHA-256 of each permitted bundle: fedveil app digest
 
 The bundle's ServerApp runs in the process that can read the instruction key. A person on the server's machine writes
-this file. In containers the SuperLink sees neither the key nor this file: a SuperLink that was taken over cannot start
+this file. In containers the SuperLink sees neither the key nor this file: a compromised SuperLink cannot start
 other code that has the key. Under `fedveil server start` both run as one user, and the file stops only other operators.
 
-| case | what happens |
+| case | result |
 |---|---|
 | the variable is not set, or there is no such file | every bundle runs; the log says so |
 | the file cannot be read, or has another form | no bundle runs |
@@ -65,7 +65,7 @@ def read_digests(file: Path) -> list[str] | None:
 class BundleCheck:
     """Checks a run's bundle. `runtime` is the Flower module that installs it.
 
-    Flower is unchanged until `install`; then this class replaces two functions of `runtime`.
+    Flower is unchanged until `install`, which replaces two functions of `runtime`.
     """
 
     def __init__(self, runtime: ModuleType, file: Path | None) -> None:
@@ -80,7 +80,7 @@ class BundleCheck:
             setattr(self._runtime, name, own)
 
     def parse(self, proto: Any) -> Any:
-        """Call Flower's fab_from_proto and keep the digest by which Flower finds the folder that it loads."""
+        """Call Flower's fab_from_proto and store the digest by which Flower finds the folder to load."""
         fab = self._parse(proto)
         self._named = fab.hash_str
         return fab
@@ -104,7 +104,7 @@ class BundleCheck:
                 "installed. If you know this bundle, add its digest there"
             )
         folder = self._install(content, *args, **kwargs)
-        require_same(content, folder)  # Flower takes an existing folder of this name as it is
+        require_same(content, folder)  # Flower uses an existing folder of this name unchanged
         return folder
 
 

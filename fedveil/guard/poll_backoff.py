@@ -1,17 +1,17 @@
-"""Polling intervals of SuperNode and SuperExec: short at first, longer the more they have waited.
+"""Polling intervals of SuperNode and SuperExec: short at first, longer the more time they have waited.
 
-Flower sleeps for a fixed time between polls. This sleep takes most of a short round, and of an exchange of
-keys or shares. Polling is also part of the cost of a site that waits for a run.
+Flower sleeps for a fixed time between polls. This sleep dominates a short round and an exchange of keys or
+shares. Polling is also part of the cost of a site that waits for a run.
 
-| who waits | for what | Flower's own sleep | here, with a first sleep of 0.2 s |
+| process | waits for | Flower's sleep | here, with a first sleep of 0.2 s |
 |---|---|---|---|
 | SuperNode | a message of the SuperLink | 3 s | 0.2 s, later a tenth of the time waited, at most 10 s |
 | SuperNode | the reply of its ClientApp | 0.5 s | 0.05 s, later a tenth, at most 0.5 s |
 | SuperExec | a task of its SuperNode | 1 s | 0.1 s, later a tenth, at most 5 s |
 
-So the two add at most a fifth to the waiting time, and 15 s to the start of a run that a site has waited
-for. FEDVEIL_POLL_SECONDS sets the first sleep; 3 keeps Flower's own, and larger values are used as they
-are. N sites poll a server at most N / first times a second, so the first sleep grows with N
+So the two add at most a fifth to the waiting time, and 15 s to the start of a run after a long wait.
+FEDVEIL_POLL_SECONDS sets the first sleep; 3 restores Flower's own, and larger values are used unchanged.
+N sites poll a server at most N / first times a second, so the first sleep grows with N
 (`patch_site_polling`). Kits contain it, and `fedveil site start --poll-seconds` sets it.
 """
 
@@ -35,8 +35,8 @@ class PollBackoff:
     """Replaces the module `time` in a Flower module that only sleeps.
 
     Attributes:
-        first: by the seconds of Flower's own sleep, those of the first one here.
-        longest: likewise those of the longest, where that is not Flower's own.
+        first: first sleep in seconds, by the seconds of Flower's own sleep.
+        longest: likewise the longest sleep, where it differs from Flower's.
     """
 
     def __init__(
@@ -50,8 +50,11 @@ class PollBackoff:
         self._what, self._waited = 0.0, 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Flower's sleep of so many seconds: shorter, if the same is not slept for long yet; longer, if it is for very
-        long; as long as the first, where that is no shorter than Flower's."""
+        """Replace Flower's sleep of so many seconds.
+
+        The sleep is shorter at first and grows with the time waited; a first sleep that is no shorter than Flower's is
+        constant.
+        """
         if seconds != self._what:
             self.again()
             self._what = seconds
@@ -67,7 +70,7 @@ class PollBackoff:
 
 
 def patch_site_polling(count: int) -> float:
-    """The first sleep with which so many sites ask a server 200 times a second together, or less often."""
+    """Return the first sleep with which this many sites poll a server at most 200 times a second in total."""
     return max(DEFAULT, count / _A_SECOND)
 
 

@@ -3,14 +3,14 @@
 Flower starts a Python process for each message, and importing Flower takes a second of one core. With the
 zygote (the "resident" below):
 
-    flower-superexec -- forks, before it has read anything --> the resident: no bundled code ever runs in it
+    flower-superexec -- forks before it has read anything ---> the resident: no bundled code ever runs in it
       SuperExec: a task --- its arguments over a socket -----> resident forks --> client process: the guard, the bundle
 
 A client process is therefore a copy of the zygote, with Flower and the guard loaded. It decides as
 described in clientapp.py and exits after its message. Nothing that a bundle does in it affects the next
 client process.
 
-| case | what happens |
+| case | result |
 |---|---|
 | the SuperExec's secret | it is read after the fork: neither the resident nor a client process has it in memory |
 | bundled code opens the resident's memory (ptrace, /proc) | the kernel refuses; root alone may |
@@ -47,8 +47,8 @@ _MOST_BYTES = 1 << 16  # of a client process's arguments
 _ANSWER_SECONDS = 30.0
 _STARTED = b"started"
 _NAME, _DUMPABLE = 15, 4  # Linux's PR_SET_NAME and PR_SET_DUMPABLE
-# Of other people's, what Flower and a bundle import in a client process. Of this installation nothing: the bundle has
-# its own.
+# Third-party modules that Flower and a bundle import in a client process. None of this installation's modules,
+# because the bundle contains its own.
 _LOADED = (
     "httpcore",
     "grpc._channel",
@@ -78,7 +78,7 @@ class ProcessZygote:
             if self._connection.recv(len(_STARTED)) == _STARTED:
                 return True
         except OSError:
-            pass  # logged below: after any error, this zygote is not used again
+            pass  # logged below: after any error, the SuperExec stops using this zygote
         self._end()
         return False
 
@@ -108,7 +108,7 @@ def main(guarded: bool = True, require_policy: bool = True, is_image: bool = Fal
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if (pid := os.fork()) == 0:
         here.close()
-        _reside(there, guarded, require_policy)  # returns in client processes alone
+        _reside(there, guarded, require_policy)  # returns only in client processes
         from flwr.supernode.cli import flwr_clientapp
 
         flwr_clientapp()
@@ -143,13 +143,13 @@ def _launch_from(resident: ProcessZygote, waits: poll_backoff.PollBackoff, permi
 
 
 def _reside(requests: socket.socket, guarded: bool, require_policy: bool) -> None:
-    """Forks a copy for each request. Returns in the copy; the process itself ends when the socket does."""
+    """Fork a copy for each request. Return in the copy; the process itself ends when the socket does."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the copies
     _set(_NAME, b"flwr-clientapps")
     _set(_DUMPABLE, 0)
     loaded = False
     while request := requests.recv(_MOST_BYTES):
-        if not loaded:  # at the first request, for a server's SuperExec has none
+        if not loaded:  # at the first request, because a server's SuperExec has none
             _load(guarded, require_policy)
             loaded = True
         if os.fork() == 0:
@@ -170,7 +170,7 @@ def _load(guarded: bool, require_policy: bool) -> None:
     if threading.active_count() != 1:
         sys.exit(f"{CLIENT_APP}: expected no other thread before a fork, found {threading.active_count() - 1}")
     gc.collect()
-    gc.freeze()  # what a copy never touches stays shared
+    gc.freeze()  # memory that a copy never touches stays shared
 
 
 def _become_client(arguments: list[str]) -> None:
@@ -178,7 +178,7 @@ def _become_client(arguments: list[str]) -> None:
     _set(_NAME, CLIENT_APP.encode())
     _set(_DUMPABLE, 1)
     sys.argv = [CLIENT_APP, *arguments]
-    sys.modules["numpy"].random.seed()  # Python's own is seeded anew by the fork
+    sys.modules["numpy"].random.seed()  # the fork reseeds Python's own
 
 
 def _set(option: int, value: bytes | int) -> None:

@@ -1,13 +1,13 @@
-"""Check a site's reply, record by record, before any of it is sent.
+"""Check every record of a site's reply before anything is sent.
 
 The author of the bundle also controls the reply. So the guard extracts the upload's bytes and puts them
-into a reply of its own. It sends nothing else that the bundle produced.
+into its own reply. It sends nothing else that the bundle produced.
 
-| of the bundle's reply | what happens |
+| in the bundle's reply | result |
 |---|---|
-| the record "fedveil", cut into slices as `fedveil.wire.chunking` cuts | its bytes are measured against the policy |
-| any other record of arrays, metrics or config | the reply is withheld; the site's audit log has names and bytes |
-| another dtype, shape or kind of an array, or slices of other sizes | the same |
+| the record "fedveil", cut into slices as in `fedveil.wire.chunking` | the policy limits its bytes |
+| any other record of arrays, metrics or config | the reply is withheld; the site's audit log lists names and bytes |
+| an array with another dtype, shape or kind, or slices of other sizes | the same |
 | message type, group, time to live | not sent; the guard's reply has its own |
 | the reason of an error | sent as printable text of at most 500 characters |
 """
@@ -26,18 +26,18 @@ _UPLOAD = "fedveil"
 _REASON = 500  # characters
 _CODES = range(9)  # Flower's ErrorCode
 _RAISED = 2
-_ITEM = 8  # bytes of a number, for what is measured only to be refused
+_ITEM = 8  # bytes of a number, for records that are counted only to refuse them
 
 
 def list_records(content: RecordDict) -> list[list[str | int]]:
-    """Every record as [name, type, bytes], names and keys counted. Names are printable, at most 80 characters."""
+    """Return every record as [name, type, bytes], counting names and keys. Names: at most 80 printable characters."""
     return [
         [sanitize(name, 80), type(record).__name__, _bytes(name) + _size(record)] for name, record in content.items()
     ]
 
 
 def upload_slices(content: RecordDict) -> list[bytes]:
-    """The slices of the upload, if the reply holds nothing else. Raises PolicyError, which quotes nothing of it."""
+    """Return the slices of a reply that holds only the upload. Raises PolicyError, which quotes none of the content."""
     if set(content) != {_UPLOAD} or _UPLOAD not in content.array_records:
         raise PolicyError(
             f"reply: expected only the record {_UPLOAD}, found {len(content)} records, or another one; "
@@ -76,7 +76,7 @@ def check_upload_reply(
 
 
 def check_error_reply(error: Error, to: Message) -> Message:
-    """A reply to the message `to` that says why there is no upload."""
+    """Build a reply to the message `to` that explains why there is no upload."""
     code = error.code if error.code in _CODES else _RAISED
     return Message(Error(code, sanitize(error.reason or "", _REASON)), reply_to=to)
 

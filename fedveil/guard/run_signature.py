@@ -4,15 +4,15 @@ r"""Signatures of a run: Ed25519 over its name, a last day and the SHA-256 of it
 
     signed: b"fedveil run 2\n" + run.name + b"\n" + "2026-03-31" + b"\n" + 64 hex digits
 
-The signature says that the key's holder approved this bundle for the run of this name, until the end of
+The signature means that the key's holder approved this bundle for the run of this name, until the end of
 that day in UTC. A site checks the day against its own clock. Within these limits, the signature does not
 restrict how often the run may be submitted.
 
-| run.signature | what a site does |
+| run.signature | the site |
 |---|---|
-| is empty | it has no signer |
-| is no signature of this run, name, day and bundle, or its day is over | it refuses, whatever its policy names |
-| has the form of version 0.1, which named the bundle alone | the same |
+| is empty | treats the run as unsigned |
+| is no signature of this run, name, day and bundle, or its day is over | refuses, whatever its policy names |
+| has the form of version 0.1, which named only the bundle | refuses too |
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def sign_run(key: Ed25519PrivateKey, run: str, until: date, digest: str) -> str:
 
 
 def verify_signer(text: str, run: str, digest: str, today: date | None = None) -> str:
-    """The key that signed, "ssh-ed25519 AAAA..."; "" where `text` is empty. `today`: by default this machine's, in UTC.
+    """Return the signing key, "ssh-ed25519 AAAA..."; "" if `text` is empty. `today` defaults to this machine's UTC day.
 
     Raises:
-        PolicyError: `text` is not a signature of this run and bundle that holds today.
+        PolicyError: `text` is not a signature of this run and bundle that is valid today.
     """
     if not text:
         return ""

@@ -1,9 +1,9 @@
-"""`flwr-serverapp` of a server: Flower's own with two changes.
+"""`flwr-serverapp` of a server: Flower's program with two changes.
 
-Its heartbeats go on after any answer (heartbeat.py). It installs only bundles that a person on the machine has
-permitted, if there is a list of them (permitted_bundles.py).
+Its heartbeats continue after any answer (heartbeat.py). It installs only bundles that a person on the machine has
+permitted, if a list of them exists (permitted_bundles.py).
 
-Flower's end at the first answer that they do not expect, and a minute later the SuperLink calls the run failed.
+Flower's heartbeats end at the first unexpected answer, and a minute later the SuperLink marks the run as failed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ RUNTIME = "flwr.superlink.runtime.run_serverapp"
 
 
 def main() -> None:
-    """The process. Its arguments are those of Flower's own `flwr-serverapp`."""
+    """Run the process. Its arguments are those of Flower's own `flwr-serverapp`."""
     try:
         replaced.require_attributes("ServerApp process")
     except ConfigError as error:
         sys.exit(f"error: {error}")
     heartbeat.patch_task_heartbeat(RUNTIME)
     permitted_bundles.patch_install(RUNTIME)
-    clientapp.unload_modules()  # the bundle brings its own
+    clientapp.unload_modules()  # the bundle contains its own
     from flwr.superlink.cli import flwr_serverapp
 
     flwr_serverapp()

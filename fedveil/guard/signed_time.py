@@ -1,4 +1,4 @@
-"""The signature that every call of a site has: its node key signs the time."""
+"""Check the signature in every call of a site: its node key signs the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 
-# What a foreign key, time or signature raises in the functions below.
+# Errors that an untrusted key, time or signature can raise in the functions below.
 ERRORS = (ValueError, TypeError, AttributeError, UnsupportedAlgorithm, binascii.Error)
 
 

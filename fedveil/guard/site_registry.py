@@ -3,12 +3,12 @@
 Flower has no expiry for keys, so every request of a site is checked here, after Flower has checked its
 signature.
 
-| the key that signed | the site is answered |
+| the signing key | answer to the site |
 |---|---|
-| is registered, and its last day is not over | by Flower |
-| is past its last day, revoked or replaced | its SuperNode ends, and logs why when it is started again |
-| is none of the registry's | the same: a key that somebody registered with Flower alone is not a member's |
-| cannot be judged: members.json is missing or broken | its SuperNode asks again until it is mended |
+| is registered, and its last day is not over | from Flower |
+| is past its last day, revoked or replaced | its SuperNode ends, and logs the reason at its next start |
+| is not in the registry | the same: a key registered only with Flower does not belong to a member |
+| cannot be checked: members.json is missing or broken | its SuperNode asks again until the file is repaired |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedveil.sanitize import sanitize
 
 FILE = "members.json"
 _NEXT = "make a new key at the site with fedveil site init --renew; the operator then registers it"
-_BOTH = (  # a site's signing key is revoked with the other
+_BOTH = (  # revoking a site revokes its signing key too
     "make new keys at the site with fedveil site init --renew --renew-signing; the operator then registers them"
 )
 _REPEAT_SECONDS = 60.0
@@ -55,9 +55,9 @@ class SiteKeyChecker:
         self._file.get()
 
     def refusal(self, public: bytes, activates: bool) -> tuple[RefusalBehavior, str] | None:
-        """Return the refusal of a request that the key `public` (PEM) signed; None to let Flower answer.
+        """Return the refusal of a request signed by the key `public` (PEM); None to let Flower answer.
 
-        `activates`: whether it is a SuperNode's first request.
+        `activates` is true for a SuperNode's first request.
         """
         try:
             key = serialization.load_pem_public_key(public)
@@ -74,8 +74,8 @@ class SiteKeyChecker:
         if not why:
             return None
         self._say(WARNING, f"a request of {sanitize(entry.site, 80) if entry else 'an unknown key'} is refused: {why}")
-        # The first a SuperNode logs with the reason, and ends; once it is active it would hang. At the second it ends
-        # without a word, and whoever starts it again reads the reason.
+        # A SuperNode logs the first refusal with the reason and ends; once active it would hang. At the second it ends
+        # silently, and the reason appears at its next start.
         return RefusalBehavior.SAYS_WHY if activates else RefusalBehavior.ENDS, f"fedveil: {why}"
 
     def is_known(self, public: bytes) -> bool:
@@ -90,7 +90,7 @@ class SiteKeyChecker:
             return True
 
     def site_of(self, public: bytes) -> str:
-        """Return the site whose key `public` (PEM) is and may be used today; "" for none. Raises StateError."""
+        """Return the site whose currently valid key is `public` (PEM); "" if there is none. Raises StateError."""
         found = self._file.get().get(_canonical(serialization.load_pem_public_key(public)))
         return found.site if found is not None and not self._why(found) else ""
 

@@ -29,7 +29,7 @@ def patch_superexec(task_type: str) -> None:
         replaced.require_attributes("SuperExec")
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    # Of all its calls: the client that is made with it asks for tasks and nothing else.
+    # For all its calls: the client created with it only asks for tasks.
     retries.patch_retries("flwr.supercore.superexec.run_superexec", "make_simple_http_retry_invoker")
     patch_task_types(task_type)
 

@@ -1,16 +1,16 @@
-"""`flower-superlink` with the federation's own checks: who the sites are and until when, and who may operate it.
+"""`flower-superlink` with the federation's own checks of site keys, their last days and operators.
 
     flower-superlink --fedveil-registry FOLDER --fedveil-log FILE ...and Flower's own arguments
 
-    --fleet-api-address HOST:PORT    where sites are served; from Flower 1.41 on this one listens (fleet_http.py)
-    --enable-supernode-auth          Flower's own; here it has to be there
-    --without-fleet-checks           sites may send what Flower lets them send: for measurements of other Flower apps
+    --fleet-api-address HOST:PORT    address for sites; from Flower 1.41 on this process listens there (fleet_http.py)
+    --enable-supernode-auth          Flower's own; required here
+    --without-fleet-checks           sites may send everything that Flower accepts: for measurements of other Flower
+    apps
 
-FOLDER has members.json and operators.json (fedveil/guard/registry_files.py), FILE is the log of the control port
-(fedveil/guard/control_log.py); beside it the folder `spool` has replies of which not all parts have come
-(fedveil/guard/fleet/spool.py). Flower's own program knows neither argument, so a command that was written for this one
-does not run without the checks. Without them this one does not start either; only `--simulation`, which has no sites,
-and `--help` do without.
+FOLDER has members.json and operators.json (fedveil/guard/registry_files.py). FILE is the log of the control port
+(fedveil/guard/control_log.py); the folder `spool` next to it has incomplete replies (fedveil/guard/fleet/spool.py).
+Flower's own program accepts neither argument, so a command for this program cannot run without the checks. This
+program does not start without them either, except with `--simulation`, which has no sites, and `--help`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from fedveil.guard.operator_access import App, OperatorAccessChecker
 from fedveil.guard.site_registry import SiteKeyChecker
 
 _WITHOUT = {"--simulation", "--help", "-h", "--version", "-V"}
-# The control calls over gRPC, and from 1.41 on the fleet's, each on a port that asks nobody of ours.
+# Ports that FedVeil does not check: the control calls over gRPC and, from 1.41 on, the fleet's.
 _OTHER_WAYS_IN = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")
 _LATE_CALL_SECONDS = 5.0  # seconds between checks for calls that withhold their body
-_FLEET = "0.0.0.0:9092"  # Flower's own, where the option is missing
+_FLEET = "0.0.0.0:9092"  # Flower's default for a missing option
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class PortProxies:
     """Proxies in front of Flower's ports.
 
     Attributes:
-        control: in front of the requests of operators and Flower's own processes.
-        sites: in front of the requests of sites, where Flower has one port for all.
-        fleet: host and port of the sites, where this process must listen there.
+        control: in front of requests from operators and from Flower's own processes.
+        sites: in front of requests from sites, where Flower has one port for all.
+        fleet: host and port for the sites, if this process must listen there.
     """
 
     control: Callable[[App], App]
@@ -56,7 +56,7 @@ class PortProxies:
     install_checks: Callable[[], None] = lambda: None
 
     def serve(self, also: Callable[[App], App] = lambda app: app) -> None:
-        """Put this process's servers behind the proxies; `also` is in front of the control port's."""
+        """Put this process's servers behind the proxies; `also` is in front of the control port's proxy."""
         try:
             self.install_checks()
         except FedVeilError as error:
@@ -67,26 +67,26 @@ class PortProxies:
         from fedveil.guard.flower import fleet_http
 
         port, sites = self.fleet[1], self.sites
-        # Else a line for each question of each site: some ten million a day from a hundred of them.
+        # Otherwise a line for each request of each site: some ten million a day from a hundred sites.
         serve_through(lambda app: fleet_http.route_by_port(port, sites(app), also(self.control(app))), access_log=False)
         fleet_http.add_listener(*self.fleet)
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     fronts = prepare_arguments()
     if fronts is not None:
         fronts.serve()
     patch_link_state()
-    from flwr.superlink.cli import flower_superlink  # a second of imports, which the scripts' tests do without
+    from flwr.superlink.cli import flower_superlink  # importing it takes a second, which the scripts' tests avoid
 
     flower_superlink()
 
 
 def patch_link_state() -> None:
-    """Patch the state of this process to do what Flower's does not (docs/decisions/0008).
+    """Patch the state of this process to add what Flower's lacks (docs/decisions/0008).
 
-    Ends the process, with the reason, where Flower has not got what is replaced.
+    Exits with the reason if Flower lacks an attribute that is replaced.
     """
     try:
         replaced.require_attributes("SuperLink")
@@ -100,8 +100,8 @@ def patch_link_state() -> None:
 def prepare_arguments() -> PortProxies | None:
     """Remove the program's own two arguments from `sys.argv` and install the checks.
 
-    Returns what goes in front of Flower's ports, None where there is nothing to protect. Ends the process with exit
-    code 2 where the registry or the log cannot be used, or Flower is one that the guard does not know.
+    Returns the proxies for Flower's ports, None if there is nothing to protect. Exits with code 2 if the registry or
+    the log is unusable or the guard does not support this Flower.
     """
     if _WITHOUT & set(sys.argv[1:]):
         return None
@@ -161,8 +161,8 @@ def serve_through(wrap: Callable[[App], App], **options: object) -> None:
 
     def configured(self: uvicorn.Config, app: App, *args: object, **kwargs: object) -> None:
         original(self, wrap(app), *args, **{**kwargs, **options})  # type: ignore[arg-type]
-        # Or whoever is on this machine says in a header whose connection it is: fedveil/guard/loopback_ports.py goes by
-        # that.
+        # Otherwise any local user could name another connection's owner in a header, on which
+        # fedveil/guard/loopback_ports.py relies.
         self.proxy_headers = False
 
     uvicorn.Config.__init__ = configured  # type: ignore[method-assign,assignment]
@@ -218,7 +218,7 @@ def _arguments(given: Sequence[str], line: flower.FlowerRelease) -> tuple[_Guard
 
 
 def _address(text: str) -> tuple[str, int]:
-    """HOST:PORT, or [HOST]:PORT. Raises ConfigError."""
+    """Parse HOST:PORT or [HOST]:PORT. Raises ConfigError."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ConfigError(f"--fleet-api-address: expected HOST:PORT, found {text[:80]!r}; write it as 0.0.0.0:9092")
@@ -226,7 +226,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _control_port(words: Sequence[str]) -> str:
-    """Return the control port that Flower takes from its arguments."""
+    """Return the control port from Flower's arguments."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--port", default="8000")
     return str(parser.parse_known_args(words)[0].port)

@@ -4,17 +4,17 @@ On a host, loopback_ports.py does this. Apart from polling (poll_backoff.py), he
 (flower/retries.py) and the connection (flower/), a run of an agent makes tasks for ClientApps, which the guard judges.
 The patch also fixes four faults of Flower 1.39, 1.41 and 1.42:
 
-| what happens | Flower's own | here |
+| event | Flower's behavior | here |
 |---|---|---|
-| a run ends while the parts of its message are on their way to the site | the message stays, and a client process waits
-  for its parts for ever | the message, its parts and its task go, as after any other failure of that kind |
-| a reply that nobody waits for any more, for example of that client process once it dies | it is sent in place of the
-  next message's reply, which then waits for the one after it: from there on each reply comes one message late, and the
-  server hears nothing from the site within its deadlines | it is sent at the next look for messages |
-| a client process dies between its reply and the reply's parts | the SuperNode waits for them for ever, and is online |
-  three minutes after the last part the reply goes, as Flower has it for a server |
-| any other error ends the loop that asks for messages | the process lives on, and is offline for good | it is logged,
-  and the loop goes on after 1, 2, 4 .. 60 s, but not where the server refuses the site's key |
+| a run ends while its message's parts are in transit to the site | the message stays, and a client process waits
+  for its parts forever | the message, its parts and its task are removed, as after any other such failure |
+| a reply that no process waits for, for example from that client process once it dies | it is sent instead of the
+  next message's reply, which then waits for the one after it: from then on each reply is one message late, and the
+  server gets nothing from the site within its deadlines | it is sent at the next poll for messages |
+| a client process dies between its reply and the reply's parts | the SuperNode waits forever for them, and is online |
+  three minutes after the last part the reply is dropped, as in Flower's server |
+| any other error in the loop that polls for messages | the process lives on, permanently offline | it is logged,
+  and the loop continues after 1, 2, 4 .. 60 s, unless the server refuses the site's key |
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LONGEST_TEXT = 500
 
 
 def main() -> None:
-    """The process. Its arguments are those of Flower's own program."""
+    """Run the process. Its arguments are those of Flower's own program."""
     patch_supernode()
     duplicate_pushes.patch_duplicate_pushes()
     from flwr.supernode.cli import flower_supernode
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def patch_supernode() -> None:
-    """Patch Flower's SuperNode in this process. Exits if the guard does not know the installed Flower."""
+    """Patch Flower's SuperNode in this process. Exits if the guard does not support the installed Flower."""
     try:
         line = flower.installed_release()
         replaced.require_attributes("SuperNode")
@@ -67,7 +67,7 @@ def patch_supernode() -> None:
         from fedveil.guard.flower import redirects
 
         redirects.forbid_redirects()
-        sys.argv[1:] = [word for word in sys.argv[1:] if word != "--grpc-rere"]  # of a compose file made for 1.39
+        sys.argv[1:] = [word for word in sys.argv[1:] if word != "--grpc-rere"]  # from a compose file for 1.39
     module = importlib.import_module("flwr.supernode.start_client_internal")
     module._pull_and_store_message = pull_message(module._pull_and_store_message)  # type: ignore[attr-defined]
     module._push_messages = push_reply(module._push_messages)  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def patch_connection(line: flower.FlowerRelease) -> None:
 
 
 class LoopErrors:
-    """Keeps Flower's loop running: a failed step is logged, followed by a wait of 1 s at first and 60 s at most."""
+    """Keeps Flower's loop running: it logs a failed step and then waits, 1 s at first and 60 s at most."""
 
     def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         self._sleep, self._failures, self._log = sleep, 0, MinuteLog()
@@ -109,9 +109,9 @@ class LoopErrors:
 
 
 def pull_message(original: Callable[..., int | None], errors: LoopErrors | None = None) -> Callable[..., int | None]:
-    """Flower's look for a message, without the faults.
+    """Poll for a message like Flower, without the faults.
 
-    The result is None where there is nothing to send: no message came, and no reply waits.
+    Returns None if there is nothing to send: no message came, and no reply waits.
     """
     errors = errors or LoopErrors()
 
@@ -124,7 +124,7 @@ def pull_message(original: Callable[..., int | None], errors: LoopErrors | None 
 
 
 def push_reply(original: Callable[..., None], errors: LoopErrors | None = None) -> Callable[..., None]:
-    """Flower's sending of replies, which ends also where a reply's parts have stopped coming."""
+    """Send replies like Flower, but also stop when a reply's parts have stopped coming."""
     errors = errors or LoopErrors()
 
     def push(**given: Any) -> None:
@@ -134,7 +134,7 @@ def push_reply(original: Callable[..., None], errors: LoopErrors | None = None) 
 
 
 class _Parts:
-    """Flower's object store of a SuperNode, which raises an error for parts that no process will send anymore."""
+    """A SuperNode's Flower object store, which raises an error for parts that no process will send anymore."""
 
     def __init__(self, store: Any, state: Any) -> None:
         self._store, self._state = store, state
@@ -143,7 +143,7 @@ class _Parts:
         """Return the content; b"" until it has arrived. Raises StateError if its sender is silent for too long."""
         runs = {session.run_id for session in [*self._state._object_push_sessions.values()]}
         for run in runs:
-            self._state.get_object(run, object_id)  # forgets what has expired
+            self._state.get_object(run, object_id)  # drops expired objects
         content: bytes | None = self._store.get(object_id)
         if content is None:
             raise StateError("the reply's parts stopped arriving; its client process has ended")
@@ -154,7 +154,7 @@ class _Parts:
 
 
 def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, where the end of the run is an error as others are: Flower tidies up after an Exception alone."""
+    """Wrap `call` to turn the end of the run into an ordinary error: Flower cleans up only after an Exception."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         try:

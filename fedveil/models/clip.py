@@ -1,8 +1,8 @@
-"""A frozen CLIP: its texts under given contexts, and its images as features.
+"""A frozen CLIP: its text features under given contexts, and its image features.
 
-A text is [SOS][context][class name].[EOS], the context given in the space of the token embeddings. The text tower is
-causal, so [SOS] and context are the same in the texts of all classes: they are computed once, and the names, in groups
-of equal length, see them.
+A text is [SOS][context][class name].[EOS]; the context is given in the space of the token embeddings. The text tower is
+causal, so [SOS] and context are the same in the texts of all classes. They are computed once, and the names attend to
+them, in groups of equal length.
 
     hidden(name) = layer(name; keys and values of [SOS], context and name)      each group: classes x tokens, no padding
 """
@@ -38,7 +38,7 @@ def load_clip(config: RunConfig, adapter: Adapter, device: torch.device, tiny_fo
     """Load the CLIP of `config.task.model` with a prompt, on `device`; the model itself is not trained.
 
     Raises:
-        TaskError: the model or its processor cannot be loaded whole, or is no CLIP with a causal text tower.
+        TaskError: the model or its processor cannot be loaded completely, or is not a CLIP with a causal text tower.
         ConfigError: the context leaves no room for a class name in the text tower.
     """
     name = config.task.model
@@ -60,10 +60,10 @@ def load_clip(config: RunConfig, adapter: Adapter, device: torch.device, tiny_fo
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """One image as the frozen tower sees it, and its class.
+    """Features of one image from the frozen tower, and its class.
 
     Attributes:
-        points: (1, D) the image as a whole, and after it its patches where the prompt's form needs them; norm 1.
+        points: (1, D) the image as a whole, followed by its patches if the prompt's form needs them; norm 1.
         label: its class.
     """
 
@@ -72,7 +72,7 @@ class EncodedImage:
 
     @property
     def length(self) -> int:
-        """1: all images are of one size."""
+        """Return 1: all images have one size."""
         return 1
 
 
@@ -81,7 +81,7 @@ class ClassTexts:
     """The texts of a fixed list of classes, under any context.
 
     Raises:
-        TaskError: no names, two equal ones, or one that has no room after `length` vectors.
+        TaskError: no names, duplicate names, or a name that has no room after `length` vectors.
     """
 
     def __init__(self, base: LoadedModel, names: Sequence[str], length: int) -> None:
@@ -119,7 +119,7 @@ class ClassTexts:
         return embeddings.float()
 
     def features(self, contexts: Float[Tensor, "prompts b d"]) -> Float[Tensor, "prompts classes D"]:
-        """Features of norm 1, fp32. Differentiable in the contexts, also by torch.func."""
+        """Return features of norm 1, fp32. Differentiable in the contexts, also by torch.func."""
         tower = self._model.text_model
         token, position = tower.embeddings.token_embedding, tower.embeddings.position_embedding.weight
         prompts, before = contexts.shape[0], 1 + contexts.shape[1]
@@ -137,14 +137,14 @@ class ClassTexts:
 def class_features(
     folder: Path, model: Any, tokenizer: Any, names: Sequence[str]
 ) -> Float[Tensor, "prompts classes D"]:
-    """The texts of classes under the prompt that a run left in `folder`, its final/, each of norm 1.
+    """Return the texts of classes under the prompt that a run wrote to `folder`, its final/, each of norm 1.
 
     For an image f of norm 1 by the same model: `model.logit_scale.exp() * f @ class_features(...)[0].T`. A prompt of
-    the form "transport" has two texts a class; see `fedveil.adapters.prompt_tensors.class_similarities`.
+    the form "transport" has two texts per class; see `fedveil.adapters.prompt_tensors.class_similarities`.
 
     Raises:
-        StateError, ConfigError: as `load.load_adapter`; an adapter that is no prompt.
-        TaskError: as `ClassTexts`.
+        StateError, ConfigError: like `load.load_adapter`; also an adapter that is not a prompt.
+        TaskError: like `ClassTexts`.
     """
     adapter, trained = saved.load_adapter(folder, model)
     if not isinstance(adapter, PromptAdapter):
@@ -157,7 +157,7 @@ def class_features(
 def _through(
     layer: Any, first: Float[Tensor, "prompts m d"], names: list[Tensor]
 ) -> tuple[Float[Tensor, "prompts m d"], list[Tensor]]:
-    """One layer of the text tower, on [SOS] and context, which see themselves, and on groups of names.
+    """Apply one layer of the text tower to [SOS] and context, which attend to themselves, and to groups of names.
 
     A group is (prompts, classes, n, d).
     """
@@ -170,7 +170,7 @@ def _through(
         scores = q @ k.mT
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
-        if context is not None:  # einsum, as a product that broadcasts would copy the context for every class
+        if context is not None:  # einsum, because a broadcasting product would copy the context for every class
             scores = torch.cat([torch.einsum("pchne,phme->pchnm", q, context[0]), scores], dim=-1)
         weights = (scores * attention.scale).float().softmax(-1).to(v.dtype)
         if context is None:
@@ -187,7 +187,7 @@ def _through(
 
 @torch.no_grad()
 def encode_images(base: LoadedModel, pictures: Sequence[Any], patches: bool) -> Float[Tensor, "rows points D"]:
-    """Features of norm 1, fp32, on the CPU: of each image as a whole, and with `patches` of its patches after it."""
+    """Return features of norm 1, fp32, on the CPU, of each whole image; with `patches`, its patches follow."""
     model = base.model
     with quiet_libraries():
         pixels = base.processor.image_processor(images=list(pictures), return_tensors="pt")["pixel_values"]

@@ -1,4 +1,4 @@
-"""Models of images that start from scratch: from a configuration without weights, drawn from a named stream."""
+"""Image models that start from scratch: from a configuration without weights, drawn from a named stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 
 
 def model_config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Mapping[str, int]) -> Any:
-    """The config of a model without weights: "tiny", of the sizes `tiny_vit`, or a folder's. None for one with weights.
+    """Return the config of a model without weights: "tiny", with the sizes `tiny_vit`, or a folder's; else None.
 
     Raises:
-        TaskError: a folder without weights that should have some.
+        TaskError: a folder without weights that must have some.
     """
     from transformers import AutoConfig, ViTConfig
 
@@ -39,10 +39,10 @@ def model_config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Map
 
 
 def draw_model(bare: Any, stream: rng.RandomStream) -> Any:
-    """A model of that config, fp32, its weights drawn from `stream`."""
+    """Return a model with that config, fp32, its weights drawn from `stream`."""
     from transformers import AutoModelForImageClassification
 
-    with torch.random.fork_rng(devices=[]):  # the library draws from the global generator alone
+    with torch.random.fork_rng(devices=[]):  # the library draws only from the global generator
         torch.default_generator.manual_seed(stream.torch_generator().initial_seed())
         return AutoModelForImageClassification.from_config(bare, dtype=torch.float32)
 

@@ -1,4 +1,4 @@
-"""The model libraries kept quiet, and their errors kept short."""
+"""Silence the model libraries, and shorten their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOISY = (
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keeps the libraries' progress bars, advice and import-time warnings off the terminal; errors still raise."""
+    """Keep the libraries' progress bars, advice and import-time warnings off the terminal; errors are still raised."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -41,5 +41,5 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error's text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

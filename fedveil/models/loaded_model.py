@@ -1,4 +1,4 @@
-"""A base model with its adapter, as a task holds it."""
+"""A base model with its adapter, as used by a task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedveil.contract.param_spec import ParamLocation, Weights
 from fedveil.errors import TaskError
 from fedveil.rng import RandomStream
 
-_ALIGNED = 64  # bytes, as torch allocates: kernels may sum in another order elsewhere
+_ALIGNED = 64  # bytes, torch's own alignment: kernels may sum in another order otherwise
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,16 @@ class LoadedModel:
     """A base model with its adapter.
 
     Attributes:
-        model: in eval mode, so that nothing is dropped out (except 4-bit layers, which have no dropout);
+        model: in eval mode, so that there is no dropout (except in 4-bit layers, which have none);
             only `trained` requires gradients.
         tokenizer: has an end token. None for an image classifier.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
-        context: longest sequence of tokens; None where the model sets no limit.
-        processor: of a vision model: turns images (and text) into its inputs. None where a model comes
-            without one.
-        image_token: of a vision model: the token id that stands for a part of an image.
-        places: of a language model whose own tensors are trained: where they are in it.
-        draw: of a model that came without weights: draws all its parameters from a stream.
+        context: longest sequence of tokens; None if the model sets no limit.
+        processor: for a vision model: converts images (and text) to its inputs. None if a model has
+            none.
+        image_token: for a vision model: the token id that stands for a part of an image.
+        places: for a language model whose own tensors are trained: their locations in it.
+        draw: for a model without weights: draws all its parameters from a stream.
         lent: names of trained parameters that are temporarily the caller's tensors and must not be written
             to.
     """
@@ -46,10 +46,10 @@ class LoadedModel:
     lent: set[str] = field(default_factory=set)
 
     def put(self, weights: Weights) -> None:
-        """Copies `weights` into the trained parameters.
+        """Copy `weights` into the trained parameters.
 
         Raises:
-            TaskError: a tensor is missing, unknown or of another shape; then nothing was copied.
+            TaskError: a tensor is missing, unknown or has another shape; then nothing was copied.
         """
         self._check_names(weights)
         absent = {name: p for name, p in self.trained.items() if name in self.lent or _is_absent(p)}
@@ -65,9 +65,9 @@ class LoadedModel:
                     parameter.copy_(weights[name])
 
     def lend(self, weights: Weights) -> None:
-        """Makes `weights` the trained parameters, which may only be read until others are put in, or they are dropped.
+        """Use `weights` as the trained parameters, read-only until others are loaded or they are dropped.
 
-        What does not lie on the device, in fp32 and aligned, is copied. Raises TaskError as `put` does.
+        Tensors that are not on the device, fp32 and aligned are copied. Raises TaskError like `put`.
         """
         self._check_names(weights)
         tensors = {name: self._fitting(weights, name).detach() for name in self.trained}
@@ -77,9 +77,7 @@ class LoadedModel:
         self.lent.update(self.trained)
 
     def take(self) -> dict[str, Tensor]:
-        """The trained parameters' tensors, which now belong to the caller: the model has none until the next are put
-        in.
-        """
+        """Return the trained tensors, now owned by the caller: the model has none until others are loaded."""
         tensors = {name: parameter.detach() for name, parameter in self.trained.items()}
         self.drop()
         return tensors
@@ -122,6 +120,6 @@ def _copied(weight: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _is_like(weight: Tensor, parameter: Tensor) -> bool:
-    """Return whether a model computes the same with this tensor, bit for bit, as with a copy of it."""
+    """Return whether a model computes bit-identical results with this tensor and with a copy of it."""
     same = weight.device == parameter.device and weight.dtype == parameter.dtype
     return same and weight.is_contiguous() and weight.data_ptr() % _ALIGNED == 0

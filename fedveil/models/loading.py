@@ -1,4 +1,4 @@
-"""Loading a Hugging Face base model, with its adapter, from a folder or the hub."""
+"""Load a Hugging Face base model with its adapter, from a folder or the Hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CONFIG_BYTES = 1 << 20
 def find_model(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
     """Return where `task.model` is, a folder or a Hub id, and whether it is a folder. This does not ask the Hub.
 
-    "tiny" is `tiny_folder`, the task's own. Without that folder "tiny" stays as it is: the task builds that
+    "tiny" is `tiny_folder`, the task's own. Without that folder "tiny" is returned unchanged: the task builds that
     model in code, or refuses it.
 
     Raises:
@@ -55,8 +55,8 @@ def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None)
     """Check that a local base has room for task.max-tokens and a generated text, by its config.json. Loads nothing.
 
     Raises:
-        ConfigError: the base has too little room.
-        TaskError: as `find_model`.
+        ConfigError: the base's context is too short.
+        TaskError: like `find_model`.
     """
     where, is_folder = find_model(config.task.model, tiny_folder)
     if not is_folder or where == "tiny":
@@ -66,7 +66,7 @@ def check_context(config: RunConfig, adapter: Adapter, tiny_folder: Path | None)
             content = json.loads(file.read(_CONFIG_BYTES))
         content = content.get("text_config") or content
         named = [content.get(key) for key in ("max_position_embeddings", "n_positions")]
-    except (OSError, ValueError, RecursionError, AttributeError):  # whoever loads it says what is wrong with it
+    except (OSError, ValueError, RecursionError, AttributeError):  # loading it reports what is wrong with it
         return
     if numbers := [number for number in named if type(number) is int]:
         _fitting(max(numbers), config, adapter)
@@ -89,7 +89,7 @@ def pick_device(device: str) -> torch.device:
 def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
     """Load the causal language model `config.task.model` on `device`, with `adapter` attached.
 
-    A frozen base is in bf16 with `train.precision = bf16`, or quantised; trained weights are fp32.
+    A frozen base is in bf16 with `train.precision = bf16`, or quantized; trained weights are fp32.
 
     Raises:
         TaskError: the base or its tokenizer cannot be loaded completely.
@@ -107,13 +107,13 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
 
 
 def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
-    """The image-text-to-text model of `config.task.model`; the adapter is on its language model, all else is frozen.
+    """Load the image-text-to-text model `config.task.model`; the adapter is on its language model, all else is frozen.
 
-    Names of trained tensors are those inside the language model. Precision as in `load_causal`.
+    Names of trained tensors are those inside the language model. Precision is as in `load_causal`.
 
     Raises:
-        TaskError: as `load_causal`; a model of another kind, or a processor without image processor or chat template.
-        ConfigError: as `load_causal`.
+        TaskError: like `load_causal`; a model of another kind, or a processor without image processor or chat template.
+        ConfigError: like `load_causal`.
     """
     name = config.task.model
     with quiet_libraries():
@@ -146,15 +146,15 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
 def load_classifier(
     config: RunConfig, adapter: Adapter, device: torch.device, tiny_vit: Mapping[str, int]
 ) -> LoadedModel:
-    """The image classification model of `config.task.model` with `adapter` attached, on `device`.
+    """Load the image classification model `config.task.model` with `adapter` attached, on `device`.
 
-    "tiny", a ViT of the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start
+    "tiny", a ViT with the sizes `tiny_vit`, and under task.from-scratch a folder with config.json but no weights, start
     from scratch with task.num-classes classes: under an adapter the frozen weights are drawn from a public stream of
-    run.seed, so that every site has the same.
+    run.seed, so that all sites have the same.
 
     Raises:
-        TaskError: a model of another kind or not whole, or one that cannot start from scratch.
-        ConfigError: the adapter fits no layer of it, or a quantised base without weights.
+        TaskError: a model of another kind, an incomplete one, or one that cannot start from scratch.
+        ConfigError: the adapter fits no layer of it, or a quantized base without weights.
     """
     name, draw = config.task.model, None
     with quiet_libraries():
@@ -198,7 +198,7 @@ def load_classifier(
 
 
 def _plain(is_local: bool) -> dict[str, bool]:
-    """Return the arguments for loading any model or processor: no code of its folder runs, even if its config asks."""
+    """Return the arguments for loading any model or processor: no code from its folder ever runs."""
     return {"local_files_only": is_local, "trust_remote_code": False}
 
 
@@ -211,10 +211,10 @@ def load_model(
     processor_of: Any,
     kind: str,
 ) -> tuple[Any, Any]:
-    """Model and processor (or tokenizer) from where `find_model` found them, by transformers' own classes.
+    """Load model and processor (or tokenizer) from the result of `find_model`, with transformers' own classes.
 
     Raises:
-        TaskError: they cannot be loaded whole; `kind` says in the message what was expected.
+        TaskError: they cannot be loaded completely; the message names `kind` as the expected content.
     """
     name, (where, is_local) = config.task.model, found
     if where == "tiny":
@@ -240,7 +240,7 @@ def load_model(
 
 
 def _context(model: Any, config: RunConfig, adapter: Adapter) -> int | None:
-    """The tokens that the model has for a row. Raises ConfigError where they are fewer than task.max-tokens."""
+    """Return the model's maximum number of tokens. Raises ConfigError if it is below task.max-tokens."""
     context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return None if context is None else _fitting(context, config, adapter)
 
@@ -260,13 +260,14 @@ def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
 
 
 def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
-    """Move a model to its device, in eval mode and without sampling defaults of its own."""
+    """Move a model to its device, in eval mode and without its own sampling defaults."""
     if model.can_generate():
         model.generation_config = type(model.generation_config)()
     model = (model.to(device) if config.train.quantized_base == "none" else model).eval()
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths of multiples of 64.
+            # In eval mode bitsandbytes repacks the base on some CPUs: lossy, and only for widths that are multiples of
+            # 64.
             module.training = True
     return model
 
@@ -298,5 +299,5 @@ def _check_whole(name: str, info: Mapping[str, Any]) -> None:
 
 
 def _some(names: list[str]) -> str:
-    """The first few of `names` for a message."""
+    """Return the first few of `names` for a message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"

@@ -11,11 +11,11 @@ from fedveil.contract.param_spec import ParamLocation
 
 
 def param_locations(model: Any, trained: Mapping[str, nn.Parameter]) -> dict[str, ParamLocation]:
-    """The place of every tensor of `trained` that is one of the model's own and has a place.
+    """Return the location of every tensor of `trained` that is one of the model's own and has a location.
 
-    Linear layers are nn.Linear (weight out x in) and GPT-2's Conv1D (in x out), the output head apart. One closes its
-    attention or MLP where it is the last of the linear layers that its parent holds itself, and as wide as the
-    embedding. Layers that share parameters have one place, that of the first name.
+    Linear layers are nn.Linear (weight out x in) and GPT-2's Conv1D (in x out), except the output head. One closes its
+    attention or MLP block if it is the last linear layer that its parent holds directly and is as wide as the
+    embedding. Layers that share parameters have one location, that of the first name.
     """
     from transformers.pytorch_utils import Conv1D
 

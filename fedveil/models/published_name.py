@@ -18,17 +18,17 @@ def is_on_the_hub(model: str) -> bool:
 
 
 def published_name(model: str, task: str) -> str:
-    """`task.model` as others may read it: an id of the Hub as it is, of a path its last part.
+    """Return the publishable form of `task.model`: a Hub id unchanged, the last part of a path.
 
-    "tiny" is the task's own, "fedveil/tiny-<task>": no id of the Hub, but a name that says whose it is.
+    "tiny" becomes "fedveil/tiny-<task>": not a Hub id, but a name that identifies its owner.
     """
     if model == "tiny":
         return bundled_name(task)
     if not model or is_on_the_hub(model):
         return model
-    return Path(os.path.abspath(Path(model).expanduser())).name  # a link keeps its own name
+    return Path(os.path.abspath(Path(model).expanduser())).name  # the last part of a link, not of its target
 
 
 def bundled_name(task: str) -> str:
-    """The name of a task's own small base."""
+    """Return the name of a task's own small base."""
     return f"fedveil/tiny-{task}"

@@ -42,7 +42,7 @@ def check_compile(config: RunConfig) -> None:
 
 
 def compile_model(model: Any, device: torch.device) -> Any:
-    """`model` compiled for batches of any shape; its layers are compiled at their first use.
+    """Compile `model` for batches of any shape; its layers are compiled on first use.
 
     Raises:
         ConfigError: this machine cannot compile for `device`.
@@ -77,9 +77,10 @@ def enable_dropout(model: Any, device: torch.device, generator: torch.Generator)
 def recompute_activations(model: Any, name: str, is_random: bool = False) -> Iterator[None]:
     """Make each layer of `model` keep only its input and be recomputed in the backward pass.
 
-    The library does so in training mode only, so the layers' own flags go up, while what they are made of stays in eval
-    mode; a dropout that a layer applies by itself is 0 for the time. The flags come down after: a layer in that state
-    ignores the cache of a generation. With `is_random`, what is dropped out inside is so again in the second pass.
+    The library does so only in training mode, so the layers get that flag, while their submodules stay in eval mode;
+    a layer's own dropout is 0 meanwhile. The flags are reset afterwards: a layer in training mode ignores the cache of
+    a
+    generation. With `is_random`, the second pass repeats the dropout of the first.
 
     Raises:
         ConfigError: the model `name` has no layers that can be recomputed.
@@ -92,7 +93,7 @@ def recompute_activations(model: Any, name: str, is_random: bool = False) -> Ite
             f"train.gradient-checkpointing: expected a model whose layers can be recomputed, found none in "
             f'"{name}" ({type(model).__name__}); set train.gradient-checkpointing = false'
         )
-    # Where nothing in a layer is random, the generators' state need not be kept for the second pass.
+    # If nothing in a layer is random, the generators' state need not be stored for the second pass.
     how = {"use_reentrant": False, "preserve_rng_state": is_random}
     # Newer versions of the library say "activation", and warn about the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -105,7 +106,7 @@ def recompute_activations(model: Any, name: str, is_random: bool = False) -> Ite
                 setattr(layer, key, 0.0)
         yield
     finally:
-        model.disable_input_require_grads()  # a hook that torch.func, for gradients of single rows, does not go through
+        model.disable_input_require_grads()  # a hook that torch.func does not support for per-example gradients
         for layer, dropouts in zip(layers, before, strict=True):
             layer.training = False
             for key, value in dropouts.items():

@@ -1,7 +1,7 @@
 """A task is a model, its data, a loss and metrics. One file each; found by its file name, as methods are.
 
-A file has `INFO`, a `fedveil.contract.task.TaskInfo`, and `create(config, adapter, device) -> Task`. So has a module of
-another package that an entry point in the group "fedveil.tasks" names.
+A file defines `INFO`, a `fedveil.contract.task.TaskInfo`, and `create(config, adapter, device) -> Task`. So does a
+module of another package that an entry point in the group "fedveil.tasks" names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fedveil.plugins import PluginPackage
 
-if TYPE_CHECKING:  # they import torch, which whoever asks for names alone does not need
+if TYPE_CHECKING:  # they import torch, which listing names does not need
     from fedveil.config import RunConfig
     from fedveil.contract.adapter import Adapter
     from fedveil.contract.task import Task, TaskInfo
@@ -21,7 +21,7 @@ _PLUGINS = PluginPackage("fedveil.tasks", "fedveil.tasks", "task.name", "-", ("I
 
 
 def list_tasks() -> list[str]:
-    """Names of all tasks, with hyphens ("text-generation"): the files of this folder, and those of other packages."""
+    """Return the names of all tasks, with hyphens ("text-generation"): files of this folder, and of other packages."""
     return _PLUGINS.list_names()
 
 
@@ -32,6 +32,6 @@ def task_info(name: str) -> TaskInfo:
 
 
 def load_task(config: RunConfig, adapter: Adapter, device: str = "auto") -> Task:
-    """The task that `config.task.name` names. Raises ConfigError for an unknown name, TaskError for a missing base."""
+    """Load the task `config.task.name`. Raises ConfigError for an unknown name, TaskError for a missing base."""
     task: Task = _PLUGINS.load_module(config.task.name).create(config, adapter, device)
     return task

@@ -1,23 +1,24 @@
 """Prompts for a frozen CLIP: train context vectors before the class names to classify images.
 
-    logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          the scale is the model's
+    logits = exp(scale) cos(image, [SOS][context][class name].[EOS])          scale: the model's logit scale
 
-Adapter: `PromptAdapter`. Model: any CLIP of transformers, a local folder or a hub id, or "tiny", which saw no picture
-of the data that presets use. The loss is the mean cross entropy over images; a prompt with a contrast adds its term.
+Adapter: `PromptAdapter`. Model: any CLIP of transformers, a local folder or a Hub id, or "tiny", which was trained on
+no image of the presets' data. The loss is the mean cross entropy over images; a prompt with a contrast adds its term.
 
-An image goes through the frozen tower once, without augmentation; its features are kept on the site, in memory, by the
-digest of its file. They are what a row is.
+Each image passes through the frozen tower once, without augmentation; the site stores its features in memory, by the
+digest of its file. An encoded example consists of these features.
 
-Data are a file of rows (Parquet, JSON Lines) or an image folder `<split>/<class>/<name>.png` or .jpg. The class is in
+Data are a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/<name>.png` or .jpg. The class is in
 task.target-column: an integer counted from 0, or a name.
 
-| names of the classes, the first that there is | numbers |
+| class names, the first source available | numbers |
 |---|---|
-| task.class-names | in that order; names in the data are among them |
-| of the column, where a Parquet file keeps them (ClassLabel) | in that order |
+| task.class-names | in that order; all names in the data must be among them |
+| of the column, if a Parquet file stores them (ClassLabel) | in that order |
 | the sorted names of the whole file, or of the class folders | in that order |
 
-A site without a class numbers the rest otherwise by the last line: give task.class-names. In texts "_" is a space.
+With the last source, a site that lacks a class numbers the others differently: set task.class-names. "_" becomes a
+space in texts.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ INFO = TaskInfo(
     columns=lambda task: (task.image_column, task.target_column),
     tiny=lambda: bundled.bundled_folder("clip-prompt"),
     metrics=class_metrics,
-    divisible=False,  # the texts of all classes cost most, and every process would make all of them
+    divisible=False,  # the texts of all classes cost most, and every process would compute all of them
 )
-_AT_ONCE = 64  # images that the tower sees together
+_AT_ONCE = 64  # images per pass through the tower
 ZERO_SHOT = "a photo of a"
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
-    """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
+    """Create the task of `config`; the model is loaded on first use. Raises the same errors as text generation."""
     check_task_config(config, adapter, INFO)
     for key, value, wanted in (
         ("train.quantized-base", config.train.quantized_base, "none"),
@@ -115,7 +116,7 @@ class ClipPrompt(AdaptedTask):
 
     @cached_property
     def _scale(self) -> float:
-        """exp of the model's logit scale."""
+        """Return exp of the model's logit scale."""
         return float(self.base.model.logit_scale.exp())
 
     @override
@@ -129,11 +130,11 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def encode(self, examples: Examples) -> list[EncodedImage]:
-        """A row for each image; those that the tower has not seen yet go through it.
+        """Encode each image; images that the tower has not processed yet pass through it.
 
         Raises:
-            TaskError: by file and row, an image that does not decode or has no class; or names of classes that are not
-                those of the rows before.
+            TaskError: an image that does not decode or has no class, with file and row; or class names that differ
+                from those of earlier examples.
         """
         labels = [self._label(example) for example in examples]
         digests: list[bytes] = []
@@ -181,11 +182,11 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def collate(self, rows: Sequence[EncodedImage]) -> LabelledBatch:
-        """One batch, on the CPU."""
+        """Return one batch, on the CPU."""
         return LabelledBatch(torch.stack([row.points for row in rows]), torch.tensor([row.label for row in rows]))
 
     def texts(self, weights: Weights) -> Float[Tensor, "prompts classes D"]:
-        """The texts that `weights` make, see `prompt_tensors.context_vectors`; differentiable."""
+        """Return the texts under `weights`, see `prompt_tensors.context_vectors`; differentiable."""
         with self._computing():
             return self._texts.features(prompt_tensors.context_vectors(self.adapter, weights))
 
@@ -197,9 +198,9 @@ class ClipPrompt(AdaptedTask):
         return self._scale * prompt_tensors.class_similarities(self.adapter, points, texts)
 
     def loss_at(self, weights: Weights, batch: LabelledBatch) -> Tensor:
-        """Summed loss of a batch on the device, as a pure function of the weights: what torch.func differentiates.
+        """Return the summed loss of a batch on the device, a pure function of the weights for torch.func.
 
-        Under vmap a row is a batch of one; the texts do not depend on the rows and are computed once.
+        Under vmap an example is a batch of one; the texts do not depend on the examples and are computed once.
         """
         texts = self.texts(weights)
         loss = torch.nn.functional.cross_entropy(self.logits(texts, batch.inputs), batch.labels, reduction="sum")
@@ -209,7 +210,7 @@ class ClipPrompt(AdaptedTask):
         return loss
 
     def samples(self, rows: Sequence[EncodedImage]) -> tuple[Tensor, Tensor]:
-        """Points and classes. Raises TaskError for a prompt whose loss branches on values."""
+        """Return points and classes. Raises TaskError for a prompt whose loss branches on values."""
         if self.adapter.form == "transport":
             raise TaskError(
                 'adapter.form: expected "one", "sum" or "factored" for per-row gradients, found "transport", whose '
@@ -219,12 +220,12 @@ class ClipPrompt(AdaptedTask):
         return batch.inputs, batch.labels
 
     def sample_loss(self, weights: Weights, *sample: Tensor) -> Tensor:
-        """The loss of one image."""
+        """Return the loss of one image."""
         points, label = sample
         return self.loss_at(weights, LabelledBatch(points[None], label[None]))
 
     def features(self, weights: Weights) -> Float[Tensor, "classes D"]:
-        """The texts, of norm 1, which rows meet alone. Raises TaskError for a loss that is not of them alone."""
+        """Return the texts, of norm 1, the only features of the loss. Raises TaskError if the loss uses others."""
         if self.adapter.form == "transport" or self.adapter.contrast:
             raise TaskError(
                 "adapter: expected one text per class and no contrast for gradients with respect to the texts, found "
@@ -233,7 +234,7 @@ class ClipPrompt(AdaptedTask):
         return self.texts({name: w.to(self.device) for name, w in weights.items()})[0]
 
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
-        """scale (softmax_i - onehot_i), and the image's feature: their product is row i's gradient in the texts."""
+        """Return scale (softmax_i - onehot_i) and the image's feature; their product is row i's text gradient."""
         points, labels = samples
         probabilities = self.logits(features[None], points).softmax(-1)
         return self._scale * (probabilities - torch.nn.functional.one_hot(labels, probabilities.shape[-1])), points[
@@ -242,7 +243,7 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
-        """Summed loss of the images of `batch`, which lies on the device."""
+        """Return the summed loss of the images of `batch`, which is on the device."""
         return self.loss_at(self.trained, batch)
 
     @override
@@ -256,7 +257,7 @@ class ClipPrompt(AdaptedTask):
         """ "loss" (cross entropy alone) and "accuracy" over evaluate.eval-examples examples, evenly spaced.
 
         Raises:
-            TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
+            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
@@ -276,7 +277,7 @@ class ClipPrompt(AdaptedTask):
     def _all(
         self, weights: Weights, rows: Sequence[EncodedImage]
     ) -> tuple[Float[Tensor, "rows classes"], Int[Tensor, " rows"]]:
-        """Logits and labels, on the CPU."""
+        """Return logits and labels, on the CPU."""
         self.put(weights)
         texts = self.texts(self.trained)
         parts = (self.collate([rows[i] for i in part]) for part in self._parts(len(rows)))
@@ -287,7 +288,7 @@ class ClipPrompt(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[EncodedImage], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """The slice "target" alone, of one position: nothing is generated."""
+        """Yield only the slice "target", with one position: nothing is generated."""
         if rows:
             logits, labels = self._all(weights, rows)
             for i in range(len(rows)):

@@ -1,22 +1,22 @@
-"""Image classification: a model of images learns their class.
+"""Image classification: an image model learns the classes of images.
 
-| `task.model` | starts from | classes | images |
+| `task.model` | initial weights | classes | images |
 |---|---|---|---|
-| a folder or hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as
+| a folder or Hub id with weights | those | the model's own | by its preprocessor_config.json; a folder without: as
   below |
-| a folder with config.json, without weights | a draw | task.num-classes | as the one above |
-| "tiny" | a draw | task.num-classes | 32 x 32, in values from -1 to 1 |
+| a folder with config.json, without weights | random | task.num-classes | as the one above |
+| "tiny" | random | task.num-classes | 32 x 32, with values from -1 to 1 |
 
-All weights are drawn from the public stream that `initial` gets, so sites of one run start alike. Under an adapter the
-frozen weights come from a public stream of run.seed.
+Random weights come from the public stream that `initial` receives, so sites of one run start equal. Under an adapter
+the frozen weights come from a public stream of run.seed.
 
-Data are a file of rows (Parquet, JSON Lines), or an image folder `<split>/<class>/<name>.png` or .jpg. Without
-preprocessor_config.json an image is resized to the model's image_size (224 where it names none), bilinear with
+Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>/<name>.png` or .jpg. Without
+preprocessor_config.json an image is resized to the model's image_size (224 if it has none), bilinear with
 antialiasing and without rounding, so that the pixels are a linear function of the original's.
 
-The class is in task.target-column: an integer counted from 0, or a name. Names are those of the model where it has them
-all; else the sorted names of the whole file or of the class folders, which must be as many as the model's classes: a
-site that lacked a class would otherwise number the rest differently. An image folder may have empty class folders.
+The class is in task.target-column: an integer counted from 0, or a name. Names are those of the model if it has them
+all; otherwise the sorted names of the whole file or of the class folders, which must be as many as the model's classes:
+a site without one class would otherwise number the others differently. An image folder may have empty class folders.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ INFO = TaskInfo(
     tiny=lambda: None,
     metrics=class_metrics,
 )
-TINY_VIT = {  # the tiny base, made in code
+TINY_VIT = {  # the tiny base, defined in code
     "image_size": 32, "patch_size": 4, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "intermediate_size": 384,
 }  # fmt: skip
@@ -64,14 +64,14 @@ Pixels = Float[Tensor, "channels height width"]
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
-    """The task of `config`; the model itself is loaded at the first need. Raises as text generation's."""
+    """Create the task of `config`; the model is loaded on first use. Raises the same errors as text generation."""
     check_task_config(config, adapter, INFO)
     return ImageClassification(config, adapter, loading.pick_device(device))
 
 
 @dataclass(frozen=True)
 class ImageExample:
-    """One image, as the model takes it, and its class. `kept` gives its pixels where they need no decoding."""
+    """One image in the model's input format, and its class. `kept` returns its pixels if they need no decoding."""
 
     pixels: Callable[[], Pixels]
     label: int
@@ -79,20 +79,20 @@ class ImageExample:
 
     @property
     def length(self) -> int:
-        """1: all images are of one size."""
+        """Return 1: all images have one size."""
         return 1
 
 
 @final
 class ImageExamples(Sequence[ImageExample]):
-    """The images of examples, read and decoded one by one when their pixels are asked for.
+    """The images of examples, read and decoded one by one when their pixels are needed.
 
-    Decoded ones are kept as long as there is room. A slice is a list.
+    Decoded images are cached as long as there is room. A slice is a list.
 
     Args:
-        examples: where the images are.
+        examples: the examples with the images.
         labels: their classes.
-        decoded: an example's image.
+        decoded: returns an example's decoded image.
     """
 
     def __init__(self, examples: Examples, labels: Sequence[int], decoded: Callable[[Example], Pixels]) -> None:
@@ -149,8 +149,8 @@ class ImageClassification(AdaptedTask):
     def encode(self, examples: Examples) -> ImageExamples:
         """Return one example per image; an image is decoded when a batch contains it.
 
-        Raises TaskError, by file and row, for what is no image or has no class; for an image that is broken behind its
-        head, the batch does.
+        Raises TaskError, with file and row, for an example without an image or class; for an image that is damaged
+        after its header, the batch raises it.
         """
         self._mode  # noqa: B018  # raises where the model does not take images
         labels = []
@@ -161,8 +161,8 @@ class ImageClassification(AdaptedTask):
 
     @override
     def collate(self, rows: Sequence[ImageExample]) -> LabelledBatch:
-        """One batch, on the CPU."""
-        cached_pixels = [row.kept() for row in rows]  # a thread for one of these costs more than it has to do
+        """Return one batch, on the CPU."""
+        cached_pixels = [row.kept() for row in rows]  # a thread for one of these costs more than its work
         undone = iter(
             images.decode_parallel([row.pixels for row, k in zip(rows, cached_pixels, strict=True) if k is None])
         )
@@ -173,22 +173,22 @@ class ImageClassification(AdaptedTask):
         return self._forward({"pixel_values": batch.inputs}).float()
 
     def samples(self, rows: Sequence[ImageExample]) -> tuple[Tensor, Tensor]:
-        """Pixels and classes; see per_example.PerExampleLoss."""
+        """Return pixels and classes; see per_example.PerExampleLoss."""
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """The loss of one image."""
+        """Return the loss of one image."""
         pixels, label = sample
         logits = self._logits_at(weights, {"pixel_values": pixels[None]}).float()
         return torch.nn.functional.cross_entropy(logits, label[None])
 
     @override
     def loss_sum(self, batch: LabelledBatch) -> Tensor:
-        """Summed loss of the images of `batch`, which lies on the device.
+        """Return the summed loss of the images of `batch`, which is on the device.
 
         Raises:
-            ConfigError: train.compile on a machine that cannot.
+            ConfigError: train.compile on a machine that does not support it.
         """
         return torch.nn.functional.cross_entropy(self._logits(batch), batch.labels, reduction="sum")
 
@@ -202,7 +202,7 @@ class ImageClassification(AdaptedTask):
         """ "loss" and "accuracy" over evaluate.eval-examples examples, evenly spaced, as a folder is sorted by class.
 
         Raises:
-            TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
+            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
@@ -225,7 +225,7 @@ class ImageClassification(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[ImageExample], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """The slice "target" alone, of one position: a classifier generates nothing."""
+        """Yield only the slice "target", with one position: a classifier generates nothing."""
         self.show(weights)
         for part in self._parts(len(rows)):
             chosen = [rows[i] for i in part]
@@ -237,7 +237,7 @@ class ImageClassification(AdaptedTask):
         return self._pixels(images.image_bytes(example, self.config.task.image_column), example.where)
 
     def _label(self, example: Example) -> int:
-        """The class of an example."""
+        """Return the class of an example."""
         column = self.config.task.target_column
         value = example.values.get(column)
         if isinstance(value, str) and example.class_names:
@@ -251,7 +251,7 @@ class ImageClassification(AdaptedTask):
         return value
 
     def _pixels(self, image: bytes, where: str) -> Pixels:
-        """An image as the model takes it."""
+        """Return an image in the model's input format."""
         config, processor = self.base.model.config, self.base.processor
         picture = images.decode_image(image, where, self._mode)
         if processor is not None:
@@ -281,7 +281,7 @@ class ImageClassification(AdaptedTask):
 
 @lru_cache(maxsize=8)
 def _numbers(names: tuple[str, ...], own: tuple[str, ...], folder: str) -> Mapping[str, int]:
-    """The number of each class name, for a model whose own names are `own`."""
+    """Return the number of each class name, for a model with its own names `own`."""
     if set(names) <= set(own) and len(set(own)) == len(own):
         return {name: i for i, name in enumerate(own)}
     if len(names) != len(own):

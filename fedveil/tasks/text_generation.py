@@ -1,8 +1,8 @@
 """Text generation: a causal language model learns to continue a source with its target.
 
-A row is `source + "\\n" + target + end`, or both in the words of the base's chat template (task.chat-template), at most
-task.max-tokens tokens: the source loses its end first, then the target, and the log says how many did. What it shares
-with other tasks is in `causal_lm`.
+An example is `source + "\\n" + target + end`, or both in the base's chat template (task.chat-template), with at most
+task.max-tokens tokens: the source is cut at its end first, then the target, and the log reports how many were cut. The
+code shared with other tasks is in `causal_lm`.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ INFO = TaskInfo(
     chats=True,
 )
 _TEXT_TYPES = (str, int, float, bool)
-_AT_ONCE = 1000  # rows that are tokenised together
-_CUDA_MULTIPLE = 8  # of a batch's length: a GPU plans its kernels anew for each length that it has not met
+_AT_ONCE = 1000  # examples that are tokenized together
+_CUDA_MULTIPLE = 8  # for a batch's length: a GPU plans its kernels again for each new length
 
 log = logging.getLogger("fedveil.data")
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
-    """The task of `config`; the base itself is loaded at the first need.
+    """Create the task of `config`; the base is loaded on first use.
 
     Raises:
-        ConfigError: a quantised base under an adapter that would train it, train.compile where it does not go with
-            the rest, rows longer than a local base's context, or a device that is not there.
+        ConfigError: a quantized base under an adapter that would train it, train.compile with incompatible settings,
+            examples longer than a local base's context, or a device that does not exist.
         TaskError: no base model at that path.
     """
     adapter_task.check_task_config(config, adapter, INFO)
@@ -119,7 +119,7 @@ class TextGeneration(causal_lm.CausalTask):
         )
 
     def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
-        """The rows of some examples at a time; the next ones are tokenised meanwhile."""
+        """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[list[int]], list[list[int]]]:
             texts = [self._texts(example) for example in part]
@@ -142,7 +142,7 @@ class TextGeneration(causal_lm.CausalTask):
         bleu, rouge_l, nist, meteor and cider (see text_metrics) of one text for each of those sources.
 
         Raises:
-            TaskError: no examples, or weights that are not the spec's.
+            TaskError: no examples, or weights that do not match the spec.
         """
         references = self._references(examples)
         self.show(weights)
@@ -176,21 +176,21 @@ class TextGeneration(causal_lm.CausalTask):
         return tuple(t.to(self.device) for t in (batch.ids, wanted.view(shape), counted.view(shape)))  # type: ignore[return-value]
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
-        """Mean loss of one row, a token that counts. Padding needs no mask: it comes after all that the targets see."""
+        """Return the mean loss per counted token of one example. Padding needs no mask: it follows all targets."""
         ids, wanted, counted = sample
-        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # transformers would look for padding
+        everything = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)  # else: a search for padding
         given = {"input_ids": ids[None], "attention_mask": everything, "use_cache": False}
         logits = self._logits_at(weights, given)[0]
         losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
         return (losses * counted).sum() / counted.sum()
 
     def generate(self, weights: Weights, sources: Sequence[str]) -> list[str]:
-        """The text that the model with `weights` writes for each source: greedy, or evaluate.num-beams beams."""
+        """Return the text that the model with `weights` generates for each source: greedy, or by beam search."""
         self.show(weights)
         return self._generate(sources)
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
-        """The text behind each prompt, which is a source. Raises ConfigError for images, and without a prompt."""
+        """Return the text after each prompt, which is a source. Raises ConfigError for images, and without a prompt."""
         if images or not prompts:
             raise ConfigError(
                 "--prompt: expected at least one and no --image, because this run's model reads only text, found "
@@ -203,7 +203,7 @@ class TextGeneration(causal_lm.CausalTask):
         return self._texts_of([TokenExample(ids, len(ids)) for ids in prompts])
 
     def _references(self, examples: Examples) -> dict[str, list[str]]:
-        """Targets by source, sources in order of appearance, at most evaluate.eval-examples of them."""
+        """Return the targets by source, in order of appearance, for at most evaluate.eval-examples sources."""
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
         grouped: dict[str, list[str]] = {}
@@ -214,7 +214,7 @@ class TextGeneration(causal_lm.CausalTask):
         return grouped
 
     def _texts(self, example: Example) -> tuple[str, str]:
-        """(source, target) of a row. Raises TaskError naming the column that is missing or holds no text."""
+        """Return (source, target) of a row. Raises TaskError naming the column that is missing or contains no text."""
         task = self.config.task
         for column in (task.source_column, task.target_column):
             if not isinstance(example.values.get(column), _TEXT_TYPES):

@@ -6,11 +6,11 @@
 | choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT`
   | task.target-column: index of the right choice |
 
-The prompts go through the processor's own chat template, image first. They are the prompts with which
+The prompts use the processor's own chat template, image first. They are the prompts with which
 LLaVA-style models are commonly tuned and scored. A question may have a hint (task.hint-column):
-"Context: ..." before it. The hint loses its end where the example is too long for task.max-tokens. An
+"Context: ..." before it. The hint is cut at its end if the example is too long for task.max-tokens. An
 adapter of the language model is trained; vision tower and connector are frozen. Several captions of an
-image are as many training examples, and one image to score.
+image are as many training examples, but one image for scoring.
 
 Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths relative to the data file.
 """
@@ -65,14 +65,14 @@ INFO = TaskInfo(
     mounts=("layers",), columns=_columns, tiny=lambda: bundled.bundled_folder("vision-language"), metrics=_metrics
 )
 
-Inputs = Mapping[str, Tensor]  # what the model takes of an image: (1, ...) each
+Inputs = Mapping[str, Tensor]  # the model's inputs for an image: (1, ...) each
 
 
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
-    """The task of `config`; the base itself is loaded at the first need. Raises as text generation's.
+    """Create the task of `config`; the base is loaded on first use. Raises the same errors as text generation.
 
     Raises:
-        ConfigError: a hint without questions, too.
+        ConfigError: also a hint without questions.
     """
     if config.task.hint_column and not config.task.choices_column:
         raise ConfigError(
@@ -85,7 +85,7 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 
 
 def prompt_of_choices(question: str, choices: Sequence[str]) -> str:
-    """The question, its choices as lettered lines, and how to answer."""
+    """Return the question, its choices as lettered lines, and how to answer."""
     options = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
     return f"{question}\n{options}\n{CHOICE_PROMPT}"
 
@@ -99,7 +99,7 @@ class ImageTextExample(TokenExample):
 
 @dataclass(frozen=True)
 class _Asked:
-    """One image with its prompt and right answers."""
+    """One image with its prompt and correct answers."""
 
     image: Callable[[], bytes]
     prompt: str
@@ -115,7 +115,7 @@ class _Asked:
 
 @final
 class VisionLanguage(causal_lm.CausalTask):
-    """A model that captions images or chooses answers about them."""
+    """A model that captions images or answers multiple-choice questions about them."""
 
     @override
     def _load(self) -> LoadedModel:
@@ -127,10 +127,10 @@ class VisionLanguage(causal_lm.CausalTask):
 
     @override
     def encode(self, examples: Examples) -> list[ImageTextExample]:
-        """A row for each target of each image, tokenised, the image as the model takes it.
+        """Return a tokenized example for each target of each image, with the image as model inputs.
 
         Raises:
-            TaskError: an image that does not decode, or a row without target, by file and row.
+            TaskError: an image that does not decode, or a row without target, with file and row.
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
         room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
@@ -147,7 +147,7 @@ class VisionLanguage(causal_lm.CausalTask):
         for captions bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
 
         Raises:
-            TaskError: no examples, rows as in `encode`, or weights that are not the spec's.
+            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
         """
         if not examples:
             raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
@@ -165,7 +165,7 @@ class VisionLanguage(causal_lm.CausalTask):
         return scores
 
     def generate(self, weights: Weights, examples: Examples) -> list[str]:
-        """The text that the model with `weights` writes about each image: greedy, or evaluate.num-beams beams."""
+        """Return the text that the model with `weights` generates about each image: greedy, or by beam search."""
         self.show(weights)
         room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
         return self._texts_of([self._rows(self._asked(example), room)[0] for example in examples])
@@ -174,7 +174,7 @@ class VisionLanguage(causal_lm.CausalTask):
         """Generate a text about each image; at most one prompt may replace the caption prompt.
 
         Raises:
-            ConfigError: no image, several prompts, or none where the run learned to answer questions.
+            ConfigError: no image, several prompts, or none if the run learned to answer questions.
             TaskError: an image that does not decode.
         """
         if not images or len(prompts) > 1 or (self.config.task.choices_column and not prompts):
@@ -190,9 +190,9 @@ class VisionLanguage(causal_lm.CausalTask):
 
     @override
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
-        """One batch, on the CPU, with what the model takes of its images."""
+        """Return one batch, on the CPU, with the model inputs of its images."""
         batch = super().collate(rows)
-        # Not in threads: a tokenizer, which the processor calls, is for one at a time.
+        # Not in threads: the processor calls a tokenizer, which is not thread-safe.
         inputs = [row.inputs() for row in rows if isinstance(row, ImageTextExample)]
         return replace(batch, inputs={key: torch.cat([each[key] for each in inputs]) for key in inputs[0]})
 
@@ -250,7 +250,7 @@ class VisionLanguage(causal_lm.CausalTask):
             return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
     def _seen(self, asked: _Asked) -> tuple[list[int], dict[str, Tensor]]:
-        """The prompt's tokens, one for each part of the image, and what the model takes of the image."""
+        """Return the prompt's tokens, one for each part of the image, and the model inputs of the image."""
         encoding = self._processed(asked)
         ids: list[int] = encoding.pop("input_ids")[0].tolist()
         inputs = {name: value for name, value in encoding.items() if name not in _OF_TOKENS}
@@ -262,7 +262,7 @@ class VisionLanguage(causal_lm.CausalTask):
         return ids, inputs
 
     def _kept(self, asked: _Asked, inputs: dict[str, Tensor], room: decoding.DecodeMemoryLimit) -> Callable[[], Inputs]:
-        """Gives `inputs`, which are kept where there is room, and else made again."""
+        """Return `inputs`, which are cached if there is room, and otherwise computed again."""
         if room.holds(sum(value.nbytes for value in inputs.values())):
             return lambda: inputs
         names = list(inputs)
@@ -285,7 +285,7 @@ def _hint(example: Example, column: str) -> str:
 
 
 def _captions(example: Example, column: str) -> list[str]:
-    """The captions of an image, at least one, none empty."""
+    """Return the captions of an image, at least one, none empty."""
     value = example.values.get(column)
     texts = value if isinstance(value, list) else [value]
     captions = [text for text in texts if isinstance(text, str) and text.strip()]

@@ -1,1 +1,1 @@
-"""A task's work with its model: local training, per-example gradients, scores."""
+"""A task's computations with its model: local training, per-example gradients, scores."""

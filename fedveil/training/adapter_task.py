@@ -1,4 +1,4 @@
-"""The common base of tasks around one model with an adapter: weights in and out, devices, local training."""
+"""The common base class of tasks with one model and an adapter: weights, devices, local training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOTHING = contextlib.nullcontext()
 _OF_SOME: Mapping[str, Any] = {
     "loss-mask": "targets",
     "packing": False,
-}  # keys that a task may not have, with their defaults
+}  # keys that a task may not support, with their defaults
 _OFFERED: Mapping[Mount, str] = {"layers": "LoRA pairs or all weights", "cache": "a prefix", "texts": "a prompt"}
 
 
@@ -39,9 +39,9 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
     """Check the run config as far as possible before a model is loaded.
 
     Raises:
-        ConfigError: an adapter that the task's models do not take, a quantized base under an adapter that
+        ConfigError: an adapter that the task's models do not support, a quantized base under an adapter that
             would train it, train.compile where it is not supported, or a key of the train section, or a chat
-            template, that the task does not have.
+            template, that the task does not support.
         TaskError: no base model at that path.
     """
     if adapter.mount not in info.mounts:
@@ -72,43 +72,46 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
 
 
 class AdaptedTask(Task):
-    """A model with its adapter. Weights come back on the device that they were given on.
+    """A model with its adapter. It returns weights on the device on which it received them.
 
-    Dropout is off unless the adapter uses it, and the client's stream determines the order of batches; with
-    run.deterministic one thread trains, so that two processes on one machine give bit-identical results.
+    Dropout is off unless the adapter uses it, and the client's stream determines the order of batches. With
+    run.deterministic, training uses one thread, so that two processes on one machine give bit-identical results.
     """
 
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
         self.config = config
         self.adapter = adapter
         self.device = device
-        self.by: GradientBackend | None = None  # None: this process computes alone
-        self._overwritten = False  # the base's own weights, in the model
+        self.by: GradientBackend | None = None  # None: this process computes everything
+        self._overwritten = False  # whether the model's own base weights were overwritten
 
     @abstractmethod
     def _load(self) -> LoadedModel:
-        """The base with its adapter."""
+        """Load the base with its adapter."""
 
     @cached_property
     def base(self) -> LoadedModel:
-        """Return the base with its adapter. Its trained tensors hold the values put in last."""
+        """Return the base with its adapter. Its trained tensors have the values loaded last."""
         return self._load()
 
     def _unchanged(self) -> LoadedModel:
-        """The base as it is on disk. Where the adapter trains it, it is read again once others were put in: a copy of
-        all weights in every site's memory would cost more.
+        """Return the base as it is on disk.
+
+        If the adapter trains the base, it is read again after other weights were loaded: a copy of all weights in every
+        site's memory would cost more.
+
         """
         return self._load() if self.adapter.trains_base and self._overwritten else self.base
 
     @property
     def trained(self) -> Mapping[str, Tensor]:
-        """Return the parameters behind the spec; they hold the values put in last."""
+        """Return the parameters of the spec; they have the values loaded last."""
         return self.base.trained
 
     @property
     @override
     def spec(self) -> Spec:
-        """Names in the order of the model's layers; fp32."""
+        """Return the names in the order of the model's layers; fp32."""
         places = self.base.places
         return {
             name: ParamSpec(tuple(p.shape), p.dtype, places.get(name), fixed=not p.requires_grad)
@@ -141,19 +144,19 @@ class AdaptedTask(Task):
 
     @abstractmethod
     def collate(self, rows: Rows) -> ExampleBatch:
-        """One batch, on the CPU."""
+        """Return one batch, on the CPU."""
 
     def training_batch(self, rows: Rows) -> ExampleBatch:
-        """One batch of a training step, on the CPU."""
+        """Return one batch of a training step, on the CPU."""
         return self.collate(rows)
 
     @abstractmethod
     def loss_sum(self, batch: Any) -> Tensor:
-        """Summed loss of a batch of `collate`, which lies on the device."""
+        """Return the summed loss of a batch from `collate` on the device."""
 
     @abstractmethod
     def mean_loss(self, encoded: Rows) -> float:
-        """Mean loss of the rows with the weights put in last."""
+        """Return the mean loss of the examples with the weights loaded last."""
 
     def put(self, weights: Weights) -> None:
         """Copy the weights into the model. Raises TaskError if they do not match the spec."""
@@ -189,7 +192,7 @@ class AdaptedTask(Task):
 
     def taken(self, weights: Weights) -> Weights:
         """Return the trained values, owned by the caller, on the device of `weights`, which were loaded before."""
-        # The same holds on a GPU for weights that came from there: it has no second copy of the model either.
+        # The same holds on a GPU for weights from the GPU: it has no second copy of the model either.
         is_own = self.adapter.trains_base and not self.config.train.compile
         if is_own and next(iter(weights.values())).device == next(iter(self.trained.values())).device:
             return self.base.take()
@@ -203,7 +206,7 @@ class AdaptedTask(Task):
 
     @property
     def _can_release(self) -> bool:
-        """Return whether the model's own tensors are trained, so that avoiding a full copy in main memory pays off.
+        """Return whether the model's own tensors are trained, so that avoiding a full copy in memory is worthwhile.
 
         A compiled model keeps the tensors with which it was compiled.
         """
@@ -224,8 +227,8 @@ class AdaptedTask(Task):
 
     @contextlib.contextmanager
     def training(self, rng: RandomStream) -> Iterator[None]:
-        """Context of the training steps: layers are recomputed under train.gradient-checkpointing; `rng` draws the
-        dropout.
+        """Return a context for the training steps: it recomputes layers under train.gradient-checkpointing; `rng` draws
+        the dropout.
 
         Raises:
             ConfigError: the model has no layers that can be recomputed.
@@ -248,19 +251,19 @@ class AdaptedTask(Task):
 
     @cached_property
     def _own_names(self) -> Mapping[str, str]:
-        """The names of the trained tensors, in the model as it is built here."""
+        """Return the names of the trained tensors in this task's model."""
         known = {id(p): name for name, p in self.base.model.named_parameters()}
         return {name: known[id(p)] for name, p in self.base.trained.items() if id(p) in known}
 
     def _logits_at(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Tensor:
-        """The model's logits as a pure function of the trained weights: what torch.func differentiates."""
+        """Return the model's logits as a pure function of the trained weights, which torch.func differentiates."""
         named = {self._own_names[name]: w for name, w in weights.items()}
         with self._computing(), _plain_attention():
             logits: Tensor = torch.func.functional_call(self.base.model, named, (), dict(inputs)).logits
         return logits
 
     def _parts(self, count: int) -> Iterator[range]:
-        """Indices of the batches of a scoring."""
+        """Yield the indices of the batches for scoring."""
         size = 2 * self.config.train.batch_size
         return (range(i, min(i + size, count)) for i in range(0, count, size))
 

@@ -1,4 +1,4 @@
-"""The common base of tasks around a causal language model: its loss, scoring, generation."""
+"""The common base class of tasks with a causal language model: its loss, scoring, generation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from fedveil.training.adapter_task import AdaptedTask
 
 
 class CausalTask(AdaptedTask):
-    """A causal language model with its adapter. The loss is the mean over target tokens (including the end token),
-    or over the tokens that training counts."""
+    """A causal language model with its adapter.
+
+    The loss is the mean over target tokens (including the end token), or over the tokens that training counts.
+    """
 
     @override
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
-        """One batch, on the CPU."""
+        """Return one batch, on the CPU."""
         return batches.collate_batch(rows, self.base.tokenizer.eos_token_id)
 
     def _logits(self, batch: TokenBatch) -> Tensor:
-        # Positions come with packed rows, whose mask the library makes of them.
+        # Packed examples come with positions, from which the library builds their mask.
         mask = None if "position_ids" in batch.inputs else batch.mask
         return self._forward({"input_ids": batch.ids, "attention_mask": mask, "use_cache": False, **batch.inputs})
 
     @override
     def loss_sum(self, batch: TokenBatch) -> Tensor:
-        """Summed loss of the tokens that count in `batch`, which lies on the device.
+        """Return the summed loss of the counted tokens in `batch`, which is on the device.
 
         Raises:
-            ConfigError: train.compile on a machine that cannot.
+            ConfigError: train.compile on a machine that does not support it.
         """
         counted = self._logits(batch).flatten(0, 1)[batch.positions].float()
         return torch.nn.functional.cross_entropy(counted, batch.wanted, reduction="sum")
@@ -45,7 +47,7 @@ class CausalTask(AdaptedTask):
     @override
     @torch.no_grad()
     def mean_loss(self, encoded: Sequence[TokenExample]) -> float:
-        """Mean loss a target token with the weights put in last."""
+        """Return the mean loss per target token with the weights loaded last."""
         ordered = sorted(encoded, key=lambda row: len(row.ids))  # examples of similar length need little padding
         total = terms = 0.0
         for part in self._parts(len(ordered)):
@@ -59,7 +61,7 @@ class CausalTask(AdaptedTask):
     def predict(
         self, weights: Weights, rows: Sequence[TokenExample], generate: bool = False
     ) -> Iterator[ExamplePrediction]:
-        """The slice "image" is there where the model has image tokens."""
+        """Yield the predictions; the slice "image" exists if the model has image tokens."""
         self.show(weights)
         image = self.base.image_token
         for part in self._parts(len(rows)):
@@ -87,7 +89,7 @@ class CausalTask(AdaptedTask):
 
     @property
     def _prompt_limit(self) -> int:
-        """Longest prompt that leaves room for evaluate.max-new-tokens. Raises ConfigError where there is none."""
+        """Return the maximum prompt length that leaves room for evaluate.max-new-tokens. Raises ConfigError."""
         new, context, longest = self.config.evaluate.max_new_tokens, self.base.context, self.config.task.max_tokens
         limit = longest if context is None else min(longest, context - new)
         if limit < 1:
@@ -115,7 +117,7 @@ class CausalTask(AdaptedTask):
         width = max(len(row.ids) for row in prompts)
         batch = self.collate([_padded(row, width, end) for row in prompts]).to(self.device)
         mask = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in prompts], device=self.device)
-        # Unpadded prompts need no mask; transformers then takes a generated end token for padding, and says so.
+        # Unpadded prompts need no mask; transformers then treats a generated end token as padding, and warns.
         with self._computing(), library_logging.quiet_libraries():
             out = self.base.model.generate(
                 input_ids=batch.ids, attention_mask=mask, generation_config=how, **batch.inputs
@@ -134,5 +136,5 @@ def _prompt(row: TokenExample) -> TokenExample:
 
 
 def _padded(row: TokenExample, width: int, token: int) -> TokenExample:
-    """The row with `token` before it, up to that width."""
+    """Return the row padded with `token` on the left to that width."""
     return replace(row, ids=[token] * (width - len(row.ids)) + row.ids, start=width)

@@ -25,7 +25,7 @@ class TrainableTask(Protocol):
 
     @property
     def config(self) -> RunConfig:
-        """The train and run sections are read."""
+        """Return the run config; its train and run sections are read."""
         ...
 
     @property
@@ -35,60 +35,60 @@ class TrainableTask(Protocol):
 
     @property
     def trained(self) -> Mapping[str, Tensor]:
-        """Return the parameters behind the spec; they hold the values put in last."""
+        """Return the parameters of the spec; they have the values loaded last."""
         ...
 
     def put(self, weights: Weights) -> None:
-        """Puts weights in. Raises TaskError where they are not the spec's."""
+        """Load weights. Raises TaskError if they do not match the spec."""
         ...
 
     def taken(self, weights: Weights) -> Weights:
-        """The trained parameters' values, the caller's own, on the device of `weights`, which were put in before."""
+        """Return the trained values, owned by the caller, on the device of `weights`, which were loaded before."""
         ...
 
     def training(self, rng: RandomStream) -> contextlib.AbstractContextManager[None]:
         """Return a context for the training steps; its own random draws come from `rng`.
 
-        Raises ConfigError where this model cannot have it.
+        Raises ConfigError if this model does not support it.
         """
         ...
 
     def training_batch(self, rows: Rows) -> ExampleBatch:
-        """One batch of a training step, on the CPU."""
+        """Return one batch of a training step, on the CPU."""
         ...
 
     def loss_sum(self, batch: Any) -> Tensor:
-        """Summed loss of a batch of `training_batch` on the parameters' device.
+        """Return the summed loss of a batch from `training_batch` on the parameters' device.
 
-        Waits for nothing that the device computes.
+        This does not wait for the device.
         """
         ...
 
     def mean_loss(self, encoded: Rows) -> float:
-        """Mean loss of the rows with the weights put in last."""
+        """Return the mean loss of the examples with the weights loaded last."""
         ...
 
 
 class GradientBackend(Protocol):
-    """The gradients of training steps, and what is asked before them."""
+    """Computes the gradients of training steps, and the inputs that the steps need."""
 
     def training(self, dropout: RandomStream) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the steps. Raises ConfigError where the model cannot have it."""
+        """Return a context for the steps. Raises ConfigError if the model does not support it."""
         ...
 
     def batch(self, rows: Rows) -> ExampleBatch:
-        """One batch of a step, on the CPU."""
+        """Return one batch of a step, on the CPU."""
         ...
 
     def backward(self, step: Sequence[ExampleBatch]) -> Tensor:
-        """Set the trained parameters' gradients, none so far, to that of the mean loss over all terms of a step.
+        """Set the trained parameters' gradients, unset before, to that of the mean loss over all terms of a step.
 
         Returns that loss, on the device.
         """
         ...
 
     def mean_loss(self, rows: Rows) -> float:
-        """Mean loss of the rows with the weights put in last."""
+        """Return the mean loss of the examples with the weights loaded last."""
         ...
 
     def gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
@@ -98,7 +98,7 @@ class GradientBackend(Protocol):
 
 @final
 class LocalBackend(GradientBackend):
-    """This process computes all of it."""
+    """Computes everything in this process."""
 
     def __init__(self, task: TrainableTask) -> None:
         self._task = task

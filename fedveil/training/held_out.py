@@ -1,15 +1,15 @@
 """A trainer that scores the first weights of a client round on held-out examples, and reports the score.
 
 The first weights are the method's starting point: the server's weights with the site's private factor, layers or
-prompt. A method that trains twice in a client round reports the same figure twice.
+prompt. A method that trains twice in a client round reports the same score twice.
 
-| client round | its report |
+| client round | report |
 |---|---|
-| whose site may answer | loss_held_out, rows_held_out |
-| whose site may not, or cannot | held_out_refused |
-| with per-example gradient steps | nothing: such steps belong to a privacy guarantee, which refuses held-out scores |
+| the site may report a score | loss_held_out, rows_held_out |
+| the site may not or cannot | held_out_refused |
+| with per-example gradient steps | nothing: such steps belong to a privacy guarantee, which forbids held-out scores |
 
-`ReceivedLossFilter` keeps a trainer's `loss_received`, which is of rows that the site trains on, from leaving it.
+`ReceivedLossFilter` keeps a trainer's `loss_received`, which is of the site's training examples, from leaving it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class HeldOutScoringTrainer(TrainerWrapper):
     """A trainer that scores held-out examples.
 
     Args:
-        trainer: trains on other rows than `held`.
-        held: the rows that are held out.
-        refusal: asked once, before anything is computed; a key of `held_out_report.REFUSALS`, or 0: the site answers.
+        trainer: trains on examples other than `held`.
+        held: the held-out examples.
+        refusal: called once, before any computation; returns a key of `held_out_report.REFUSALS`, or 0 for no refusal.
     """
 
     def __init__(self, trainer: Trainer, held: Rows, refusal: Callable[[], int]) -> None:
@@ -73,11 +73,11 @@ class HeldOutScoringTrainer(TrainerWrapper):
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """A site's rows in two parts, neither of them a copy.
+    """A site's examples in two parts, neither of them a copy.
 
     Attributes:
-        trained: what it trains on.
-        held: what it scores on; empty where nothing is held out.
+        trained: the examples for training.
+        held: the examples for scoring; empty if none are held out.
     """
 
     trained: Rows
@@ -85,7 +85,7 @@ class HeldOutSplit:
 
 
 def split_held_out(rows: Rows, indices: Set[int]) -> HeldOutSplit:
-    """Split the rows into those to train on, and those at the places `indices`, which are held out."""
+    """Split the examples into training examples and held-out examples at `indices`."""
     if not indices:
         return HeldOutSplit(rows, ())
     trained = [index for index in range(len(rows)) if index not in indices]
@@ -97,8 +97,8 @@ class ReceivedLossFilter(TrainerWrapper):
     """A trainer that does not report the received weights' loss on the site's training examples.
 
     Args:
-        trainer: reports on held-out rows, if there are any.
-        tells: whether `loss_received` is reported, with the held-out rows' loss; without such a loss it never is.
+        trainer: reports on held-out examples, if there are any.
+        tells: whether to report `loss_received`, with the held-out loss; without such a loss it is never reported.
     """
 
     def __init__(self, trainer: Trainer, tells: bool) -> None:

@@ -1,4 +1,4 @@
-"""Local training: AdamW over a site's rows, the same for every task that is a `TrainableTask`."""
+"""Local training: AdamW over a site's examples, the same for every `TrainableTask`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fedveil.training.threads import limit_threads
 
 @final
 class LocalTraining:
-    """One client's training: a new AdamW at each call, each example once an epoch, learning rates by `round_`.
+    """One client's training: a new AdamW at each call, each example once per epoch, learning rates by `round_`.
 
     A step takes train.gradient-accumulation-steps batches of train.batch-size examples. Its loss is the mean
     over the target tokens of all its batches, so its gradient equals that of one batch of all its examples.
-    train.max-grad-norm bounds this gradient, with the method's penalty in it. `watch` is called about twice
+    train.max-grad-norm bounds this gradient, including the method's penalty. `watch` is called about twice
     a second, and once after the last step. `by` computes the gradients; None: this process alone.
     """
 
@@ -54,16 +54,16 @@ class LocalTraining:
         self._dropout = rng.split("dropout")
         self._watch = watch
         self._round = round_
-        self._taken: list[Sequence[int]] = []  # the rows of each step of the last training
+        self._taken: list[Sequence[int]] = []  # the examples of each step of the last training
 
     @property
     def num_examples(self) -> int:
-        """Rows of this client."""
+        """Return the number of this client's examples."""
         return len(self._rows)
 
     @property
     def spec(self) -> Spec:
-        """The task's spec."""
+        """Return the task's spec."""
         return self._task.spec
 
     @property
@@ -72,17 +72,16 @@ class LocalTraining:
         return LocalGradientSource(self._task, self._rows, self._by.gradients)
 
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Train from `weights`, which do not change. Entries that no step moves, or that are `frozen`, come back exact.
+        """Train from `weights`, which do not change. Entries that no step moves, or that are `frozen`, stay exact.
 
-        The report has loss_received (of `weights`, on the site's first train.received-loss-examples rows; left out at
-        0), loss_trained (mean over the steps; without one, loss_received, or left out), steps, tokens (all that the
-        steps read, padding apart) and train_seconds.
+        The report has loss_received (of `weights`, on the site's first train.received-loss-examples examples; omitted
+        for 0), loss_trained (mean over the steps; without a step, loss_received, or omitted), steps, tokens (read by
+        all steps, without padding) and train_seconds.
 
         Raises:
-            TaskError: weights that are not the spec's, a loss that is no longer finite, or such weights in the result;
-                the step is named with its rows, by number alone.
-            ConfigError: train.gradient-checkpointing or train.compile, where they cannot be had, or a schedule past its
-                end.
+            TaskError: weights that do not match the spec, a loss that is no longer finite, or non-finite weights in the
+                result; the error names the step and its examples, only by number.
+            ConfigError: train.gradient-checkpointing or train.compile, where unsupported, or a schedule past its end.
         """
         started = time.perf_counter()
         task = self._task
@@ -103,10 +102,10 @@ class LocalTraining:
         return TrainingResult(after, report, ExamplesUsed.from_steps(self._taken))
 
     def mean_loss(self, weights: Weights, rows: Rows) -> float:
-        """Mean loss of rows that need not be this client's own, at `weights`, which stay as they are.
+        """Return the mean loss at `weights`, which do not change, of examples that may come from elsewhere.
 
         Raises:
-            TaskError: weights that are not the spec's.
+            TaskError: weights that do not match the spec.
         """
         self._task.put(weights)
         with limit_threads(self._task.config):
@@ -115,14 +114,14 @@ class LocalTraining:
     def gradient(self, weights: Weights) -> TrainingResult:
         """Return the gradient of one batch's mean loss at `weights`, which do not change. No optimizer is involved.
 
-        The batch is the first of the epoch that `train` would run now. It has train.batch-size rows;
-        train.gradient-accumulation-steps, train.epochs and train.max-steps play no part. A tensor that the loss does
-        not reach has a gradient of zeros. All lie on the parameters' device.
+        The batch is the first of the epoch that `train` would run now. It has train.batch-size examples;
+        train.gradient-accumulation-steps, train.epochs and train.max-steps have no effect. A tensor that the loss does
+        not depend on has a gradient of zeros. All gradients are on the parameters' device.
         The report has loss_received (of this batch), steps (1), tokens and train_seconds.
 
         Raises:
-            TaskError: weights that are not the spec's, or a loss that is not finite.
-            ConfigError: train.gradient-checkpointing or train.compile, where they cannot be had.
+            TaskError: weights that do not match the spec, or a loss that is not finite.
+            ConfigError: train.gradient-checkpointing or train.compile, where unsupported.
         """
         started = time.perf_counter()
         task, train = self._task, self._task.config.train
@@ -132,7 +131,7 @@ class LocalTraining:
         rows = [self._rows[i] for i in order[: train.batch_size]]
         progress = LossLog(1, train.learning_rate, self._watch, lambda step: order[: train.batch_size])
         with limit_threads(task.config), self._by.training(self._dropout):
-            _forget(parameters)  # a training that an error ended may have left a part of a step's gradient
+            _forget(parameters)  # a failed training may have left a part of a step's gradient
             ((batch,),) = batches.load_batches([rows], self._collated, parameters[0].device)
             progress.add(self._by.backward([batch]), batch.tokens)
             progress.read()
@@ -148,7 +147,7 @@ class LocalTraining:
         sets = [_Held(task.trained, each) for each in frozen]
         parameters = list(task.trained.values())
         optimiser = optimizers.create(parameters, train)
-        optimiser.zero_grad()  # a training that an error ended may have left a part of a step's gradient
+        optimiser.zero_grad()  # a failed training may have left a part of a step's gradient
         schedule, planned = LearningRateSchedule.from_config(task.config), self._planned
         progress = LossLog(planned, train.learning_rate, self._watch, lambda step: self._taken[step])
         with contextlib.closing(batches.load_batches(self._batches(), self._collated, parameters[0].device)) as steps:
@@ -173,13 +172,13 @@ class LocalTraining:
         return progress.losses, progress.tokens
 
     def _collated(self, rows: Rows) -> list[ExampleBatch]:
-        """The batches of one step."""
+        """Yield the batches of one step."""
         size = self._task.config.train.batch_size
         return [self._by.batch(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     @property
     def _planned(self) -> int:
-        """Steps of one participation."""
+        """Return the number of steps of one participation."""
         train = self._task.config.train
         steps = train.epochs * math.ceil(len(self._rows) / (train.batch_size * train.gradient_accumulation_steps))
         return min(steps, train.max_steps) if train.max_steps else steps
@@ -203,10 +202,10 @@ class LocalTraining:
 
 @final
 class _Held:
-    """Entries that are frozen.
+    """Frozen entries of the trained tensors.
 
-    A tensor that is frozen as a whole has no gradient, so the optimizer neither moves it nor creates states for it. In
-    others, frozen entries are restored after the step. This is exact because AdamW treats each entry separately.
+    A completely frozen tensor has no gradient, so the optimizer neither moves it nor creates states for it. In
+    other tensors, frozen entries are restored after the step. This is exact because AdamW treats entries separately.
     """
 
     def __init__(self, trained: Mapping[str, Tensor], frozen: Weights) -> None:
@@ -242,7 +241,7 @@ class _Held:
 
 def _are_finite(parameters: list[Tensor]) -> bool:
     """Return whether all entries are finite. Waits for the device once."""
-    largest = [torch.linalg.vector_norm(p.detach(), math.inf) for p in parameters if p.numel()]  # NaN comes through
+    largest = [torch.linalg.vector_norm(p.detach(), math.inf) for p in parameters if p.numel()]  # NaN is preserved
     return bool(torch.stack(largest).isfinite().all())
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedveil.contract.task import TrainingProgress, Watch
 from fedveil.errors import TaskError
 
-_READ_SECONDS = 0.5  # between two looks at the losses: each one waits for the GPU
-_NAMED = 32  # rows in a message
+_READ_SECONDS = 0.5  # seconds between two readings of the losses: each one waits for the GPU
+_NAMED = 32  # maximum number of examples in a message
 
 
 @final
@@ -22,10 +22,10 @@ class LossLog:
     """The steps' losses. They stay on the device and are read several at a time, because reading waits for the device.
 
     Args:
-        planned: steps of the training.
+        planned: planned steps of the training.
         learning_rate: train.learning-rate, for messages.
         watch: receives the last loss at each reading.
-        rows_of: the rows of a step that was begun, by its number from 0; rows are counted from 0 too.
+        rows_of: returns the examples of a started step, by its number from 0; examples are counted from 0 too.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LossLog:
         """Read the unread losses, if any, and pass the last one to the watch.
 
         Raises:
-            TaskError: one of them is not finite; the first such step is named with its rows, by number alone.
+            TaskError: one of them is not finite; the error names the first such step and its examples, only by number.
         """
         if not self._unread:
             return
@@ -65,7 +65,7 @@ class LossLog:
         self._watch(TrainingProgress(len(self.losses), self._planned, self.losses[-1], self.tokens, seconds))
 
     def diverged(self, what: str) -> TaskError:
-        """The error for the last step that was read. Its rows are counted from 1, as in a file of all the site's."""
+        """Return the error for the last step that was read. It counts examples from 1, as in a file of all."""
         step = len(self.losses)
         rows = sorted(row + 1 for row in self._rows_of(step - 1))
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""

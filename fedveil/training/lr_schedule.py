@@ -1,23 +1,23 @@
 """The learning rate of each step: train.lr-schedule and train.warmup-ratio, over the whole run.
 
 The curve is that of transformers' `get_scheduler` ("constant" with a warm-up is its "constant_with_warmup"). A step's
-rate is the curve's value in the middle of the step: step s of S, in round r of R, stands at (r + (s + 1/2) / S) / R of
-the run. So the round alone says where a site stands. A round that is repeated, or resumed, has the same rates. Sites
-with more steps than others run through the same part of the curve in a round, and on a straight piece of it their mean
-rate is exactly the same. No step has a rate of 0, which a site's only step of the first round would otherwise have.
+rate is the curve's value in the middle of the step: step s of S, in round r of R, is at (r + (s + 1/2) / S) / R of
+the run. So the round alone determines a site's position. A repeated or resumed round has the same rates. Sites
+with more steps than others cover the same part of the curve in a round, and on a straight section their mean
+rate is exactly the same. No step has a rate of 0, as a site's only step of the first round otherwise would.
 
-train.warmup-ratio is a part of the run, not a number of rounds: runs of a few rounds have warm-ups shorter than a
+train.warmup-ratio is a fraction of the run, not a number of rounds: runs of a few rounds have warm-ups shorter than a
 round.
 
 | case | result |
 |---|---|
 | a site that misses rounds | it continues at the run's current position |
-| a turn in which a method trains twice | both trainings run through the round's part of the curve |
+| a client round in which a method trains twice | both trainings cover the round's part of the curve |
 | run.rounds raised at a resume | ConfigError: the curve would jump |
-| noisy steps (dp.*), or a method whose clients make no steps of train.* | ConfigError before any site is asked |
+| noisy steps (dp.*), or a method whose clients make no steps of train.* | ConfigError before any site is contacted |
 
-Other names of `get_scheduler` are left out: "polynomial" and "cosine_with_restarts" are the two curves here unless they
-are given arguments of their own, and "inverse_sqrt" counts steps, in which sites differ.
+Other names of `get_scheduler` are not supported: "polynomial" and "cosine_with_restarts" equal the two curves here
+unless they get their own arguments, and "inverse_sqrt" counts steps, whose number differs between sites.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 
-_TICKS = 10**9  # of a whole run, whatever its rounds and steps: integers, so that all sites round alike
+_TICKS = 10**9  # ticks of a whole run, for any rounds and steps: integers, so that all sites round alike
 
 
 @final
@@ -40,9 +40,9 @@ class LearningRateSchedule:
     """The rates of a run.
 
     Attributes:
-        rounds: of the whole run.
+        rounds: number of rounds of the whole run.
         peak: train.learning-rate.
-        factor: of the peak, by ticks since the run began.
+        factor: factor of the peak, by ticks since the run began.
     """
 
     rounds: int
@@ -51,7 +51,7 @@ class LearningRateSchedule:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> LearningRateSchedule | None:
-        """Create the schedule of the run config; None for one rate throughout."""
+        """Create the schedule of the run config; None for a constant rate."""
         train = config.train
         if train.lr_schedule == "constant" and not train.warmup_ratio:
             return None

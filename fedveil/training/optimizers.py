@@ -1,12 +1,12 @@
-"""The optimiser of local training, by train.optimizer.
+"""The optimizer of local training, by train.optimizer.
 
-| name | states, bytes a weight | |
+| name | states, bytes per weight | |
 |---|---|---|
 | "adamw" | 8 | torch's own |
-| "adamw-8bit" | 2 | bitsandbytes' AdamW (Dettmers et al. 2022): 8 bits a state, a scale a block of 256 |
-| "paged-adamw-8bit" | 2 | the same in pages that the driver moves to the host where the GPU has no room; not on a CPU |
+| "adamw-8bit" | 2 | bitsandbytes' AdamW (Dettmers et al. 2022): 8 bits per state, one scale per block of 256 |
+| "paged-adamw-8bit" | 2 | the same in pages that the driver moves to the host if the GPU is full; not on a CPU |
 
-Of tensors below 4,096 entries, bitsandbytes keeps states of 32 bits.
+For tensors below 4,096 entries, bitsandbytes uses states of 32 bits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fedveil.contract.method import Method
 from fedveil.errors import ConfigError
 from fedveil.privacy.dp_sgd import DpSgdConfig
 
-_PIECE = 1 << 20  # entries, whole blocks: what bitsandbytes computes with on a CPU is five times as large
-_OF_STEPS = ("lr-schedule", "warmup-ratio", "max-grad-norm")  # keys that mean something where AdamW steps alone
-_SMALLEST = 4096  # entries of a tensor whose states have 8 bits
+_PIECE = 1 << 20  # entries in whole blocks: on a CPU, bitsandbytes' temporary memory is five times as large
+_OF_STEPS = ("lr-schedule", "warmup-ratio", "max-grad-norm")  # keys that only affect runs with AdamW's steps
+_SMALLEST = 4096  # entries of the smallest tensor with states of 8 bits
 
 
 class LocalOptimizer(Protocol):
@@ -31,7 +31,7 @@ class LocalOptimizer(Protocol):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the groups as torch's optimizers have them; each holds its learning rate, "lr"."""
+        """Return the groups in the format of torch's optimizers; each contains its learning rate, "lr"."""
         ...
 
     def step(self) -> Any:
@@ -39,15 +39,15 @@ class LocalOptimizer(Protocol):
         ...
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
+        """Clear the gradients."""
         ...
 
 
 def create(parameters: list[Tensor], train: TrainConfig) -> LocalOptimizer:
-    """A new optimiser. A step of AdamW is torch's fused one, a pass over weight, gradient and states, on any device.
+    """Create an optimizer. AdamW uses torch's fused step, one pass over weight, gradient and states, on any device.
 
     Raises:
-        ConfigError: a paged one for parameters that are on no GPU.
+        ConfigError: a paged optimizer for parameters that are not on a GPU.
     """
     on_gpu = all(p.is_cuda for p in parameters)
     if train.optimizer == "paged-adamw-8bit":
@@ -61,13 +61,14 @@ def create(parameters: list[Tensor], train: TrainConfig) -> LocalOptimizer:
         return PagedAdamW8bit(parameters, lr=train.learning_rate, weight_decay=train.weight_decay)  # type: ignore[no-any-return]
     if train.optimizer == "adamw-8bit":
         return _eight_bit(parameters, train) if on_gpu else _Pieces(parameters, train)
-    # Entries are taken as they lie in memory: a gradient of another order would move others, and torch does not say so.
+    # Entries are read in memory order: a gradient in another order would move the wrong ones, without an error from
+    # torch.
     fused = all(p.is_contiguous() for p in parameters) or None
     return torch.optim.AdamW(parameters, lr=train.learning_rate, weight_decay=train.weight_decay, fused=fused)
 
 
 def set_rate(optimiser: LocalOptimizer, learning_rate: float) -> None:
-    """The learning rate of the steps from now on."""
+    """Set the learning rate of all following steps."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate
 
@@ -113,14 +114,14 @@ def _eight_bit(parameters: list[Tensor], train: TrainConfig) -> Any:
 
 
 def _split(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of the flat tensor. The last one is never so small that its states would have 32 bits."""
+    """Return views of the flat tensor. The last one is never so small that its states would have 32 bits."""
     whole = max(0, tensor.numel() - _SMALLEST) // _PIECE
     return torch.split(tensor.reshape(-1), [_PIECE] * whole + [tensor.numel() - whole * _PIECE])
 
 
 @final
 class _Pieces:
-    """AdamW of 8 bits that takes large tensors in pieces of whole blocks, which changes no bit of the result."""
+    """8-bit AdamW that processes large tensors in pieces of whole blocks, with bit-identical results."""
 
     def __init__(self, parameters: list[Tensor], train: TrainConfig) -> None:
         self._parameters = parameters
@@ -134,7 +135,7 @@ class _Pieces:
         return groups
 
     def step(self) -> None:
-        """Moves the parameters by their gradients."""
+        """Update the parameters by their gradients."""
         for parameter, pieces in zip(self._parameters, self._pieces, strict=True):
             grads = [None] * len(pieces) if parameter.grad is None else _split(parameter.grad)
             for piece, grad in zip(pieces, grads, strict=True):
@@ -143,6 +144,6 @@ class _Pieces:
         self._inner.zero_grad()
 
     def zero_grad(self) -> None:
-        """Forgets the gradients."""
+        """Clear the gradients."""
         for parameter in self._parameters:
             parameter.grad = None

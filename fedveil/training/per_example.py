@@ -1,13 +1,12 @@
 """Per-example steps: the examples of each step, and the gradient of each example's own loss.
 
-A task that offers `PerExampleLoss` has them. Its loss must be a pure function of the weights and one row, so that
-torch.func can differentiate all rows of a batch at once. Memory: the rows' gradients and what their backward passes
-hold, linear in the batch.
+A task that offers `PerExampleLoss` supports them. Its loss must be a pure function of the weights and one example, so
+that torch.func can differentiate all examples of a batch at once. Memory: the per-example gradients and the stored
+values of their backward passes, linear in the batch.
 
-Where the rows meet the weights only in features T (n x m) that the weights make alone (`PerExampleFeatureLoss`), row
-i's gradient in T has rank one, l_i r_i^T, and its norm is |l_i| |r_i|: a row needs no backward pass of its own. Time
-and memory: one backward pass, and n + m numbers a row.
-"""
+If the examples interact with the weights only through features T (n x m) of the weights (`PerExampleFeatureLoss`), the
+gradient of example i with respect to T has rank one, l_i r_i^T, and its norm is |l_i| |r_i|. So an example needs no
+backward pass of its own. Time and memory: one backward pass, and n + m numbers per example."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ __all__ = [
 
 @runtime_checkable
 class PerExampleLoss(Protocol):
-    """The interface that a task adds to `gradient_backend.TrainableTask` where examples can be told apart."""
+    """The interface that a task adds to `gradient_backend.TrainableTask` if it has a loss per example."""
 
     def samples(self, rows: Rows) -> tuple[Tensor, ...]:
         """Return the examples as tensors on the model's device, each with the examples as its first dimension."""
@@ -66,14 +65,14 @@ class PerExampleFeatureLoss(Protocol):
         ...
 
     def features(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """T (n x m) on the model's device, from weights on any; pure, and differentiable by torch.func.
+        """Return T (n x m) on the model's device, from weights on any; pure, and differentiable by torch.func.
 
-        Raises TaskError where this adapter has none.
+        Raises TaskError if this adapter has none.
         """
         ...
 
     def factors(self, features: Tensor, *samples: Tensor) -> tuple[Tensor, Tensor]:
-        """l (rows x n) and r (rows x m): the gradient of row i's loss in T is l_i r_i^T."""
+        """Return l (rows x n) and r (rows x m): the gradient of row i's loss in T is l_i r_i^T."""
         ...
 
 
@@ -81,7 +80,7 @@ class PerExampleFeatureLoss(Protocol):
 class LocalGradientSource(PerExampleGradientSource):
     """The per-example gradients of one client. train.gradient-accumulation-steps does not affect them.
 
-    `by` computes those of whole weights: `per_example_gradients`, where it is None.
+    `by` computes the gradients of whole weights; None: `per_example_gradients`.
     """
 
     def __init__(self, task: Any, rows: Rows, by: Callable[[Rows, Weights], PerExampleGradients] | None = None) -> None:
@@ -101,7 +100,7 @@ class LocalGradientSource(PerExampleGradientSource):
     @property
     @override
     def steps(self) -> int:
-        """Raises ConfigError for a batch that is larger than the site."""
+        """Return the number of steps. Raises ConfigError for a batch that is larger than the site's data."""
         train = self._task.config.train
         return count_steps(len(self._rows), train.batch_size, train.epochs, train.max_steps)
 
@@ -127,7 +126,7 @@ class LocalGradientSource(PerExampleGradientSource):
 
 
 def count_steps(num_examples: int, batch_size: int, epochs: int, max_steps: int) -> int:
-    """Steps of a participation: whole batches only. Raises ConfigError for a batch that is larger than the site."""
+    """Return the steps of a participation: whole batches only. Raises ConfigError for a batch larger than the data."""
     check_batch(batch_size, num_examples)
     planned = epochs * (num_examples // batch_size)
     return min(planned, max_steps) if max_steps else planned
@@ -136,7 +135,7 @@ def count_steps(num_examples: int, batch_size: int, epochs: int, max_steps: int)
 def draw_batches(
     sampling: Sampling, num_examples: int, batch_size: int, count: int, rng: RandomStream, skip: int = 0
 ) -> list[BatchIndices]:
-    """See `PerExampleGradientSource.batches`. Raises ConfigError for a batch that is larger than the site."""
+    """See `PerExampleGradientSource.batches`. Raises ConfigError for a batch that is larger than the site's data."""
     check_batch(batch_size, num_examples)
     if sampling == "poisson":
         taken = rng.bernoulli(batch_size / num_examples, (skip + count, num_examples))[skip:]
@@ -152,10 +151,10 @@ def draw_batches(
 
 
 def per_example_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) -> PerExampleGradients:
-    """The gradient of each row's own loss at `weights`, on the weights' device.
+    """Return the gradient of each example's own loss at `weights`, on the weights' device.
 
     Raises:
-        TaskError: weights that are not the spec's, or a task that has no loss of a single row.
+        TaskError: weights that do not match the spec, or a task without a loss per example.
     """
     if not isinstance(task, PerExampleLoss):
         raise TaskError(
@@ -193,7 +192,7 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
     """See `PerExampleGradientSource.feature`; on the weights' device.
 
     Raises:
-        TaskError: weights that are not the spec's, or a task or an adapter without such features.
+        TaskError: weights that do not match the spec, or a task or an adapter without such features.
     """
     if not isinstance(task, PerExampleFeatureLoss):
         raise TaskError(

@@ -1,18 +1,18 @@
-"""Scores of generated text against several references a source.
+"""Scores of generated text against several references per source.
 
 `score_texts` gives bleu, rouge_l, nist, meteor and cider, `score_captions` bleu_1 to bleu_4, rouge_l, cider and
 cider_r, each in the scale of its usual tool:
 
-| score | scale | made by |
+| score | scale | computed by |
 |---|---|---|
-| bleu | 0 to 100 | sacrebleu, corpus BLEU-4, its own tokeniser ("13a"), case kept |
+| bleu | 0 to 100 | sacrebleu, corpus BLEU-4, its own tokenizer ("13a"), case-sensitive |
 | rouge_l | 0 to 1 | rouge-score, F of the longest common subsequence, best reference, mean over sources |
 | nist | 0 to about 10 | nltk, corpus NIST up to 5-grams |
-| meteor | 0 to 1 | nltk, exact and Porter stem matches only: WordNet's synonyms need a download, so values lie below |
+| meteor | 0 to 1 | nltk, only exact and Porter stem matches: WordNet's synonyms need a download, so values are lower |
 | cider | 0 to 10 | CIDEr-D as in coco-caption: 10 x the mean; typically 1 to 3 on E2E |
 | cider_r | 0 to 10 | CIDEr-R: penalties for repeated words and for relative, not absolute, length |
 
-nist, meteor, cider and cider_r see the words of `tokenize_words`.
+nist, meteor, cider and cider_r use the words from `tokenize_words`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ MAX_N = 4
 SCORES = ("bleu", "rouge_l", "nist", "meteor", "cider")
 CAPTIONS = (*(f"bleu_{n}" for n in range(1, MAX_N + 1)), "rouge_l", "cider", "cider_r")
 SIGMA = 6.0
-OF_REPETITION, OF_LENGTH = 0.8, 0.2  # what CIDEr-R raises its two penalties to
+OF_REPETITION, OF_LENGTH = 0.8, 0.2  # the exponents of CIDEr-R's two penalties
 
 _WORD = re.compile(r"[^\W_]+(?:[-.,:/][^\W_]+)*|'[^\W\d_]+|[^\w\s]|_")
 
 
 def tokenize_words(text: str) -> list[str]:
-    """Lower-case words and punctuation marks, in the manner of the Penn Treebank.
+    """Split text into lower-case words and punctuation marks, in the manner of the Penn Treebank.
 
-    Hyphens, points, commas and slashes inside a word or number stay ("family-friendly", "3.5"); a clitic is a word of
-    its own ("it 's"); any other mark stands alone.
-    """
+    Hyphens, periods, commas and slashes inside a word or number stay ("family-friendly", "3.5"); a clitic is a separate
+    word ("it 's"); any other mark is a separate token."""
     return _WORD.findall(text.lower())
 
 
 def score_texts(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """All scores of `candidates`, one a source, against `references`, at least one a source.
+    """Return all scores of `candidates`, one per source, against `references`, at least one per source.
 
     Raises:
-        ValueError: no candidate, or the lengths differ, or a source without reference.
+        ValueError: no candidate, different lengths, or a source without a reference.
     """
     _check(candidates, references)
     candidate_words = [tokenize_words(c) for c in candidates]
@@ -64,7 +63,7 @@ def score_texts(candidates: Sequence[str], references: Sequence[Sequence[str]]) 
 
 
 def score_captions(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-    """The scores that image captions are given: bleu_1 to bleu_4, rouge_l, cider, cider_r. Raises as `score_texts`."""
+    """Return the scores of image captions: bleu_1 to bleu_4, rouge_l, cider, cider_r. Raises like `score_texts`."""
     _check(candidates, references)
     of_words = [tokenize_words(c) for c in candidates], [[tokenize_words(r) for r in refs] for refs in references]
     bleu = {f"bleu_{n}": _bleu(candidates, references, n) for n in range(1, MAX_N + 1)}
@@ -95,25 +94,25 @@ def _check(candidates: Sequence[str], references: Sequence[Sequence[str]]) -> No
 
 
 def cider_d(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
-    """CIDEr-D of each candidate (Vedantam, Zitnick, Parikh 2015, Eq. 2 to 4 and section 5), times 10.
+    """Return CIDEr-D of each candidate (Vedantam, Zitnick, Parikh 2015, Eq. 2 to 4 and section 5), times 10.
 
-    Document frequencies come from these references, one document a source. A value is 0 to 10; a set of one source
-    gives 0 throughout, because every idf is then log 1.
+    Document frequencies come from these references, one document per source. A value is 0 to 10; a set of one source
+    scores 0 throughout, because every idf is then log 1.
     """
     return _consensus(candidates, references, _gaussian)
 
 
 def cider_r(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> list[float]:
-    """CIDEr-R of each candidate (Santos, Colombini, Avila 2021, as in the authors' own scorer), times 10.
+    """Return CIDEr-R of each candidate (Santos, Colombini, Avila 2021, as in the authors' own scorer), times 10.
 
-    CIDEr-D with rep^0.8 len^0.2 in place of its Gaussian, for each reference of l words and a candidate of k; the
+    It is CIDEr-D with rep^0.8 len^0.2 instead of its Gaussian, for a reference of l words and a candidate of k; the
     clipped cosine stays:
 
         len = exp(-((k - l) / l)^2)
         rep = geometric mean of 1 / (1 + |times in the candidate - times in the reference|) over the candidate's words
 
-    In rep a word is letters and digits alone, each counts once, and one that the reference lacks may stand there once.
-    That scorer takes k - 1 and l - 1 for the lengths, with which a reference of one word divides by 0.
+    In rep a word has only letters and digits, each counts once, and a word that the reference lacks may occur once.
+    That scorer uses k - 1 and l - 1 as lengths, which makes it divide by 0 for a reference of one word.
     """
     return _consensus(candidates, references, _robust)
 
@@ -123,7 +122,7 @@ def _consensus(
     references: Sequence[Sequence[Sequence[str]]],
     penalty: Callable[[Sequence[str], Sequence[str]], float],
 ) -> list[float]:
-    """10 x the mean over references of the clipped cosine, times the penalty of candidate and reference."""
+    """Return 10 x the mean over references of the clipped cosine, times the penalty of candidate and reference."""
     reference_counts = [[_gram_counts(r) for r in refs] for refs in references]
     documents = Counter(gram for refs in reference_counts for gram in set().union(*refs))
     log_sources = math.log(len(references))
@@ -156,7 +155,7 @@ def _gram_counts(tokens: Sequence[str]) -> Counter[Gram]:
 
 
 def _tf_idf(counts: Counter[Gram], documents: Counter[Gram], log_sources: float) -> list[dict[Gram, float]]:
-    """One vector for each n. A gram that no reference has counts as if one had."""
+    """Return one vector for each n. An n-gram that no reference has counts as if one reference had it."""
     vectors: list[dict[Gram, float]] = [{} for _ in range(MAX_N)]
     for gram, count in counts.items():
         vectors[len(gram) - 1][gram] = count * (log_sources - math.log(max(1, documents[gram])))
@@ -164,7 +163,7 @@ def _tf_idf(counts: Counter[Gram], documents: Counter[Gram], log_sources: float)
 
 
 def _clipped_cosine(own: list[dict[Gram, float]], other: list[dict[Gram, float]]) -> float:
-    """Mean over n of the cosine. The candidate's entries are clipped at the reference's, so repeating gains nothing."""
+    """Return the mean cosine over n. Clip the candidate's entries at the reference's: repeating gains nothing."""
     total = 0.0
     for mine, theirs in zip(own, other, strict=True):
         lengths = _norm(mine.values()) * _norm(theirs.values())

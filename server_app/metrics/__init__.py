@@ -1,1 +1,1 @@
-"""Live metrics of a run: the round under way, and the sinks that receive each round's metrics."""
+"""Live metrics of a run: the current round, and the sinks that receive each round's metrics."""

@@ -1,13 +1,13 @@
-"""Hands each round's figures to sinks, each in a thread of its own, so that none can hold up or end a round.
+"""Pass each round's metrics to sinks, each in its own thread, so that no sink can delay or end a round.
 
-| a sink ... | what happens |
+| a sink ... | result |
 |---|---|
-| raises | it is ended with its error |
-| takes more than `MOST_SECONDS` over an attempt, or has `MOST_WAITING` of them before it | it is ended |
-| has not written its last ones `END_SECONDS` after the run's end, `FAILED_SECONDS` after a failure | the same |
-| is ended | the log says why, and so does status.json under "sinks"; nothing more is handed to it; the rounds go on |
+| raises | it is stopped with its error |
+| takes more than `MOST_SECONDS` over an attempt, or has `MOST_WAITING` of them in its queue | it is stopped |
+| has not written its last metrics `END_SECONDS` after the run's end, `FAILED_SECONDS` after a failure | the same |
+| is stopped | the log and status.json ("sinks") have the reason; it gets no more metrics; the rounds continue |
 
-Threads cannot be killed: one that hangs stays, holds what it holds, and ends with the process.
+Threads cannot be killed: one that hangs stays, retains its resources, and ends with the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedveil.server_app.metrics.samples import RoundMetrics
 
 MOST_SECONDS = 120.0  # MLflow's first tables take ten on a slow machine
 END_SECONDS = 30.0
-FAILED_SECONDS = 5.0  # of a run that fails, or is stopped: Flower does not wait long for its last words
+FAILED_SECONDS = 5.0  # for a run that fails or is stopped: Flower does not wait long
 MOST_WAITING = 100
 _REASON_CHARACTERS = 300
 
@@ -35,11 +35,11 @@ class MetricsSink(Protocol):
     """A destination for metrics. Both calls come from the same thread and may raise."""
 
     def write(self, told: RoundMetrics) -> None:
-        """Writes one attempt's figures."""
+        """Write one attempt's metrics."""
         ...
 
     def close(self, state: str) -> None:
-        """The run has ended: "completed" or "failed". Also called for a sink that raised."""
+        """End the run as "completed" or "failed". Also called for a sink that raised."""
         ...
 
 
@@ -54,12 +54,12 @@ class _Outlet:
         self.name, self.ended, self.logged = name, "", False
         self._sink, self._clock = sink, clock
         self._waiting: SimpleQueue[RoundMetrics | str] = SimpleQueue()
-        self._since: float | None = None  # of what it is at
+        self._since: float | None = None  # start of the current attempt
         self.thread = threading.Thread(target=self._serve, name=f"sink-{name}", daemon=True)
         self.thread.start()
 
     def put(self, item: RoundMetrics | str) -> None:
-        """Hands over figures, or the run's last state, unless the sink is ended."""
+        """Pass on metrics, or the run's last state, unless the sink was stopped."""
         if self.over():
             return
         if self._waiting.qsize() >= MOST_WAITING:
@@ -68,7 +68,7 @@ class _Outlet:
         self._waiting.put(item)
 
     def over(self) -> str:
-        """Why it is ended; "" if it is not."""
+        """Return why the sink was stopped; "" if it was not."""
         since = self._since
         if not self.ended and since is not None and self._clock() - since > MOST_SECONDS:
             self.ended = f"it has been at one attempt for more than {MOST_SECONDS:g} s"
@@ -85,7 +85,7 @@ class _Outlet:
                     break
                 self._sink.write(item)
                 self._since = None
-        except BaseException as error:  # of whatever kind: it is the sink's own, SystemExit too
+        except BaseException as error:  # of any kind: it is the sink's own, even SystemExit
             self.ended = self.ended or sanitize(f"{type(error).__name__}: {error}", _REASON_CHARACTERS)
         try:
             self._sink.close(state)
@@ -99,8 +99,8 @@ class MetricsDispatcher:
     """The sinks of a run, by name.
 
     Args:
-        accountant: makes a sink that hands further figures to the others; it is called "epsilon".
-        clock: for tests.
+        accountant: creates a sink that passes further metrics to the others; its name is "epsilon".
+        clock: replaceable for tests.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MetricsDispatcher:
         return bool(self._all)
 
     def put(self, told: RoundMetrics) -> None:
-        """Hands the figures to every sink. Returns at once."""
+        """Pass the metrics to every sink. Returns at once."""
         for outlet in self._all:
             outlet.put(told)
 
@@ -127,7 +127,7 @@ class MetricsDispatcher:
             outlet.put(told)
 
     def ended(self) -> dict[str, str]:
-        """Why sinks were ended, by name. The first call after it logs it."""
+        """Return why sinks were stopped, by name. The first call after a stop logs it."""
         reasons = {outlet.name: why for outlet in self._all if (why := outlet.over())}
         for outlet in self._all:
             if outlet.name in reasons and not outlet.logged:
@@ -136,10 +136,10 @@ class MetricsDispatcher:
         return reasons
 
     def close(self, state: str) -> None:
-        """Lets the sinks write what waits for them, in that time all together."""
+        """Let the sinks write their queued metrics, within that time in total."""
         seconds = END_SECONDS if state == "completed" else FAILED_SECONDS
         end = self._clock() + seconds
-        for last in (self._all[: -len(self._sinks)], self._sinks):  # the accountant still hands to the others
+        for last in (self._all[: -len(self._sinks)], self._sinks):  # the accountant still passes metrics to the others
             for outlet in last:
                 outlet.put(state)
             for outlet in last:

@@ -1,11 +1,11 @@
-"""The most that the run has cost the records of each site so far, after every attempt: for the sinks.
+"""Compute for the sinks, after every attempt, an upper bound on the privacy cost per record of each site so far.
 
-It is what the report says at the end, from the server's record and the sites' own reports: the run alone, against
-everyone but the site. A site has no figure where that is infinite or not known: no claim, seeded noise, sums that only
-the server sees without noise, uploads that were added up unseen. Its own ledger knows better, and never comes here.
+It is the value in the final report, from the server's record and the sites' own reports: for this run only, against
+everyone but the site. A site has no value if the bound is infinite or unknown: no claim, seeded noise, sums that only
+the server sees without noise, securely aggregated uploads. Its own ledger is more exact, and never leaves the site.
 
-Accounting takes CPU time of the machine that the rounds run on, so it ends with the first attempt that takes it longer
-than `MOST_SECONDS`, and status.json says so.
+Accounting uses CPU time of the machine that runs the rounds, so it stops after the first attempt that takes it
+longer than `MOST_SECONDS`, and status.json reports this.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Put = Callable[[RoundMetrics], None]
 
 @final
 class EpsilonSink:
-    """A sink that tells others. `before`: the run's attempts so far; `put` gets the figures of each further one."""
+    """A sink that feeds others. `before` has the run's attempts so far; `put` receives each further one's metrics."""
 
     def __init__(self, claim: PrivacyGuarantee, config: RunConfig, before: Iterable[Row], put: Put) -> None:
         self._claim, self._batch, self._put = claim, config.train.batch_size, put
         self._attempts = [_needed(row) for row in before if "cohort" in row]
 
     def write(self, told: RoundMetrics) -> None:
-        """Raises TimeoutError where it has become too slow."""
+        """Account for one attempt. Raises TimeoutError if this has become too slow."""
         if "cohort" not in told.row:
             return
         from fedveil.privacy.server_side_bound import server_side_bound
@@ -54,13 +54,13 @@ class EpsilonSink:
         self._put(RoundMetrics(told.step, finite_samples(samples), {}, told.row))
 
     def close(self, state: str) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def make_epsilon_sink(
     claim: PrivacyGuarantee | None, config: RunConfig, metrics: Path
 ) -> Callable[[Put], EpsilonSink] | None:
-    """Return a factory for the sink, or None if the run has no epsilon that holds against the server too.
+    """Return a factory for the sink, or None if the run has no epsilon that also holds against the server.
 
     `metrics` is the file with the rounds before a resume.
 

@@ -1,4 +1,4 @@
-"""Find the sinks that a run config names and check whether their dependencies are installed here.
+"""Find the sinks that a run config names and check that their dependencies are installed here.
 
 `fedveil submit` runs this check too, so the module does not import Flower.
 """
@@ -18,10 +18,10 @@ PLUGINS = PluginPackage(
 
 
 def require_installed(config: RunConfig, where: str) -> dict[str, ModuleType]:
-    """The modules of the sinks that the run config names; none is created. `where` this is asked, for the message.
+    """Return the modules of the sinks in the run config; none is created. `where` names the machine in the message.
 
     Raises:
-        ConfigError: one is unknown, or its extra is not installed here.
+        ConfigError: a sink is unknown, or its extra is not installed here.
     """
     modules = {name: PLUGINS.load_module(name) for name in config.sinks.names}
     for name, module in modules.items():

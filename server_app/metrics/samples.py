@@ -1,17 +1,17 @@
-"""A line of metrics.jsonl as figures with labels, for programs that draw or keep them.
+"""Convert a line of metrics.jsonl to labeled samples, for programs that plot or store them.
 
 | figure | labels | what |
 |---|---|---|
 | asked, accepted, failed | - | sites of the attempt |
-| upload_bytes, download_bytes, seconds | - | of the attempt, refused uploads too |
-| score | view, metric | of the model that the server holds, after the round |
+| upload_bytes, download_bytes, seconds | - | of the attempt, including refused uploads |
+| score | view, metric | of the server's model after the round |
 | site_accepted | site | 1, or 0 where the attempt went on without it |
-| site_upload_bytes, site_download_bytes | site | of its messages; an upload that was refused counts |
-| site_ and a key of a report | site | what it reports: loss_received, loss_trained, train_seconds, ... |
-| site_epsilon | site, delta, neighbours | the most that the run has cost a record of it so far (epsilon.py); it comes
-  after the attempt's other figures |
+| site_upload_bytes, site_download_bytes | site | of its messages, including refused uploads |
+| site_ and a key of a report | site | value from its report: loss_received, loss_trained, train_seconds, ... |
+| site_epsilon | site, delta, neighbours | upper bound on the run's cost per record so far (epsilon.py); it follows
+  the attempt's other metrics |
 
-Nothing is in them that is not in the run folder, and all of them are finite.
+All samples come from the run folder, and all of them are finite.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class MetricSample:
 
     @property
     def path(self) -> str:
-        """Name and labels in one text: "site_loss_received/north"."""
+        """Return name and labels as one text: "site_loss_received/north"."""
         return "/".join((self.name, *(value for _, value in self.labels)))
 
 
 @dataclass(frozen=True)
 class RoundMetrics:
-    """The metrics of one attempt at a round, given to a sink at once or in two parts with the same `row`.
+    """The metrics of one attempt at a round; a sink gets them at once or in two parts with the same `row`.
 
     Attributes:
         step: number of rounds finished by then; 0 for the scores before round 0.
@@ -59,13 +59,13 @@ class RoundMetrics:
 
 
 def samples_from_line(row: Mapping[str, Any], sizes: Sizes) -> RoundMetrics:
-    """The figures of a line of metrics.jsonl that is an attempt, or has the scores before round 0."""
+    """Return the samples of a line of metrics.jsonl that is an attempt, or has the scores before round 0."""
     samples = finite_samples([*_of_round(row), *_of_sites(row, sizes)])
     return RoundMetrics(int(row["round"]) + 1, samples, dict(row.get("failed") or {}), row)
 
 
 def finite_samples(figures: Iterable[MetricSample]) -> tuple[MetricSample, ...]:
-    """Those that can be drawn."""
+    """Return the finite samples."""
     return tuple(figure for figure in figures if math.isfinite(figure.value))
 
 

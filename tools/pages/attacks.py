@@ -1,4 +1,4 @@
-"""Every attack of the package: what an audit runs, its two controls, and the other files of the attacks' rooms."""
+"""Tables of all attacks: what an audit runs, its two controls, and the other files of the attack packages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tools.pages import lines
 
 
 def audited() -> list[tuple[str, ...]]:
-    """A row for each attack that `fedveil audit` finds: file, title, what it reads, its controls, lines of code."""
+    """Return a row for each attack that `fedveil audit` finds: file, title, input, controls, lines of code."""
     return [(f"`{_file(type(a).__module__)}`", *_of(a), _counted(type(a).__module__)) for a in base.list_attacks()]
 
 
 def others() -> list[tuple[str, ...]]:
-    """A row for each other file of the rooms: attacks that benchmarks alone run, and what attacks share."""
+    """Return a row for each other file of the packages: attacks only for benchmarks, and shared code."""
     known = {type(attack).__module__ for attack in base.list_attacks()}
     return [
         (f"`{_file(module.__name__)}`", title(module), _counted(module.__name__))
@@ -30,7 +30,7 @@ def others() -> list[tuple[str, ...]]:
 
 
 def title(module: ModuleType) -> str:
-    """The first line of a module's docstring, without its full stop."""
+    """Return the first line of a module's docstring, without its period."""
     return (inspect.getdoc(module) or "").partition("\n")[0].rstrip(".")
 
 
@@ -39,7 +39,7 @@ def _modules() -> Iterator[ModuleType]:
     for module_info in pkgutil.walk_packages(package.__path__, "fedveil.attacks."):
         if module_info.name.count(".") == 3 and not module_info.name.startswith(
             "fedveil.attacks.audit."
-        ):  # of an attack
+        ):  # for an attack
             yield importlib.import_module(module_info.name)
 
 

@@ -1,4 +1,4 @@
-"""Table of what composes with what: each method with each option for its training, its uploads or its sums.
+"""Table of combinations: each method with each option for its training, its uploads or its sums.
 
 The table comes from the code. Each cell is a round of five tiny sites that was run, after the checks that
 precede any contact with a site. If the code refuses a combination, the cell shows the code's own reason. A
@@ -53,7 +53,7 @@ CODES = "uploads in codes"
 
 @dataclass
 class _Still:
-    """A site whose rows all have the gradient 0."""
+    """A site whose examples all have the gradient 0."""
 
     spec: Spec
     num_examples: int = 4
@@ -87,7 +87,7 @@ class _Still:
 
 @cache
 def cell(name: str, column: str) -> str:
-    """ "yes", or the code's reason why not. `column` is one of `COLUMNS`, or `CODES`."""
+    """ "yes", or the code's reason for refusing. `column` is one of `COLUMNS`, or `CODES`."""
     method = strategies.create_method(name)
     if column == CODES:
         return _codes(name, method)
@@ -115,7 +115,7 @@ def _sends_codes(method: Method) -> bool:
 
 
 def _tried(name: str, method: Method, changes: Mapping[str, object]) -> str:
-    """One round, after what a server checks before it asks a site."""
+    """Run one round, after the checks that a server makes before it contacts a site."""
     spec = dict(method.adapter.example_spec())
     exchange, config = MessageExchange(method, name, spec), parse({**_ALWAYS, "method.name": name, **changes})
     stream = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""A notebook as a page of Markdown: its texts as they are, its code in fences, without outputs. And links to it."""
+"""Convert a notebook to Markdown, with texts unchanged, code in fences and no outputs, and fix links to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINK = re.compile(r"(\]\([^)\s]*)\.ipynb\)")
 
 
 def page(notebook: Path) -> str:
-    """Every cell of a notebook (nbformat 4), in order, and a link to the file itself.
+    """Return every cell of a notebook (nbformat 4), in order, and a link to the file itself.
 
     Raises:
         ValueError: a cell is neither text nor code.

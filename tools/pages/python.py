@@ -1,9 +1,8 @@
-"""The public interface in Python: PUBLIC_MODULES, and a page of each.
+"""The public Python interface: PUBLIC_MODULES, and a page for each.
 
-A module's public names stand in its `__all__`, by hand: a program of somebody else's may import these, and the
-benchmarks import nothing else (benchmarks/tests/test_public_interface.py). Each class and function is shown as it is
-written and as it says of itself. Signatures are read off the source: a type is shown by its name, not by what it stands
-for.
+A module's `__all__` lists its public names by hand: other programs may import these, and the benchmarks import nothing
+else (benchmarks/tests/test_public_interface.py). Each class and function is shown with its source and its docstring.
+Signatures come from the source: a type is shown by its name, not by its definition.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ def _matching(pattern: str) -> list[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """Return the names in a module's `__all__`, read off its source; without one, those of its classes and functions.
+    """Return the names in a module's `__all__`, from its source; without one, those of its classes and functions.
 
-    A method or task that somebody adds needs no `__all__` for its page. Raise ValueError where neither names anything.
+    A third-party method or task needs no `__all__` for its page. Raise ValueError if neither defines any name.
     """
     body = _tree(module).body
     for node in body:
@@ -95,7 +94,7 @@ def summary(module: str) -> str:
 
 
 def page(module: str) -> str:
-    """Return a module's own words, its types and constants, its classes and its functions."""
+    """Return a module's docstring, its types and constants, its classes and its functions."""
     names = public_names(module)
     parts = [f"# {module}\n", described(ast.get_docstring(_tree(module)) or "")]
     nodes = {name: _definition(module, name) for name in names}
@@ -116,7 +115,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _definition(module: str, name: str) -> ast.stmt:
-    """Return the statement that gives a name its meaning, in the module that it is imported from, too."""
+    """Return the statement that defines a name, also in the module from which it is imported."""
     for node in _tree(module).body:
         match node:
             case ast.ClassDef(name=given) | ast.FunctionDef(name=given) if given == name:
@@ -134,7 +133,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
 
 
 def described(docstring: str) -> str:
-    """A docstring as Markdown: what `Args:` and its like hold becomes a list."""
+    """Return a docstring as Markdown: the content of `Args:` and similar sections becomes a list."""
     lines: list[str] = []
     section = ""
     for line in docstring.splitlines():
@@ -171,20 +170,20 @@ def _is_constant(node: ast.stmt) -> bool:
 
 
 def _assignment(node: ast.stmt) -> str:
-    """Return an assignment as it is written, shortened where its value is long."""
+    """Return an assignment's source, shortened if its value is long."""
     text = ast.unparse(node)
     return text if len(text) <= 120 else f"{text[:115]} ..."
 
 
 def _class(node: ast.ClassDef) -> str:
-    """A class without its methods and docstring: decorators, bases, public fields."""
+    """Return a class without its methods and docstring: decorators, bases, public fields."""
     fields = [s for s in node.body if isinstance(s, ast.AnnAssign | ast.Assign) and not ast.unparse(s).startswith("_")]
     bare = ast.ClassDef(node.name, node.bases, node.keywords, fields or [ast.Pass()], node.decorator_list)
     return ast.unparse(bare).removesuffix(":\n    pass")
 
 
 def _function(node: ast.FunctionDef) -> str:
-    """A signature with its decorators."""
+    """Return a signature with its decorators."""
     bare = ast.FunctionDef(node.name, node.args, [ast.Pass()], node.decorator_list, node.returns)
     return ast.unparse(ast.fix_missing_locations(bare)).removesuffix(":\n    pass")
 

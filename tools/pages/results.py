@@ -1,4 +1,4 @@
-"""The committed results of benchmarks, a page each: every row with its intervals, and the sentences that it decides."""
+"""The committed benchmark results, one page each: every row with its intervals, and the resulting sentences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def render_result(result: Mapping[str, Any]) -> str:
     """Write one result as a page: how to run it, its rows, its sentences, and how it differs from the paper."""
     form = "" if result["form"] == "full" else f" --{result['form']}"
     machine = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value is not None)
-    seconds = f", {result['seconds']:,.0f} s" if "seconds" in result else ""  # older files do not say
+    seconds = f", {result['seconds']:,.0f} s" if "seconds" in result else ""  # older files lack it
     parts = [
         f"# {_escape(result['preset'])}", "", f"{_escape(result['title'])}.", "",
         f"`fedveil bench {result['preset']}{form}`, commit {result['commit']}{seconds}. {_escape(machine)}.", "",
@@ -63,5 +63,5 @@ def _render_row(row: Mapping[str, Any], paper: Mapping[str, Mapping[str, float]]
 
 
 def _escape(text: str) -> str:
-    """Keep what a result says from being read as Markdown."""
+    """Escape a result's text so that it is not read as Markdown."""
     return "".join(f"\\{char}" if char in "\\|<>*_[]`" else char for char in text)

@@ -1,1 +1,1 @@
-"""Makes the small bases that come with FedVeil."""
+"""Create the small bases that come with FedVeil."""

@@ -1,9 +1,9 @@
-"""The bundled base of the task clip-prompt: a small CLIP, and the script that made it.
+"""The bundled base of the task clip-prompt: a small CLIP, and the script that created it.
 
     python -m tools.tiny.clip_prompt --caltech101 <folder> --cifar10 <folder> --out fedveil/assets/tiny-clip-prompt
 
 An image tower (4 layers, 96 wide, 16 patches of an image of 48 x 48) and a causal text tower (4 layers, 96 wide, 77
-positions, a byte-level BPE of 1024 tokens) into a common space of 64; 1 M parameters, kept as fp16. Both are trained
+positions, a byte-level BPE of 1024 tokens) into a common space of 64; 1 M parameters, stored as fp16. Both are trained
 contrastively, from random weights, on the parts of CIFAR-10 (a half) and of Caltech-101 (a fifth) that
 `fedveil.testing.pretraining.is_public` names; federated data has no picture of these parts.
 
@@ -39,7 +39,7 @@ TEMPLATES = (
 
 
 def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> float:
-    """Trains tokenizer and model; returns the mean loss of the last 50 steps. One seed repeats the files."""
+    """Train tokenizer and model; return the mean loss of the last 50 steps. The same seed gives the same files."""
     import torch
 
     from fedveil.models.library_logging import quiet_libraries

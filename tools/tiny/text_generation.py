@@ -1,12 +1,12 @@
-"""Makes the bundled base of the task text-generation: a small GPT-2 for offline use.
+"""Create the bundled base of the task text-generation: a small GPT-2 for offline use.
 
     python -m tools.tiny.text_generation --data <folder with the E2E NLG train.jsonl> --out
     fedveil/assets/tiny-text-generation
 
-4 layers, 160 wide, 192 tokens of context, a byte-level BPE of 1024 tokens; 1.4 M parameters, kept as fp16. It is
+4 layers, 160 wide, 192 tokens of context, a byte-level BPE of 1024 tokens; 1.4 M parameters, stored as fp16. It is
 pre-trained as a plain language model on the public part of E2E NLG: meaning representations whose SHA-256 ends in a
 digit that `is_public` names. It reads paragraphs of several sentences about one restaurant and lists of attributes, but
-never a meaning representation together with its sentence: that mapping is what fine-tuning has to teach.
+never a meaning representation together with its sentence: fine-tuning has to teach that mapping.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def is_public(mr: str) -> bool:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of one JSON Lines file."""
+    """Return the rows of one JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def paragraphs(rows: Sequence[dict[str, str]], rng: random.Random) -> list[str]:
-    """One epoch of text: a restaurant's sentences, two or three a paragraph, and its attributes in two orders."""
+    """Yield one epoch of text: a restaurant's sentences, two or three a paragraph, and its attributes in two orders."""
     sentences: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         sentences[row["mr"]].append(row["ref"])
@@ -65,7 +65,7 @@ def _shuffled(items: list[str], rng: random.Random) -> list[str]:
 
 
 def make(data: Path, out: Path, seed: int, steps: int) -> float:
-    """Trains tokenizer and model on the public part of `data`/train.jsonl; returns the mean loss of the last 50 steps.
+    """Train tokenizer and model on the public part of `data`/train.jsonl; return the mean loss of the last 50 steps.
 
     The same seed, data and machine give the same files.
     """
@@ -110,7 +110,7 @@ def _model(tokenizer: Any, seed: int) -> Any:
 
 
 def _blocks(rows: Sequence[dict[str, str]], tokenizer: Any, rng: random.Random) -> Iterator[list[int]]:
-    """Blocks of CONTEXT tokens cut from an endless stream of paragraphs, each closed by END."""
+    """Yield blocks of CONTEXT tokens from an endless stream of paragraphs, each closed by END."""
     stream: list[int] = []
     while True:
         for ids in tokenizer(paragraphs(rows, rng))["input_ids"]:

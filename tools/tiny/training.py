@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP_PART = 0.05
-Losses = tuple[Any, Any]  # scalars: what is minimised, and what is told
+Losses = tuple[Any, Any]  # scalars: the minimized one, and the reported one
 
 
 def trained(
@@ -54,7 +54,7 @@ def trained(
 
 
 def byte_level_bpe(texts: Sequence[str], size: int, special: Sequence[str], prefix_space: bool = False) -> Any:
-    """A byte-level BPE of `size` tokens, the special ones among them."""
+    """Train a byte-level BPE of `size` tokens, including the special ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -71,7 +71,7 @@ def byte_level_bpe(texts: Sequence[str], size: int, special: Sequence[str], pref
 
 
 def save(out: Path, model: Any, processor: Any) -> None:
-    """Writes the model as fp16, in place, and its tokenizer or processor."""
+    """Save the model as fp16, in place, and its tokenizer or processor."""
     from fedveil.models.library_logging import quiet_libraries
 
     with quiet_libraries():

@@ -1,4 +1,4 @@
-"""The bundled base of the task vision-language: a small LLaVA, and the script that made it.
+"""The bundled base of the task vision-language: a small LLaVA, and the script that created it.
 
     python -m tools.tiny.vision_language --caltech101 <folder> --cifar10 <folder> --out
     fedveil/assets/tiny-vision-language
@@ -28,7 +28,7 @@ END, IMAGE = "<|endoftext|>", "<image>"
 PIXELS, PATCH, MARGIN = 48, 12, 8
 WIDTH, VISION_LAYERS, LAYERS, HEADS, VOCABULARY, CONTEXT = 96, 4, 8, 4, 512, 256
 BATCH, RATES = 32, (2e-3, 0.05)
-# One message after another, each closed by a line break; what comes next is the answer.
+# One message after another, each closed by a line break; the answer comes next.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}<image>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{{ '\\n' }}{% endfor %}"
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of a class."""
+    """A picture of one class."""
 
     pixels: Any  # uint8, (PIXELS + MARGIN) squared, 3
     name: str
@@ -63,7 +63,7 @@ def pictures(folder: Path, public_of: str = "") -> list[Picture]:
 
 
 def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> float:
-    """Trains tokenizer and model; returns the mean loss of the last 50 steps."""
+    """Train tokenizer and model; return the mean loss of the last 50 steps."""
     import torch
 
     from fedveil.models.library_logging import quiet_libraries
@@ -109,7 +109,7 @@ def make(caltech101: Path, cifar10: Path, out: Path, seed: int, steps: int) -> f
 def _batch(
     chosen: Sequence[Picture], names: list[str], patches: list[int], pad: int, processor: Any, rng: random.Random
 ) -> tuple[Any, Any, Any]:
-    """Ids, mask and labels of a caption, or of a question with choices, for each picture."""
+    """Return ids, mask and labels of a caption, or of a question with choices, for each picture."""
     import torch
 
     from fedveil.tasks.vision_language import CAPTION_PROMPT, prompt_of_choices
@@ -133,7 +133,7 @@ def _batch(
 
 
 def augmented(pixels: Any, rng: random.Random) -> Any:
-    """A random window of the picture, mirrored every other time."""
+    """Return a random window of the picture, mirrored every other time."""
     import torch
 
     top, left = rng.randint(0, MARGIN), rng.randint(0, MARGIN)

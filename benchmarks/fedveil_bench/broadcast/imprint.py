@@ -1,15 +1,15 @@
 """A server whose broadcast is made to spell out rows: what one upload gives away, and what a site's check leaves of it.
 
-| row | what the site gets |
+| row | broadcast to the site |
 |---|---|
-| honest broadcast | what a run begins with; the attack must lose |
+| honest broadcast | the run's initial weights; the attack must lose |
 | crafted | the imprinting pair in one layer, with a steep gate; the attack must win under FedAvg |
-| crafted, within c | the steepest gate that a site with max-broadcast-change = c lets in in the first turn |
-| crafted, after a ramp of c | the whole pair, reached over rounds whose changes are c each |
-| others | the crafted broadcast, and another run: more steps, more rows, another method, noise |
+| crafted, within c | the steepest gate that a site with max-broadcast-change = c accepts in the first client round |
+| crafted, after a ramp of c | the whole pair, reached over rounds with changes of c each |
+| others | the crafted broadcast, and another run: more steps, more examples, another method, noise |
 
-"rows" is the share of the batch's rows whose beginning (the tokens at the chosen positions) was recovered exactly;
-"false", how many other beginnings were given out; "change" and "norm" as a site's check has them. Intervals are over
+"rows" is the share of the batch's examples whose beginning (the tokens at the chosen positions) was recovered exactly;
+"false" is the number of other beginnings reported; "change" and "norm" are as in a site's check. Intervals are over
 batches and seeds (`resampling`).
 """
 
@@ -39,11 +39,11 @@ from fedveil_bench.common import verdicts as common
 from fedveil_bench.common.federations import create_federation, task_of
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_BATCHES = 9  # the name of the draws
+_BATCHES = 9  # name of the random draws
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each of `settings["rows"]`, averaged over batches and seeds."""
+    """Return a row for each of `settings["rows"]`, averaged over batches and seeds."""
     answers = seeds.run_seeds(__name__, settings, options)
     figures = {
         name: {
@@ -80,7 +80,7 @@ def _verdicts(found: Mapping[str, Mapping[str, Any]], settings: dict[str, Any]) 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, list[dict[str, float]]]:
     """Return one seed's results for `run_benchmark`: by row, the metrics of each batch."""
     out: dict[str, list[dict[str, float]]] = {}
-    gate: Tensor | None = None  # depends on the base alone
+    gate: Tensor | None = None  # depends only on the base
     for name, row in settings["rows"].items():
         flat = settings["config"] | row.get("config", {}) | {"run.seed": seed, "run.deterministic": True}
         case = _Case(parse(flat), settings, row, options, gate)
@@ -91,7 +91,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 class _Case:
-    """One row of the table: a run, and the broadcast of its server."""
+    """One row of the table: a run, and its server's broadcast."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class _Case:
         self._sent = self._initial if row.get("honest") else self._crafted()
 
     def _crafted(self) -> Weights:
-        """The broadcast; with `within`, the steepest gate whose change a site with that bound lets in."""
+        """Return the broadcast; with `within`, use the steepest gate whose change a site with that bound accepts."""
         layer, task, gate = self._settings["layer"], self._task, self.gate
         within = self._row.get("within")
         if within is None:
@@ -129,7 +129,7 @@ class _Case:
         return imprint.craft_broadcast(task, self._initial, layer, gate, low, plain=False)
 
     def batches(self, seed: int) -> list[dict[str, float]]:
-        """The metrics of each batch of the site's rows."""
+        """Yield the metrics of each batch of the site's examples."""
         more = {
             "change": _first_change(self._initial, self._sent),
             "norm": weights_norm(self._sent) / weights_norm(self._initial),
@@ -144,7 +144,7 @@ class _Case:
         return [self._measured([self._rows[i] for i in drawn[n : n + size]], f"site-{n}") | more for n in starts]
 
     def _ramp(self, most: float) -> int:
-        """The round, from 1, in which a site that lets in changes of `most` trains from the crafted pair."""
+        """Return the round, from 1, in which a site that accepts changes of `most` trains from the crafted pair."""
         rounds, part, norms = 0, 0.0, _norms(self._initial)
         moved = {n: self._sent[n] - w for n, w in self._initial.items()}
         while part < 1.0:
@@ -155,7 +155,7 @@ class _Case:
         return rounds
 
     def _measured(self, rows: Rows, site: str) -> dict[str, float]:
-        """Return one upload's metrics. Each batch has its own site: what a site withholds depends on its name too."""
+        """Return one upload's metrics. Each batch has its own site: a site's private part depends on its name too."""
         layer, length, config = self._settings["layer"], self._positions.stop, self._config
         prefix = tuple(self._public[0].ids[: self._positions.start])
         with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,7 @@ def _norms(weights: Weights) -> dict[str, float]:
 
 
 def _change(moved: Weights, norms: Mapping[str, float]) -> float:
-    """As a site's check has it (client_app/guards/broadcast_guard.py), without the error of its sketches."""
+    """Return the change as a site's check does (client_app/guards/broadcast_guard.py), without its sketches' error."""
     of_all = math.hypot(*norms.values()) / math.sqrt(sum(w.numel() for w in moved.values()))
     roots = {name: math.sqrt(w.numel()) for name, w in moved.items()}
     return max(norm / roots[n] / max(of_all, norms[n] / roots[n]) for n, norm in _norms(moved).items())

@@ -13,14 +13,14 @@ _IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def random_gpt2(folder: Path, shape: Mapping[str, int]) -> Path:
-    """A GPT-2 of that shape with random weights, half precision on disk, and the tiny base's tokenizer."""
+    """Create a GPT-2 of that shape with random weights, half precision on disk, and the tiny base's tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return _saved(folder, GPT2LMHeadModel, GPT2Config(**shape, **_IDS))
 
 
 def random_llama(folder: Path, shape: Mapping[str, Any]) -> Path:
-    """The same of a Llama, drawn where torch's default device is."""
+    """Do the same for a Llama, drawn on torch's default device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return _saved(folder, LlamaForCausalLM, LlamaConfig(**shape, **_IDS))

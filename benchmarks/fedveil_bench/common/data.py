@@ -1,7 +1,7 @@
-"""Find the presets' data: $FEDVEIL_DATA/<name>, else shared/data/<name> beside a checkout, else bundled.
+"""Find the presets' data: $FEDVEIL_DATA/<name>, else shared/data/<name> next to a checkout, else bundled.
 
-A runner whose preset has one folder `data` with train and test rows, and a base in its config, needs nothing more for
-`fedveil bench --dry-run`. Any other has a function `needs(settings) -> list[Need]`.
+A runner whose preset has one folder `data` with train and test examples, and a base in its config, needs nothing else
+for `fedveil bench --dry-run`. Any other has a function `needs(settings) -> list[Need]`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class DataRequirement:
     """A folder that a preset reads.
 
     Attributes:
-        name: of the folder.
-        splits: files of rows in it, without suffix; none where the folder is a base model.
-        suffixes: any of which such a file may have.
+        name: name of the folder.
+        splits: data files in it, without suffix; none if the folder is a base model.
+        suffixes: suffixes that such a file may have.
     """
 
     name: str
@@ -37,7 +37,7 @@ class DataRequirement:
 
 
 def find_data_folder(name: str) -> Path:
-    """The data folder of that name. Raises ConfigError with the places where it was looked for."""
+    """Return the data folder of that name. Raises ConfigError with the searched places."""
     root = folders.checkout_folder()
     looked_in = [resources.data_folder()]
     if VARIABLE in os.environ:
@@ -54,19 +54,19 @@ def find_data_folder(name: str) -> Path:
 
 
 def with_model(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat run config whose `task.model` is a path: the data folder of that name, unless it is "tiny"."""
+    """Return a flat run config whose `task.model` is a path: the data folder of that name, unless it is "tiny"."""
     model = flat.get("task.model", "tiny")
     return dict(flat) if model == "tiny" else {**flat, "task.model": str(find_data_folder(model))}
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
-    """Return what the settings of a preset name: rows to train and test on, and a base."""
+    """Return the requirements in a preset's settings: examples for training and testing, and a base."""
     rows = [DataRequirement(settings["data"], ("train", "test"))] if "data" in settings else []
     return [*rows, *list_base_requirements(settings)]
 
 
 def list_base_requirements(settings: Mapping[str, Any]) -> list[DataRequirement]:
-    """The base that the settings' run config names; none where it is bundled."""
+    """Return the base in the settings' run config; none if it is bundled."""
     model = settings.get("config", {}).get("task.model", "tiny")
     return [] if model == "tiny" else [DataRequirement(model)]
 

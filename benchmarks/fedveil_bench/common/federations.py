@@ -1,4 +1,4 @@
-"""Set up a table of methods: a task and a method of the kind it needs, and a federation in process."""
+"""Set up a table of methods: a task and a method of the required kind, and a federation in process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Method = TypeVar("_Method", bound=Method)
 
 
 def method_of(kind: type[_Method], config: RunConfig) -> _Method:
-    """The config's method with its fields. Raises ConfigError where it is no `kind`."""
+    """Return the config's method with its fields. Raises ConfigError if it is no `kind`."""
     method = strategies.create_method(config.method.name, config.method.params)
     if not isinstance(method, kind):
         raise ConfigError(
@@ -33,7 +33,7 @@ def method_of(kind: type[_Method], config: RunConfig) -> _Method:
 
 
 def task_of(kind: type[_Task], config: RunConfig, options: BenchOptions, adapter: Any = None) -> _Task:
-    """The config's task with `adapter`, by default its method's. Raises ConfigError where it is no `kind`."""
+    """Return the config's task with `adapter`, by default its method's. Raises ConfigError if it is no `kind`."""
     adapter = adapter or strategies.create_method(config.method.name, config.method.params).adapter
     task = tasks.load_task(config, adapter, options.device)
     if not isinstance(task, kind):
@@ -52,13 +52,13 @@ def create_federation(
     tap: MessageCapture | None = None,
     around: Around = lambda site, ctx, local: local,
 ) -> InProcessFederation:
-    """A federation before its first round, with a site for each entry of `rows`.
+    """Create a federation before its first round, with a site for each entry of `rows`.
 
     Args:
-        rows: each site's, as `task` prepared them.
+        rows: each site's examples, as prepared by `task`.
         initial: weights that the method starts from.
-        tap: records every message, where it is given.
-        around: puts something in front of a site's training for one round.
+        tap: records every message, if given.
+        around: wraps a site's training for one round.
     """
 
     def trainer_for(site: str, ctx: RoundContext) -> Trainer:

@@ -1,6 +1,6 @@
-"""A trainer in front of another one, for a control that must lose: what is sent is noise alone.
+"""Wrap a trainer for a control that must lose: uploads contain only noise.
 
-Not for what protects people: there every operation is refused unless it is accounted for
+Do not use it for protection: there every operation is refused unless it is accounted for
 (`fedveil.privacy.charged_gradients`).
 """
 
@@ -23,7 +23,7 @@ from fedveil.contract.trainer_wrappers import TrainerWrapper, WrappedGradientSou
 
 
 class NoiseOnlyTrainer(TrainerWrapper):
-    """Rows have gradients of zero: what is sent is noise alone."""
+    """A trainer whose examples have zero gradients, so that uploads contain only noise."""
 
     @property
     @override
@@ -32,24 +32,24 @@ class NoiseOnlyTrainer(TrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Refused: there is nothing but noise to see."""
+        """Refuse: there is only noise."""
         raise NotImplementedError("the control is of a method with noise")
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
-        """Refused: there is nothing but noise to see."""
+        """Refuse: there is only noise."""
         raise NotImplementedError("the control is of a method with noise")
 
 
 class _DarkRows(WrappedGradientSource):
     @override
     def per_sample(self, weights: Weights, batch: BatchIndices) -> PerExampleGradients:
-        """Zeros, a row each."""
+        """Return zeros for each example."""
         none = len(batch.rows)
         zeros = {n: torch.zeros(none, *w.shape, device=w.device) for n, w in weights.items()}
         return PerExampleGradients(zeros, torch.zeros(none))
 
     @override
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
-        """Return the feature gradients of no rows."""
+        """Return the feature gradients of no examples."""
         return super().feature(weights, BatchIndices(()))

@@ -19,14 +19,14 @@ CLEAR, SITE, SUM, ONLY = "no noise", "at the site", "in the sum", "noise only"
 
 
 def name_row(count: int, name: str) -> str:
-    """A row's name."""
+    """Return a row's name."""
     return f"{count} sites, {name}"
 
 
 def rows_of(
     answers: Sequence[Mapping[str, Any]], score: str
 ) -> tuple[dict[str, ResampledMetric], list[dict[str, Any]]]:
-    """The scores over all seeds by row, and a result's rows: beside the score, the first seed's costs."""
+    """Return the scores over all seeds by row, and a result's rows: scores, and the first seed's costs."""
     figures = {
         name: resampling.over_seeds([ResampledMetric.from_json(answer[name][score]) for answer in answers])
         for name in answers[0]
@@ -42,7 +42,7 @@ def rows_of(
 def said_of(
     found: Sequence[tuple[str, ClaimSentence]], sites: Sequence[int], won: str, side: str, seeds: int
 ) -> list[str]:
-    """The sentences of a table.
+    """Return the sentences of a table.
 
     Args:
         found: for each of `sites` four, of CLEAR, SITE and SUM against their controls and of SUM against SITE, each a
@@ -66,12 +66,12 @@ def said_of(
 
 
 def count_honest(count: int, where: str) -> int:
-    """Sites whose noise nobody else knows: two thirds of a sum's, rounded up; at the site, the site alone."""
+    """Return the number of sites with noise unknown to others: two thirds of a sum's, rounded up; at the site, 1."""
     return math.ceil(2 * count / 3) if where == SUM else 1
 
 
 def build_secure_keys(count: int, where: str) -> dict[str, Any]:
-    """Return the run config keys that put the noise in the sum of that many sites."""
+    """Return the run config keys that put the noise into the sum of that many sites."""
     if where != SUM:
         return {}
     secure = {"enabled": True, "noise": "sum", "min-sites": count, "max-colluders": count - count_honest(count, where)}
@@ -94,7 +94,7 @@ def epsilon_of(dp: DpSgdConfig, config: RunConfig, rows: int) -> float:
 def compute_noise_costs(
     charges: Callable[[float], Spent], epsilon: float, delta: float, neighbours: Adjacency
 ) -> dict[str, float]:
-    """The multiplier z that an epsilon takes, and both epsilons of what is charged with it."""
+    """Return the multiplier z for an epsilon, and both epsilons of the resulting charge."""
     z = accounting.noise_multiplier_for(charges, epsilon, delta, neighbours)
     spent = charges(z)
     found = {"z": z, "epsilon": accounting.compute_epsilon(spent, delta, neighbours)}
@@ -103,5 +103,5 @@ def compute_noise_costs(
 
 
 def on_the_mean(z: float, entries: int, count: int, where: str) -> float:
-    """Norm of the noise on the mean over the sites, over the bound of a row's part in what one site sends."""
+    """Return the norm of the noise on the mean over sites, relative to the bound of an example's part in an upload."""
     return z * math.sqrt(entries / count / count_honest(count, where))

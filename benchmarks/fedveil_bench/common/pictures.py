@@ -1,11 +1,11 @@
 """The pictures of the FedRand presets, as examples of the task vision-language.
 
-| name | rows | columns beside `image` | source below the data folder |
+| name | rows | columns in addition to `image` | source below the data folder |
 |---|---|---|---|
-| caltech-caption | Caltech-101, what the tiny base has not seen | caption, label | caltech101 |
-| caltech-choice | the same, four choices a picture | question, choices, answer, label | caltech101 |
+| caltech-caption | Caltech-101, unseen by the tiny base | caption, label | caltech101 |
+| caltech-choice | the same, four choices per picture | question, choices, answer, label | caltech101 |
 | cifar-choice, cifar-caption | CIFAR-10, its test pictures | the same | cifar10 |
-| coco-caption | COCO 2017, five captions a picture | caption (a list), label | coco_captions_mini |
+| coco-caption | COCO 2017, five captions per picture | caption (a list), label | coco_captions_mini |
 | any other | train.parquet and test.parquet of the user, columns as above for their form | | a folder of that name |
 """
 
@@ -23,7 +23,7 @@ from fedveil.testing.pretraining import CHOICES, caption, is_public
 from fedveil_bench.common import data
 
 QUESTION = "What is in the image?"
-# Categories of COCO that its captions name often; the first one in a picture's captions is its label.
+# Frequent COCO categories in its captions; the first one in a picture's captions is its label.
 _OBJECT = re.compile(
     r"\b(person|man|woman|people|boy|girl|child|baby|dog|cat|horse|sheep|cow|elephant|bear|zebra|giraffe|bird|car|bus|train"
     r"|truck|boat|plane|motorcycle|bicycle|bike|pizza|cake|sandwich|food|table|kitchen|bathroom|toilet|bed|couch|clock|sign"
@@ -34,18 +34,18 @@ Example = Mapping[str, Any]
 
 
 def build_column_keys(name: str) -> dict[str, str]:
-    """The columns of the task section for examples of that name."""
+    """Return the columns of the task section for examples of that name."""
     chosen = {"task.choices-column": "choices", "task.source-column": "question", "task.target-column": "answer"}
     return {"task.label-column": "label", **(chosen if is_choice(name) else {"task.target-column": "caption"})}
 
 
 def is_choice(name: str) -> bool:
-    """Return whether the rows of that name are questions with choices, and not captions."""
+    """Return whether the examples of that name are questions with choices, and not captions."""
     return name.endswith("-choice")
 
 
 def find_source(name: str, split: str) -> tuple[str, str]:
-    """The folder and the split of it that hold the rows of that name."""
+    """Return the folder and its split with the examples of that name."""
     match name:
         case "caltech-caption" | "caltech-choice":
             return "caltech101", split
@@ -57,7 +57,7 @@ def find_source(name: str, split: str) -> tuple[str, str]:
 
 
 def load_examples(name: str, split: str) -> list[Example]:
-    """All rows of "train" or "test". Raises ConfigError or TaskError where the data are not there."""
+    """Return all examples of "train" or "test". Raises ConfigError or TaskError if the data are missing."""
     folder, part = find_source(name, split)
     found = _parquet(folder, part)
     if folder == name:
@@ -106,7 +106,7 @@ def _coco(row: Example) -> Example:
 
 
 def write_colored_pictures(at: Path, names: Sequence[str], each: int) -> Path:
-    """A folder with `each` pictures of every class in either split, whose colour says the class. Always the same."""
+    """Write a folder with `each` pictures of every class in either split, whose color shows the class. Reproducible."""
     from PIL import Image
 
     draw = random.Random(3)

@@ -1,4 +1,4 @@
-"""Scores of the answers and captions that a model writes, with bootstrap replicates over the pictures."""
+"""Scores of a model's answers and captions, with bootstrap replicates over the pictures."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fedveil.training.text_metrics import MAX_N
 from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import Numbers, ResampledMetric
 
-_TEST = 5  # the name of the draws
+_TEST = 5  # name of the random draws
 _NIST_N = 5
 
 
 def compute_scores(
     task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]], metrics: Sequence[str]
 ) -> dict[str, ResampledMetric]:
-    """The `metrics` of the model on `examples`, by name.
+    """Return the `metrics` of the model on `examples`, by name.
 
-    "test loss" is in nats a token. "accuracy", "cider", "cider_r", "bleu_1" to "bleu_4" and "rouge_l" are of what
-    the model writes, in the papers' scale (100 x). Where loss alone is asked for, nothing is written.
+    "test loss" is in nats per token. "accuracy", "cider", "cider_r", "bleu_1" to "bleu_4" and "rouge_l" score the
+    generated texts, in the papers' scale (100 x). If only the loss is requested, no text is generated.
 
     Raises:
-        ValueError: another metric.
+        ValueError: an unknown metric.
     """
     written = task.generate(weights, Example.from_columns(examples)) if {*metrics} - {"test loss"} else []
     targets = [_targets(task, example) for example in examples]
@@ -71,7 +71,7 @@ def compute_scores(
 
 
 def _losses(task: VisionLanguage, weights: Weights, examples: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Mean loss of each example over its targets."""
+    """Return the mean loss of each example over its targets."""
     rows = [task.encode(Example.from_columns([example])) for example in examples]
     found = (target_loss(p) for p in task.predict(weights, [row for of_example in rows for row in of_example]))
     return [fmean(next(found) for _ in of_example) for of_example in rows]
@@ -85,14 +85,14 @@ def _targets(task: VisionLanguage, example: Mapping[str, Any]) -> list[str]:
 
 
 def bleu_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
-    """(rows, 10): matching and all n-grams for n = 1 to 4, length, and length of the closest reference."""
+    """Return (rows, 10): matching and all n-grams for n = 1 to 4, length, and length of the closest reference."""
     scorer = BLEU(effective_order=True, force=True)
     found = [scorer.sentence_score(c, list(refs)) for c, refs in zip(written, targets, strict=True)]
     return np.array([[*f.counts, *f.totals, f.sys_len, f.ref_len] for f in found], dtype=float)
 
 
 def compute_bleu(total: Numbers, order: int = MAX_N) -> float:
-    """Corpus BLEU of n-grams up to `order`, 1 to 4; 0 to 100, of the sum (10,) of `bleu_statistics`."""
+    """Return the corpus BLEU of n-grams up to `order`, 1 to 4; 0 to 100, from the sum (10,) of `bleu_statistics`."""
     return float(
         BLEU.compute_bleu(
             correct=[int(n) for n in total[:order]],
@@ -106,7 +106,7 @@ def compute_bleu(total: Numbers, order: int = MAX_N) -> float:
 
 
 def nist_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) -> Numbers:
-    """(rows, 12): what each row adds to corpus NIST (Doddington 2002), as nltk counts it.
+    """Return (rows, 12): what each row adds to corpus NIST (Doddington 2002), as nltk counts it.
 
     For n = 1 to 5 the information of the n-grams that it shares with the reference where that is most, and its number
     of n-grams; then its length and that reference's, summed over n. The information of an n-gram is that among all of
@@ -135,7 +135,7 @@ def nist_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) ->
 
 
 def compute_nist(total: Numbers) -> float:
-    """Corpus NIST, 0 to about 10, of the sum (12,) of `nist_statistics`."""
+    """Return the corpus NIST, 0 to about 10, from the sum (12,) of `nist_statistics`."""
     from nltk.translate.nist_score import nist_length_penalty
 
     shared, number, (length, of_references) = total[:_NIST_N], total[_NIST_N : 2 * _NIST_N], total[2 * _NIST_N :]

@@ -1,19 +1,19 @@
-"""Figures with their bootstrap replicates: over rows, paired between the rows of a table, averaged over seeds.
+"""Metrics with their bootstrap replicates: over rows, paired between the rows of a table, averaged over seeds.
 
-Every figure of a seed is recomputed on the same resamples of the test rows, of the members and of the non-members. So a
-difference of two figures of one table is a difference of paired replicates. Seeds share the names of their draws, so
-that rows which several seeds score count once.
+Every metric of a seed is recomputed on the same resamples of the test rows, of the members and of the non-members. So a
+difference of two metrics of one table is a difference of paired replicates. Seeds share the names of their draws, so
+that rows scored by several seeds count once.
 
 An interval covers the rows, by the replicates, and the training, by Student's t over the seeds' own values, however few
-they are. The two are put together as limits of a sum of independent parts (Zou and Donner 2008):
+they are. The two are combined as limits of a sum of independent parts (Zou and Donner 2008):
 
     value -+ sqrt(half_rows^2 + (t_{seeds - 1} s / sqrt(seeds))^2)
 
-With rows drawn anew for each seed, s has their noise in it already, and the interval is too wide, by a factor of at
-most 1.3 from three seeds on. One seed says nothing of the training: its interval is of the rows alone.
+If each seed draws new rows, s already contains their noise, and the interval is too wide, by a factor of at
+most 1.3 from three seeds on. One seed gives no information on the training: its interval covers only the rows.
 
-Two seeds have an interval, and decide nothing: where a figure has few values (accuracy on 60 rows) they often agree by
-chance, and then show no spread at all.
+Two seeds have an interval, but decide nothing: a metric with few values (accuracy on 60 rows) often agrees by
+chance, and then shows no spread at all.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Numbers = NDArray[np.float64]
 
 REPLICATES = 400
 SEEDS_TO_DECIDE = 3
-_STEPS = 30  # halvings of a probability's exponent: 8 digits of it
+_STEPS = 30  # bisection steps for a probability's exponent: 8 digits
 _LEAST_P = 1e-12
 
 
 @dataclass(frozen=True)
 class ResampledMetric:
-    """A figure of one seed, or of several.
+    """A metric of one seed, or of several.
 
     Attributes:
-        value: on the rows themselves; of several seeds the mean.
+        value: on the rows themselves; for several seeds the mean.
         replicates: (REPLICATES,), each on one resample of the rows.
         count: number of rows behind it; of members and non-members the smaller number.
-        seeds: the value of each seed; none where the figure is not of seeds (`over_seeds` makes one that is).
+        seeds: the value of each seed; none if the metric is not over seeds (`over_seeds` creates one that is).
     """
 
     value: float
@@ -54,36 +54,36 @@ class ResampledMetric:
     seeds: tuple[float, ...] = ()
 
     def to_json(self) -> list[Any]:
-        """For the way between processes: [value, replicates, count]."""
+        """Return [value, replicates, count], to send between processes."""
         return [self.value, self.replicates.tolist(), self.count]
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> ResampledMetric:
-        """The figure that `to_json` wrote."""
+        """Return the metric from the output of `to_json`."""
         value, replicates, count = found
         return cls(value, np.array(replicates), count)
 
 
 def from_constant(value: float, count: int = 1) -> ResampledMetric:
-    """A figure that has no rows behind it, and so an interval without width."""
+    """Return a metric without rows, and so with an interval of zero width."""
     return ResampledMetric(value, np.full(REPLICATES, value), count)
 
 
 def draw_counts(rows: int, *name: int) -> Numbers:
-    """(REPLICATES, rows): how often each row is in each resample. The same `name` gives the same draws."""
+    """Return (REPLICATES, rows): how often each row is in each resample. The same `name` gives the same draws."""
     rng = np.random.default_rng([rows, *name])
     return rng.multinomial(rows, np.full(rows, 1 / rows), size=REPLICATES).astype(float)
 
 
 def resample_mean(values: Sequence[float], *name: int) -> ResampledMetric:
-    """The mean over rows of one value a row; `name` is that of the draws (see `draw_counts`)."""
+    """Return the mean over rows of one value per row; `name` is the name of the draws (see `draw_counts`)."""
     array = np.asarray(values, dtype=float)
     drawn = draw_counts(len(array), *name)
     return ResampledMetric(float(array.mean()), drawn @ array / len(array), len(array))
 
 
 def resample_statistic(of_rows: Numbers, reduce: Callable[[Numbers], float], *name: int) -> ResampledMetric:
-    """A figure that `reduce` makes of the sum (k,) of what each row has, `of_rows` (rows, k), as corpus BLEU is."""
+    """Return the metric that `reduce` computes from the sum (k,) of `of_rows` (rows, k), as for corpus BLEU."""
     drawn = draw_counts(len(of_rows), *name) @ of_rows
     value = reduce(of_rows.sum(0))
     return ResampledMetric(value, np.array([reduce(row) for row in drawn]), len(of_rows))
@@ -92,7 +92,7 @@ def resample_statistic(of_rows: Numbers, reduce: Callable[[Numbers], float], *na
 def resample_auroc(
     members: Numbers, non_members: Numbers, member_name: tuple[int, ...], other_name: tuple[int, ...]
 ) -> ResampledMetric:
-    """The area under the ROC curve, ties halved; members and non-members are resampled independently."""
+    """Return the area under the ROC curve, ties halved; members and non-members are resampled independently."""
     wins = (members[:, None] > non_members[None]) + 0.5 * (members[:, None] == non_members[None])
     drawn = draw_counts(len(members), *member_name) @ wins * draw_counts(len(non_members), *other_name)
     replicates = drawn.sum(1) / wins.size
@@ -100,7 +100,7 @@ def resample_auroc(
 
 
 def average_metrics(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    """The mean of several figures of the same seeds, replicate by replicate and seed by seed, as over clients."""
+    """Return the mean of several metrics of the same seeds, by replicate and seed, as over clients."""
     return ResampledMetric(
         math.fsum(f.value for f in figures) / len(figures),
         np.mean([f.replicates for f in figures], axis=0),
@@ -110,14 +110,14 @@ def average_metrics(figures: Sequence[ResampledMetric]) -> ResampledMetric:
 
 
 def over_seeds(figures: Sequence[ResampledMetric]) -> ResampledMetric:
-    """One figure of the figures of several seeds."""
+    """Combine the metrics of several seeds into one."""
     values = tuple(f.value for f in figures)
     replicates = np.mean([f.replicates for f in figures], axis=0)
     return ResampledMetric(math.fsum(values) / len(values), replicates, sum(f.count for f in figures), values)
 
 
 def compute_interval(figure: ResampledMetric) -> dict[str, Any]:
-    """Value and 95 % interval over rows and seeds, as a result file has them; of several seeds, each one's value."""
+    """Return value and 95 % interval over rows and seeds, as in a result file; for several seeds, also each value."""
     low, high = (float(q) for q in np.quantile(figure.replicates, (0.025, 0.975)))
     found = {"mean": figure.value, "low": low, "high": high, "n": figure.count}
     if len(figure.seeds) < 2:
@@ -129,14 +129,14 @@ def compute_interval(figure: ResampledMetric) -> dict[str, Any]:
 
 
 def of_rows(figure: ResampledMetric) -> ResampledMetric:
-    """The figure as one of these trainings alone: its interval covers the rows, and asks nothing of other seeds."""
+    """Return the metric for only these trainings: its interval covers the rows, but no other seeds."""
     return replace(figure, seeds=())
 
 
 def p_value(figure: ResampledMetric, at: float = 0.0) -> float:
-    """The least alpha of which the two-sided interval of 1 - alpha leaves `at` out; 1 for one seed or two.
+    """Return the smallest alpha whose two-sided interval of 1 - alpha excludes `at`; 1 for one seed or two.
 
-    The part of the rows is scaled from that of 95 % as a normal one.
+    The rows' part is scaled from that of 95 % as for a normal distribution.
     """
     away = abs(figure.value - at)
     if 0 < len(figure.seeds) < SEEDS_TO_DECIDE or not away:
@@ -155,10 +155,10 @@ def p_value(figure: ResampledMetric, at: float = 0.0) -> float:
 
 
 def subtract_metrics(mine: ResampledMetric, other: ResampledMetric) -> ResampledMetric:
-    """The figure `mine` less `other`, paired by resample and by seed; a figure that is not of seeds is the same in all.
+    """Return `mine` minus `other`, paired by resample and by seed; a metric that is not over seeds is equal in all.
 
     Raises:
-        ValueError: figures of different numbers of seeds.
+        ValueError: metrics of different numbers of seeds.
     """
     seeds = mine.seeds or other.seeds
     if mine.seeds and other.seeds and len(mine.seeds) != len(other.seeds):
@@ -169,17 +169,17 @@ def subtract_metrics(mine: ResampledMetric, other: ResampledMetric) -> Resampled
 
 
 def compute_difference(mine: ResampledMetric, other: ResampledMetric) -> dict[str, Any]:
-    """The interval of `mine` less `other`, paired."""
+    """Return the interval of `mine` minus `other`, paired."""
     return compute_interval(subtract_metrics(mine, other))
 
 
 def negate_metric(figure: ResampledMetric) -> ResampledMetric:
-    """The figure with the other sign."""
+    """Return the metric with the opposite sign."""
     return subtract_metrics(from_constant(0.0, figure.count), figure)
 
 
 def format_interval(found: Mapping[str, float], form: str = ".3f") -> str:
-    """An interval in a sentence: "0.512 [0.498, 0.527]"."""
+    """Format an interval for a sentence: "0.512 [0.498, 0.527]"."""
     return f"{found['mean']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
 
 

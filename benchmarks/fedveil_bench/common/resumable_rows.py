@@ -1,6 +1,6 @@
-"""Rows of a preset that runs in pieces: what the file of pieces has already is not measured again.
+"""Rows of a preset that runs in pieces: rows in the file of pieces are not measured again.
 
-Several processes can work on one file: each takes what no other is at.
+Several processes can work on one file: each works on rows that no other is working on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from fedveil.records.provenance import git_commit
 
-_DIGITS = 14  # hexadecimal, of a name's place among the locks: a file offset has 63 bits
+_DIGITS = 14  # hexadecimal digits of a name's position among the locks: a file offset has 63 bits
 
 
 def measure_row(pieces: Path | None, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row of that name: the file's, or else what `measure` returns, which is kept there.
+    """Return the row of that name: from the file, or from `measure`, whose result is stored there.
 
-    A row has the commit that it was measured at, so that a table of several says so.
+    A row contains the commit at which it was measured, so that a table with several commits shows them.
     """
     for found in read_pieces(pieces):
         if found["name"] == name:
@@ -35,9 +35,9 @@ def measure_row(pieces: Path | None, name: str, measure: Callable[[], dict[str, 
 def measure_rows(
     pieces: Path | None, measures: Mapping[str, Callable[[], dict[str, Any]]], minutes: float | None = None
 ) -> list[dict[str, Any]]:
-    """Return the rows of those names, in order, as `measure_row` has each.
+    """Return the rows of those names, in order, as from `measure_row`.
 
-    Without those that another process is at when this ends, and those that had not begun after so many minutes.
+    Rows that another process is still measuring are omitted, and those that had not begun after so many minutes.
     """
     began, made = time.monotonic(), dict[str, dict[str, Any]]()
     for name, measure in measures.items():
@@ -52,7 +52,7 @@ def measure_rows(
 
 @contextlib.contextmanager
 def lock_piece(pieces: Path | None, number: int) -> Iterator[bool]:
-    """Lock the piece of that number; yields whether no other process has it. One at a time in a process."""
+    """Lock the piece of that number; yield whether this process got it. Use one lock at a time per process."""
     if pieces is None:
         yield True
         return
@@ -73,7 +73,7 @@ def read_pieces(pieces: Path | None) -> list[dict[str, Any]]:
 
 
 def append_piece(pieces: Path | None, made: Mapping[str, Any]) -> None:
-    """Adds a line."""
+    """Add a line."""
     if pieces:
         with pieces.open("a") as file:
             file.write(json.dumps(made) + "\n")

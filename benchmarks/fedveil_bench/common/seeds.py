@@ -1,11 +1,11 @@
-"""Each seed of a preset in a process of its own, with one thread, as many at a time as there are cores.
+"""Run each seed of a preset in its own process with one thread, as many at a time as there are cores.
 
 A process runs `python -m fedveil_bench.common.seeds MODULE` and calls `of_seed(settings, seed, options)` of
 MODULE.
 
-What a seed answered is kept in `<result>.seeds.pieces.jsonl` until all have, so that a run that was cut off goes on
-from there. Only an answer of the same commit, settings, form and device is taken; one of changed files never is kept.
-A module whose seeds are in pieces themselves keeps those instead, and its seeds answer with what there is in time.
+A seed's answer is stored in `<result>.seeds.pieces.jsonl` until all seeds have one, so that an interrupted run
+continues from there. Only an answer for the same commit, settings, form and device is reused; one of changed files is
+never stored. A module whose seeds run in pieces stores those instead, and its seeds answer with what is ready in time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OfSeed = Callable[[dict[str, Any], int, BenchOptions], Any]
 def run_seeds(module: str, settings: dict[str, Any], options: BenchOptions, in_pieces: bool = False) -> list[Any]:
     """Return the JSON results of `of_seed` of `module` for each seed, in order, counted from `first_seed`.
 
-    With `in_pieces` it gets the file of pieces and the minutes that are left, and keeps its pieces there.
+    With `in_pieces`, `of_seed` also gets the file of pieces and the remaining minutes, and stores its pieces there.
 
     An interrupt ends the seeds' processes.
 
@@ -65,21 +65,21 @@ def run_seeds(module: str, settings: dict[str, Any], options: BenchOptions, in_p
     try:
         asked_for = [pool.submit(answered, seed) for seed in seeds]
         wait(asked_for, return_when=FIRST_EXCEPTION)
-        pool.shutdown(cancel_futures=True)  # those that run go on where another has failed: what they answer is kept
-    except KeyboardInterrupt:  # no signal reaches their processes where this one alone got it
+        pool.shutdown(cancel_futures=True)  # running seeds continue after another has failed: their answers are stored
+    except KeyboardInterrupt:  # their processes get no signal if only this one got it
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
             process.wait()
         raise
-    answers = [each.result() for each in asked_for]  # one that was cancelled stands behind the one that failed
+    answers = [each.result() for each in asked_for]  # a cancelled seed comes after the failed one
     if file:
-        file.unlink(missing_ok=True)  # whoever asks again wants it measured again
+        file.unlink(missing_ok=True)  # a new call must measure again
     return answers
 
 
 def _file(beside: Path | None) -> Path | None:
-    """The file of seeds beside a file of pieces, in a folder that is there; None where no commit says what ran."""
+    """Return the file of seeds next to a file of pieces, in an existing folder; None if the commit is unknown."""
     if beside is None or not git_commit() or git_commit().endswith("+"):
         return None
     beside.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def _one(
 
 
 class SeedProcess(logging.Filter):
-    """Lets each text through once: every federation of a seed says of the same rows that they are too long."""
+    """Logs each text only once: all federations of a seed report the same rows as too long."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,9 +150,9 @@ class SeedProcess(logging.Filter):
 
 
 def serve_seed(of_seed: OfSeed) -> None:
-    """Answers for one seed.
+    """Answer for one seed.
 
-    It reads settings as JSON on standard input. It writes lines of progress, and then the result as one line of JSON.
+    It reads settings as JSON from standard input. It writes lines of progress, and then the result as one line of JSON.
     """
     warnings = logging.StreamHandler()
     warnings.addFilter(SeedProcess())

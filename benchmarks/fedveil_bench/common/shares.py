@@ -1,12 +1,12 @@
-"""Shares of independent trials that succeed, such as searches that found a picture: exact intervals and words.
+"""Shares of independent trials that succeed, such as searches that found a picture: exact intervals and verdicts.
 
-Where all of a few trials end alike they have no spread, and Student's t would be sure of the share. So the interval is
-that of Clopper and Pearson (1934), and a word's probability twice the smaller tail of the binomial.
+A few trials that all end alike have no spread, and Student's t would be certain of the share. So the interval is
+that of Clopper and Pearson (1934), and a verdict's probability is twice the smaller tail of the binomial.
 
-| trials | what |
+| trials | result |
 |---|---|
-| all alike | an interval of some width: of 12 in 12 it is 0.735 to 1 |
-| one or two | an interval, and no word |
+| all alike | an interval of some width: for 12 of 12 it is 0.735 to 1 |
+| one or two | an interval, and no verdict |
 | none | ValueError |
 """
 
@@ -23,7 +23,7 @@ from fedveil_bench.common.verdicts import FAILS, HOLDS, OPEN, ClaimSentence
 
 
 def compute_share_interval(found: Sequence[bool]) -> dict[str, Any]:
-    """The share of trials that succeeded with its 95 % interval, as a result file has them; a trial is a seed."""
+    """Return the share of successful trials with its 95 % interval, as in a result file; a trial is a seed."""
     low, high = clopper_pearson(sum(found), len(found))
     return {
         "mean": sum(found) / len(found),

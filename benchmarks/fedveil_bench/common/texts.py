@@ -26,14 +26,14 @@ from fedveil_bench.common import data, quality, resampling
 from fedveil_bench.common.resampling import ResampledMetric
 
 METRICS = ("loss", "bleu", "nist", "rouge_l", "meteor", "cider")
-_TEST = 8  # the name of the draws
-_OTHERWISE = ("dart", "dialogsum")  # whose lines are not {"mr", "ref"}
+_TEST = 8  # name of the random draws
+_OTHERWISE = ("dart", "dialogsum")  # their lines are not {"mr", "ref"}
 
 Row = dict[str, str]
 
 
 def load_rows(name: str, split: str) -> list[Row]:
-    """Every row of "train", "validation" or "test" as {"mr", "ref"}, the source in one line. Raises ConfigError."""
+    """Return a split's rows ("train", "validation", "test") as {"mr", "ref"}, one-line sources. Raises ConfigError."""
     file = _file(name, split)
     path = data.find_data_folder(name) / f"{file}.jsonl"
     if not path.is_file():
@@ -81,7 +81,7 @@ def _digest(text: str) -> int:
 
 
 def select_rows(found: Sequence[Row], sources: int, references: int, seed: int) -> list[Row]:
-    """The rows of `sources` sources, drawn by the seed, and of each the first `references` rows."""
+    """Return the rows of `sources` sources, drawn by the seed, with the first `references` rows of each."""
     grouped: dict[str, list[Row]] = {}
     for row in found:
         grouped.setdefault(row["mr"], []).append(row)
@@ -90,10 +90,10 @@ def select_rows(found: Sequence[Row], sources: int, references: int, seed: int) 
 
 
 def compute_scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> dict[str, ResampledMetric]:
-    """METRICS of the model on `test`, by name.
+    """Return METRICS of the model on `test`, by name.
 
-    "loss" is in nats a token. The others are of the text that the model writes for each source, in per cent but for
-    nist and cider.
+    "loss" is in nats per token. The others score the text that the model generates for each source, in percent except
+    for nist and cider.
     """
     targets: dict[str, list[str]] = {}
     for row in test:
@@ -119,12 +119,12 @@ def compute_scores(task: TextGeneration, weights: Weights, test: Sequence[Row]) 
 
 
 def compute_loss(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> ResampledMetric:
-    """The "loss" of `compute_scores` alone."""
+    """Return only the "loss" of `compute_scores`."""
     return resampling.resample_mean(losses_of(task, weights, test), _TEST)
 
 
 def losses_of(task: TextGeneration, weights: Weights, test: Sequence[Row]) -> list[float]:
-    """Mean loss of each source over its references, in nats a token, in the order of the sources' appearance."""
+    """Return the mean loss of each source over its references, in nats per token, in order of first appearance."""
     found: dict[str, list[float]] = {}
     for row, prediction in zip(test, task.predict(weights, task.encode(Example.from_columns(test))), strict=True):
         found.setdefault(row["mr"], []).append(target_loss(prediction))

@@ -1,4 +1,4 @@
-"""Compare figures in words: which is higher, whether a claim holds, whether an order does.
+"""Compare metrics and give verdicts: which is higher, and whether a claim or an order holds.
 
 A word is an error where it is said of methods that are alike. All words of one table (a preset's claims, an order's
 pairs) are corrected together, by Holm, so that one such error or more stands in at most one table of twenty. What is
@@ -64,7 +64,7 @@ class ClaimSentence:
 def judge_sign(
     d: ResampledMetric, below: str = "lower", above: str = "higher", otherwise: str = "not told apart"
 ) -> ClaimSentence:
-    """On which side of 0 a difference lies."""
+    """Judge on which side of 0 a difference is."""
     return ClaimSentence(below if d.value < 0 else above, resampling.p_value(d), otherwise)
 
 
@@ -114,7 +114,7 @@ def describe_control_range(must: Must, margin: float = CONTROL_MARGIN) -> str:
 
 
 def list_control_verdicts(found: Sequence[tuple[str, ClaimSentence]]) -> list[str]:
-    """A sentence for each control of a table, ending in its word, and one on how the words were found."""
+    """Return a sentence for each control of a table, ending in its verdict, and one on how the verdicts were found."""
     told_ = [
         f"{text}: {word}." for (text, _), word in zip(found, decide_words([said for _, said in found]), strict=True)
     ]
@@ -122,12 +122,12 @@ def list_control_verdicts(found: Sequence[tuple[str, ClaimSentence]]) -> list[st
 
 
 def claim_in_words(claim: Mapping[str, Any]) -> str:
-    """Return a claim of a preset in words, with its margin."""
+    """Return a claim of a preset as text, with its margin."""
     return f"it {claim['is']}" + (f" (within {claim['margin']:g})" if "margin" in claim else "")
 
 
 def claims_of(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A preset's claims; those that need a margin and have none have that of the settings, where it has one."""
+    """Return a preset's claims; a claim without its required margin gets that of the settings, if there is one."""
     shared = {"margin": settings["margin"]} if "margin" in settings else {}
     return [(shared if claim["is"] in _NEED_MARGIN else {}) | claim for claim in settings.get("claims", [])]
 
@@ -160,7 +160,7 @@ def judge_claims(
 
 
 def decide_words(said: Sequence[ClaimSentence]) -> list[str]:
-    """The word of each, corrected for the others."""
+    """Return the verdict of each, corrected for the others."""
     corrected = holm_correction([each.p for each in said])
     return [each.word if p <= ALPHA else each.otherwise for each, p in zip(said, corrected, strict=True)]
 
@@ -168,27 +168,27 @@ def decide_words(said: Sequence[ClaimSentence]) -> list[str]:
 def all_of(
     differences: Sequence[ResampledMetric], side: Literal["lower", "higher"], word: str, otherwise: str
 ) -> ClaimSentence:
-    """Judge whether every difference is on that side of 0. Each must be by itself, so none corrects another."""
+    """Judge whether every difference is on that side of 0. Each must be so by itself, so none corrects another."""
     found = [judge_sign(d) for d in differences]
     return ClaimSentence(word, max(each.p if each.word == side else 1.0 for each in found), otherwise)
 
 
 def list_verdicts(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> list[str]:
-    """A sentence for each text, ending in its word, and one on how the words were found."""
+    """Return a sentence for each text, ending in its verdict, and one on how the verdicts were found."""
     said = [each for _, each in found]
     told_ = [f"{text}: {word}." for (text, _), word in zip(found, decide_words(said), strict=True)]
     return [*told_, describe_correction(f"{len(said)} comparisons", seeds)] if found else []
 
 
 def describe_correction(comparisons: str, seeds: int) -> str:
-    """The sentence below a table on how its words were found."""
+    """Return the sentence below a table on how its verdicts were found."""
     text = f"Intervals are of 95 % each, over rows and seeds; words are corrected for {comparisons} (Holm)"
     few = f"; {seeds} {'seed is' if seeds == 1 else 'seeds are'} too few to decide"
     return f"{text}{few if 0 < seeds < resampling.SEEDS_TO_DECIDE else ''}."
 
 
 def describe_ordering(figures: Mapping[str, ResampledMetric], order: Sequence[str], what: str) -> str:
-    """A sentence on whether `figures` fall in the order that a paper has, from its first (highest) to its last."""
+    """Return a sentence on whether `figures` are in a paper's order, from its first (highest) to its last."""
     names = [name for name in order if name in figures]
     pairs = [(high, low) for i, high in enumerate(names) for low in names[i + 1 :]]
     differences = [resampling.subtract_metrics(figures[high], figures[low]) for high, low in pairs]

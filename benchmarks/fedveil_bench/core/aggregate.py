@@ -1,11 +1,11 @@
-"""Folding uploads: memory and throughput, beside a plain sum and beside Flower's own FedAvg.
+"""Folding uploads: memory and throughput, compared with a plain sum and with Flower's own FedAvg.
 
-"gate and fold" is what the server does with a reply: checksum, finite and norm checks, then the running mean. "fold" is
-the running mean alone, on messages already judged: the like of Flower's aggregate_train, which checks nothing. Half
-precision has half the bytes for as many entries; its GB/s are of its own bytes.
+"gate and fold" is the server's processing of a reply: checksum, finite and norm checks, then the running mean. "fold"
+is only the running mean, on messages already checked, like Flower's aggregate_train, which checks nothing. Half
+precision has half the bytes for as many entries; its GB/s count its own bytes.
 
-Each case runs in a process of its own, so that its peak memory is its own. The received messages are a small ring
-of distinct ones, as a server that pulls replies one at a time holds them.
+Each case runs in a separate process, so that peak memory is measured per case. The received messages are a small ring
+of distinct ones, as for a server that pulls replies one at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HALF = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """The rows: our fold at each N, the plain sum, and Flower's FedAvg. Repeats are interleaved."""
+    """Return the rows: FedVeil's fold at each N, the plain sum, and Flower's FedAvg. Repeats are interleaved."""
     megabytes, counts = settings["megabytes"], settings["uploads"]
     cases = [("gate-and-fold", n) for n in counts] + [("fold", n) for n in counts]
     cases += [(f"{case}-{half}", settings["half_uploads"]) for half in _HALF for case in ("gate-and-fold", "fold")]
@@ -130,8 +130,8 @@ def _plain(n: int, megabytes: int) -> tuple[float, int]:
 
 
 def _flower(n: int, megabytes: int) -> tuple[float, int]:
-    """Flower's own strategy on replies that are all there already, as its `start` hands them over."""
-    # Here alone: the other cases' peak memory is without Flower.
+    """Run Flower's own strategy on replies that are all present, as its `start` passes them."""
+    # Only here: the other cases' peak memory is without Flower.
     from flwr.app import ArrayRecord, Message, MessageType, MetricRecord, RecordDict
     from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
     from flwr.supercore.task_identity import TaskIdentity
@@ -151,7 +151,7 @@ def _flower(n: int, megabytes: int) -> tuple[float, int]:
 
 
 def _dtypes() -> dict[str, str]:
-    """The dtype on the wire, by case."""
+    """Return the dtype on the wire, by case."""
     return {
         f"{case}{half}": dtype
         for case in ("gate-and-fold", "fold")
@@ -160,7 +160,7 @@ def _dtypes() -> dict[str, str]:
 
 
 def main() -> None:
-    """One case, in this process; prints its figures as JSON."""
+    """Run one case in this process; print its metrics as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("case", choices=[*_dtypes(), "plain", "flower"])
     parser.add_argument("uploads", type=int)

@@ -1,20 +1,20 @@
-"""When the uploads of N SuperNodes arrive at one server: a round as a simulation of events, one at a time.
+"""Simulate when the uploads of N SuperNodes arrive at one server: the events of a round, one at a time.
 
-A round goes through these, in this order, for each of N sites with messages of b bytes:
+A round has these steps, in this order, for each of N sites with messages of b bytes:
 
-1. The ServerApp makes the messages one after another: `send` seconds each. All are pushed when the last is made.
-2. A SuperNode asks for work every `poll_seconds`, from a phase that is uniform.
-3. The SuperLink hands the message out: `relay` seconds of its one Python thread, after its other work.
-4. The message goes down the server's link, which all share: b / `megabytes_a_second`. First come, first served.
+1. The ServerApp creates the messages one after another: `send` seconds each. All are pushed after the last one.
+2. A SuperNode asks for work every `poll_seconds`, with a uniformly random phase.
+3. The SuperLink delivers the message: `relay` seconds of its one Python thread, after its other work.
+4. The message passes the server's downlink, which all share: b / `megabytes_a_second`. First come, first served.
 5. The site starts a client process and trains: uniform between `train_seconds`' two values.
-6. The upload goes up the link, the other direction of it, and is taken in by the SuperLink: `relay` seconds again.
-7. The ServerApp asks for every message that is still out, one after another, `look` seconds each, and folds what is
-   there: `fold` seconds each. After a pass in which nothing was there it waits `_POLL_SECONDS`.
+6. The upload passes the uplink, and the SuperLink accepts it: `relay` seconds again.
+7. The ServerApp asks for every outstanding message, one after another, `look` seconds each, and folds the arrived
+ones: `fold` seconds each. After a pass without any it waits `_POLL_SECONDS`.
 
-Measured in the run that gives the result: `send` and `fold` (CPU seconds of core/scale's strategy rows: gate, checksum,
+Measured in the same run: `send` and `fold` (CPU seconds of core/scale's strategy rows: gate, checksum,
 fold and the run's records, without waiting for the disk), `relay` (CPU seconds of a SuperLink that carries messages of
-b bytes). Assumed, in the preset: the link, the polling, the training, and `look`. Not in it: lost messages, sites that
-go away, a SuperLink that swaps.
+b bytes). Assumed, in the preset: the link, the polling, the training, and `look`. Not modeled: lost messages, sites
+that disconnect, a SuperLink that swaps.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _POLL_SECONDS = 0.25  # as in server_app/round_attempt.py
 
 @dataclass(frozen=True)
 class ArrivalCosts:
-    """Seconds, but for the link's.
+    """Seconds, except for the link's values.
 
     Attributes:
-        send, fold: of the ServerApp, a message.
-        relay: of the SuperLink, a message each way.
-        look: of the ServerApp, for one message that is not there yet.
-        poll_seconds: between two questions of an idle SuperNode.
-        train_seconds: the fastest site's and the slowest one's, with the start of the client process.
-        megabytes: of a message, each way.
-        megabytes_a_second: of the server's link, each way.
+        send, fold: of the ServerApp, per message.
+        relay: of the SuperLink, per message and direction.
+        look: of the ServerApp, for one message that has not arrived.
+        poll_seconds: between two polls of an idle SuperNode.
+        train_seconds: of the fastest and the slowest site, including the start of the client process.
+        megabytes: size of a message, each way.
+        megabytes_a_second: speed of the server's link, each way.
     """
 
     send: float
@@ -60,11 +60,11 @@ class SimulatedRound:
 
     Attributes:
         seconds: until the last upload is folded.
-        training: of the slowest site, which nothing here can shorten.
+        training: of the slowest site, the lower bound of a round.
         last_arrival: until the last upload is at the SuperLink.
-        most_waiting: the most uploads that were at the SuperLink at one time and not yet folded.
-        most_polling: the most SuperNodes that waited for their message at one time.
-        busy: of the ServerApp, the SuperLink, and the busier direction of the link: the share of the seconds.
+        most_waiting: maximum number of uploads at the SuperLink that were not yet folded.
+        most_polling: maximum number of SuperNodes that waited for their message at one time.
+        busy: busy share of the time, for the ServerApp, the SuperLink, and the busier direction of the link.
     """
 
     seconds: float
@@ -76,20 +76,20 @@ class SimulatedRound:
 
 
 class _Station:
-    """Serves one at a time, first come, first served."""
+    """A queue that serves one job at a time, first come, first served."""
 
     def __init__(self) -> None:
         self.free_at = self.busy = 0.0
 
     def ends(self, now: float, seconds: float) -> float:
-        """When something is done that comes now and takes so long."""
+        """Return when a job that arrives now and takes so long is done."""
         self.free_at = max(now, self.free_at) + seconds
         self.busy += seconds
         return self.free_at
 
 
 def simulate_round(sites: int, costs: ArrivalCosts, seed: int = 0) -> SimulatedRound:
-    """One round of N sites."""
+    """Simulate one round of N sites."""
     draws = rng.initial_stream(seed, f"arrivals of {sites}")
     phases, works = _uniform(sites, draws), _uniform(sites, draws)
     superlink, down, up = _Station(), _Station(), _Station()
@@ -123,7 +123,7 @@ def simulate_round(sites: int, costs: ArrivalCosts, seed: int = 0) -> SimulatedR
 
 
 def _folded(arrivals: list[float], began: float, costs: ArrivalCosts) -> tuple[float, int, float]:
-    """The ServerApp's passes over what is out, by site. Returns the end, the longest queue, and its busy seconds."""
+    """Simulate the ServerApp's passes over outstanding messages. Return end, longest queue, and busy seconds."""
     now, busy, folded, most = began, 0.0, 0, 0
     out, times = list(range(len(arrivals))), sorted(arrivals)
     while out:

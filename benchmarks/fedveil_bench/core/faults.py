@@ -1,18 +1,19 @@
-"""Kills one process of a real run at a drawn point, resumes, and compares with an undisturbed run.
+"""Kill one process of a real run at a drawn point, resume, and compare with an undisturbed run.
 
-Every point is a run of its own over gRPC (killer.py says who is killed, and when). What died for good is started again.
+Every point is a separate run over gRPC (killer.py determines victim and time). Permanently ended processes are
+restarted.
 
 | compared | in a deterministic run | in one under differential privacy |
 |---|---|---|
 | weights after the last round, private states | equal, bit for bit | - : its noise comes from the system |
-| fields of every accepted upload, masks and draws among them | equal, bit for bit; not those of secure aggregation,
-  whose keys come from the system: its sum is what the weights show | - |
-| ledger | not charged | what the undisturbed run charges, and the same once more for each turn that was repeated |
+| fields of every accepted upload, including masks and draws | equal, bit for bit; not those of secure aggregation,
+  whose keys come from the system: the weights show its sum | - |
+| ledger | not charged | the undisturbed run's charges, and the same once more for each repeated client round |
 | rounds and sites whose uploads the record has | equal | equal |
 | the server's audit log | unbroken | unbroken |
 
-It runs in pieces: points that the file of pieces has are not run again, but those that did not end equal at another
-commit. The table says how many are of which commit. Several of it can run at once: each takes points that no other has.
+It runs in pieces: points in the file of pieces are not run again, except those that did not end equal at another
+commit. The table reports the points per commit. Several instances can run at once, each with different points.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 _SECONDS = 300.0
 _MASKED = ("sum", "attached")  # fields of masks and keys, which are new each time
 _RESUMED = 5
-_REASON_CHARACTERS = 400  # of a point that did not end
-_PAUSE_SECONDS = 8.0  # between two starts of a site, as compose pauses: each start costs some CPU seconds
+_REASON_CHARACTERS = 400  # for a point that did not end
+_PAUSE_SECONDS = 8.0  # between two starts of a site, like compose's pauses: each start costs some CPU seconds
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """One row for each case and victim: points, how many ended equal, and every other one in words.
+    """Return one row for each case and victim: points, how many ended equal, and a description of every other one.
 
     Raises:
-        ConfigError: no launcher.
+        ConfigError: there is no launcher.
     """
     if options.launch is None:
         raise ConfigError("core/faults: expected a launcher, found none; run it as `fedveil bench core/faults`")
@@ -110,13 +111,13 @@ def _outcome(points: list[dict[str, Any]]) -> BenchOutcome:
 
 
 class _Bench:
-    """A federation on which points are tried; the undisturbed run of a case is made when it is first asked for."""
+    """A federation that runs the points; the undisturbed run of a case is made on first use."""
 
     def __init__(self, federation: Any, runs: Path, pictures: Path, settings: dict[str, Any]) -> None:
         self._federation, self._runs, self._settings = federation, runs, settings
         self._data = {"text": resources.data_folder("e2e"), "pictures": pictures}
         self._whole: dict[str, dict[str, Any]] = {}
-        self._started: dict[str, float] = {}  # sites that had ended, and when
+        self._started: dict[str, float] = {}  # ended sites, and when
 
     def tried(self, point: KillPoint) -> dict[str, Any]:
         """Run one point; return how it ended, whether something was killed, the number of resumes, and seconds."""
@@ -140,7 +141,7 @@ class _Bench:
         return {"end": end, "killed": killer.killed, "resumed": resumed, "seconds": seconds}
 
     def _ended(self, case: str, name: str, killer: ProcessKiller | None = None) -> int:
-        """Runs until it is completed; what was killed is started again, and the run resumed. Returns how often."""
+        """Run until it is completed; restart killed processes and resume the run. Return how often."""
         config = dict(self._settings["config"]) | self._settings["cases"][case]
         config["task.data"] = config["task.evaluation"] = str(self._data[str(config.pop("data"))])
 
@@ -167,16 +168,16 @@ class _Bench:
         raise ConfigError(f"{name}: expected a completed run, found: {'; then '.join(reasons)}")
 
     def _restored(self, killer: ProcessKiller | None) -> None:
-        """Starts again what has ended: the server's machine where it was killed, and any site.
+        """Restart ended processes: the server's machine if it was killed, and any site.
 
-        A site as often as its SuperNode ends, as compose does: a SuperLink that has the dead one online still, until
-        its heartbeat is missed, sends the new one away. That may be so when the next run has begun.
+        Restart a site as often as its SuperNode ends, like compose: while a SuperLink considers the dead one online,
+        until its heartbeat is missed, it rejects the new one. This may last until the next run has begun.
         """
         for site in SITES:
             since = time.monotonic() - self._started.get(site, -math.inf)
             if since > _PAUSE_SECONDS and self._federation.processes.ended(site) is not None:
                 self._started[site] = time.monotonic()
-                self._federation.kill_site(site)  # what it had started
+                self._federation.kill_site(site)  # its child processes
                 self._federation.start_site(site)
         if killer and killer.killed and not killer.restored and killer.point.victim == "superlink":
             self._federation.processes.kill("superlink")
@@ -210,7 +211,7 @@ class _Bench:
         return lambda: folder.glob(pattern)
 
     def _charged(self) -> dict[str, int]:
-        """Steps charged so far to the most charged record of every site."""
+        """Return the steps charged so far to the most charged record of every site."""
         found = {}
         for file in self._federation.folder.glob("sites/*/.ledger/*.json"):
             histories = json.loads(file.read_text())["spent"]
@@ -246,7 +247,7 @@ class _Bench:
 
 
 def _compared(whole: Mapping[str, Any], found: Mapping[str, Any], again: str = "") -> str:
-    """Either "equal" or what differs. `again`: a site whose worker was killed: its client process repeats that turn."""
+    """Return "equal" or the differences. `again`: site with a killed worker, whose client process repeats the round."""
     keys = ["rounds", *(["weights", "private states", "uploads"] if not any(whole["charged"].values()) else [])]
     for key in keys:
         if whole[key] != found[key]:

@@ -1,7 +1,7 @@
 """Measure the cost of a waiting site: CPU of its processes as a share of one core, ours and stock Flower's.
 
-A federation of one site. The first seconds are left out: processes start, and what waits looks again soon at first
-(fedveil/guard/poll_backoff.py). Then the CPU seconds of window after window, by program.
+The federation has one site. The first seconds are excluded: processes start, and pollers begin with short intervals
+(fedveil/guard/poll_backoff.py). Then it measures CPU seconds per window and program.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SITE = "site-0"
 
 @dataclass(frozen=True)
 class IdleWindow:
-    """Some time in which a site waited.
+    """A window of time in which a site waited.
 
     Attributes:
-        seconds: how long.
+        seconds: its length.
         cpu: CPU seconds by program.
     """
 
@@ -34,13 +34,13 @@ class IdleWindow:
     cpu: Mapping[str, float]
 
     def percent(self, kind: str | None = None) -> float:
-        """Return the per cent of one core that all programs, or one, use."""
+        """Return the percentage of one core that all programs, or one, use."""
         cpu = sum(self.cpu.values()) if kind is None else self.cpu.get(kind, 0.0)
         return 100.0 * cpu / self.seconds
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """The rows "fedveil" and "flower": per cent of a core, together and by program.
+    """Return the rows "fedveil" and "flower": percentage of a core, in total and by program.
 
     Raises:
         ConfigError: no launcher, or a site that ended while it waited.
@@ -71,8 +71,9 @@ def _window(federation: Any, seconds: float) -> IdleWindow:
 
 
 def build_outcome(found: Mapping[str, Sequence[IdleWindow]], asked: float) -> BenchOutcome:
-    """Rows and verdicts of the windows of each way; `asked`: the most per cent of a core that a waiting site of ours
-    should take.
+    """Return rows and verdicts of the windows of each way.
+
+    `asked`: the maximum percentage of a core that a waiting FedVeil site should use.
     """
     rows: list[dict[str, Any]] = []
     for name, windows in found.items():

@@ -1,9 +1,9 @@
-"""Kill processes in a run: points that are drawn, and the thread that waits for one.
+"""Kill processes in a run: drawn points, and the thread that waits for one.
 
-The victim is the ServerApp, the SuperLink's machine, a site's machine, its worker or its client process: as soon as
-a file shows that the run is at a drawn place (a message went out, a checkpoint was replaced, a record was written, a
-turn was counted, a private state was kept, a ledger was charged), or a drawn time later. Nothing in the program knows
-of it.
+The victim is the ServerApp, the SuperLink's machine, a site's machine, its worker or its client process. It is killed
+as soon as a file shows that the run is at a drawn place (a message went out, a checkpoint was replaced, a record was
+written, a round was counted, a private state was stored, a ledger was charged), or a drawn time later. The killed
+programs contain no code for this.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KillPoint:
 
 
 def draw_kill_point(number: int, cases: list[str]) -> KillPoint:
-    """The point of that number."""
+    """Return the point of that number."""
     stream = rng.initial_stream(number, "faults")
 
     def one(of: list[Any]) -> Any:
@@ -57,7 +57,7 @@ def draw_kill_point(number: int, cases: list[str]) -> KillPoint:
 
 
 class ProcessKiller(threading.Thread):
-    """Waits for the point's event, and kills."""
+    """Waits for the point's event, then kills the victim."""
 
     def __init__(self, point: KillPoint, victims: Callable[[], list[int]], files: Callable[[], Iterator[Path]]) -> None:
         super().__init__(daemon=True)
@@ -65,7 +65,7 @@ class ProcessKiller(threading.Thread):
         self._victims, self._files, self._end = victims, files, threading.Event()
 
     def run(self) -> None:
-        """Polls the files every millisecond; looks for the victims in between, for that takes longer."""
+        """Poll the files every millisecond; search for the victims in between, because that takes longer."""
         before, seen, pids, looked = self._stamps(), 0, self._victims(), time.monotonic()
         while not self._end.is_set() and seen < self.point.count:
             now = self._stamps()
@@ -84,7 +84,7 @@ class ProcessKiller(threading.Thread):
                 self.killed = True
 
     def over(self) -> None:
-        """The run has ended; nothing is killed from now on."""
+        """Mark the run as ended; nothing is killed from now on."""
         self._end.set()
         self.join()
 

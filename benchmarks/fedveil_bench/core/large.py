@@ -1,16 +1,16 @@
-"""Large messages: seconds of a round that trains nothing, and whose CPU they are, beside stock Flower's own.
+"""Large messages: seconds and CPU time of a round that trains nothing, compared with stock Flower.
 
-All processes of a federation are on this machine, so with more sites than cores a round is as long as the CPU seconds
-of all hops together. The first round of each run is left out.
+All processes of a federation are on this machine, so with more sites than cores a round takes as long as the CPU
+seconds of all hops together. The first round of each run is excluded.
 
-| metric | what |
+| metric | meaning |
 |---|---|
 | seconds a round | by the server's clock |
-| MB a second | of all messages of a round, both ways, by these seconds |
-| CPU s <program> | a round, of all processes of it; stock Flower's is the mean of all rounds |
-| MB <program> | the most resident memory of one process of it, in all rounds |
+| MB a second | all messages of a round, both ways, divided by these seconds |
+| CPU s <program> | per round, for all its processes; for stock Flower the mean of all rounds |
+| MB <program> | maximum resident memory of one of its processes, over all rounds |
 
-One size runs again while every connection of the sites is cut at an interval, in the midst of what it carries.
+One size runs again while every connection of the sites is cut at intervals, in the middle of its transfer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOPS = ("ServerApp", "SuperLink", "SuperNode", "client process", "worker")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Two rows for each size: ours and stock Flower's.
+    """Return two rows for each size: FedVeil's and stock Flower's.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.
@@ -106,6 +106,6 @@ def _name(whose: str, way: NoOpRun, how: str = "") -> str:
 
 
 def _kind(command: list[str]) -> str:
-    """A resident guard forks a child for each message: both are the client's."""
+    """Return the process kind. A resident guard forks a child for each message: both are the client's."""
     kind = classify_program(command)
     return "client process" if kind == "resident" else kind

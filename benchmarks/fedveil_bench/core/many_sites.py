@@ -1,11 +1,11 @@
-"""One round after another of N sites that train nothing, in a process of its own: seconds, and the most memory.
+"""Run rounds of N sites that train nothing in a separate process: seconds, and maximum memory.
 
     python -m fedveil_bench.core.many_sites in-process fedrand "" 1000 4 0
     python -m fedveil_bench.core.many_sites strategy fedrand "downlink = 'selected'" 1000 4 10
 
-"in-process" is fedveil.federation.in_process with messages of a few KB, so that what counts is what a site costs.
-"strategy" is the ServerApp's strategy with a run folder. Its Grid makes each reply when it is pulled and keeps none, so
-that the memory is the server's; the seconds that it takes to make them are left out.
+"in-process" is fedveil.federation.in_process with messages of a few KB, so that the cost per site dominates.
+"strategy" is the ServerApp's strategy with a run folder. Its Grid creates each reply when it is pulled and stores none,
+so that the memory is the server's; the time to create them is excluded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedveil.wire.envelope import EnvelopeStamp, pack_message_parts, unpack_mess
 from fedveil_bench.common.untrained import NoOpTrainer
 from fedveil_bench.process_monitor.usage import high_mb
 
-_LAYERS = 4  # of which FedPer shares two
+_LAYERS = 4  # FedPer shares two of them
 _SMALL = 64  # width of a layer in process
 
 
@@ -54,8 +54,8 @@ class ManySitesCase:
         way: "in-process" or "strategy".
         method, fields: as in the run config.
         sites: N.
-        rounds: all of them; in the first every site is new.
-        megabytes: of one upload, for "strategy"; 0 = a few KB.
+        rounds: number of rounds; in the first every site is new.
+        megabytes: size of one upload, for "strategy"; 0 = a few KB.
     """
 
     way: str
@@ -71,9 +71,9 @@ class ManySitesResult:
     """The measurements of one case.
 
     Attributes:
-        seconds, cpu_seconds: of each round; waiting for the disk is in the first alone, and so are other programs.
-        sending_cpu_seconds: of each round, until the last message has been handed over; [] in process.
-        grown_mb: the most resident memory beyond that before the first round.
+        seconds, cpu_seconds: of each round; only the first includes waiting for the disk and other programs.
+        sending_cpu_seconds: of each round, until the last message has been passed on; [] in process.
+        grown_mb: maximum resident memory beyond that before the first round.
         upload_bytes: of the last round.
     """
 
@@ -85,12 +85,12 @@ class ManySitesResult:
 
 
 def measure_case(case: ManySitesCase) -> ManySitesResult:
-    """Runs the case, in this process."""
+    """Run the case in this process."""
     return _in_process(case) if case.way == "in-process" else _strategy(case)
 
 
 def _spec(width: int) -> Spec:
-    """LoRA factors of four layers, A and B of the same size."""
+    """Return LoRA factors of four layers, A and B of the same size."""
     return {
         f"h.{layer}.lora_{side}": ParamSpec((width, 4) if side == "B" else (4, width))
         for layer in range(_LAYERS)
@@ -149,7 +149,7 @@ def _strategy(case: ManySitesCase) -> ManySitesResult:
 
 @dataclass(frozen=True)
 class _Times:
-    """Seconds on the wall, and of this process on a core."""
+    """Wall time and this process's CPU time."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -170,22 +170,22 @@ def _columns(laps: list[_Times]) -> tuple[list[float], list[float]]:
 
 
 class _Memory:
-    """The most resident memory since this object was made, as Linux counts it."""
+    """The maximum resident memory since this object was created, as Linux counts it."""
 
     def __init__(self) -> None:
         self._before_mb = float(psutil.Process().memory_info().rss) / 1e6
         Path("/proc/self/clear_refs").write_text("5")
 
     def grown_mb(self) -> float:
-        """Beyond what there was at first, in 10^6 bytes."""
+        """Return the growth since the start, in 10^6 bytes."""
         return high_mb() - self._before_mb
 
 
 class StreamedGrid(Grid):
-    """N nodes, whose replies are made when they are pulled. Of messages it keeps one of each variant.
+    """N nodes, whose replies are created when they are pulled. It stores one message of each variant.
 
     Attributes:
-        spent: what it took to play the sites.
+        spent: the time to simulate the sites.
         pushed_at: when messages were last pushed.
     """
 
@@ -201,27 +201,27 @@ class StreamedGrid(Grid):
         self.spent = self.pushed_at = _Times()
 
     def set_run(self, run: Any) -> None:
-        """Nothing to set."""
+        """Do nothing: there is no run to set."""
 
     @property
     def run(self) -> Any:
-        """There is none."""
+        """Raise NotImplementedError: there is no run."""
         raise NotImplementedError("no run here")
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """An old way to make a message, which nobody here takes."""
+        """Refuse Flower's old way to create a message."""
         raise NotImplementedError("messages are made by their class")
 
     def get_node_ids(self) -> list[int]:
-        """All nodes."""
+        """Return all nodes."""
         return [node.node_id for node in self._nodes]
 
     def get_nodes(self) -> list[NodeInfo]:
-        """All nodes with their names."""
+        """Return all nodes with their names."""
         return list(self._nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Takes the messages and forgets them, but for what a reply needs to know."""
+        """Accept the messages, storing only the facts that a reply needs."""
         self.pushed_at = started = _Times.now()
         self._down.clear()
         pushed = [self._pushed(message) for message in messages]
@@ -243,7 +243,7 @@ class StreamedGrid(Grid):
         return number
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The replies, made now."""
+        """Return the replies, created now."""
         started = _Times.now()
         replies = [self._reply(*self._waiting.pop(number), number) for number in message_ids if number in self._waiting]
         self.spent += _Times.now() - started
@@ -261,12 +261,12 @@ class StreamedGrid(Grid):
         return make_message(about, RecordDict({"fedveil": ArrayRecord(arrays)}))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """All replies at once, which is what shall not be measured."""
+        """Refuse to return all replies at once, which the benchmark must not measure."""
         raise NotImplementedError("replies are pulled one at a time")
 
 
 def main() -> None:
-    """One case, in this process; prints its figures as JSON."""
+    """Run one case in this process; print its metrics as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=["in-process", "strategy"])
     parser.add_argument("method")

@@ -1,4 +1,4 @@
-"""The most memory of every process of a federation over gRPC, and the seconds of a round outside local training.
+"""Maximum memory of every process of a federation over gRPC, and the seconds of a round outside local training.
 
 Peaks are the kernel's own (VmHWM), so none falls between two readings. Each run has a federation of its own.
 """
@@ -19,13 +19,13 @@ from fedveil_bench.process_monitor.usage import PROGRAMS, ProcessUsage, classify
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SERVER, _WORKER = "ServerApp", "worker"
-_STATES = {"adamw": 2.0, "adamw-8bit": 0.5}  # of the optimiser, in bytes by byte of fp32 weights
-_SERVER_TIMES, _SERVER_MB = 3.0, 600  # what was asked where all weights are trained
+_STATES = {"adamw": 2.0, "adamw-8bit": 0.5}  # of the optimizer, in bytes per byte of fp32 weights
+_SERVER_TIMES, _SERVER_MB = 3.0, 600  # the requirement if all weights are trained
 _WORKER_TIMES, _WORKER_MB = 1.25, 800
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """One row a run: peak MB by process, seconds of a round, and those of them outside training.
+    """Return one row per run: peak MB by process, seconds of a round, and the part outside training.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.

@@ -1,4 +1,4 @@
-"""A round that trains nothing: ours beside stock Flower's with the same payload, one after the other, by sites.
+"""A round that trains nothing: FedVeil compared with stock Flower for the same payload, alternately, by sites.
 
 Its seconds, and the CPU seconds of one site's processes by program. What the worker needs is told apart: it is the work
 itself, the others are what a message costs. Stock Flower has a federation with its own programs and waits, and its CPU
@@ -20,7 +20,7 @@ from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, held_to, with_med
 from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_SITE = "site-0"  # whose processes are watched
+_SITE = "site-0"  # its processes are watched
 _WORKER = "worker"
 
 

@@ -1,11 +1,11 @@
-"""Measure the time and memory that preparing a site's rows takes, by the number of rows: the first time, and later.
+"""Measure the time and memory of preparing a site's rows, by the number of rows: the first time, and later.
 
-Each case is a process of its own, as a worker is. Its clock starts when the libraries and the model are there and some
+Each case is a separate process, like a worker. Its clock starts after the libraries and the model are loaded and some
 rows were prepared, and stops when the first batch can be made; "peak_mb" is resident memory beyond that at the start,
-mapped files among it. "row by row" is what FedVeil 0.1 did, written here once more: every line a Python object,
-one call of the tokenizer for each text, every row a list. It is left out above `settings.row_by_row` rows.
+including mapped files. "row by row" repeats the method of FedVeil 0.1: every line a Python object, one call of the
+tokenizer for each text, every row a list. It is omitted above `settings.row_by_row` rows.
 
-The rows are those of the E2E data, repeated, with another name in source and target of each copy.
+The rows are those of the E2E data, repeated with another name in source and target of each copy.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _ASKED = {"rows": 300_000, "first": 12.0, "later": 1.0, "peak_mb": 150.0}
 _WARM_UP = 50
-_EVERY = 0.02  # seconds between two looks at the memory
+_EVERY = 0.02  # seconds between two readings of the memory
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """The rows that are repeated."""
+    """Return the repeated rows."""
     return [data.DataRequirement(settings["data"], ("train",), (".jsonl",))]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each number of rows and way."""
+    """Return a row for each number of rows and method."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for count in settings["rows"]:
@@ -116,7 +116,7 @@ def _prepared(task: Any, folder: Path, way: str) -> Any:
 
 
 class _Peak:
-    """The most resident memory, as a thread sees it."""
+    """The maximum resident memory, as measured by a thread."""
 
     def __init__(self) -> None:
         self._process, self._end = psutil.Process(), threading.Event()
@@ -149,7 +149,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def main() -> None:
-    """One case, in this process."""
+    """Run one case in this process."""
     from fedveil import config, strategies, tasks
     from fedveil.contract.task import Example
 

@@ -1,11 +1,11 @@
 """Seconds and memory by the number of sites: in process, through the ServerApp's strategy, and a simulated arrival.
 
-Each case of the first two runs in a process of its own (many_sites.py), so that its peak memory is its own. The third
-(arrivals.py) is a simulation of events, with the server's costs as the second has just measured them, and a SuperLink's
-as it carries messages of that size for stock Flower here. a in seconds ~ N^a is the slope of the logarithms over all
-sizes; a constant part, which weighs at small N, lowers it.
+Each case of the first two runs in a separate process (many_sites.py), so that peak memory is measured per case. The
+third (arrivals.py) is a simulation of events, with the server's costs just measured by the second, and the costs of a
+SuperLink that carries messages of that size for stock Flower here. a in seconds ~ N^a is the slope of the logarithms
+over all sizes; a constant part, which matters at small N, lowers it.
 
-It runs in pieces: cases that the file of pieces has already are not run again. Each row says of which commit it is.
+It runs in pieces: cases in the file of pieces are not run again. Each row names its commit.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fedveil_bench.process_monitor.usage import classify_program, read_command_l
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _FIRST_STEADY = 1  # in round 0 all sites are new
-_LEAST_MB = 1.0  # what grew by less than that did not grow: the kernel counts pages, and Python rounds up
+_LEAST_MB = 1.0  # smaller growth counts as none: the kernel counts pages, and Python rounds up
 _ARRIVALS = "arrivals"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each way, method and N, and a row with the exponents of each way and method.
+    """Return a row for each way, method and N, and a row with the exponents of each way and method.
 
     Raises:
         ConfigError: no launcher, or a case that failed.
@@ -87,7 +87,7 @@ def _row(way: str, case: Mapping[str, Any], sites: int, settings: Mapping[str, A
 
 
 def _superlink_seconds(settings: Mapping[str, Any], options: BenchOptions) -> float:
-    """CPU seconds of a SuperLink for one message of that size, each way: with it, less those without it."""
+    """Return a SuperLink's CPU seconds for one message of that size, each way: with it minus without it."""
     asked = settings["relay"]
     launch, sites, rounds = options.launch, asked["sites"], asked["rounds"]
     assert launch is not None
@@ -175,7 +175,7 @@ def _said(row: Mapping[str, Any]) -> str:
 
 
 def _figure(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> bytes:
-    """Seconds and memory by N on logarithmic axes, a line a way and method."""
+    """Draw seconds and memory by N on logarithmic axes, a line per way and method."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(15, 4.5), layout="constrained")

@@ -1,7 +1,7 @@
 """The app on Flower's simulation engine, by the number of its nodes: seconds of a round, and memory of all processes.
 
 Memory is PSS: the engine's processes share pages, which a sum of RSS would count once for each of them. It runs in
-pieces: numbers of nodes that the file of pieces has already are not run again.
+pieces: numbers of nodes in the file of pieces are not run again.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PACKAGES = ("ray",)
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """One row for each number of nodes, and the exponents.
+    """Return one row for each number of nodes, and the exponents.
 
     Raises:
-        ConfigError: no simulation engine at hand, or a run that did not complete.
+        ConfigError: no simulation engine available, or a run that did not complete.
     """
     if options.simulation is None:
         raise ConfigError("core/simulation: expected an engine, found none; run it as `fedveil bench core/simulation`")

@@ -1,8 +1,8 @@
 """Many rounds over gRPC: memory, open files and threads of every process, and bytes on disk, after each round.
 
-Processes that stay are told apart by whose they are, what they are and their id; a client process lives for one round
-only, so of those only the number alive at one time is counted. Slopes leave the first rounds out, in which caches fill.
-A leak goes on, so what grows in the second half of the rounds too is said to grow. A Ctrl-C ends the run, and the
+Long-lived processes are identified by owner, kind and id; a client process lives for only one round, so only the
+number alive at one time is counted. Slopes exclude the first rounds, in which caches fill. A leak continues, so
+only a value that also grows in the second half of the rounds is reported as growing. A Ctrl-C ends the run, and the
 rounds so far count.
 """
 
@@ -26,7 +26,7 @@ from fedveil_bench.process_monitor.usage import HeldResources, classify_program,
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _SUPERLINK = "superlink"
-# Of memory the slope is RSS's: how a shared page is divided, as in PSS, changes with what else the machine runs.
+# For memory the slope is of RSS: PSS divides shared pages by what else the machine runs.
 _A_ROUND = {"rss_mb": ("RSS KB a round", 1000.0), "files": ("files a round", 1.0), "threads": ("threads a round", 1.0)}
 _LATER = ", second half"
 _SAY_EVERY = 10
@@ -38,7 +38,7 @@ class ProcessSamples:
 
     Attributes:
         held: by process ("site-0 worker 4711"), for each round in which it lived.
-        alive: how many processes there were.
+        alive: number of processes.
         disk: bytes of the run folder, and of the federation's folder (logs, keys, private state).
     """
 
@@ -47,7 +47,7 @@ class ProcessSamples:
     disk: dict[str, list[int]] = field(default_factory=dict)
 
     def take(self, federation: Any, run: Path) -> None:
-        """One more sample."""
+        """Take one more sample."""
         alive = 0
         for owner in (_SUPERLINK, *federation.sites):
             for process in federation.processes.alive(owner):
@@ -60,7 +60,7 @@ class ProcessSamples:
             self.disk.setdefault(name, []).append(_bytes_in(folder))
 
     def stayed(self, from_round: int) -> dict[str, list[HeldResources]]:
-        """Those that lived through all rounds from that one on, without their ids where a name is theirs alone."""
+        """Return processes that lived through all rounds from that one on, without their ids if the name is unique."""
         rounds = len(self.alive)
         found = {name: held[from_round - rounds :] for name, held in self.held.items() if len(held) == rounds}
         short = [name.rpartition(" ")[0] for name in found]
@@ -68,10 +68,10 @@ class ProcessSamples:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """One row a process, one of all together and one a folder: what it holds and the slope a round.
+    """Return one row per process, one for all together and one per folder: its size and the slope per round.
 
     Raises:
-        ConfigError: no launcher, a run that failed, or one stopped before there was a slope to see.
+        ConfigError: no launcher, a run that failed, or one stopped before a slope was measurable.
     """
     if options.launch is None:
         raise ConfigError("core/soak: expected a launcher, found none; run it as `fedveil bench core/soak`")
@@ -157,7 +157,7 @@ def _verdicts(samples: ProcessSamples, rows: Sequence[Mapping[str, Any]], out: i
 
 
 def _curves(samples: ProcessSamples) -> bytes:
-    """Memory and open files by round, a line a process."""
+    """Draw memory and open files by round, a line per process."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(11, 4), layout="constrained")

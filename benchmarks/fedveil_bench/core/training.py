@@ -1,13 +1,13 @@
-"""Tokens a second of local LoRA training, beside a bare PyTorch loop over the same rows.
+"""Tokens per second of local LoRA training, compared with a bare PyTorch loop over the same rows.
 
-The bare loop is plain transformers and peft, written without a line of FedVeil's training: its batches lie on the
+The bare loop is plain transformers and peft, without any of FedVeil's training code: its batches are on the
 device before the clock starts, and it waits for the device once, at its end. Both have the same model, adapter,
-precision and rows in each batch; their repeats alternate in one process, and who begins alternates too. A first repeat
-of each is not counted, and all have the same batches: on a GPU whoever meets a length first waits for the plans of its
-kernels. On a GPU one repeat more of each is profiled; its figures count for nothing else.
+precision and rows in each batch; their repeats alternate in one process, and the starting side alternates too. A first
+repeat of each is not counted, and all have the same batches: on a GPU the first use of a length waits for its kernel
+plans. On a GPU one more repeat of each is profiled; its values count for nothing else.
 
-"tokens" are those of the rows, padding apart. "seconds_around" is what a training needs besides its steps: weights
-in and out, and the loss of the weights received. "working_mb" is the peak on the GPU beyond what lay there before.
+"tokens" are those of the rows, without padding. "seconds_around" is the time of a training outside its steps: loading
+and returning weights, and the loss of the received weights. "working_mb" is the GPU's peak beyond its initial memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedveil.testing.training import quiet_libraries
 from fedveil_bench.common.federations import task_of
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_ASKED = 0.97  # of the bare loop's tokens a second, on a GPU
+_ASKED = 0.97  # required fraction of the bare loop's tokens per second, on a GPU
 _LEARNING_RATE = 1e-4
 _WEIGHT_DECAY = 1e-6
 _SEED = 20240229
@@ -51,7 +51,7 @@ class _Measured:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each variant, ours beside the bare loop. `options.device` chooses the device, and with it the size."""
+    """Return a row for each variant, FedVeil's next to the bare loop's. `options.device` determines device and size."""
     device = loading.pick_device(options.device)
     is_cuda = device.type == "cuda"
     if not is_cuda:
@@ -137,7 +137,7 @@ def _precision(device: torch.device) -> str:
 
 
 def _rows(settings: Mapping[str, Any]) -> list[TokenExample]:
-    """Random tokens; lengths spread as sentences' are, two fifths of the longest in the middle; targets two thirds."""
+    """Return random tokens; lengths spread like sentences', two fifths of the longest in the middle; targets 2/3."""
     draw = random.Random(_SEED)
     rows = []
     for _ in range(settings["batch"] * settings["batches"]):
@@ -179,7 +179,7 @@ class _Setup:
 
 
 class _Ours:
-    """FedVeil's own training, as a client runs it."""
+    """FedVeil's own training, as run by a client."""
 
     def __init__(self, of: _Setup) -> None:
         fixed = {
@@ -205,7 +205,7 @@ class _Ours:
 
 
 class _Bare:
-    """The loop that somebody would write who needs nothing else."""
+    """The minimal loop without FedVeil."""
 
     def __init__(self, of: _Setup) -> None:
         self._rows, self._device, self._batch = of.rows, of.device, of.settings["batch"]
@@ -220,9 +220,9 @@ class _Bare:
 
             dtype = torch.bfloat16 if of.device.type == "cuda" else torch.float32
             model = AutoModelForCausalLM.from_pretrained(of.folder, dtype=dtype, trust_remote_code=False)
-            model.loss_type = "ForCausalLM"  # its default, which it otherwise announces
+            model.loss_type = "ForCausalLM"  # its default, which it otherwise logs
             if of.keys.get("train.gradient-checkpointing", False):
-                # Named anew in transformers 5.23; where it is older, the older name.
+                # Renamed in transformers 5.23; older versions use the older name.
                 enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
                 enable({"use_reentrant": False})
             lora = LoraConfig(r=of.settings["rank"], lora_alpha=16, target_modules="all-linear", fan_in_fan_out=True)
@@ -256,7 +256,7 @@ class _Bare:
         return _Measured(tokens / seconds, tokens)
 
     def _steps(self) -> list[tuple[list[dict[str, torch.Tensor]], torch.Tensor]]:
-        """An epoch on the device: the batches of each step, and how many target tokens they have."""
+        """Return an epoch on the device: the batches of each step, and their number of target tokens."""
         generator = rng.initial_stream(_SEED, "batches").torch_generator()
         drawn = batches.epoch_order(
             self._rows, self._batch, generator, self._by_length
@@ -291,7 +291,7 @@ class _Bare:
 
 
 def _profile(side: _Ours | _Bare) -> dict[str, Any]:
-    """One repeat more under torch's profiler: seconds that the GPU computed, kernels, and the longest of them."""
+    """Run one more repeat under torch's profiler; return GPU compute seconds, kernels, and the longest of them."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         started = time.perf_counter()
@@ -311,7 +311,7 @@ def _profile(side: _Ours | _Bare) -> dict[str, Any]:
 
 
 def _peak(side: _Ours | _Bare, device: torch.device) -> _Measured:
-    """One repeat, on a GPU with its peak memory."""
+    """Run one repeat; on a GPU, measure its peak memory."""
     if device.type != "cuda":
         return side.train()
     before = torch.cuda.memory_allocated(device)

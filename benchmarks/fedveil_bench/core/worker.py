@@ -1,8 +1,8 @@
 """Measure the warm worker's savings and costs in rounds that train nothing: with it, without it, and stock Flower's.
 
-Small messages: CPU seconds of a site and wall time, a round. A large base: seconds of loading. A large message: how
-often it exists in the client process and the worker together. All of ours in one federation, all of stock Flower's in
-another one, with its own programs and waits; the first round of each is left out.
+Small messages: CPU seconds of a site and wall time per round. A large base: seconds of loading. A large message: number
+of copies in the client process and the worker together. All FedVeil cases use one federation, all of stock Flower
+another one, with its own programs and waits; the first round of each is excluded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fedveil_bench.process_monitor.no_op import NoOp, NoOpRun, read_rounds, with
 from fedveil_bench.process_monitor.usage import classify_program
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_SITE = "site-0"  # whose memory is watched
+_SITE = "site-0"  # its memory is watched
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """The rows: small messages three ways, the large base, and the large message two ways.
+    """Return the rows: small messages three ways, the large base, and the large message two ways.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.

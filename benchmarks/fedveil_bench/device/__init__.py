@@ -1,1 +1,1 @@
-"""The memory that training takes on its device."""
+"""The device memory that training uses."""

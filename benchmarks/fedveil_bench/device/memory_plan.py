@@ -1,9 +1,9 @@
-"""The memory that `fedveil doctor` plans for a training, beside what the training took.
+"""Compare the memory that `fedveil doctor` plans for a training with the memory that the training used.
 
-Each row is a turn on rows of all of task.max-tokens, all of them targets, so the plan is no mere bound. "compared" is
-what the plan means: on a GPU what torch's tensors took at most ("in use") and what the process holds there besides
+Each row is a client round on examples of exactly task.max-tokens, all of them targets, so the plan is not only a bound.
+"compared" is the planned quantity: on a GPU the peak of torch's tensors ("in use") and the process's other memory there
 ("CUDA": the context and its libraries' own, for which the plan assumes a size), on a CPU the kernel's peak (VmHWM) with
-all of Python. "measured" has what the GPU's allocator kept unused between blocks, too.
+all of Python. "measured" also includes memory that the GPU's allocator left unused between blocks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _SEED = 20261126
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each training: MB planned and measured, their ratio, tokens a second, and parts on a GPU."""
+    """Return a row for each training: MB planned and measured, their ratio, tokens per second, and parts on a GPU."""
     device = loading.pick_device(options.device)
     if device.type != "cuda":
         settings = settings | settings["cpu"]
     rows, verdicts = [], []
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch:
-        # Apart from this process, so that what it holds is not counted.
+        # In another process, so that this one's memory is not counted.
         with context.Pool(1) as pool:
             pool.apply(_save, (scratch, settings["kind"], settings["shape"], str(device)))
         for name, found in _each(context, scratch, settings, device):
@@ -58,7 +58,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def _each(
     context: Any, folder: str, settings: Mapping[str, Any], device: torch.device
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """On a CPU each turn has a process of its own; a GPU's allocator counts anew, so there one has all of them."""
+    """Run each round in its own process on a CPU; on a GPU, whose allocator resets its count, use one process."""
     pool = context.Pool(1, maxtasksperchild=None if device.type == "cuda" else 1)
     with pool:
         for name, keys in settings["runs"].items():
@@ -87,13 +87,13 @@ def choose_adapter(keys: Mapping[str, Any]) -> tuple[Adapter, dict[str, Any]]:
 def measure_training(
     folder: str, settings: Mapping[str, Any], keys: Mapping[str, Any], device: str
 ) -> dict[str, float]:
-    """One turn: what was planned for it and what it took, in MB, and its tokens a second."""
+    """Run one round; return planned and used memory in MB, and tokens per second."""
     adapter, chosen_keys = choose_adapter(keys)
     fixed = {"task.model": folder, "train.max-steps": settings["steps"]}
     run_config = config.parse(fixed | settings["config"] | chosen_keys)
     on_gpu = device != "cpu"
     if on_gpu:
-        gc.collect()  # of the turn before
+        gc.collect()  # from the previous round
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     plan = plan_memory(read_model_config(Path(folder)), run_config, adapter, on_gpu)

@@ -1,19 +1,19 @@
-"""Accuracy on a site's own and on its neighbours' classes, every row with what it really costs (DP-FPL's tables).
+"""Accuracy on a site's own and on its neighbors' classes, with the actual privacy cost of each row (DP-FPL's tables).
 
-A seed cuts the training pictures over the sites; every row runs the same federation in process from the same shared
-prompt. Features of all pictures are computed once. Rows of a result:
+A seed partitions the training pictures over the sites; every row runs the same federation in process from the same
+shared prompt. Features of all pictures are computed once. Rows of a result:
 
-| row | which model |
+| row | model |
 |---|---|
-| zero-shot | the CLIP as it is, "a photo of a" before the names: nothing was learned |
-| <row> | each site's own model at the end, the mean over sites |
-| <row>, noise only | the same run with every row's gradient set to zero: what noise alone does |
+| zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
+| <row> | each site's own final model, the mean over sites |
+| <row>, noise only | the same run with all gradients set to zero: the effect of noise alone |
 
-| metric | what |
+| metric | meaning |
 |---|---|
-| local, neighbour | per cent of the test pictures of a site's own classes, and of all others'; all classes compete |
+| local, neighbour | percentage of the test pictures of a site's own classes, and of all others'; all classes compete |
 | nominal epsilon | the one that sets the noise |
-| epsilon, <relation> | the accountant's, for the most charged record of any site; a row without it has none: infinite |
+| epsilon, <relation> | the accountant's, for the most charged record of any site; infinite for a row without it |
 
 Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. Noise
 and private batches are the operating system's, so a second run differs.
@@ -37,13 +37,13 @@ from fedveil_bench.dp_fpl import federated_prompts
 from fedveil_bench.dp_fpl.federated_prompts import PromptSites
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_TEST = 8  # the name of the draws
+_TEST = 8  # name of the random draws
 ZERO = "zero-shot"
 SIDES = ("local", "neighbour")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every row of the preset, one run for each seed."""
+    """Return every row of the preset, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures: dict[str, dict[str, ResampledMetric]] = {}
     rows = []
@@ -77,7 +77,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_verdicts(figures: Mapping[str, Mapping[str, ResampledMetric]], settings: Mapping[str, Any]) -> list[str]:
-    """Sentences on what every row learned beyond its controls, and on whether the preset's claims hold."""
+    """Return sentences on what every row learned beyond its controls, and on the preset's claims."""
     found: list[tuple[str, ClaimSentence]] = []
     for name in settings["rows"]:
         for control in (ZERO, federated_prompts.name_noise_control(name)):
@@ -135,13 +135,13 @@ def _scored(right: Sequence[Numbers], sites: PromptSites) -> dict[str, Any]:
 def compute_accuracy(
     right: Sequence[Numbers], labels: Sequence[int], classes: Sequence[Collection[int]], local: bool
 ) -> ResampledMetric:
-    """Per cent of test rows that are right, of each site's own classes or of the others; the mean over sites.
+    """Return the percentage of correct test rows of each site's own or of the other classes; the mean over sites.
 
     Args:
         right: for each site (rows,), 1 where its model names the row's class, else 0.
         labels: (rows,) classes of the rows.
-        classes: each site's own.
-        local: whether rows of the own classes count, or of the others.
+        classes: classes of each site.
+        local: whether to count rows of the own classes, or of the others.
     """
     drawn = resampling.draw_counts(len(labels), _TEST)
     values, replicates, seen = [], [], 0

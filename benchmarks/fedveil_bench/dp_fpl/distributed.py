@@ -1,13 +1,13 @@
-"""At one epsilon, noise at every site beside noise in the sum of all sites, at several numbers of sites.
+"""Compare noise at every site with noise in the sum of all sites, at one epsilon and several numbers of sites.
 
 A seed takes `rows_a_site` training pictures for each of the most sites, at random, and every number of sites uses as
 many of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. What is scored
 is the shared prompt alone, for only it gains, as the mean of the last `averaged` rounds': from one round to the next it
 moves by more than rows of the table differ, and a mean of what was published costs no epsilon. Rows of a result:
 
-| row | which model |
+| row | model |
 |---|---|
-| zero-shot | the CLIP as it is, "a photo of a" before the names: nothing was learned |
+| zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
 | one class | the sites' most frequent class, whatever the picture |
 | N sites, start | the shared prompt before the first round |
 | N sites, no noise | rows' gradients are clipped as in the others |
@@ -15,16 +15,16 @@ moves by more than rows of the table differ, and a mean of what was published co
 | N sites, in the sum | each of N sites adds a share; two thirds of them, rounded up, are counted on |
 | ..., noise only | the same run with every row's gradient set to zero |
 
-| metric | what |
+| metric | meaning |
 |---|---|
-| right | per cent of the test pictures, all classes |
+| right | percentage of the test pictures, all classes |
 | z | noise on what is summed over the clipping bound, wherever it is |
 | noise on the mean | its norm, over the clipping bound of one row's part in the mean of a site |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
 Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. They
-do not cover the draws of the noise, of which each seed has one. Where the row without noise does not stand above its
-controls, private rows are not compared.
+do not cover the random draws of the noise, one per seed. If the row without noise is not above its controls, private
+rows are not compared.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DRAW = "rows"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every number of sites, one run for each seed."""
+    """Return the rows for every number of sites, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures, rows = noise_tables.rows_of(answers, "right")
     config = settings["config"]
@@ -131,7 +131,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def _federated(sites: PromptSites, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """One run: what its shared prompt names rightly, and its costs."""
+    """Run one federation; return the correct predictions of its shared prompt, and its costs."""
     where, dark = name.partition(",")[0], name.endswith("noise only")
     count, each = len(sites.rows), len(next(iter(sites.rows.values())))
     flat = {
@@ -172,7 +172,7 @@ def _plain(settings: Mapping[str, Any]) -> DPFPL:
 def _noised(
     settings: Mapping[str, Any], config: RunConfig, plan: SamplingPlan, where: str
 ) -> tuple[Method, dict[str, float]]:
-    """The method with the noise that the preset's epsilon takes, most of it on what stays at the site."""
+    """Return the method with the noise for the preset's epsilon, most of it on the parts that stay at the site."""
     plain, share = _plain(settings), float(settings["local_over_global"])
     if where in (START, CLEAR):
         return replace(plain, noise_local=0.0, noise_global=0.0), {}

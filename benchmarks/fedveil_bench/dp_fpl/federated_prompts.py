@@ -1,8 +1,8 @@
-"""Sites with pictures for the presets of DP-FPL: their rows, and a whole federation of one row of a table.
+"""Sites with pictures for the DP-FPL presets: their rows, and a complete federation for one row of a table.
 
-Caltech-101 or CIFAR-10 without the part that the tiny CLIP has seen, or a folder of the user with `train.parquet` and
+Caltech-101 or CIFAR-10 without the part that the tiny CLIP has seen, or the user's folder with `train.parquet` and
 `test.parquet` whose columns are `image` and `label` (a ClassLabel). The names of the classes are public. A preset may
-call classes otherwise, several by one name.
+rename classes, and give several the same name.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class PromptSites:
     """The data and settings of one seed.
 
     Attributes:
-        settings: of the preset.
+        settings: settings of the preset.
         flat: the run config that all rows of the table share.
-        rows: each site's.
-        classes: those that each site has rows of.
+        rows: rows of each site.
+        classes: the classes of each site's rows.
         test: rows of all classes.
-        task: with no prompt of its own, for the zero-shot model.
+        task: the task without a prompt, for the zero-shot model.
     """
 
     settings: Mapping[str, Any]
@@ -72,11 +72,11 @@ class PromptSites:
 
     @property
     def names(self) -> list[str]:
-        """Names of the sites."""
+        """Return the names of the sites."""
         return list(self.rows)
 
     def zero_shot(self) -> Numbers:
-        """(test rows,) 1 where the untrained model names the row's class, else 0."""
+        """Return (test rows,) 1 where the untrained model predicts the row's class, else 0."""
         labels = torch.tensor([row.label for row in self.test])
         return (self.task.zero_shot_logits(self.test).argmax(-1) == labels).double().numpy()
 
@@ -86,12 +86,12 @@ class FederatedPrompts:
     """One row of a table, after its run.
 
     Attributes:
-        task: with the row's prompt.
+        task: the task with the row's prompt.
         models: each site's own where the method has one, else the server's; the mean of the row's last rounds.
-        last: the same after the last round alone.
+        last: the same after only the last round.
         costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
-        privacy: the same in words, with delta and relation.
-        upload_bytes: of all messages.
+        privacy: the same as text, with delta and relation.
+        upload_bytes: size of all messages.
         claim, plans: with its noise, None where there is none; and what the most asked sites' records are asked for.
     """
 
@@ -106,14 +106,14 @@ class FederatedPrompts:
 
 
 def load_sites(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> PromptSites:
-    """The sites of a seed. Every picture goes through the image tower here, once. Raises ConfigError without data."""
+    """Return the sites of a seed, after one pass of each picture through the tower. Raises ConfigError without data."""
     folder = data.find_data_folder(settings["data"])
     flat = {
         "task.name": "clip-prompt", "task.target-column": "label", "task.label-column": "label", **_CUT,
         **settings["config"], "run.seed": seed,
     }  # fmt: skip
     flat = data.with_model(flat)
-    # Patches where a row of the table needs them; all others look at the first point alone.
+    # Patches if a row of the table needs them; all others use only the first point.
     transport = any(_form(row) == "transport" for row in settings.get("rows", {}).values())
     widest = f"adapter = {{form = '{'transport' if transport else 'sum'}'}}"
     found = files.read_table(files.split_file(folder, "train"), ("label",)).features["label"].names
@@ -152,7 +152,7 @@ def is_federated(name: str, split: str, row: Mapping[str, Any]) -> bool:
 
 
 def prompt_task(sites: PromptSites, chosen: Mapping[str, Any]) -> ClipPrompt:
-    """The task of one row of a table."""
+    """Return the task of one row of a table."""
     flat = {**sites.flat, **chosen.get("config", {})}
     flat |= {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}
     return task_of(ClipPrompt, parse(flat), sites.options)
@@ -161,14 +161,14 @@ def prompt_task(sites: PromptSites, chosen: Mapping[str, Any]) -> ClipPrompt:
 def federate_prompts(
     sites: PromptSites, chosen: Mapping[str, Any], rows: Mapping[str, Sequence[EncodedImage]], dark: bool
 ) -> FederatedPrompts:
-    """Runs one row of a table on these rows of the sites.
+    """Run one row of a table on these rows of the sites.
 
     The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most. A baseline's is
     DP-SGD's, on the gradients of all that it trains, clipped together to the row's `dp.clip-norm`.
 
     Args:
-        chosen: the row, as the preset has it. With `averaged`, a model is the mean of that many last rounds'.
-        dark: every gradient is zero, so that noise alone is left.
+        chosen: the row, as in the preset. With `averaged`, a model is the mean of that many last rounds'.
+        dark: every gradient is zero, so that only noise is left.
 
     Raises:
         ConfigError: an epsilon for a row without a claim of privacy, or a claim that its method cannot have.
@@ -199,7 +199,7 @@ def federate_prompts(
 
 
 def average_models(models: Sequence[Weights]) -> Weights:
-    """The mean of models, tensor by tensor."""
+    """Return the mean of models, tensor by tensor."""
     return {name: torch.stack([model[name] for model in models]).mean(0) for name in models[0]}
 
 
@@ -224,9 +224,9 @@ def _plans(config: RunConfig, rows: Mapping[str, Sequence[EncodedImage]], method
 def _with_noise(
     method: Method, config: RunConfig, wished: float | None, plans: Sequence[SamplingPlan]
 ) -> tuple[Method, RunConfig]:
-    """The method, or `dp.*`, with the noise that is worth `wished`, and that epsilon as its bound.
+    """Return the method, or `dp.*`, with the noise for the epsilon `wished`, and that epsilon as its bound.
 
-    DP-FPL has equal multipliers, which are worth `wished` together.
+    DP-FPL has equal multipliers, which together give `wished`.
     """
     if wished is None:
         return method, config
@@ -279,7 +279,7 @@ def _costs(claim: PrivacyGuarantee | None, plans: Sequence[SamplingPlan]) -> tup
 
 
 def epsilon_of(done: FederatedPrompts, times: int) -> float:
-    """The accountant's epsilon of so many runs like this one on the same rows. It is infinite without a claim."""
+    """Return the accountant's epsilon of so many runs like this one on the same rows, infinite without a claim."""
     if done.claim is None:
         return math.inf
     budget, plans = done.claim.budget, [replace(plan, rounds=times * plan.rounds) for plan in done.plans]
@@ -287,10 +287,10 @@ def epsilon_of(done: FederatedPrompts, times: int) -> float:
 
 
 def mark_correct(task: ClipPrompt, weights: Weights, rows: Sequence[EncodedImage]) -> Numbers:
-    """(rows,) 1 where the model names the row's class, else 0."""
+    """Return (rows,) 1 where the model predicts the row's class, else 0."""
     return np.array([float(int(p.logits["target"].argmax()) == int(p.wanted)) for p in task.predict(weights, rows)])
 
 
 def name_noise_control(name: str) -> str:
-    """The name of a row's control that sees no row."""
+    """Return the name of a row's control that uses no example."""
     return f"{name}, noise only"

@@ -6,19 +6,19 @@ rows is the one that is scored. A model is the mean of its last `averaged` round
 costs no epsilon. A row with `sites` has that many instead of `clients`, each with the rows of several of them, so all
 rows of the table have the same pictures. Rows of a result:
 
-| row | which model |
+| row | model |
 |---|---|
-| zero-shot | the CLIP as it is, "a photo of a" before the names: nothing was learned |
-| most frequent class | every site names its most frequent class, whatever the picture |
+| zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
+| most frequent class | every site predicts its most frequent class for every picture |
 | <row> | each site's own model, the mean over sites |
-| <row>, noise only | the same with every row's gradient set to zero, at the learning rate that is best for that |
+| <row>, noise only | the same with all gradients set to zero, at the best learning rate for that |
 
-| metric | what |
+| metric | meaning |
 |---|---|
-| right | per cent of the test pictures of a site's own classes; all classes compete |
+| right | percentage of the test pictures of a site's own classes; all classes compete |
 | right, last round | the same without averaging |
 | nominal epsilon | the one that sets the noise |
-| epsilon, <relation> | the accountant's, of the one run that is scored |
+| epsilon, <relation> | the accountant's, only of the scored run |
 | epsilon with the search | the accountant's, of the runs at all learning rates together |
 
 Accuracies have 95 % intervals over test pictures and seeds, paired between rows, see `resampling`. `learning_rates` of
@@ -54,7 +54,7 @@ _Row = TypeVar("_Row")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every row of the preset at every learning rate, one run for each seed."""
+    """Return every row of the preset at every learning rate, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures: dict[str, dict[str, ResampledMetric]] = {}
     rows = []
@@ -105,17 +105,17 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def merge_sites(sites: PromptSites, count: int) -> PromptSites:
-    """`count` sites with the rows and classes of all. Raises ConfigError as `merge_rows`."""
+    """Return `count` sites with the rows and classes of all. Raises ConfigError like `merge_rows`."""
     classes = merge_rows({site: sorted(own) for site, own in sites.classes.items()}, count)
     found = {site: frozenset(own) for site, own in classes.items()}
     return replace(sites, rows=merge_rows(sites.rows, count), classes=found)
 
 
 def merge_rows(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list[_Row]]:
-    """The rows of all sites at `count` of them, those of equally many at each.
+    """Distribute the rows of all sites over `count` sites, those of equally many at each.
 
     Raises:
-        ConfigError: no such number divides that of the sites.
+        ConfigError: `count` does not divide the number of sites.
     """
     names = list(rows)
     if count < 1 or len(names) % count:
@@ -126,7 +126,7 @@ def merge_rows(rows: Mapping[str, Sequence[_Row]], count: int) -> dict[str, list
 
 
 def split_rows(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
-    """Each site's rows to train on, and `kept_apart` of them, drawn at random, to choose by."""
+    """Return each site's training rows, and `kept_apart` random rows of them for the selection."""
     train, validation = {}, {}
     for site, of_site in rows.items():
         drawn = random.Random(f"{seed} {site}").sample(list(of_site), len(of_site))
@@ -135,13 +135,13 @@ def split_rows(rows: Rows, kept_apart: int, seed: int) -> tuple[Rows, Rows]:
 
 
 def mark_most_frequent(train: Sequence[EncodedImage], test: Sequence[EncodedImage]) -> Numbers:
-    """(test rows,) 1 where the row's class is the most frequent of `train`, else 0."""
+    """Return (test rows,) 1 where the row's class is the most frequent of `train`, else 0."""
     most = np.bincount([row.label for row in train]).argmax()
     return np.array([float(row.label == most) for row in test])
 
 
 def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str, Any]:
-    """A row of the preset at one learning rate, on both prompts, with its averaging.
+    """Return a row of the preset at one learning rate, on both prompts, with its averaging.
 
     A baseline's is that of its noisy steps where the row's config has `dp.clip-norm`, else that of its optimiser.
     """
@@ -154,7 +154,7 @@ def with_rate(chosen: Mapping[str, Any], rate: float, averaged: int) -> dict[str
 
 
 def _best(sites: PromptSites, validation: Rows, name: str, chosen: Mapping[str, Any], dark: bool) -> dict[str, Any]:
-    """The run of the learning rate that is best on the validation rows, the least of equals, scored on test rows."""
+    """Return the run of the best learning rate on the validation rows (the lowest of equals), scored on test rows."""
     settings, label = sites.settings, federated_prompts.name_noise_control(name) if dark else name
     started, tried = time.perf_counter(), list[tuple[float, float, FederatedPrompts]]()
     for rate in sorted(settings["learning_rates"]):

@@ -1,28 +1,28 @@
-"""Membership in DP-FPL: shadow federations against each site's own model, the loss beside them, and controls.
+"""Membership in DP-FPL: shadow federations against each site's own model, a loss attack, and controls.
 
 A seed parts every site's rows, class by class, into members (trained on), others (held out, same source) and the
 adversary's pool: a quarter, a quarter and a half. A shadow is a whole federation of the same sites and settings on half
 of the pool, so on as many rows as the target. An attack sees, for a row, the softmax vector of the model of the site
 that has the row's class.
 
-| row | what |
+| row | target |
 |---|---|
-| zero-shot | the CLIP as it is: attacks must lose |
-| <row>, noise only | gradients of zero, noise alone: attacks must lose |
-| <row> with `control = "win"` | undefended, known by heart: attacks must win |
+| zero-shot | the unchanged CLIP: attacks must lose |
+| <row>, noise only | zero gradients, only noise: attacks must lose |
+| <row> with `control = "win"` | undefended and overfitted: attacks must win |
 
 With `together` all rows of such a row are one site's: three classes, as a site has here, are told apart without
 learning a row by heart. `members_a_class` bounds how many rows of a class are trained on; the pool has twice as many.
-With `shadows = 0` a row has the loss alone, with `nets = false` no nets.
+With `shadows = 0` a row has only the loss, with `nets = false` no nets.
 
-| metric | what |
+| metric | meaning |
 |---|---|
-| balanced accuracy, per class | of one net a class, at the threshold 0; mean over classes |
-| AUROC, per class; AUROC, global | pooled over rows; of a net a class, and of one net for all |
+| balanced accuracy, per class | of one net per class, at the threshold 0; mean over classes |
+| AUROC, per class; AUROC, global | pooled over rows; of one net per class, and of one net for all |
 | TPR at 1 % FPR, global | pooled over rows |
 | AUROC, loss | minus the loss of the row, no shadows |
-| AUROC, LiRA | the loss beside what shadows say of the row, none of which had it (offline) |
-| right, held out | per cent of the others, whose class the model names |
+| AUROC, LiRA | the loss compared with the row's loss in shadows, none of which had it (offline) |
+| right, held out | percentage of the others whose class the model predicts |
 
 Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower
 than the truth. The loss has the paired intervals of `resampling`.
@@ -56,13 +56,13 @@ from fedveil_bench.dp_fpl.federated_prompts import FederatedPrompts, PromptSites
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 LOSS, LIRA, RIGHT = "AUROC, loss", "AUROC, LiRA", "right, held out"
-_MEMBERS, _OTHERS = 20, 21  # names of draws
+_MEMBERS, _OTHERS = 20, 21  # names of random draws
 _ALL = "all"  # the site of a row with `together`
 _PARTS = ("members", "others", "pool")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every target, one run for each seed."""
+    """Return every target, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     rows, figures = [], dict[str, dict[str, ResampledMetric]]()
     for name in answers[0]:
@@ -86,9 +86,9 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def from_estimate(estimate: Sequence[float], rows: int) -> ResampledMetric:
-    """A figure with that value and 95 % interval, given as [value, low, high]: normal on either side, like all others.
+    """Return a metric with that value and 95 % interval, given as [value, low, high]: normal on either side.
 
-    The replicates of several such figures rise together, so their mean is as wide as they are.
+    The replicates of several such metrics rise together, so their mean is as wide as they are.
     """
     value, low, high = estimate
     normal, steps = statistics.NormalDist(), resampling.REPLICATES
@@ -140,7 +140,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def _together(sites: PromptSites) -> PromptSites:
-    """One site of everything."""
+    """Return one site with all rows."""
     rows = {_ALL: [row for of_site in sites.rows.values() for row in of_site]}
     return replace(sites, rows=rows, classes={_ALL: frozenset[int]().union(*sites.classes.values())})
 
@@ -177,7 +177,7 @@ def _attacked(
     dark: bool,
     options: BenchOptions,
 ) -> dict[str, Any]:
-    """One target and its shadows; without `chosen` the CLIP as it is."""
+    """Attack one target and its shadows; without `chosen` the unchanged CLIP."""
     started = time.perf_counter()
     generator = np.random.default_rng(sites.seed)
     site_of = {label: site for site, labels in sites.classes.items() for label in labels}
@@ -232,7 +232,7 @@ def _attacked(
 
 
 def _of_nets(outcome: Mapping[str, shadow_models.ShadowAttackResult]) -> tuple[dict[str, IntervalEstimate], int]:
-    """The nets' figures by metric, and the rows behind them."""
+    """Return the nets' metrics, and the number of rows behind them."""
     per_class, whole = outcome["per class"], outcome["global"]
     nets = {
         "balanced accuracy, per class": per_class.accuracy,
@@ -261,7 +261,7 @@ def _of_losses(
 
 
 def _ratios(of_target: resampling.Numbers, of_shadows: Sequence[resampling.Numbers]) -> resampling.Numbers:
-    """LiRA's scores of rows that no shadow had, of log probabilities of the rows' classes."""
+    """Return LiRA's scores of rows that no shadow had, from log probabilities of the rows' classes."""
     phi = np.array([lira.target_confidence(-of) for of in of_shadows])
     return lira.lira_scores(lira.target_confidence(-of_target), phi, np.zeros(phi.shape, dtype=bool))
 

@@ -1,11 +1,11 @@
 """Time and memory of one step of prompt training, plain and private, in one process of one thread.
 
-| row | what |
+| row | step |
 |---|---|
 | plain | the gradient of the batch's mean loss, one backward |
-| texts | DP-FPL's turn with clipped = "texts": one backward, noise included |
-| loop | a backward a row, one after the other |
-| prompt | DP-FPL's turn with clipped = "prompt": a backward a row, by torch.func all at once |
+| texts | DP-FPL's step with clipped = "texts": one backward pass, noise included |
+| loop | one backward pass per example, one after the other |
+| prompt | DP-FPL's step with clipped = "prompt": one backward pass per example, all at once by torch.func |
 | opacus | opacus on the same learner (p_G, u, v; r constant): GradSampleModule, DPOptimizer, one joint clip, noise |
 
 `times plain` compares processor time with the plain step of the same batch, on a GPU the clock's (`seconds`), which
@@ -50,7 +50,7 @@ WAYS = ("plain", "texts", "loop", "prompt", "opacus")
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every way at every batch size, in one process of one thread."""
+    """Measure every method at every batch size, in one process of one thread."""
     found = seeds.run_seeds(__name__, settings | {"seeds": 1}, options)[0]
     rows, batches = [], settings["batches"]
     clock = "seconds" if loading.pick_device(options.device).type == "cuda" else "cpu seconds"
@@ -82,7 +82,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 class _Learner(torch.nn.Module):
-    """The prompt p_G + u v + r as a module for opacus; the frozen CLIP is no part of it."""
+    """The prompt p_G + u v + r as a module for opacus, without the frozen CLIP."""
 
     def __init__(self, task: ClipPrompt, weights: Weights, rank: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Learner(torch.nn.Module):
 
 
 def _opacus(task: ClipPrompt, rows: Sequence[EncodedImage], weights: Weights, batch: int) -> Callable[[], object]:
-    """One step of opacus. Raises ConfigError where it is not installed."""
+    """Run one step of opacus. Raises ConfigError if it is not installed."""
     try:
         from opacus import GradSampleModule
         from opacus.optimizers import DPOptimizer
@@ -123,7 +123,7 @@ def _opacus(task: ClipPrompt, rows: Sequence[EncodedImage], weights: Weights, ba
 
 
 class _First:
-    """A trainer whose every batch is its first rows."""
+    """A trainer whose every batch contains its first rows."""
 
     def __init__(self, trainer: LocalTraining) -> None:
         rows = trainer.rows
@@ -180,7 +180,7 @@ def _step(sites: PromptSites, rows: Sequence[EncodedImage], way: str, batch: int
 
 
 def _clock() -> float:
-    """After the GPU has done what it was given."""
+    """Return the time after the GPU has finished its work."""
     torch.cuda.synchronize()
     return time.perf_counter()
 

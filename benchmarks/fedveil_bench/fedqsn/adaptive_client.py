@@ -1,24 +1,24 @@
 """Measure what a client recovers of FedQSN's model by waiting, collusion, the public base and training, round by round.
 
-The adversary holds the proxies that it got, and knows the hyper-parameters. After every round, on the same test rows:
+The adversary has the received proxies and knows the hyper-parameters. After every round, on the same test rows:
 
-| row | which model |
+| row | model |
 |---|---|
-| server | the truth after the round before, which the proxies of this round are of |
-| public base; public base, fine-tuned | W_0, and W_0 after one client's training: what costs no proxy |
+| server | the true model after the previous round, from which this round's proxies are derived |
+| public base; public base, fine-tuned | W_0, and W_0 after one client's training: available without a proxy |
 | received | the last proxy of one client |
-| averaged | the mean of all proxies it got so far, the scale undone |
-| colluding | the mean of all proxies that all clients got so far |
-| <one>, filled | what is missing there taken from the public base |
-| <one>, filled, fine-tuned | and trained on the client's own rows, nothing held still |
+| averaged | the mean of all proxies received so far, the scale undone |
+| colluding | the mean of all proxies that all clients received so far |
+| <one>, filled | missing entries taken from the public base |
+| <one>, filled, fine-tuned | and trained on the client's own rows, without frozen entries |
 
-| metric | what |
+| metric | meaning |
 |---|---|
-| loss | a token, on test rows |
-| visible | part of the columns of masked layers that it has seen |
+| loss | per token, on test rows |
+| visible | fraction of the columns of masked layers that it has seen |
 | similarity, to the difference | cosine to the server's attention and MLP matrices; of the differences to the base |
 
-The metrics are of the last round, `curve` has the loss of every round. Intervals are of 95 %, see `resampling`.
+The metrics are of the last round; `curve` has the loss of every round. Intervals are of 95 %, see `resampling`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every setting of `settings["methods"]`, one run for each seed."""
+    """Return every setting of `settings["methods"]`, one run for each seed."""
     answers = seeds.run_seeds(__name__, settings, options)
     rows, last = [], {}
     for name in answers[0]:
@@ -110,7 +110,7 @@ def _method(
     options: BenchOptions,
     rows: dict[str, Any],
 ) -> None:
-    """Adds to `rows` what the clients know after each round."""
+    """Add to `rows` the clients' knowledge after each round."""
     config = build_run_config(settings, chosen, seed)
     method = method_of(FedQSN, config)
     task = task_of(TextGeneration, config, options)
@@ -165,6 +165,6 @@ def _alike(proxy: ProxyModel, whole: ProxyModel, true: Weights, base: Weights) -
 
 
 def _visible(proxy: ProxyModel, masked: ProxyModel) -> float:
-    """Part of the columns of masked tensors that are known; 1 where nothing was masked."""
+    """Return the fraction of known columns of masked tensors; 1 if nothing was masked."""
     known = [1.0 - float(proxy.missing[n].float().mean()) if n in proxy.missing else 1.0 for n in masked.missing]
     return float(np.mean(known)) if known else 1.0

@@ -1,25 +1,25 @@
-"""FedQSN's noisy steps at one epsilon: noise at every site beside noise in the sum, at several numbers of sites.
+"""Compare noise at every site with noise in the sum for FedQSN, at one epsilon and several numbers of sites.
 
 A seed takes `rows_a_site` training rows for each of the most sites, at random, and every number of sites uses as many
 of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. Rows of a result:
 
-| row | which model |
+| row | model |
 |---|---|
-| public base | W_0: what everybody has |
+| public base | W_0, which everyone has |
 | N sites, no noise | rows' gradients are clipped as in the others |
 | N sites, at the site | every site adds all of the noise |
 | N sites, in the sum | each of N sites adds a share; two thirds of them, rounded up, are counted on |
 | ..., noise only | the same run with every row's gradient set to zero |
 
-| metric | what |
+| metric | meaning |
 |---|---|
-| loss | nats a token of the server's model, on test rows |
+| loss | nats per token of the server's model, on test rows |
 | z | noise on what is summed over the clipping bound, wherever it is |
 | noise on the mean | norm of the noise on the mean gradient, over the clipping bound of a row |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
-Losses have 95 % intervals over test sources and seeds, paired between rows, see `resampling`; each seed has a draw of
-the noise of its own. Where the row without noise does not stand below the base, private rows are not compared.
+Losses have 95 % intervals over test sources and seeds, paired between rows, see `resampling`; each seed draws its own
+noise. If the row without noise is not below the base, private rows are not compared.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _METHOD = "fedqsn"
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Rows to train and test on, and the base."""
+    """Return rows for training and testing, and the base."""
     return [texts.require_splits(settings["data"], "train", "test"), *data.list_base_requirements(settings)]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every number of sites, one run for each seed."""
+    """Return the rows for every number of sites, one run for each seed."""
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
     figures, rows = noise_tables.rows_of(answers, "loss")
     said = (
@@ -138,7 +138,7 @@ def _task(found: _Seed, flat: Mapping[str, Any]) -> tuple[TextGeneration, Weight
 
 
 def _federated(found: _Seed, count: int, name: str) -> dict[str, Any]:
-    """One run: the loss of its server's model, and its costs."""
+    """Run one federation; return the loss of its server's model, and its costs."""
     where, dark = name.partition(",")[0], name.endswith(ONLY)
     flat = _flat(found, count, where)
     costs: dict[str, float] = {}
@@ -164,7 +164,7 @@ def _federated(found: _Seed, count: int, name: str) -> dict[str, Any]:
 
 
 def _costs(flat: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, float]:
-    """The noise that the preset's epsilon takes, and what is spent with it."""
+    """Return the noise for the preset's epsilon, and the resulting privacy cost."""
     method, each = strategies.create_method(_METHOD, settings["fields"]), settings["rows_a_site"]
     config: RunConfig = parse(flat)
     relation, delta = Adjacency(config.dp.adjacency), config.dp.delta

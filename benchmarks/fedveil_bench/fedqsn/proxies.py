@@ -1,18 +1,18 @@
-"""The server's model beside the proxies that clients got, and what these are after local training.
+"""Compare the server's model with the proxies that clients receive, before and after local training.
 
-Every method runs the same federation in process on the same rows. Models are chosen by their loss on validation rows,
+Every method runs the same federation in process on the same rows. Models are selected by their loss on validation rows,
 over all rounds and scored clients, and scored on test rows. Rows of a result:
 
-| row | which model |
+| row | model |
 |---|---|
-| public base | W_0: what everybody has |
-| public base, fine-tuned | W_0 after as many steps of one client as it has in all rounds: a proxy of worth beats it |
+| public base | W_0, which everyone has |
+| public base, fine-tuned | W_0 after as many steps of one client as it has in all rounds: a useful proxy beats it |
 | <method> global | the server's model |
 | <method> proxy | the best received by a client, before it trains |
-| <method> tuned | the best that a client holds after its local training: the proxy's score that counts |
+| <method> tuned | a client's best after its local training: the proxy's score that counts |
 | <method> gap, <method> tuned gap | global less proxy, paired; for the loss proxy less global |
-| <one of these> less control | that gap less the one of the method's control: above 0 means hidden, see `gaps` |
-| <method> with `dark` | a control: gradients of zero, so that noise alone is left |
+| <one of these> less control | that gap minus the gap of the method's control: above 0 means hidden, see `gaps` |
+| <method> with `dark` | a control: zero gradients, so that only noise is left |
 | <method> similarity | cosine of the last proxies to the server's attention and MLP layers, LoRA merged in the base |
 
 Intervals are of 95 %, bootstrapped over test sources and averaged over seeds, see `resampling`.
@@ -52,10 +52,10 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every method of `settings["methods"]` on each of `settings["data"]`, one run for each seed.
+    """Return every method of `settings["methods"]` on each of `settings["data"]`, one run for each seed.
 
     Raises:
-        ConfigError: a control that is no method of the preset, before anything is trained.
+        ConfigError: a control that is not a method of the preset, before any training.
     """
     controls = gaps.controls_of(settings["methods"])
     answers = seeds.run_seeds(__name__, settings, options)
@@ -91,7 +91,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def _over_data(figures: Mapping[str, ResampledMetric], names: Sequence[str]) -> dict[str, ResampledMetric]:
-    """The mean over data sets of every metric that all of them have."""
+    """Return the mean over data sets of every metric that all of them have."""
     shared = [m.removeprefix(f"{names[0]} ") for m in figures if m.startswith(f"{names[0]} ")]
     return {m: resampling.average_metrics([figures[f"{n} {m}"] for n in names]) for m in shared}
 
@@ -101,9 +101,9 @@ class BestProxy:
     """The model of least validation loss so far, of each kind ("global", "proxy", "tuned").
 
     Attributes:
-        task: the clients'.
-        validation: rows that decide.
-        found: the loss and the weights, by kind.
+        task: the clients' task.
+        validation: rows for the selection.
+        found: loss and weights of the best model, by kind.
     """
 
     task: TextGeneration
@@ -111,7 +111,7 @@ class BestProxy:
     found: dict[str, tuple[float, Weights]] = field(default_factory=dict)
 
     def offer(self, kind: str, weights: Weights, task: TextGeneration | None = None) -> None:
-        """Takes one more model into account. `task` is the model's, where it is not the clients'."""
+        """Consider one more model. `task` is the model's, if it is not the clients'."""
         task = task or self.task
         mine = {n: weights[n] for n in task.spec}
         task.put(mine)
@@ -121,7 +121,7 @@ class BestProxy:
 
 
 class _Watched(TrainerWrapper):
-    """Shows what it is asked to train, and what came out."""
+    """Records a trainer's input and result."""
 
     def __init__(self, local: Trainer) -> None:
         super().__init__(local)
@@ -130,7 +130,7 @@ class _Watched(TrainerWrapper):
 
     @property
     def received(self) -> ProxyModel:
-        """Return the proxy that it was asked to train first."""
+        """Return the first proxy that the trainer received."""
         return self._received[0]
 
     @override
@@ -195,7 +195,7 @@ def _method(
     def around(site: str, ctx: RoundContext, local: Trainer) -> Trainer:
         if chosen.get("dark", False):
             local = NoiseOnlyTrainer(local)
-        # In front of the noisy steps: what the method asks for, and what it gets.
+        # Around the noisy steps: the method's request, and its result.
         watched[site] = _Watched(NoisyTrainer(local.spec, local.rows, dp, ctx) if dp else local)
         return watched[site]
 
@@ -232,7 +232,7 @@ def _method(
 
 
 def _scored(label: str, best: BestProxy, model: TextGeneration, found: TextPartition) -> dict[str, dict[str, Any]]:
-    """The best models on the test rows, and the gaps between them. `model` is the server's task."""
+    """Return the best models' scores on the test rows, and the gaps between them. `model` is the server's task."""
     figures = {
         kind: texts.compute_scores(model if kind == "global" else best.task, weights, found.test)
         for kind, (_, weights) in best.found.items()

@@ -1,14 +1,14 @@
-"""Masking and quantising one proxy, as FedQSN's server does for every client, beside a clone of the same bytes.
+"""Masking and quantizing one proxy, as FedQSN's server does for every client, compared with a clone of the same bytes.
 
-| row | what |
+| row | operation |
 |---|---|
 | <n> threads | `FedQSN.broadcast` of every tensor: masks drawn, columns packed, scaled and coded |
 | <n> threads, clone | `torch.clone` of the same tensors |
-| message | the proxy's download beside FedAvg's, in bytes: measured on the packed message, and counted by hand |
+| message | the proxy's download and FedAvg's, in bytes: measured on the packed message, and counted by hand |
 | large | with `--device cuda`: `FedQSN.broadcast` of a large model in bf16, its proxy as a message, and a clone |
 
-A process a number of threads, one after the other. `GB/s` counts fp32 weights; `cpu seconds` the process's own time,
-which a busy machine stretches less than the clock.
+One process for each number of threads, one after the other. `GB/s` counts fp32 weights; `cpu seconds` is the process's
+own time, which a busy machine stretches less than the clock.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 _ASKED = 0.25  # GB/s of fp32 weights on two cores
 _MOST_COPIES = 5.0  # of a large model on a GPU
-_ROOM = 3  # times the weights: themselves, the clone, and codes with what is not coded
+_ROOM = 3  # times the weights: for themselves, the clone, and codes with uncoded parts
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Measures with every number of threads, then the size of a message. On a GPU their number says nothing: once."""
+    """Measure with every number of threads, then the size of a message. On a GPU, measure only once."""
     rows: list[dict[str, Any]] = []
     said = []
     for threads in settings["threads"][-1:] if options.device == "cuda" else settings["threads"]:
@@ -124,7 +124,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def of_large(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
-    """A proxy of as many layers as the GPU has room for, beside a clone; on the CPU in a test."""
+    """Measure a proxy with as many layers as fit on the GPU, and a clone; on the CPU in a test."""
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     fields = f'{settings["fields"]}\nwire_dtype = "bfloat16"'
     method = method_of(FedQSN, parse({"method.name": "fedqsn", "method.params": fields}))
@@ -171,14 +171,14 @@ def _timed(work: Callable[[], object], device: torch.device) -> tuple[float, flo
 
 
 def spec_of_gpt2(model: Mapping[str, Any]) -> Spec:
-    """Names, shapes and places of the weights of a GPT-2 of that configuration. No weight is made."""
+    """Return names, shapes and places of the weights of a GPT-2 of that configuration. No weight is created."""
     from transformers import GPT2Config
 
     return _spec_of(GPT2Config(**model))
 
 
 def spec_of_llama(model: Mapping[str, Any]) -> Spec:
-    """Those of a Llama of that configuration."""
+    """Return those of a Llama of that configuration."""
     from transformers import LlamaConfig
 
     return _spec_of(LlamaConfig(**model))
@@ -195,7 +195,7 @@ def _spec_of(config: Any) -> Spec:
 
 
 def count_bytes(method: FedQSN, spec: Spec, visible: Weights) -> float:
-    """Bytes of a message by hand; `visible` are the masks of columns, by name.
+    """Return the bytes of a message by hand; `visible` are the masks of columns, by name.
 
     They are w-bit codes and a scale for each block of visible columns, bitmaps, and 4 bytes for every other weight.
     """

@@ -1,4 +1,4 @@
-"""The texts of one seed, cut over the server and its clients, and the run config of one method."""
+"""The texts of one seed, partitioned over the server and its clients, and the run config of one method."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class TextPartition:
     """Rows of one data set and seed.
 
     Attributes:
-        clients: of each client.
-        validation: that models are chosen by.
-        test: that models are scored on.
-        server: the server's own, for its work before round 0. No client has them.
+        clients: rows of each client.
+        validation: rows for selecting models.
+        test: rows for scoring models.
+        server: the server's own rows, for its work before round 0. No client has them.
     """
 
     clients: Mapping[str, list[texts.Row]]
@@ -29,7 +29,7 @@ class TextPartition:
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """The three splits of every data set, and the base."""
+    """Return the three splits of every data set, and the base."""
     names = [settings["data"]] if isinstance(settings["data"], str) else settings["data"]
     return [
         *(texts.require_splits(name, "train", "validation", "test") for name in names),
@@ -38,7 +38,7 @@ def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]
 
 
 def partition_rows(name: str, settings: Mapping[str, Any], seed: int) -> TextPartition:
-    """Cuts the rows by the seed: the server's, then equal parts for the clients. Raises ConfigError without data."""
+    """Partition the rows by seed: the server's, then equal parts for the clients. Raises ConfigError without data."""
     train = texts.load_rows(name, "train")
     random.Random(seed).shuffle(train)
     train = train[: settings["rows"] + settings["server_rows"]] if settings["rows"] else train
@@ -55,7 +55,7 @@ def partition_rows(name: str, settings: Mapping[str, Any], seed: int) -> TextPar
 
 
 def build_run_config(settings: Mapping[str, Any], chosen: Mapping[str, Any], seed: int) -> RunConfig:
-    """The run config of one method."""
+    """Return the run config of one method."""
     flat = {**settings["config"], **chosen.get("config", {}), "run.seed": seed, "run.deterministic": True}
     flat |= {"method.name": chosen["name"], "method.params": chosen.get("fields", "")}
     return parse(data.with_model(flat))

@@ -1,4 +1,4 @@
-"""The attacks of a seed, as figures with replicates: on models, on uploads, and on the overfitted control."""
+"""The attacks of a seed, as metrics with replicates: on models, on uploads, and on the overfitted control."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedveil.wire.capture import MessageCapture
 from fedveil_bench.common import resampling
 from fedveil_bench.common.resampling import Numbers, ResampledMetric
 
-_MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of draws; those of a client's members have its number too
+_MEMBERS, _HELD_OUT, _SHIFTED = 1, 2, 3  # names of random draws; those of a client's members include its number too
 _TAUGHT = 0.5  # of their loss is left to the rows that teach the control of other rows
 _ATTACKS = (MaxRenyiAttack(), LossAttack(), CalibratedLossAttack())
 Figures = dict[str, ResampledMetric]
@@ -34,13 +34,13 @@ Figures = dict[str, ResampledMetric]
 
 @dataclass(frozen=True)
 class AttackTarget:
-    """A model that an adversary holds, and the rows it was trained on.
+    """A model that an adversary has, and the rows on which it was trained.
 
     Attributes:
-        name: of its draws; () for the server's model.
-        weights: of the model.
-        members: the rows that it was trained on.
-        labels: of the members, where scores are to be compared within a label; () for the server's model.
+        name: name of its draws; () for the server's model.
+        weights: the model's weights.
+        members: its training rows.
+        labels: labels of the members, if scores are compared within a label; () for the server's model.
     """
 
     name: tuple[int, ...]
@@ -73,7 +73,7 @@ class ControlYardstick:
         self._index = {id(row): i for i, row in enumerate(pool)}
 
     def scores(self, rows: Rows, losses: Numbers) -> Numbers:
-        """LiRA's scores of those of `rows` that are in the pool. `losses` are of `rows`, under the attacked model."""
+        """Return LiRA's scores of `rows` that are in the pool. `losses` are of `rows`, under the attacked model."""
         known = [i for i, row in enumerate(rows) if id(row) in self._index]
         at = [self._index[id(rows[i])] for i in known]
         return lira.lira_scores(lira.target_confidence(losses[known]), self._phi[:, at], self._members[:, at])
@@ -94,9 +94,9 @@ class FedRandAdversary:
     seed: int
 
     def attacked(self, task: Task, targets: Sequence[AttackTarget]) -> Figures:
-        """AUROC of each attack by name, the mean over `targets`. "shifted " before a name: against shifted non-members.
+        """Return each attack's AUROC, the mean over `targets`. Prefix "shifted ": against shifted non-members.
 
-        The slice "generated" and LiRA are of the server's model alone.
+        The slice "generated" and LiRA are only of the server's model.
         """
         figures: dict[str, list[ResampledMetric]] = {}
         for target in targets:
@@ -128,7 +128,7 @@ class FedRandAdversary:
         return figures
 
     def _some(self, target: AttackTarget) -> tuple[Rows, Sequence[str]]:
-        """At most `settings["rows"]` of the members, a seeded choice, with their labels."""
+        """Return at most `settings["rows"]` of the members, a seeded choice, with their labels."""
         most = self.settings["rows"]
         if len(target.members) <= most:
             return target.members, target.labels
@@ -143,10 +143,10 @@ class FedRandAdversary:
     def aligned(
         self, view: AdversaryView, task: Task, initial: Weights, clients: Mapping[str, tuple[Rows, Sequence[str]]]
     ) -> Figures:
-        """AUROC of each row's gradient against its site's last upload, within a label, the mean over `clients`.
+        """Return the AUROC of row gradients against their site's last upload, within a label, the mean over `clients`.
 
-        "alignment, wrong site" is its control: the same rows against another site's upload, which they did not move.
-        Where all rows score alike it could tell nothing whatever they are, and there is no figure.
+        "alignment, wrong site" is its control: the same rows against another site's upload, which they did not affect.
+        If all rows have equal scores, it could tell nothing in any case, and there is no value.
         """
         knowledge, sites = AdversaryKnowledge(task, initial), sorted(clients)
         figures: dict[str, list[ResampledMetric]] = {}
@@ -167,7 +167,7 @@ class FedRandAdversary:
         return {name: resampling.average_metrics(each) for name, each in figures.items()}
 
     def overfitted(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, TrainedControl]:
-        """Every attack on the control, a FedAvg that knows `members` by heart, and the control.
+        """Run every attack on the control, an overfitted FedAvg trained on `members`, and return the control too.
 
         `config` is that of `controls.settings`, and `task` was loaded with it.
         """
@@ -180,7 +180,7 @@ class FedRandAdversary:
         return figures | {"alignment": self._auroc(scores[0], scores[1], (9,))}, done
 
     def other_rows(self, task: Task, members: Rows, config: RunConfig) -> tuple[Figures, TrainedControl]:
-        """Every attack on the control that half of `members` taught, asked about the other half, and the control.
+        """Run every attack on the control trained on half of `members`, for the other half, and return the control too.
 
         `config` is that of `controls.gently`, and `task` was loaded with it.
         """

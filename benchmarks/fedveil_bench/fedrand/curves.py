@@ -2,8 +2,8 @@
 
 A runner whose preset has `curve_every` runs its federations by `run_and_score`. Each row of the result then has a
 `curve`: a list of {round, upload_bytes, download_bytes, metrics: {name: interval}}, from round 0, the model before any,
-to the last. Each of `curve_targets`, {row, metric, margin}, asks every row with a curve after how many bytes its
-metric, of which less is better, is down to what that row has at the end, plus the margin (`compare_costs`).
+to the last. For each of `curve_targets`, {row, metric, margin}, every row with a curve reports after how many bytes its
+metric, lower being better, has fallen to that row's final value plus the margin (`compare_costs`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class CurvePoint:
     """The server's model after some rounds.
 
     Attributes:
-        round: how many are done; 0 = none.
-        upload_bytes, download_bytes: of all messages until then.
-        figures: what the model scores.
+        round: number of finished rounds; 0 = none.
+        upload_bytes, download_bytes: of all messages so far.
+        figures: the model's scores.
     """
 
     round: int
@@ -42,13 +42,13 @@ class CurvePoint:
     figures: Mapping[str, ResampledMetric]
 
     def to_json(self) -> list[Any]:
-        """For the way between processes."""
+        """Return a form to send between processes."""
         figures = {metric: figure.to_json() for metric, figure in self.figures.items()}
         return [self.round, self.upload_bytes, self.download_bytes, figures]
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> CurvePoint:
-        """The point that `to_json` wrote."""
+        """Return the point from the output of `to_json`."""
         done, up, down, figures = found
         return cls(done, up, down, {metric: ResampledMetric.from_json(figure) for metric, figure in figures.items()})
 
@@ -58,8 +58,8 @@ class FollowedRun:
     """The result of `run_and_score`.
 
     Attributes:
-        points: from round 0 to the last; none where no curve was asked for.
-        seconds: that went into scores. They are no part of what the method takes.
+        points: from round 0 to the last; none if no curve was requested.
+        seconds: time spent on scores, which is not part of the method's time.
     """
 
     points: list[CurvePoint]
@@ -72,12 +72,12 @@ def run_and_score(
     score: Callable[[Weights], Mapping[str, ResampledMetric]],
     tell: OnRound | None = None,
 ) -> FollowedRun:
-    """Runs all rounds, and scores the server's model before them, after each `every`-th and at the end.
+    """Run all rounds, and score the server's model before them, after each `every`-th and at the end.
 
     Args:
-        every: 0 = no curve: the rounds are run, and nothing is scored.
-        score: of the server's model; cheap, for it is called for each point.
-        tell: is called after each round.
+        every: 0 = no curve: the rounds run without scoring.
+        score: scores the server's model; it must be cheap, because it is called for each point.
+        tell: called after each round.
     """
     points: list[CurvePoint] = []
     seconds = 0.0
@@ -103,7 +103,7 @@ def run_and_score(
 
 
 def in_result(of_seeds: Sequence[Sequence[CurvePoint]]) -> list[dict[str, Any]]:
-    """The `curve` of a row: means of bytes, and intervals, over the seeds' curves of the same rounds."""
+    """Return the `curve` of a row: means of bytes, and intervals, over the seeds' curves of the same rounds."""
     return [
         {
             "round": points[0].round,
@@ -121,10 +121,10 @@ def in_result(of_seeds: Sequence[Sequence[CurvePoint]]) -> list[dict[str, Any]]:
 def compare_costs(
     curves: Mapping[str, Sequence[Sequence[CurvePoint]]], targets: Sequence[Mapping[str, Any]]
 ) -> list[str]:
-    """Sentences on the bytes that each row took to a quality, and whether they are fewer than another row's.
+    """Return sentences on each row's bytes for a quality, and on whether they are fewer than another row's.
 
-    Every seed has its own target, that of the row asked about in the same seed, so each row can reach it. Between two
-    points of a curve both the metric and the bytes lie on a line. Intervals are over the seeds.
+    Every seed has its own target, from the target row in the same seed, so each row can reach it. Between two
+    points of a curve, the metric and the bytes are interpolated linearly. Intervals are over the seeds.
 
     Args:
         curves: of each row, that of each seed.
@@ -161,7 +161,7 @@ def compare_costs(
 
 @dataclass(frozen=True)
 class SpentBytes:
-    """The rounds, and the bytes in them, that it took to reach a value."""
+    """The number of rounds, and their bytes, needed to reach a value."""
 
     rounds: float
     upload: float
@@ -169,7 +169,7 @@ class SpentBytes:
 
 
 def find_spent_bytes(points: Sequence[CurvePoint], metric: str, at: float) -> SpentBytes | None:
-    """Return what was spent when the metric was first at or below `at`; None where it never was."""
+    """Return the cost when the metric was first at or below `at`; None if it never was."""
     for before, after in pairwise([points[0], *points]):
         above, below = before.figures[metric].value, after.figures[metric].value
         if below <= at:

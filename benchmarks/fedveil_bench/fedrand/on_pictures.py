@@ -1,18 +1,18 @@
-"""FedRand and its baselines on pictures: quality of server and clients, ablations, and what membership attacks see.
+"""FedRand and its baselines on pictures: quality of server and clients, ablations, and membership attacks.
 
-A seed draws members (cut over the clients), held-out rows of the same distribution, and test rows; every method runs
-the same federation in process, with a tap. Rows of a result:
+A seed draws members (split over the clients), held-out rows of the same distribution, and test rows. Every method runs
+the same federation in process and records its messages. Rows of a result:
 
-| row | which model |
+| row | model |
 |---|---|
 | round 0 | the model before any round: the control that an attack must lose |
-| other rows | half of the members taught it, and the others are asked about: a control that an attack must lose |
+| other rows | trained on half of the members, attacked on the others: a control that an attack must lose |
 | overfitted FedAvg | a few members, many epochs, no defence: the control that an attack must win |
-| <method> server | the model that the server holds at the end |
-| <method> client | quality: of the models that some clients hold, the mean; under attack: what the server rebuilds |
+| <method> server | the server's final model |
+| <method> client | quality: the mean over some clients' models; under attack: the server's reconstruction |
 | <method> client, merged | the client's last upload, the rest from the broadcast it answered |
 
-With `curve_every` the rows of servers have a curve of the loss on the test rows, where a part has any (see `curves`).
+With `curve_every` the rows of servers have a curve of the loss on the test rows, if a part has any (see `curves`).
 
 The shifted non-members come from another data set, as NoCaps beside COCO in the paper: an attack wins there without any
 membership. All intervals are of 95 %, see `resampling`.
@@ -54,8 +54,8 @@ from fedveil_bench.fedrand.picture_partition import PicturePartition, draw_parti
 from fedveil_bench.fedrand.verdicts import list_verdicts
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
-_SITES = 4  # the name of the draws over sites
-_CURVE = ("test loss",)  # what is scored by round: nothing is generated for it
+_SITES = 4  # name of the random draws over sites
+_CURVE = ("test loss",)  # metrics scored by round: no text is generated for them
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Row:
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """The folders behind the pictures of every part, and the base."""
+    """Return the folders behind the pictures of every part, and the base."""
     asked = [(part["data"], "train") for part in settings["parts"]]
     asked += [(part[key], "test") for part in settings["parts"] for key in ("test", "shifted") if part.get(key)]
     splits: dict[str, dict[str, None]] = {}
@@ -83,7 +83,7 @@ def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every part of `settings["parts"]` under every method of `settings["methods"]`, a run a seed."""
+    """Return every part of `settings["parts"]` under every method of `settings["methods"]`, one run per seed."""
     answers = [_from_json(answer) for answer in seeds.run_seeds(__name__, settings, options)]
     rows: dict[str, Figures] = {}
     listed = []
@@ -118,7 +118,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 class _Remembering(TrainerWrapper):
-    """Leaves what it trained last where the benchmark finds it: the truth that a rebuilt client is held to."""
+    """Stores its last training result for the benchmark: the true value for a rebuilt client."""
 
     def __init__(self, truth: dict[str, Weights], site: str, ctx: RoundContext, local: Trainer) -> None:
         super().__init__(local)
@@ -171,7 +171,7 @@ def _part(settings: dict[str, Any], part: dict[str, Any], seed: int, options: Be
 def _trained_controls(
     adversary: FedRandAdversary, config: RunConfig, found: PicturePartition, members: int, options: BenchOptions
 ) -> dict[str, _Row]:
-    """A model that knows `members` rows by heart, and one that other rows taught; neither where `members` is 0."""
+    """Return an overfitted model of `members` rows, and one trained on other rows; neither if `members` is 0."""
     if not members:
         return {}
     rows = {}
@@ -263,7 +263,7 @@ def _rebuilt(
     errors = [factor_pairing.reconstruction_error(latest[site].weights, truth[site]) for site in latest]
     others = [factor_pairing.reconstruction_error(merged[site].weights, truth[site]) for site in latest]
     values = {
-        # The better of the two pairings: which one it is depends on how far clients drift.
+        # The better of the two pairings: it depends on the clients' drift.
         "reconstruction error": [min(e.products, o.products) for e, o in zip(errors, others, strict=True)],
         "latest error": [e.products for e in errors],
         "merged error": [o.products for o in others],
@@ -276,7 +276,7 @@ def _rebuilt(
 def _quality(
     task: VisionLanguage, models: Sequence[Weights], found: PicturePartition, part: Mapping[str, Any]
 ) -> Figures:
-    """Scores of the mean model, each on the same test rows."""
+    """Return scores of the mean model, each on the same test rows."""
     if not found.test or not models:
         return {}
     each = [quality.compute_scores(task, weights, found.test, part["metrics"]) for weights in models]

@@ -1,4 +1,4 @@
-"""The pictures of one part of a table and one seed: members cut over the clients, non-members, test rows."""
+"""The pictures of one part of a table and one seed: members partitioned over the clients, non-members, test rows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PicturePartition:
     """The data of one seed of one part.
 
     Attributes:
-        clients: the members, of each client.
+        clients: the members of each client.
         held_out: rows of no client, of the members' distribution.
         shifted: rows of another data set.
-        test: examples that quality is measured on.
-        labels: of each client's rows, and under "" of the held-out ones.
+        test: examples for measuring quality.
+        labels: labels of each client's rows, and under "" of the held-out ones.
     """
 
     clients: Mapping[str, Rows]
@@ -35,14 +35,14 @@ class PicturePartition:
 
     @property
     def members(self) -> list[Any]:
-        """The rows of all clients."""
+        """Return the rows of all clients."""
         return [row for of_client in self.clients.values() for row in of_client]
 
 
 def draw_partition(
     settings: Mapping[str, Any], part: Mapping[str, Any], task: VisionLanguage, seed: int
 ) -> PicturePartition:
-    """The rows of one part and seed. Raises ConfigError or TaskError where the data are not there."""
+    """Return the rows of one part and seed. Raises ConfigError or TaskError if the data are missing."""
     pool = _shuffled(pictures.load_examples(part["data"], "train"), seed)
     members, held_out = part["members"], part["held_out"]
     test = _shuffled(pictures.load_examples(part["test"], "test"), 0) if part.get("test") else pool[members:]

@@ -1,4 +1,4 @@
-"""Federations on texts of one seed, and what their models score: the same rows, split and initial weights for all."""
+"""Federations on texts of one seed, and their models' scores: the same rows, split and initial weights for all."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class TextFederationRun:
     """The results of one federation.
 
     Attributes:
-        scores: by name; of a trial the validation loss alone.
+        scores: by name; for a trial only the validation loss.
         upload_bytes, download_bytes: of all sites and rounds.
         seconds: of the training.
-        rounds: how many.
-        commit: at which it was measured.
-        curve: of a method, where one was asked for: the points of `curves`, as JSON.
+        rounds: number of rounds.
+        commit: the measured commit.
+        curve: of a method, if requested: the points of `curves`, as JSON.
     """
 
     scores: Mapping[str, float]
@@ -53,12 +53,12 @@ class TextFederationRun:
 
 
 class TextFederationSeed:
-    """All that federations of one seed share, read once.
+    """The shared parts of all federations of one seed, read once.
 
     Args:
-        settings: of the preset (see `on_texts`).
-        number: of the seed.
-        options: whose device and progress count.
+        settings: settings of the preset (see `on_texts`).
+        number: number of the seed.
+        options: its device and progress are used.
     """
 
     def __init__(self, settings: Mapping[str, Any], number: int, options: BenchOptions) -> None:
@@ -68,19 +68,19 @@ class TextFederationSeed:
         self._flat = settings["config"] | {"run.seed": number, "run.deterministic": True}
 
     def before(self) -> TextFederationRun:
-        """The model before any round."""
+        """Score the model before any round."""
         task = self._task(parse(self._flat | {"method.name": "fedavg"}))
         return TextFederationRun(task.evaluate(self._initial(task), self._test, generate=True), 0, 0, 0.0)
 
     def alone(self) -> TextFederationRun:
-        """The client of median size, which trains in every round on its own rows and shares nothing."""
+        """Run the client of median size, which trains in every round on its own rows and shares nothing."""
         config = parse(self._flat | {"method.name": "fedavg", "cohort.fraction": 1.0})
         task = self._task(config)
         done, seconds, _ = self._federated(config, task, [self._median])
         return _run(done, task.evaluate(done.models()["server"], self._test, generate=True), seconds)
 
     def trial(self, label: str, rate: float) -> TextFederationRun:
-        """A method with a learning rate, scored on validation rows alone."""
+        """Run a method with a learning rate, scored only on validation rows."""
         config = self._config(label, rate)
         task = self._task(config)
         done, seconds, _ = self._federated(config, task, list(self._rows))
@@ -90,13 +90,13 @@ class TextFederationSeed:
         return _run(done, {VALIDATION: loss}, seconds)
 
     def method(self, label: str, rate: float) -> TextFederationRun:
-        """A method with its learning rate, scored on the test rows."""
+        """Run a method with its learning rate, scored on the test rows."""
         config = self._config(label, rate)
         task = self._task(config)
         every = self._settings.get("curve_every", 0)
         done, seconds, curve = self._federated(config, task, list(self._rows), every)
         scores = task.evaluate(done.models()["server"], self._test, generate=True) | {"learning_rate": rate}
-        # Those of the last round: what other sites keep belongs to older weights.
+        # Those of the last round: other sites' states belong to older weights.
         kept = {site: p.tensors for site in done.last_cohort if (p := done.private.get(site)) is not None}
         pairs = {site: tensors for site, tensors in kept.items() if set(tensors) == set(task.spec)}
         if pairs:
@@ -106,7 +106,7 @@ class TextFederationSeed:
         return replace(_run(done, scores, seconds), curve=[point.to_json() for point in curve])
 
     def _of_clients(self, task: Task, own: Mapping[str, Weights]) -> dict[str, float]:
-        """Scores of the models that clients have: the median one's on all test rows, and the mean over all of them."""
+        """Return scores of the clients' models: the median one's on all test rows, and the mean over all of them."""
         scores: dict[str, float] = {}
         if self._median in own:
             found = task.evaluate(own[self._median], self._test, generate=True)
@@ -117,7 +117,7 @@ class TextFederationSeed:
         return scores
 
     def _own(self, done: InProcessFederation) -> dict[str, Weights]:
-        """The models that sites have for themselves, of those that are asked for."""
+        """Return the sites' own models, for the requested sites."""
         wanted = self._settings.get("client", False)
         sites: Sequence[str] = list(self._rows) if wanted == "all" else [self._median] if wanted else []
         return {site: model for site in sites if (model := done.models(site).get("client"))}
@@ -125,7 +125,7 @@ class TextFederationSeed:
     def _federated(
         self, config: RunConfig, task: Task, sites: Sequence[str], every: int = 0
     ) -> tuple[InProcessFederation, float, list[curves.CurvePoint]]:
-        """The federation after its rounds, the seconds of its training, and the curve of the server's model's loss."""
+        """Return the federation after its rounds, its training seconds, and the loss curve of the server's model."""
         exchange = MessageExchange(
             strategies.create_method(config.method.name, config.method.params), config.method.name, task.spec
         )
@@ -158,12 +158,12 @@ class TextFederationSeed:
 
     @property
     def _median(self) -> str:
-        """The client of median size."""
+        """Return the client of median size."""
         return sorted(self._rows, key=lambda site: len(self._rows[site]))[len(self._rows) // 2]
 
     @cached_property
     def _rows(self) -> dict[str, Examples]:
-        """The rows of every client; no method or learning rate changes them."""
+        """Return the rows of every client; no method or learning rate changes them."""
         reader, count = self._task(parse(self._flat)), self._settings["clients"]
         return {f"client-{i:02d}": reader.examples(self._folder, "train", DatasetShard(i, count)) for i in range(count)}
 
@@ -184,7 +184,7 @@ class TextFederationSeed:
         return self._part("validation", self._settings.get("rate_test"))
 
     def _part(self, split: str, sources: int | None) -> Examples:
-        """The rows of a part; where it is said, those of the first so many sources."""
+        """Return the rows of a part; with a number, those of the first so many sources."""
         config = parse(self._flat)
         found = self._task(config).examples(self._folder, split)
         if sources is None:

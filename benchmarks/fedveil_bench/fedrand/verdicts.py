@@ -1,4 +1,4 @@
-"""Sentences on the figures of a FedRand table: orders, controls, and errors of rebuilt clients."""
+"""Sentences on the metrics of a FedRand table: orders, controls, and errors of rebuilt clients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MUST: Mapping[str, Must] = {OVERFITTED: "won", ROUND_0: "lost", OTHER_ROWS: "lo
 
 
 def list_verdicts(rows: Mapping[str, Figures], settings: Mapping[str, Any]) -> list[str]:
-    """Sentences on the orders of the paper, the controls and the errors that the preset asks about.
+    """Return sentences on the paper's orders, the controls and the errors that the preset lists.
 
-    `rows` are the figures of each row of the result, over all seeds.
+    `rows` are the metrics of each row of the result, over all seeds.
     """
     said: list[str] = []
     seeds = 0

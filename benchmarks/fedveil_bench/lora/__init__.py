@@ -1,1 +1,1 @@
-"""Presets of LoRA's methods beside one another."""
+"""Presets that compare LoRA methods."""

@@ -3,16 +3,16 @@
 A coin puts one of each pair among the rows of the first site (attacks/canaries/); the auditor has the server's view
 and guesses the coins. Under secure aggregation it has the sums that broadcasts show.
 
-| column | is |
+| column | meaning |
 |---|---|
 | shown | epsilon at least, with 95 % confidence, replace-one; a weak score gives a low bound, never a wrong one |
-| at most | epsilon as the site's ledger would have it, at the same delta and relation; of rows in the clear none |
-| at most, against all | where the noise is in the sum: against the server and all other sites together |
-| other coins | shown, where the auditor is asked about coins that fell anew: nobody trained on them, so it must be 0 |
-| right | the share of guesses that were right, of the best score |
-| loss, loss of round 0 | of the server's model, and of what it began with, on rows of no site, in nats |
+| at most | epsilon from the site's ledger, at the same delta and relation; none for rows in the clear |
+| at most, against all | if the noise is in the sum: against the server and all other sites together |
+| other coins | shown, for newly drawn coins, on which no model was trained, so it must be 0 |
+| right | fraction of correct guesses, for the best score |
+| loss, loss of round 0 | of the server's model, and of its initial model, on rows of no site, in nats |
 
-A seeded run is not private: an epsilon here is what the same run would have with noise of the operating system.
+A seeded run is not private: an epsilon here is that of the same run with noise from the operating system.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row of the table for each of `settings["rows"]`, and whether any seed contradicts what is claimed of it."""
+    """Return a row for each of `settings["rows"]`, and whether any seed contradicts its claim."""
     answers = seeds.run_seeds(__name__, settings, options)
     return tables.build_outcome(answers, settings, _contradictions(answers))
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Rows of the sites; the base."""
+    """Return the requirements: rows of the sites; the base."""
     return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
@@ -117,7 +117,7 @@ def _at_most(config: RunConfig, method: Any, rows: int) -> dict[str, float]:
 
 
 def _contradictions(answers: list[dict[str, dict[str, float]]]) -> list[str]:
-    """A sentence for each row on whether any seed showed more than is claimed of it."""
+    """Return a sentence for each row on whether any seed showed more than is claimed for it."""
     said = []
     for name, metrics in answers[0].items():
         if "at most" in metrics:

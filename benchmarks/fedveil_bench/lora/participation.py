@@ -1,15 +1,15 @@
-"""Infer which sites took part in a round from what was seen of it: uploads, or only sums.
+"""Infer which sites took part in a round from the observed uploads, or only from sums.
 
-A restaurant's rows lie at one site, so sites differ as institutions do; "alike" in a row of the preset cuts the sites
-by chance. Some candidates never take part. The attacker has rows of every candidate and of none.
+A restaurant's rows are at one site, so sites differ as institutions do; "alike" in a row of the preset partitions the
+rows at random. Some candidates never take part. The attacker has rows of every candidate and of none.
 
-| column | is |
+| column | meaning |
 |---|---|
-| in a round | AUROC of the rounds that a site was in beside those that it was not, over all sites; 0.5 is a guess |
-| never took part | the same of candidates that never took part, asked about the rounds of a site: the control to lose |
-| at all | AUROC of sites beside candidates that never took part, over all rounds |
-| loss, loss of round 0 | of the server's model, and of what it began with, on the attacker's rows, in nats |
-| epsilon | of a row, as the sites' ledgers would have it; of rows in the clear none |
+| in a round | AUROC of the rounds with a site against those without it, over all sites; 0.5 is a guess |
+| never took part | the same for candidates that never took part, for the rounds of a site: the control to lose |
+| at all | AUROC of sites against candidates that never took part, over all rounds |
+| loss, loss of round 0 | of the server's model, and of its initial model, on the attacker's rows, in nats |
+| epsilon | of a row, from the sites' ledgers; none for rows in the clear |
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _NOBODY = "nobody"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row of the table for each of `settings["rows"]`."""
+    """Return a row of the table for each of `settings["rows"]`."""
     answers = seeds.run_seeds(__name__, settings, options)
     return tables.build_outcome(answers, settings)
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Rows of the sites and of the attacker; the base."""
+    """Return the requirements: rows of the sites and of the attacker; the base."""
     return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
@@ -75,9 +75,9 @@ class _Cut:
     """Rows, all different.
 
     Attributes:
-        trained: of each site.
-        held: the attacker's, of each site and of candidates that never take part.
-        nobody: the attacker's, of none of them.
+        trained: rows of each site.
+        held: the attacker's rows, of each site and of candidates that never take part.
+        nobody: the attacker's rows of no candidate.
     """
 
     trained: Mapping[str, Examples]
@@ -86,7 +86,7 @@ class _Cut:
 
     @classmethod
     def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, alike: bool) -> _Cut:
-        """A kind of rows for each candidate and for nobody, by chance; of all rows alike, where `alike` says so."""
+        """Draw rows of one kind for each candidate and for no candidate; from all rows alike, if `alike` is set."""
         sites = [f"site-{i:02d}" for i in range(settings["clients"])]
         names = [*sites, *(f"absent-{i:02d}" for i in range(settings["absent"])), _NOBODY]
         size, known = settings["rows_a_site"], settings["rows_known"]
@@ -155,5 +155,5 @@ def _measured(
 
 
 def _area(scores: np.ndarray, truth: np.ndarray) -> float:
-    """Rounds with a site beside rounds without; 0.5 where it was in all, since nothing tells them then."""
+    """Return the area for rounds with a site against rounds without; 0.5 if it was in all, which tells nothing."""
     return area_under_roc(scores[truth], scores[~truth]) if 0 < truth.sum() < truth.size else 0.5

@@ -1,15 +1,15 @@
-"""Infer which sites hold more rows of a kind from what the server saw of a run, for each row of the table.
+"""Infer which sites have more rows of a kind from the server's observations of a run, for each row of the table.
 
-Sites have equally many rows, and shares of those with the property that are evenly spread. The attacker has as many
-rows with the property as without, of no site. "meaningless" in a row of the preset takes another property: the parity
-of a hash of the row, which nothing can learn; there the attack must lose.
+Sites have equally many rows, and evenly spread shares of rows with the property. The attacker has as many
+rows with the property as without, from no site. "meaningless" in a row of the preset uses another property: the parity
+of a hash of the row, which no model can learn; there the attack must lose.
 
-| column | is |
+| column | meaning |
 |---|---|
-| concordance | of pairs of sites of different shares, how many the attack orders rightly; 0.5 is a guess |
+| concordance | share of correctly ordered pairs of sites with different shares; 0.5 is a guess |
 | of the first round | the same from one round's messages |
-| members | AUROC of `alignment` on rows of a site beside rows of none, of the same kind; mean of kinds and sites |
-| loss, loss of round 0 | of the server's model, and of what it began with, on rows of no site, in nats |
+| members | AUROC of `alignment` on rows of a site against rows of none, of the same kind; mean of kinds and sites |
+| loss, loss of round 0 | of the server's model, and of its initial model, on rows of no site, in nats |
 | epsilon at delta ..., were its noise not seeded | of a row, as the sites' ledgers would have it; of plain steps none |
 """
 
@@ -47,13 +47,13 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row of the table for each of `settings["rows"]`."""
+    """Return a row of the table for each of `settings["rows"]`."""
     answers = seeds.run_seeds(__name__, settings, options)
     return tables.build_outcome(answers, settings)
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Rows of the sites and of the attacker; the base."""
+    """Return the requirements: rows of the sites and of the attacker; the base."""
     return [data.DataRequirement(settings["data"], ("train", "test")), *data.list_base_requirements(settings)]
 
 
@@ -86,8 +86,8 @@ class _Cut:
     """Rows of the sites and of the attacker, all different.
 
     Attributes:
-        shares: of each site, the share of its rows that have the property.
-        having, lacking: the attacker's.
+        shares: each site's fraction of rows that have the property.
+        having, lacking: the attacker's rows.
     """
 
     sites: Mapping[str, Examples]
@@ -97,7 +97,7 @@ class _Cut:
 
     @classmethod
     def of(cls, examples: Examples, settings: Mapping[str, Any], seed: int, meaningless: bool) -> _Cut:
-        """Evenly spread shares from `settings["least_share"]` to as far below 1, given to the sites by chance."""
+        """Give the sites, in random order, evenly spread shares from `settings["least_share"]` to as far below 1."""
         count, size = settings["clients"], settings["rows_a_site"]
         stream = rng.RandomStream.derive(bytes(32), seed, "", "sites")
         pools: dict[bool, list[Example]] = {True: [], False: []}

@@ -1,1 +1,1 @@
-"""The same work in peers' own programs."""
+"""The same work in the peers' own programs."""

@@ -1,4 +1,4 @@
-"""The results of a run of the comparison: its loss, its costs, and what the server saw."""
+"""The results of a run of the comparison: its loss, its costs, and the server's observations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TIMEOUT = 3600.0  # seconds of one run
 
 @dataclass(frozen=True)
 class PeerRun:
-    """One run.
+    """The result of one run.
 
     Attributes:
         scores: by the names of the table in e2e.py.
-        seen: of each upload, what the server sees: "A and B", "A alone" or "B alone".
+        seen: what the server sees of each upload: "A and B", "A alone" or "B alone".
     """
 
     scores: Mapping[str, float]
@@ -39,7 +39,7 @@ class PeerCosts:
     site_mb: float
 
     def scores(self, loss: float, seconds: Sequence[float]) -> dict[str, float]:
-        """With the loss, and the seconds of each round. Raises ConfigError for a single round."""
+        """Return the scores with the loss, and the seconds of each round. Raises ConfigError for a single round."""
         if len(seconds) < 2:
             raise ConfigError(f"run.rounds: expected at least 2, because the first is not timed, found {len(seconds)}")
         values = (sum(seconds[1:]) / len(seconds[1:]), self.whole, self.up / 1e6, self.down / 1e6)
@@ -51,8 +51,8 @@ def measure_costs(federation: Any, server: str, site: str, run: Callable[[], T])
 
     Args:
         federation: with the processes of both names, and a relay between them.
-        server, site: whose memory is watched.
-        run: a whole run, from its submission.
+        server, site: the processes whose memory is watched.
+        run: a complete run, from its submission.
     """
 
     def memory(name: str) -> ProcessUsage:
@@ -67,5 +67,5 @@ def measure_costs(federation: Any, server: str, site: str, run: Callable[[], T])
 
 
 def _peak(usage: ProcessUsage) -> float:
-    """The most MB at a time of all processes watched."""
+    """Return the maximum MB at one time of all watched processes."""
     return max(sum(by_kind.values()) for _, by_kind in usage.timeline)

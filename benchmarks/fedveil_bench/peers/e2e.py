@@ -1,15 +1,15 @@
-"""FedVeil and its peers at the same work: E2E with LoRA on the same base, rows by site, steps, rounds and optimiser.
+"""FedVeil and its peers at the same work: E2E with LoRA on the same base, rows by site, steps, rounds and optimizer.
 
-Each run has a federation of its own on this machine. Whoever trained, FedVeil scores the server's last factors on the
+Each run has a separate federation on this machine. For every peer, FedVeil scores the server's last factors on the
 same test rows.
 
 | metric | |
 |---|---|
-| loss | of the server's model, nats a token |
-| s a round | at the server, all but the first; FedVeil's without its scoring and checkpoint, which peers have not |
+| loss | of the server's model, nats per token |
+| s a round | at the server, all but the first; FedVeil's without its scoring and checkpoint, which peers lack |
 | s | the whole run, from its submission; the federation runs already |
-| MB up, MB down | all between sites and server in the run, TLS and heartbeats included (process_monitor/relay.py) |
-| server MB, site MB | the most PSS at a time of all processes of the server, of one site |
+| MB up, MB down | all traffic between sites and server, including TLS and heartbeats (process_monitor/relay.py) |
+| server MB, site MB | maximum PSS at one time of all processes of the server, of one site |
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from fedveil_bench.runner import BenchOptions, BenchOutcome
 
 FLOWER, BEFORE = "Flower FedAvg", "before training"
 PEERS = (FLOWER, NVFLARE)
-_SITE, _SERVER = "site-0", "superlink"  # whose memory is watched
+_SITE, _SERVER = "site-0", "superlink"  # their memory is watched
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each way, over the seeds.
+    """Return a row for each way, over the seeds.
 
     Raises:
-        ConfigError: no launcher, settings that a peer has not, or a run that did not complete.
+        ConfigError: no launcher, settings that a peer does not support, or a run that did not complete.
     """
     seeds = [SharedInputs(settings, seed, options) for seed in range(options.seeds or settings["seeds"])]
     if options.launch is None:
@@ -101,7 +101,7 @@ def _stock(
 def _run(
     app: Path | None, config: Mapping[str, Any], data: Path | None, settings: Mapping[str, Any], options: BenchOptions
 ) -> PeerCosts:
-    """A run of `app`, or of FedVeil, in a federation of its own; stock Flower has its own programs and waits."""
+    """Run `app`, or FedVeil, in a separate federation; stock Flower has its own programs and waits."""
     launch = options.launch
     sites = [launch.LocalSite(f"site-{i}", data) for i in range(settings["sites"])]
     with insert_relay(launch.LocalDeployment, TcpRelay)(sites, own_waits=app is not None) as federation:
@@ -117,7 +117,7 @@ def build_outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, 
     """Rows and verdicts of the runs, by way and seed; what a peer does with less is said as the claims are.
 
     Args:
-        note: on NVFlare's environment; of a peer that is left out, no claim is made.
+        note: on NVFlare's environment; there is no claim on an omitted peer.
     """
     figures = {label: figures_of([run.scores for run in runs]) for label, runs in done.items()}
     rows = []

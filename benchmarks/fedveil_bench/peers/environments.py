@@ -1,6 +1,6 @@
-"""Environments of peers: FedVeil's own has none of their programs.
+"""The peers' Python environments, because FedVeil's own has none of their programs.
 
-A variable names the Python of one that has; where it names none, the peer's row is left out, and the table says so.
+A variable names the Python of such an environment; if it is not set, the table omits the peer's row and says so.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ print(json.dumps({name: version(name) for name in sys.argv[2:]}))
 
 @dataclass(frozen=True)
 class PeerPackage:
-    """A program that has an environment of its own.
+    """A program with a separate environment.
 
     Attributes:
-        name: of its row.
-        variable: that names the environment's Python.
-        folder: with its requirements.txt.
-        imports: what must be found there; the first is the program.
+        name: name of its row.
+        variable: the variable that names the environment's Python.
+        folder: folder with its requirements.txt.
+        imports: modules that must exist there; the first is the program.
     """
 
     name: str
@@ -48,8 +48,8 @@ class PeerEnvironment:
     """A peer's Python environment.
 
     Attributes:
-        python: its Python; None = there is none, and the row is left out.
-        said: a sentence on what is not as it should be, "" where all is.
+        python: its Python; None = there is none, and the row is omitted.
+        said: a sentence on faults, "" if there are none.
     """
 
     python: Path | None
@@ -57,14 +57,14 @@ class PeerEnvironment:
 
 
 def find_environment(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnvironment:
-    """The environment that the peer's variable names, tried by importing it there. No sentence names a path."""
+    """Return the environment that the peer's variable names, after a trial import. No sentence names a path."""
     expected, program = parse_pins((folders.find_folder(peer.folder) / "requirements.txt").read_text()), peer.imports[0]
     out = (
         f"{peer.name} is left out: {peer.variable}: expected the Python of an environment with {program.split('.')[0]}"
     )
     if not variables.get(peer.variable):
         return PeerEnvironment(None, f"{out}, found no such variable; {_HOWTO}")
-    python = Path(variables[peer.variable]).absolute().with_name("python3")  # the one that NVFlare's own scripts take
+    python = Path(variables[peer.variable]).absolute().with_name("python3")  # NVFlare's own scripts use this one
     try:
         done = subprocess.run(
             [python, "-c", _PROBE, ",".join(peer.imports), *expected],
@@ -84,7 +84,7 @@ def find_environment(peer: PeerPackage, variables: Mapping[str, str]) -> PeerEnv
 
 
 def parse_pins(text: str) -> dict[str, str]:
-    """The versions that a requirements.txt pins. Raises ConfigError for a line that pins none."""
+    """Return the versions that a requirements.txt pins. Raises ConfigError for a line that pins none."""
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     for line in lines:
         if line.count("==") != 1:
@@ -93,7 +93,7 @@ def parse_pins(text: str) -> dict[str, str]:
 
 
 def list_differences(expected: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """Return what is installed in another version than expected; a build ("+cpu") does not count."""
+    """Return packages installed in another version than expected; a build ("+cpu") does not count."""
     return ", ".join(
         f"{name} {versions[name]} in place of {version}"
         for name, version in expected.items()
@@ -102,5 +102,5 @@ def list_differences(expected: Mapping[str, str], versions: Mapping[str, str]) -
 
 
 def select_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of this environment that a peer gets: none that leads Python to FedVeil's packages."""
+    """Return this environment's variables for a peer: none that leads Python to FedVeil's packages."""
     return {key: value for key, value in variables.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR_"))}

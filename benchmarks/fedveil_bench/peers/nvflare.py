@@ -1,4 +1,4 @@
-"""NVIDIA FLARE at the same work: stock_nvflare/ is the job, and runs in an environment of its own.
+"""NVIDIA FLARE at the same work: stock_nvflare/ is the job, and runs in a separate environment.
 
 Server and sites are provisioned, with keys and TLS both ways,
 and started by the scripts of their startup kits: each has a process that stays, and one of each job.
@@ -25,18 +25,18 @@ from fedveil_bench.runner import BenchOptions
 NVFLARE, VARIABLE = "NVFlare FedAvg", "FEDVEIL_NVFLARE_PYTHON"
 JOB = "peers/stock_nvflare"
 _USER, _SERVER, _SITE = "lead@bench.org", "localhost", "site-0"
-_STORES = "/tmp/nvflare/"  # of its template
+_STORES = "/tmp/nvflare/"  # the folder in its template
 _READY, _PREPARED = 180.0, 300.0
 PEER = environments.PeerPackage(NVFLARE, VARIABLE, JOB, ("nvflare.recipe", "peft", "torch", "transformers"))
 
 
 def build_project(port: int, relay: int, sites: int) -> str:
-    """NVFlare's description of a federation, in JSON, which is YAML; its default scheme would be HTTP.
+    """Return NVFlare's description of a federation, in JSON, which is YAML; its default scheme would be HTTP.
 
     Args:
-        port: of the server.
+        port: port of the server.
         relay: the port at which sites reach it.
-        sites: how many.
+        sites: number of sites.
     """
     server = {"name": _SERVER, "type": "server", "org": "bench", "fed_learn_port": port, "admin_port": port}
     site = {"type": "client", "org": "bench", "connect_to": {"host": "localhost", "port": relay}}
@@ -58,7 +58,7 @@ def build_project(port: int, relay: int, sites: int) -> str:
 
 
 def redirect_stores(resources: str, folder: Path) -> str:
-    """The server's resources, with jobs and snapshots below `folder`.
+    """Return the server's resources, with jobs and snapshots below `folder`.
 
     By default all servers on a machine share a folder, and a server first runs what a killed one has left there.
 
@@ -71,7 +71,7 @@ def redirect_stores(resources: str, folder: Path) -> str:
 
 
 def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
-    """The environment of NVFlare's processes: their own Python first, and for the rest what the other sides have."""
+    """Return the environment of NVFlare's processes: their own Python first, and the same rest as the other peers."""
     return {
         **environments.select_variables(os.environ),
         "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
@@ -88,7 +88,7 @@ def variables_of(python: Path, home: Path, threads: int) -> dict[str, str]:
 def run_federation(
     shared: SharedInputs, settings: Mapping[str, Any], scratch: Path, options: BenchOptions, python: Path
 ) -> PeerRun:
-    """One run in a federation of its own. Raises ConfigError or the launcher's error where it does not complete."""
+    """Run one separate federation. Raises ConfigError or the launcher's error if it does not complete."""
     out, sites = scratch / "out", settings["sites"]
     out.mkdir()
     shared.write(scratch / "task")
@@ -105,7 +105,7 @@ def run_federation(
 
 
 def parse_job_status(said: str) -> tuple[str, str]:
-    """The id and the status of the job, which are the last line of what the console printed."""
+    """Return the job's id and status, which are the last line of the console's output."""
     last = said.strip().splitlines()[-1:] or [""]
     name, _, status = last[0].partition(" ")
     if not status.startswith("FINISHED"):
@@ -114,7 +114,7 @@ def parse_job_status(said: str) -> tuple[str, str]:
 
 
 def parse_notes(text: str, rounds: int, sites: int) -> tuple[list[float], list[str]]:
-    """The seconds of each round and what was seen of each upload. Raises ConfigError where one of them is missing."""
+    """Return the seconds of each round and the observed uploads. Raises ConfigError if one of them is missing."""
     notes = json.loads(text)
     seconds, seen = notes["seconds"], [describe_factors(names) for names in notes["seen"]]
     if (len(seconds), len(seen)) != (rounds, rounds * sites):
@@ -126,13 +126,13 @@ def parse_notes(text: str, rounds: int, sites: int) -> tuple[list[float], list[s
 
 
 class NVFlareFederation:
-    """NVFlare's server and sites on this machine. Nothing of it outlives the `with` block.
+    """NVFlare's server and sites on this machine. No process outlives the `with` block.
 
     Args:
         launch: `Options.launch`, whose processes and free ports it takes.
-        python: of the environment with NVFlare.
-        sites: how many, "site-0" and so on.
-        folder: new; for keys, logs and the job.
+        python: Python of the environment with NVFlare.
+        sites: number of sites, "site-0" and so on.
+        folder: a new folder for keys, logs and the job.
 
     Attributes:
         processes: by the names of their startup kits.
@@ -170,7 +170,7 @@ class NVFlareFederation:
         self.relay.close()
 
     def export(self, task: Path, out: Path, rounds: int) -> Path:
-        """The folder of the job, which is made as its job.py says."""
+        """Return the folder of the job, as created by its job.py."""
         source = self._folder / "source"
         shutil.copytree(folders.find_folder(JOB), source)
         shutil.copy(folders.find_folder("peers/stock_flower") / "tuned" / "training.py", source)
@@ -185,7 +185,7 @@ class NVFlareFederation:
         return self._call(script, what, self._kit(_USER), *more, timeout=timeout)
 
     def tails(self) -> str:
-        """The ends of the logs."""
+        """Return the ends of the logs."""
         return "; ".join(f"the log of {name} ends: {self.processes.tail(name)}" for name in (_SERVER, _SITE))
 
     def _call(self, *command: object, program: str = "python3", timeout: float, cwd: Path | None = None) -> str:

@@ -22,25 +22,25 @@ from fedveil_bench.common import data
 from fedveil_bench.common.federations import task_of
 from fedveil_bench.runner import BenchOptions
 
-# Of a section's keys, those that a peer's training takes too. Any other must have its default.
+# The section's keys that a peer's training supports too. Any other must have its default.
 _TAKEN = {"batch_size", "learning_rate", "max_steps", "weight_decay", "received_loss_examples"}
-_BEFORE, _AFTER = "base_model.model.", ".weight"  # around FedVeil's name of a factor in PEFT's
+_BEFORE, _AFTER = "base_model.model.", ".weight"  # around FedVeil's name of a factor in PEFT's name
 
 
 class SharedInputs:
     """The task of one seed.
 
     Args:
-        settings: of the preset.
-        seed: the run's: it cuts the rows and draws the factors.
-        options: whose device scores.
+        settings: settings of the preset.
+        seed: seed of the run: it partitions the rows and draws the factors.
+        options: its device is used for scoring.
 
     Attributes:
         data: the folder of the rows.
         flat: the run config of FedAvg.
 
     Raises:
-        ConfigError: no data, or settings that a peer's training has not.
+        ConfigError: no data, or settings that a peer's training does not support.
     """
 
     def __init__(self, settings: Mapping[str, Any], seed: int, options: BenchOptions) -> None:
@@ -50,7 +50,7 @@ class SharedInputs:
         self._peers = of_peers(self._config)
 
     def write(self, folder: Path) -> None:
-        """The files that a peer's training reads; see stock_flower/tuned/training.py."""
+        """Write the files that a peer's training reads; see stock_flower/tuned/training.py."""
         folder.mkdir()
         (folder / "task.json").write_text(json.dumps(self._peers | {"padding": self._task.base.tokenizer.eos_token_id}))
         initial = self._task.initial(rng.initial_stream(self._config.run.seed, "weights"))
@@ -63,11 +63,11 @@ class SharedInputs:
             (folder / f"site-{site}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
     def loss(self, weights: Weights) -> float:
-        """Return the loss on the test rows, in nats a token: FedVeil's own evaluation, for every peer."""
+        """Return the loss on the test rows, in nats per token: FedVeil's own evaluation, for every peer."""
         return self._task.evaluate(weights, self._test, generate=False)["loss"]
 
     def read(self, file: Path) -> dict[str, Tensor]:
-        """The factors that a peer's server has left, under FedVeil's names. Raises StateError for others."""
+        """Return the factors of a peer's server, under FedVeil's names. Raises StateError for others."""
         found = {from_peft(name): tensor for name, tensor in load_file(file).items()}
         if set(found) != set(self._task.spec):
             raise StateError(
@@ -116,19 +116,19 @@ def of_peers(config: RunConfig) -> dict[str, Any]:
 
 
 def to_peft(name: str) -> str:
-    """PEFT's name of a factor, from FedVeil's, "<module>.lora_A"."""
+    """Return PEFT's name of a factor, from FedVeil's, "<module>.lora_A"."""
     return f"{_BEFORE}{name}{_AFTER}"
 
 
 def from_peft(name: str) -> str:
-    """The other way. Raises StateError for a name that is none of PEFT's."""
+    """Return FedVeil's name of a factor, from PEFT's. Raises StateError for any other name."""
     if not (name.startswith(_BEFORE) and name.endswith(_AFTER)):
         raise StateError(f"weights: expected names {_BEFORE}...{_AFTER}, found {name[:80]!r}")
     return name.removeprefix(_BEFORE).removesuffix(_AFTER)
 
 
 def describe_factors(names: Iterable[str]) -> str:
-    """Return the LoRA factors in a message with these fields, in words; the names are FedVeil's or PEFT's."""
+    """Describe the LoRA factors in a message with these fields; the names are FedVeil's or PEFT's."""
     kinds = {part for name in names for part in name.split(".") if part in ("lora_A", "lora_B")}
     match sorted(kinds):
         case ["lora_A", "lora_B"]:

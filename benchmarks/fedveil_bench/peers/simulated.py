@@ -1,11 +1,11 @@
-"""FedVeil's federation in process beside pfl-research's simulator at the same work: many small sites, a small ViT.
+"""FedVeil's federation in process and pfl-research's simulator at the same work: many small sites, a small ViT.
 
-Each seed has rows, cut over the sites, and initial weights that both start from. Each runs alone on the machine, in a
-process of one thread, one after the other; FedVeil scores both final models on the same test rows.
+Each seed has rows, partitioned over the sites, and the same initial weights for both. Each runs alone on the machine,
+in a process of one thread, one after the other; FedVeil scores both final models on the same test rows.
 
 | metric | |
 |---|---|
-| loss, right | of the server's model on the test rows: nats a row; per cent whose class it names |
+| loss, right | of the server's model on the test rows: nats per row; percentage of correct classes |
 | s a round | of all rounds but the first |
 | sites a second | trained in these rounds |
 """
@@ -46,20 +46,20 @@ _TIMEOUT = 1800.0  # seconds of one run
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Pictures."""
+    """Return the required pictures."""
     return [data.DataRequirement(settings["data"], ("train", "test"))]
 
 
 class SimulatedWork:
-    """The work that a seed gives to both.
+    """The work of a seed, for both.
 
     Args:
-        settings: of the preset.
-        seed: of every draw.
-        folder: empty; of the model's config, and of what the peer reads.
+        settings: settings of the preset.
+        seed: seed of every draw.
+        folder: an empty folder for the model's config and the peer's input.
 
     Raises:
-        ConfigError: fewer rows than the sites are to have.
+        ConfigError: fewer rows than the sites need.
     """
 
     def __init__(self, settings: Mapping[str, Any], seed: int, options: BenchOptions, folder: Path) -> None:
@@ -78,7 +78,7 @@ class SimulatedWork:
         self.initial: Weights = self._task.initial(rng.initial_stream(seed, "weights"))
 
     def ours(self) -> tuple[Weights, list[float]]:
-        """FedVeil's last model, and the seconds of each round."""
+        """Return FedVeil's last model, and the seconds of each round."""
         method = strategies.create_method("fedavg", self._config.method.params)
         exchange, seconds = MessageExchange(method, "fedavg", self._task.spec), list[float]()
         with limit_threads(self._config):
@@ -90,7 +90,7 @@ class SimulatedWork:
         return running.models()["server"], seconds
 
     def peer(self, python: Path) -> tuple[Weights, list[float]]:
-        """The same of the peer's. Raises ConfigError where it fails, or leaves another model or number of rounds."""
+        """Return the same for the peer. Raises ConfigError if it fails, or leaves another model or number of rounds."""
         train, folder, rounds = self._config.train, self._folder, self._settings["rounds"]
         task = {
             "seed": self._config.run.seed, "sites": len(self._sites), "rounds": rounds,
@@ -129,7 +129,7 @@ class SimulatedWork:
         return weights, seconds
 
     def scores(self, weights: Weights, seconds: Sequence[float] = ()) -> dict[str, float]:
-        """The metrics of a run. Without `seconds` those of a model that nobody trained."""
+        """Return the metrics of a run, or without `seconds` those of the untrained model."""
         found = self._task.evaluate(weights, self._test, generate=False)
         scores = {"loss": found["loss"], "right": 100 * found["accuracy"]}
         if seconds:
@@ -139,7 +139,7 @@ class SimulatedWork:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each, over the seeds; without pfl-research's environment FedVeil's alone."""
+    """Return a row for each, over the seeds; without pfl-research's environment, only FedVeil's."""
     environment = environments.find_environment(PEER, os.environ)
     if environment.said:
         options.say(environment.said)
@@ -160,7 +160,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def build_outcome(
     done: Mapping[str, Sequence[Mapping[str, float]]], settings: Mapping[str, Any], note: str = ""
 ) -> BenchOutcome:
-    """Rows and verdicts. `note`: on the peer's environment; of a peer that is left out no claim is made."""
+    """Return rows and verdicts. `note`: on the peer's environment; there is no claim on an omitted peer."""
     figures = {name: figures_of(runs) for name, runs in done.items()}
     rows = [
         {"name": name, "metrics": {metric: resampling.compute_interval(figure) for metric, figure in of.items()}}

@@ -1,4 +1,4 @@
-"""Rounds that train nothing, of ours and of stock Flower's own, under watch: where their seconds go."""
+"""Watch rounds that train nothing, of FedVeil and of stock Flower, to find where their seconds go."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fedveil_bench.process_monitor.usage import ProcessUsage
 
 @dataclass
 class NoOpRun:
-    """One run.
+    """The measurements of one run.
 
     Attributes:
         seconds: of each round but the first.
-        cpu: CPU seconds by kind of process, of each round but the first; of stock Flower the mean of all rounds.
-        usage: all that was watched.
-        payload_bytes: of one message.
+        cpu: CPU seconds by kind of process, of each round but the first; for stock Flower the mean of all rounds.
+        usage: all measurements.
+        payload_bytes: bytes of one message.
     """
 
     seconds: list[float]
@@ -46,11 +46,11 @@ class NoOp:
     """Rounds of a federation.
 
     Attributes:
-        federation: that runs.
-        folder: for the runs.
-        config: of ours.
-        sites: how many take part.
-        kind: names a watched process.
+        federation: the running federation.
+        folder: folder for the runs.
+        config: FedVeil's config.
+        sites: number of participating sites.
+        kind: returns the kind of a watched process.
         watched: the site whose processes are watched; "" = all processes of the federation.
     """
 
@@ -62,7 +62,7 @@ class NoOp:
     watched: str = ""
 
     def ours(self, name: str, rounds: int, changes: dict[str, Any], every: float = 0.1) -> NoOpRun:
-        """A run of FedVeil. Raises ConfigError where it does not complete."""
+        """Run FedVeil. Raises ConfigError if it does not complete."""
         file = self.folder / name / "metrics.jsonl"
         overrides = self.config | changes | {"run.rounds": rounds + 1, "run.name": name}
         usage, cpu = self._watch(None, overrides, file, every)
@@ -75,7 +75,7 @@ class NoOp:
         )
 
     def stock(self, name: str, rounds: int, payload: int, every: float = 0.1) -> NoOpRun:
-        """A run of stock Flower with a payload of that size. Raises ConfigError where it does not complete."""
+        """Run stock Flower with a payload of that size. Raises ConfigError if it does not complete."""
         out = self.folder / f"{name}.json"
         overrides = {"bytes": payload, "rounds": rounds + 1, "sites": self.sites, "out": str(out)}
         usage, _ = self._watch(folders.find_folder("core/stock_flower"), overrides, None, every)
@@ -85,7 +85,7 @@ class NoOp:
     def _watch(
         self, app: Path | None, overrides: dict[str, Any], rounds: Path | None, every: float
     ) -> tuple[ProcessUsage, list[dict[str, float]]]:
-        """The run under watch, and the CPU seconds between the ends of two rounds, which are lines of `rounds`."""
+        """Watch the run; return it with the CPU seconds between the ends of two rounds, which are lines of `rounds`."""
         marks: dict[int, dict[str, float]] = {}
         with ProcessUsage(lambda: self.federation.processes.alive(self.watched or None), self.kind, every) as usage:
             ended = self.federation.wait(
@@ -105,7 +105,7 @@ def _less(later: dict[str, float], earlier: dict[str, float]) -> dict[str, float
 
 
 def with_median(values: Sequence[float]) -> dict[str, float]:
-    """An interval, and the median beside it."""
+    """Return an interval with its median."""
     return {**confidence_interval(values), "median": statistics.median(values)}
 
 
@@ -117,7 +117,7 @@ def held_to(found: Mapping[str, float], at_most: float) -> str:
 
 
 def read_rounds(file: Path) -> list[dict[str, Any]]:
-    """The rounds of a metrics.jsonl; [] where there is none yet."""
+    """Return the rounds of a metrics.jsonl; [] if there is none yet."""
     return (
         [line for line in map(json.loads, file.read_text().splitlines()) if line["round"] >= 0] if file.exists() else []
     )

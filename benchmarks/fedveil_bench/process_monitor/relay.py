@@ -1,4 +1,4 @@
-"""A relay between sites and a server on this machine: it counts what passes, and may cut connections."""
+"""A relay between sites and a server on this machine: it counts bytes, and may cut connections."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 
 class TcpRelay:
-    """Passes bytes on between sites and a port of this machine.
+    """Forwards bytes between sites and a port of this machine.
 
     Args:
-        server: the port.
-        every: after these seconds, again and again, it cuts each connection in the midst of what it carries; None =
+        server: the server's port.
+        every: interval in seconds at which it cuts each connection in the middle of its transfer; None =
             never.
 
     Attributes:
-        port: where it listens, on loopback.
+        port: its listening port, on loopback.
         up, down: bytes from the sites, and to them.
-        cuts: how many connections it has cut.
+        cuts: number of connections that it has cut.
     """
 
     def __init__(self, server: int, every: float | None = None) -> None:
@@ -34,10 +34,10 @@ class TcpRelay:
             threading.Thread(target=self._cut, args=(every,), daemon=True).start()
 
     def close(self) -> None:
-        """Cuts what is open and listens no more."""
+        """Cut open connections and stop listening."""
         self._ended.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts waits on
+            self._listener.shutdown(socket.SHUT_RDWR)  # otherwise the accepting thread would wait forever
         self._listener.close()
         for pair in list(self._open):
             self._end(pair)

@@ -14,7 +14,7 @@ from typing import Self
 import psutil
 
 _FIND_SECONDS = 0.25
-# Of a federation's processes, by a part of their names and command lines.
+# Patterns in a federation's process names and command lines.
 PROGRAMS = {
     "flwr-serverapp": "ServerApp",
     "fedveil.client_app.worker.worker_main": "worker",
@@ -33,20 +33,20 @@ def classify_program(command: list[str]) -> str:
 
 
 def read_command_line(process: psutil.Process) -> list[str]:
-    """The name of a process, and its command line; a fork has a name of its own, but its parent's line."""
+    """Return a process's name and command line; a fork has its own name, but its parent's command line."""
     return [process.name(), *process.cmdline()]
 
 
 @dataclass
 class WatchedProcess:
-    """One process and its figures so far. A process that has ended keeps its last figures.
+    """One process and its measurements so far. A process that has ended retains its last ones.
 
     Attributes:
         process: to read from.
-        kind: what it is, by `Usage.kind`.
+        kind: its kind, by `Usage.kind`.
         cpu_seconds: user and system time since it started.
         mb, peak_mb: resident memory at the last reading, and at most, in 10^6 bytes.
-        high_mb: the most resident memory since the process began, as Linux counted it; 0 elsewhere.
+        high_mb: maximum resident memory since the process began, as Linux counted it; 0 elsewhere.
     """
 
     process: psutil.Process
@@ -62,9 +62,9 @@ class ProcessUsage:
     """Watches processes while the `with` block runs.
 
     Attributes:
-        find: returns the processes to watch. It is asked four times a second, and what it once returned is watched to
-            its end.
-        kind: names what a process is, from its name and command line.
+        find: returns the processes to watch. It is called four times a second, and every process that it returned
+            is watched to its end.
+        kind: returns the kind of a process, from its name and command line.
         every: seconds between two readings.
         shared: memory is PSS, for processes that share pages: a sum of RSS would count those once for each process.
         seen: the processes by their id.
@@ -79,7 +79,7 @@ class ProcessUsage:
     timeline: list[tuple[float, dict[str, float]]] = field(default_factory=list)
 
     def __enter__(self) -> Self:
-        self._look()  # what runs already counts from here
+        self._look()  # processes that already run count from here
         for seen in self.seen.values():
             _read(seen, self.shared)
         self._before = self._cpu()
@@ -95,11 +95,11 @@ class ProcessUsage:
         self._thread.join()
 
     def cpu_seconds(self) -> float:
-        """User and system time of all processes since the block began."""
+        """Return user and system time of all processes since the block began."""
         return sum(self.cpu_by_kind().values())
 
     def cpu_by_kind(self) -> dict[str, float]:
-        """User and system time since the block began, by kind of process."""
+        """Return user and system time since the block began, by kind of process."""
         return {kind: seconds - self._before.get(kind, 0.0) for kind, seconds in self._cpu().items()}
 
     def _cpu(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class ProcessUsage:
         return [seen.peak_mb for seen in list(self.seen.values()) if seen.kind == kind]
 
     def highs(self, kind: str) -> list[float]:
-        """The most resident MB that every process of that kind ever had, between two readings too; only on Linux."""
+        """Return the maximum resident MB of every process of that kind, between two readings too; only on Linux."""
         return [seen.high_mb for seen in list(self.seen.values()) if seen.kind == kind]
 
     def _watch(self) -> None:
@@ -139,7 +139,7 @@ class ProcessUsage:
 
 
 def _read(seen: WatchedProcess, shared: bool) -> None:
-    """A process that has ended, but that its parent has not yet waited for, still tells its CPU time."""
+    """Read a process. One that has ended, but whose parent has not yet waited for it, still reports its CPU time."""
     seen.mb = 0.0
     with contextlib.suppress(psutil.Error):
         times = seen.process.cpu_times()
@@ -151,10 +151,10 @@ def _read(seen: WatchedProcess, shared: bool) -> None:
 
 
 def high_mb(pid: int | str = "self") -> float:
-    """The most resident memory of a process so far, by the kernel (VmHWM), in 10^6 bytes.
+    """Return the maximum resident memory of a process so far, by the kernel (VmHWM), in 10^6 bytes.
 
     Raises:
-        OSError, IndexError, ValueError: it is gone, or is about to be.
+        OSError, IndexError, ValueError: the process is gone, or about to be.
     """
     return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024 / 1e6
 
@@ -166,7 +166,7 @@ class HeldResources:
     Attributes:
         rss_mb, pss_mb: resident memory, and the same with shared pages divided among those who share them; 10^6 bytes.
         files: open files, sockets and pipes.
-        threads: of it.
+        threads: number of its threads.
     """
 
     rss_mb: float
@@ -176,7 +176,7 @@ class HeldResources:
 
     @classmethod
     def of(cls, process: psutil.Process) -> Self:
-        """Raises psutil.Error for a process that has ended."""
+        """Read a process's resources. Raises psutil.Error for a process that has ended."""
         with process.oneshot():
             memory = process.memory_full_info()
             return cls(memory.rss / 1e6, memory.pss / 1e6, process.num_fds(), process.num_threads())

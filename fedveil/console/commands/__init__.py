@@ -1,1 +1,1 @@
-"""The sub-commands of `fedveil`, a file each, in the groups that the help shows."""
+"""The sub-commands of `fedveil`, one file each, in the groups of the help text."""

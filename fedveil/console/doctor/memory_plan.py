@@ -1,6 +1,6 @@
 """The plan of a run that `fedveil doctor` prints: memory by part, seconds, bytes on the wire; nothing is loaded.
 
-| line | is |
+| line | source |
 |---|---|
 | memory | computed from config.json by `fedveil.models.planning.memory`, for rows of task.max-tokens |
 | seconds | arithmetic over a speed: an estimate of the training, without the rest of a round |

@@ -21,7 +21,7 @@ _BESIDE = ("pyproject.toml", "LICENSE")
 
 
 def own_app(target: Path) -> Path:
-    """Writes the app of this installation to the new folder `target`."""
+    """Write this installation's app to the new folder `target`."""
     sources = {name: paths.find_file(name) for name in _BESIDE} | paths.app_sources()
     for name, source in sources.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)

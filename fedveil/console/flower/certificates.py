@@ -22,14 +22,14 @@ _OTHER_FORMS = {b"BEGIN EC PRIVATE KEY": "a SEC1 key (PEM)", b"BEGIN PRIVATE KEY
 
 
 def write_tls(folder: Path) -> None:
-    """Writes ca.crt, server.pem and server.key. The CA's own key is never written, so it can sign nothing else."""
+    """Write ca.crt, server.pem and server.key. The CA's own key is never written, so it can sign nothing else."""
     ca, ca_key = new_ca("FedVeil CA", VALID)
     write_certificate(folder / "ca.crt", ca)
     write_server(folder, ca, ca_key, ["localhost", "127.0.0.1"], VALID)
 
 
 def new_ca(name: str, valid: timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """A certificate authority that may sign servers and no other authority."""
+    """Create a certificate authority that may sign servers but no other authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(_name(name), _name(name), key.public_key(), valid)
@@ -65,7 +65,7 @@ def write_certificate(path: Path, certificate: x509.Certificate) -> None:
 
 
 def write_node_key(path: Path) -> None:
-    """Writes a P-384 key pair in OpenSSH's format to `path` and `path`.pub (Flower refuses ed25519)."""
+    """Write a P-384 key pair in OpenSSH's format to `path` and `path`.pub (Flower refuses ed25519)."""
     key = ec.generate_private_key(ec.SECP384R1())
     write_private(path, key, serialization.PrivateFormat.OpenSSH)
     path.with_name(path.name + ".pub").write_text(public_text(key.public_key()) + "\n")
@@ -103,7 +103,7 @@ def _is_p384(key: object) -> bool:
 
 
 def public_text(key: ec.EllipticCurvePublicKey) -> str:
-    """Return a public key as OpenSSH writes it, without a comment."""
+    """Return a public key in OpenSSH format, without a comment."""
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 

@@ -79,9 +79,9 @@ class FlowerCli:
         self._call("supernode", "unregister", node_id, self._connection)
 
     def submit(self, app: Path | None, settings: Mapping[str, Value]) -> str:
-        """Submits the app in folder `app` with `settings` of its run config; returns Flower's number of the run.
+        """Submit the app in folder `app` with `settings` of its run config; return Flower's number of the run.
 
-        None is this installation's own app.
+        None means this installation's own app.
         """
         with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
             file.write(format_toml(settings))
@@ -97,7 +97,7 @@ class FlowerCli:
         return str(runs[0]["status"])
 
     def stop(self, run: str) -> None:
-        """Stops a run."""
+        """Stop a run."""
         self._call("stop", run, self._connection)
 
     def by_hand(self, command: str, *arguments: str) -> str:

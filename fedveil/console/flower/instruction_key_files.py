@@ -1,4 +1,4 @@
-"""The files with which a server signs its instructions and knows the sites' replies, in a federation's folder.
+"""The files with which a server signs its instructions and verifies the sites' replies, in a federation's folder.
 
     FOLDER/server/instruct/instruction.key   the current private key, 32 bytes: for the process that runs the ServerApp
            server/roster/signers.json        the sites' public signing keys and states: for the same process
@@ -38,7 +38,7 @@ def standby_file(folder: Path) -> Path:
 
 
 def signers_file(folder: Path) -> Path:
-    """Return the path of signers.json, by which the server's app process knows the sites' replies."""
+    """Return the path of signers.json, with which the server's app process verifies the sites' replies."""
     return folder / "server" / "roster" / SIGNERS
 
 

@@ -56,7 +56,7 @@ SERVER_APP = "flwr-serverapp"
 
 @dataclass(frozen=True)
 class LocalSite:
-    """A site of the federation: its name, its data ("" = what the run config says), and more of its node config."""
+    """A site of the federation: its name, its data ("" = as in the run config), and more of its node config."""
 
     name: str
     data: Path | None = None
@@ -138,7 +138,7 @@ class LocalDeployment:
     # Runs
 
     def run(self, app: Path | None, overrides: Mapping[str, Value]) -> int:
-        """Submits the app in folder `app`, or this installation's own, with `overrides`; returns the run's id."""
+        """Submit the app in folder `app`, or this installation's own, with `overrides`; return the run's id."""
         submitted = time.time()
         run = int(self.flower.submit(app, overrides))
         if overrides.get("run.dir") and overrides.get("run.name"):
@@ -147,7 +147,7 @@ class LocalDeployment:
         return run
 
     def wait(self, run: int, timeout: float, on_tick: Callable[[dict[str, Any]], None] | None = None) -> RunOutcome:
-        """Waits until the run has ended; calls `on_tick` with its status.json about twice a second.
+        """Wait until the run has ended; call `on_tick` with its status.json about twice a second.
 
         A run has also ended if its ServerApp or the SuperLink died silently.
         """
@@ -172,7 +172,7 @@ class LocalDeployment:
             time.sleep(0.5)
 
     def status(self, run: int) -> dict[str, Any]:
-        """Return the run's status.json, {} while there is none (an earlier run's does not count)."""
+        """Return the run's status.json, {} if there is none yet (an earlier run's does not count)."""
         file, submitted = self._status_files.get(run, (Path(), 0.0))
         with suppress(OSError, ValueError):
             if file.stat().st_mtime >= submitted:
@@ -186,11 +186,11 @@ class LocalDeployment:
     # Sites
 
     def kill_site(self, name: str, grace: float = 0.0) -> None:
-        """Kill a site's SuperNode and all that it started; with `grace` it may notify the SuperLink first."""
+        """Kill a site's SuperNode and all its child processes; with `grace` it may notify the SuperLink first."""
         self.processes.kill(name, grace)
 
     def start_site(self, name: str) -> None:
-        """Starts a SuperNode and a spare worker, and does not wait until it is online. Its key must be registered."""
+        """Start a SuperNode and a spare worker, without waiting until it is online. Its key must be registered."""
         log, env = self.processes.log(name), {**self._env(), "OMP_NUM_THREADS": str(self.client_threads)}
         has_policy = "policy" in dict(self.sites[name].node_config)
         env = (
@@ -204,7 +204,7 @@ class LocalDeployment:
         command = supernode_command(link, self.folder / "ca.crt", self._key(name), port, config, secret)
         superexec = start_isolated(self.processes, name, command, env, port, secret)
         site = parse_site(tomllib.loads(self._node_file(name).read_text()))
-        if not self._own_waits:  # stock Flower has none, and its CPU seconds would be counted with it
+        if not self._own_waits:  # unmodified Flower has none, and its CPU seconds would be counted with it
             start_spare(site, superexec, self.processes.marked(name, env))
 
     def online(self, name: str) -> bool:
@@ -219,7 +219,7 @@ class LocalDeployment:
     # Start and stop
 
     def stop(self) -> None:
-        """Stops everything, and removes the folder if it was a temporary one."""
+        """Stop everything, and remove a temporary folder."""
         self.processes.stop()
         if self._temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -244,7 +244,7 @@ class LocalDeployment:
         return "policy" in dict(self.sites[name].node_config) or (self._guarded and not self._own_waits)
 
     def _write_signing_files(self) -> None:
-        """Write the instruction key, the guarded sites' signing keys, the file that they pin, and signers.json."""
+        """Write the instruction key, the guarded sites' signing keys, the pinned keys' file, and signers.json."""
         guarded = [name for name in self.sites if self._is_guarded(name)]
         if not guarded or not self._signed:
             return
@@ -280,7 +280,7 @@ class LocalDeployment:
         port, ca, secret = self._control_port, self.folder / "ca.crt", write_secret(self.folder / "superlink.superexec")
         folder, fleet = self.folder, f"127.0.0.1:{self._fleet_port}"
         command = superlink_command(folder, folder / "registry", folder, port, fleet, self._database, secret)
-        if self._own_waits:  # the app to compare with is any Flower app, whose replies have other records
+        if self._own_waits:  # the app for comparison is any Flower app, whose replies have other records
             command.append("--without-fleet-checks")
         env = self._env() | self._signing_env()
         start_isolated(self.processes, SUPERLINK, command, env, port, secret, ca)
@@ -328,7 +328,7 @@ class LocalDeployment:
             raise LaunchError(f"{name}: expected the number of its node, found {answer.strip()[-300:]!r}")
         return number[1]
 
-    # Parts
+    # Helpers
 
     def _ended(self, run: int, flower_status: str, seconds: float) -> RunOutcome:
         status = self.status(run)
@@ -356,7 +356,7 @@ class LocalDeployment:
         return self.folder / "keys" / name
 
     def _write_node_config(self, name: str) -> Path:
-        """A file, for `--node-config` with key=value pairs cannot carry every path."""
+        """Write a file, because key=value pairs of `--node-config` do not support every path."""
         site = self.sites[name]
         folder = self.folder / "sites" / name
         folder.mkdir(mode=0o700, exist_ok=True)

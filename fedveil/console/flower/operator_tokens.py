@@ -1,7 +1,7 @@
 """Create operator tokens, write them where Flower's command line looks for a login, and build the server's entry.
 
-`flwr` sends the token in its `credentials.yaml` for an address as `Authorization: Bearer`; the server keeps only a
-SHA-256 (fedveil/guard/operator_access.py). A token is 256 random bits, so a plain hash of it is enough.
+`flwr` sends the token in its `credentials.yaml` for an address as `Authorization: Bearer`; the server stores only a
+SHA-256 (fedveil/guard/operator_access.py). A token is 256 random bits, so a plain hash is sufficient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def operator_entry(role: str, token: str, now: datetime, until: datetime) -> dic
 
 
 def write_login(home: Path, address: str, token: str) -> None:
-    """Writes credentials.yaml to a FLWR_HOME: `flwr` sends `token` to the control port at `address` (HOST:PORT)."""
+    """Write credentials.yaml to a FLWR_HOME: `flwr` sends `token` to the control port at `address` (HOST:PORT)."""
     credentials = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
     about = {
         f"flower.account-auth.{address}.{key}": base64.b64encode(v.encode()).decode() for key, v in credentials.items()

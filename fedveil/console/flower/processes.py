@@ -1,7 +1,7 @@
 """The processes of one federation: start them, read their logs, and leave none behind.
 
-Flower puts some of its children into sessions of their own, and a child whose parent died belongs to init. So a process
-is recognized by an environment variable that it inherits and keeps, with this federation's random token.
+Flower puts some of its children into separate sessions, and a child whose parent died belongs to init. So a process
+is recognized by an inherited environment variable with this federation's random token.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ProcessGroup:
         timeout: float = 120.0,
         cwd: Path | None = None,
     ) -> str:
-        """Runs `command` to its end and returns its stdout. Raises LaunchError with the last lines if it fails."""
+        """Run `command` to its end and return its stdout. Raises LaunchError with the last lines if it fails."""
         child = subprocess.Popen(
             [_program(command[0], env), *command[1:]],
             env=self.marked(name, env),
@@ -114,11 +114,11 @@ class ProcessGroup:
         return out.decode()
 
     def log(self, name: str) -> Path:
-        """The log file of `name`."""
+        """Return the log file of `name`."""
         return self.logs / f"{name}.log"
 
     def tail(self, name: str, lines: int = 8) -> str:
-        """The last lines of the log of `name`, on one line."""
+        """Return the last lines of the log of `name`, on one line."""
         with suppress(OSError):
             return _last_lines(self.log(name).read_text(errors="replace"), lines)
         return "(no log)"
@@ -152,7 +152,7 @@ class ProcessGroup:
         return {key: child for key, child in self._children.items() if key == name or key.startswith(f"{name} ")}
 
     def _marked(self, name: str | None = None) -> list[psutil.Process]:
-        # Only of running ones: another process may have the id of one that has ended.
+        # Only for running ones: another process may have the id of one that has ended.
         own = {child.pid for key, child in self._children.items() if name in (None, key) and child.poll() is None}
         mark = f"{self.token}:{name or ''}"
         processes: dict[int, psutil.Process] = {}

@@ -1,4 +1,4 @@
-"""The commands of Flower's two long-lived programs, with every flag that FedVeil gives them.
+"""The commands of Flower's two long-lived programs, with every flag that FedVeil passes to them.
 
 They are the same for all Flower releases. --fleet-api-address, where sites are served, is Flower's own option in 1.39;
 from 1.41 on the guard's `flower-superlink` takes it (fedveil/guard/flower/fleet_http.py)."""
@@ -20,7 +20,7 @@ def superlink_command(
         registry: registry of the sites and operators, for the guard's program (fedveil/guard/superlink.py).
         state: folder of the control port's log and of the database.
         fleet: HOST:PORT for the sites.
-        database: keep its state in superlink.db instead of in memory.
+        database: store its state in superlink.db instead of in memory.
         secret: secret that its SuperExec must present.
     """
     return [

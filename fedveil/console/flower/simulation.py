@@ -1,6 +1,7 @@
 """The app on Flower's simulation engine: many sites in a few processes of this machine, without a network.
 
-Needs the extra "simulation". It stops everything that it starts, including Flower's SuperLink, which would stay.
+Needs the extra "simulation". It stops everything that it starts, including Flower's SuperLink, which would keep
+running.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def write_superlink(folder: Path) -> None:
 
 
 def write_own_ports(folder: Path) -> None:
-    """Writes `flower-superlink` and `flower-supernode` that serve this user alone (fedveil/guard/loopback_ports.py).
+    """Write `flower-superlink` and `flower-supernode` that serve only this user (fedveil/guard/loopback_ports.py).
 
     Only on Linux, with a SuperExec on the same machine; containers use a network of their own instead.
     Elsewhere `flower-superlink` has only the other checks.

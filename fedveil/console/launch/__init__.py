@@ -1,1 +1,1 @@
-"""Start a site or a server, and explain why it does not come up."""
+"""Start a site or a server, and explain why it does not start."""

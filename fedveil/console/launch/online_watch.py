@@ -88,7 +88,7 @@ class SiteStartWatcher:
         heard: byte up to which its log was read for Flower's messages on the connection.
         away: when the connection was lost, by this process's clock and by wall time; None = it is fine.
         since: when it came online, in seconds since 1970; earlier heartbeats do not count.
-        was_online: whether an earlier start by this command was online.
+        was_online: true if an earlier start by this command was online.
         silence_said: whether the last message was that the server does not hear this site.
     """
 

@@ -1,11 +1,11 @@
-"""The server of a federation without containers: SuperLink and SuperExec, from what `fedveil provision` made.
+"""The server of a federation without containers: SuperLink and SuperExec, configured by `fedveil provision`.
 
-| what ends | what `fedveil server start` does |
+| what ends | action of `fedveil server start` |
 |---|---|
-| the SuperExec | starts it again; the runs' own processes ended with it, and are resumed as after any end |
-| the SuperLink, and its SuperExec with it | starts both again: sites come back by themselves |
-| either, and one of `resolve_server`'s checks fails now: a port in use, a certificate that is over, a registry | ends |
-| either, with a reason in the words of its program, such as a Flower that is not known | ends, with that reason |
+| the SuperExec | restarts it; the runs' own processes ended with it, and are resumed as after any end |
+| the SuperLink, and its SuperExec with it | restarts both: sites reconnect by themselves |
+| either, and one of `resolve_server`'s checks now fails: a port in use, an expired certificate, a registry | ends |
+| either, with a reason printed by its program, such as an unsupported Flower | ends, with that reason |
 | either, for the same reason ten times in ten minutes (restarts.py) | the same |
 | the SuperLink, before it was ready for the first time | the same |
 """
@@ -48,7 +48,7 @@ class ServerLauncher:
 
     Attributes:
         folder: the folder from `fedveil provision`; apps run there, so a relative run.dir is inside it.
-        name: the federation's.
+        name: the federation's name.
         fleet: HOST:PORT at which it listens for sites.
         control_port: its control port, on the loopback interface.
         state: folder of the database, the control port's log, and the programs' logs.
@@ -170,7 +170,7 @@ class _Programs:
     since: float = 0.0
 
     def start(self) -> None:
-        """Starts both."""
+        """Start both programs."""
         server, own, env = self.server, self.server.folder / "server", self._env()
         command = superlink_command(
             own, registry_folder(server.folder), server.state, server.control_port, server.fleet, True, self._secret
@@ -202,7 +202,7 @@ class _Programs:
         )
         print(f"server: {reason}; restarting in {delay:g} s{with_it}", file=sys.stderr, flush=True)
         if part == NAME:
-            self.processes.kill(NAME)  # what it left behind
+            self.processes.kill(NAME)  # remaining child processes
         time.sleep(delay)
         if part != NAME and self.processes.ended_part(NAME) == part:
             self._mark()
@@ -222,13 +222,13 @@ class _Programs:
             self.processes.kill(NAME)  # counted like any other end
 
     def reason(self) -> str:
-        """Say which program ended, with which exit code and which last words; "" while both run."""
+        """Describe which program ended, with its exit code and last output; "" while both run."""
         part, code = self.processes.ended_part(NAME), self.processes.ended(NAME)
         what = "SuperLink" if part == NAME else "SuperExec"
         return f"its {what} ended with exit code {code}: {self._last_words()}" if part else ""
 
     def slowness(self) -> str:
-        """Say that it has not become ready, with the last lines of its log."""
+        """Report that the server has not become ready, with the last lines of its log."""
         return f"not ready within {_READY_SECONDS:.0f} s; its log ends: {self._last_words()}"
 
     def _last_words(self) -> str:

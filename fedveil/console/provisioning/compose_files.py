@@ -1,16 +1,16 @@
 """The compose files that provisioning writes: one for the server's host, one for each site's.
 
-Every service runs as user 10001 on a read-only root, without capabilities, and starts nothing from outside. What each
-of them can see and reach is what follows; compose.yaml of the repository is the same on one host, for trying.
+Every service runs as user 10001 on a read-only root, without capabilities, and starts nothing from outside. The table
+lists what each service can see and reach; compose.yaml of the repository is the same on one host, for trying.
 
 | service | sees | reaches |
 |---|---|---|
-| pod | nothing | publishes the fleet port; the next three share its loopback, where the control port is |
+| pod | nothing | publishes the fleet port; the next three share its loopback with the control port |
 | superlink | server certificate and key, the registry, its database and the log of its control port | |
 | serverapp | the run folders, evaluation data, models, the roster of the sites' signing keys, the instruction key | |
-| operator | what `fedveil provision` made | runs on demand |
+| operator | the output of `fedveil provision` | runs on demand |
 | supernode | the site's key | the server, and the network between it and clientapp |
-| clientapp | the site's data, models, policy, private state and signing key | that network alone |
+| clientapp | the site's data, models, policy, private state and signing key | only that network |
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ services:
 
 
 def server_compose(federation: FederationFile, folder: str) -> str:
-    """compose.yaml of the server's host. It publishes the fleet port; `folder` is where the federation's files lie."""
+    """Return compose.yaml of the server's host, which publishes the fleet port; `folder` has the federation's files."""
     head = _HEAD.format(image=federation.image, poll=poll_backoff.patch_site_polling(len(federation.sites)))
     return _SERVER.format(
         head=head,
@@ -230,19 +230,19 @@ def server_compose(federation: FederationFile, folder: str) -> str:
 
 
 def site_compose(federation: FederationFile, name: str) -> str:
-    """compose.yaml of a site's kit."""
+    """Return compose.yaml of a site's kit."""
     head = _HEAD.format(image=federation.image, poll=poll_backoff.patch_site_polling(len(federation.sites)))
     about = {"federation": federation.name, "project": _project(name), "superlink": federation.superlink}
     return _SITE.format(head=head, site=name, **about)
 
 
 def operators_override(federation: FederationFile) -> str:
-    """The override that publishes the control port on the host's loopback."""
+    """Return the override that publishes the control port on the host's loopback."""
     return _OPERATORS.format(control=federation.control_port)
 
 
 def gpu_override(service: str) -> str:
-    """The override that gives one GPU to a service."""
+    """Return the override that gives one GPU to a service."""
     return _GPU.format(service=service)
 
 

@@ -12,13 +12,13 @@
 
     FOLDER/ca/ca.key             signs the server's certificate; move it off this machine between renewals
            ca/ca.crt
-           server/               certificate, key, the SuperExec's secret, Flower's connection file: for the
-                                 server alone
-           kits/SITE.tar.gz      for the site; nothing secret in it
-           server/instruct/      the key that signs the server's instructions (instruction_keys.py): for what runs apps
-           server/roster/        for what runs apps: roster.json, the sites' signing keys (fedveil members roster);
+           server/               certificate, key, the SuperExec's secret, Flower's connection file:
+                                 only for the server
+           kits/SITE.tar.gz      for the site; it contains nothing secret
+           server/instruct/      the key that signs the server's instructions (instruction_keys.py): for the app process
+           server/roster/        for the app process: roster.json, the sites' signing keys (fedveil members roster);
                                  signers.json, the same with each site's state, written with each change of members.json
-           registry/             what the SuperLink reads again after each change:
+           registry/             files that the SuperLink reloads after each change:
                                  members.json, the federation's id and public instruction keys, each site with its
                                  public keys, when it was registered, until when, revoked or not;
                                  operators.json, each operator with role and last day;
@@ -28,11 +28,11 @@
 |---|---|
 | has its kit and no key yet | "invited" |
 | is registered with Flower | "registered", until `until` |
-| past that day | the same; the SuperLink shuts it out by itself (fedveil/guard/site_registry.py) |
-| was revoked, or `fedveil members expire` has run since | "revoked" or "expired"; a new key is accepted alone |
+| is past that day | the same; the SuperLink shuts it out by itself (fedveil/guard/site_registry.py) |
+| was revoked, or `fedveil members expire` has run since | "revoked" or "expired"; only a new key is accepted |
 
-`"signs": true` in an entry says that the site's kit names the instruction keys, so that the site signs its replies.
-A registry of before 0.2 has no such entries, no federation id and no instruction keys, and its signatures are optional.
+`"signs": true` in an entry means that the site's kit names the instruction keys, so that the site signs its replies.
+A registry from before 0.2 has no such entries, no federation id and no instruction keys; its signatures are optional.
 
 A signing key outlives its site's node keys. A signing key that was replaced, or whose site was revoked, is
 never accepted again.
@@ -71,7 +71,7 @@ Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.:-]{0,250}[A-Za-z0
 
 
 class FederationFile(BaseModel):
-    """federation.toml; see above."""
+    """The settings in federation.toml; see above."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda n: n.replace("_", "-"))
 
@@ -100,17 +100,17 @@ class FederationFile(BaseModel):
 
     @property
     def superlink(self) -> str:
-        """HOST:PORT for a site."""
+        """Return HOST:PORT for a site."""
         return f"{self.server[0]}:{self.fleet_port}"
 
     @property
     def control(self) -> str:
-        """HOST:PORT of the control port, on the server itself."""
+        """Return HOST:PORT of the control port, on the server itself."""
         return f"127.0.0.1:{self.control_port}"
 
     @property
     def server_names(self) -> list[str]:
-        """Every name by which the server is reached: those in the file, and those on its own host."""
+        """Return every name of the server: those in the file, and those on its own host."""
         return [*self.server, "superlink", "localhost", "127.0.0.1"]
 
 
@@ -145,7 +145,7 @@ class SiteRegistry:
     earlier did, such as a revocation.
 
     Attributes:
-        federation_id: 32 hex digits; "" in a registry of before 0.2, until it is saved.
+        federation_id: 32 hex digits; "" in a registry from before 0.2, until it is saved.
         instruction_keys: public keys in hex, current and standby; none in such a registry.
     """
 
@@ -334,7 +334,7 @@ class SiteRegistry:
         return [site for site, entry in registered.items() if datetime.fromisoformat(entry["until"]) <= moment]
 
     def save(self) -> None:
-        """Write members.json and signers.json; a registry of before 0.2 gets its federation id."""
+        """Write members.json and signers.json; a registry from before 0.2 gets its federation id."""
         self.federation_id = self.federation_id or _draw_id()
         about = self.federation.model_dump(mode="json", by_alias=True)
         content = {

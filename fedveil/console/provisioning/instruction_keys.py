@@ -1,13 +1,13 @@
-"""The server's instruction keys in the registry. With the current one the server signs what it asks of a site.
+"""The server's instruction keys in the registry. The server signs its instructions to sites with the current one.
 
 The private keys are files (fedveil/console/flower/instruction_key_files.py). members.json has their public halves:
-"instruction-keys": [current, standby]. Sites pin both, so a site that has the file of before a renewal accepts the new
-current key: it is the standby key of its file.
+"instruction-keys": [current, standby]. Sites pin both, so a site with the file from before a renewal accepts the new
+current key: it is the standby key in that file.
 
-| case | what happens |
+| case | result |
 |---|---|
-| the folder was provisioned by a release without instruction keys | `ensure_keys` draws them |
-| the key files exist and the registry lacks their public halves | `ensure_keys` takes the files' keys |
+| the folder was provisioned by a release without instruction keys | `ensure_keys` creates them |
+| the key files exist but the registry lacks their public halves | `ensure_keys` uses the files' keys |
 | a renewal was interrupted | the next one uses the standby key that the registry names |
 """
 
@@ -64,7 +64,7 @@ def renew_keys(members: SiteRegistry, given: Path | None = None) -> InstructionK
     members.save()
     drawn.replace(standby)
     if is_elsewhere:
-        with suppress(OSError):  # on a medium that cannot be written
+        with suppress(OSError):  # on a read-only medium
             file.unlink()
     return pinned_keys(members)
 

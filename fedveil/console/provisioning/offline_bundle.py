@@ -1,10 +1,10 @@
-"""An offline bundle: a folder that is carried to a site without a network, with a manifest.
+"""An offline bundle: a folder with a manifest that a person carries to a site without a network.
 
-    wheels/            FedVeil and everything that it needs
+    wheels/            FedVeil and all its dependencies
     images/            container images, as files
-    constraints.txt    the versions of all of it
-    INSTALL.md         what to do with it at the site
-    MANIFEST.json      every other file with its size and SHA-256, and what made it
+    constraints.txt    the versions of all packages
+    INSTALL.md         instructions for the site
+    MANIFEST.json      every other file with its size and SHA-256, and the origin of the bundle
 
 The manifest shows whether the folder arrived unchanged, not who made it: send its SHA-256 over another channel.
 (The bundle that Flower sends to sites is something else: fedveil/console/flower/app_bundle.py.)
@@ -60,8 +60,8 @@ class OfflineBundle:
         """Collect wheels and images in the new folder, all or nothing; no manifest yet.
 
         Args:
-            source: a checkout to make FedVeil's wheel from; None = this installation.
-            images: names of container images that the engine of this machine has.
+            source: a checkout from which to build FedVeil's wheel; None = this installation.
+            images: names of container images that this machine's engine has.
 
         Raises:
             ConfigError: `source` is not a checkout.
@@ -85,7 +85,7 @@ class OfflineBundle:
 
     @property
     def manifest(self) -> Path:
-        """Its MANIFEST.json."""
+        """Return the content of MANIFEST.json."""
         return self.folder / MANIFEST
 
     def write_manifest(self) -> str:
@@ -123,7 +123,7 @@ class OfflineBundle:
 
 
 def list_wheels(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every file below `folder` but the manifest: bytes and sha256 by relative path. Raises StateError for a link."""
+    """Return bytes and sha256 of every file below `folder` except the manifest. Raises StateError for a link."""
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -1,13 +1,13 @@
 """A site's start-up kit: everything that a site needs and nothing secret. The site creates its own keys.
 
-compose.yaml       SuperNode and SuperExec in separate containers, and the command that makes the keys
+compose.yaml       SuperNode and SuperExec in separate containers, and the command that creates the keys
 compose.gpu.yaml   the same with a GPU: docker compose -f compose.yaml -f compose.gpu.yaml up
-ca.crt             certificate of the CA to trust for the server
-instruction-keys.toml  public keys that the server signs its instructions with
+ca.crt             certificate of the server's CA
+instruction-keys.toml  public keys of the server's instruction signatures
 site.toml          federation, site, server, its ports: public
-node-config.toml   what the site tells its own apps about itself; paths are relative to the kit
+node-config.toml   the site's settings for its own apps; paths are relative to the kit
 containers.toml    the same with the paths of compose.yaml's containers
-site-policy.toml   what the site permits: nothing, until the site has filled it in
+site-policy.toml   the site's permissions: none, until the site has filled it in
 README.md          one page
 SHA256SUMS         of all of the above: sha256sum -c SHA256SUMS
 """

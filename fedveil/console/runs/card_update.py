@@ -18,7 +18,7 @@ def rewrite_card(run: RunView, stated: DeclaredFacts) -> PrivacyCard:
     Raises:
         StateError: audit.json is not a valid audit.
         ConfigError: the run's config is from another version.
-        OSError: it cannot be written.
+        OSError: the card cannot be written.
     """
     file = run.folder / "id"
     recorded = collect.RecordedRun(

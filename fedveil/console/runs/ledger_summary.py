@@ -26,9 +26,9 @@ class LedgerStanding:
         histories: number of different charge histories among the records; 0 if nothing was charged.
         rows: number of charged records, over all runs.
         epsilon: spent by the most charged record; 0 for none.
-        own: the same against a coalition of the server and all other sites; None if no noise was added within a sum.
-        poisson: whether the figures assume Poisson sampling.
-        budget: the site's own: the epsilon that its policy permits, and the adjacency and delta of all three figures.
+        own: the same against a coalition of the server and all other sites; None if no noise was in a sum.
+        poisson: true if the values assume Poisson sampling.
+        budget: the site's own: the epsilon that its policy permits, and the adjacency and delta of all three values.
     """
 
     histories: int

@@ -1,14 +1,14 @@
-"""List and purge the runs that a site keeps in its state folder.
+"""List and purge the runs that a site stores in its state folder.
 
 A run is purged if it is requested by name or by age and nothing prevents it:
 
 | case | result |
 |---|---|
-| a turn of it is under way, or a worker holds it | stays |
-| its last round was served | may go at once |
-| it ended earlier, or goes on: a site cannot know | may go a day after its last turn |
-| the count of its served rounds is damaged | stays: a server could ask for its rounds again |
-| it has gone on since it was listed | stays |
+| a client round of it is running, or a worker holds it | stays |
+| its last round was served | may be purged at once |
+| it ended earlier, or continues: a site cannot know | may be purged a day after its last client round |
+| the count of its served rounds is damaged | stays: a server could request its rounds again |
+| it has continued since it was listed | stays |
 
 Purging removes everything in the run's folder except the count of its rounds. The count then records that
 the run was purged, and the site serves no further round of it. The privacy ledger, the audit log and the
@@ -35,7 +35,7 @@ from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
 
 DAY = 86_400.0
-_WRITING = 3600.0  # seconds after which nobody still writes a .part
+_WRITING = 3600.0  # seconds after which no process still writes a .part
 _MARKS = frozenset({"secret", "served.json", SECURE})  # a run's folder has one of these
 _STAYS = frozenset({"served.json", "served.lock", "turn.lock"})
 

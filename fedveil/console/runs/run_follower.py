@@ -22,7 +22,7 @@ from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
-_ASK_SECONDS = 10.0  # a query to Flower costs a CPU-second
+_ASK_SECONDS = 10.0  # seconds; a query to Flower costs a CPU-second
 _GRACE_SECONDS = 15.0  # seconds of silence to allow: a stopping server notes the end of its runs meanwhile
 _SILENT_SECONDS = 300.0  # wait this long for a server that has answered before: it may be restarted
 _REASON_CHARACTERS = 2000  # it ends with the command that resumes the run

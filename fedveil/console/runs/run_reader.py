@@ -48,48 +48,48 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """Return the run's name."""
         return self.folder.name
 
     @property
     def method(self) -> str:
-        """The method's name, "?" if the run had no valid config."""
+        """Return the method's name, "?" if the run had no valid config."""
         return str(self.config.get("method", {}).get("name", "?"))
 
     @property
     def rounds_done(self) -> int:
-        """The number of rounds with an attempt that reached its quorum."""
+        """Return the number of rounds with an attempt that reached its quorum."""
         return len(self._by_round)
 
     @property
     def seconds(self) -> float:
-        """Wall time of all attempts in seconds, without evaluation on the server."""
+        """Return the wall time of all attempts in seconds, without evaluation on the server."""
         return float(sum(attempt.get("seconds", 0.0) for attempt in self.attempts))
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes of all messages from the sites, including refused ones."""
+        """Return the bytes of all messages from the sites, including refused ones."""
         return self._bytes("up", "upload_bytes")
 
     @property
     def download_bytes(self) -> int:
-        """Bytes of all messages to the sites."""
+        """Return the bytes of all messages to the sites."""
         return self._bytes("down", "download_bytes")
 
     def unlisted(self, direction: str) -> int:
-        """Bytes that the ledger does not list field by field: refused uploads, keys and shares."""
+        """Return the bytes that the ledger does not list field by field: refused uploads, keys and shares."""
         listed = sum(int(message["bytes"]) for message in self.messages if message["direction"] == direction)
         return (self.upload_bytes if direction == "up" else self.download_bytes) - listed
 
     @cached_property
     def view(self) -> str:
-        """The view whose scores are shown: the server's model if it is scored."""
+        """Return the view whose scores are shown: the server's model if it is scored."""
         views = [view for row in [{"scores": self.before}, *self.attempts] for view in row.get("scores") or {}]
         return "server" if "server" in views or not views else views[0]
 
     @cached_property
     def final(self) -> dict[str, float]:
-        """Each metric's last value; if a score selected the model, that model's values."""
+        """Return each metric's last value; if a score selected the model, that model's values."""
         final_entry = self._said("final")
         last, scores = final_entry.get("round"), dict[str, float]()
         for attempt in self._valid:
@@ -132,14 +132,14 @@ class RunView:
 
     @cached_property
     def sites(self) -> list[str]:
-        """Every site that was asked to take part or to send its keys."""
+        """Return every site that was asked to take part or to send its keys."""
         keys = ("cohort", "failed", "unlisted")
         asked = {site for attempt in self.attempts for key in keys for site in attempt.get(key) or []}
         return sorted(asked | {str(message["site"]) for message in self.messages})
 
     @property
     def unseen(self) -> list[Row]:
-        """The attempts of secure aggregation, whose uploads were masked."""
+        """Return the attempts of secure aggregation, whose uploads were masked."""
         return [attempt for attempt in self.attempts if attempt.get("unseen")]
 
     @property

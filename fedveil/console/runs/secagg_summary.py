@@ -41,8 +41,10 @@ def secagg_note(unseen: Mapping[str, Any]) -> str:
 
 
 def attempt_rows(run: RunView) -> list[list[object]]:
-    """Return a row per attempt: round and attempt from 1, sites in the sum, holders, threshold, who revealed no shares,
-    and why there is no sum."""
+    """Return a row per attempt: round and attempt from 1, sites in the sum, share holders, threshold, and reasons.
+
+    The reasons are why holders revealed no shares, and why there is no sum.
+    """
     return [[a["round"] + 1, a.get("attempt", 0) + 1, *_of_attempt(a["unseen"])] for a in run.unseen]
 
 
@@ -64,7 +66,7 @@ def not_seen(run: RunView) -> str:
 
 
 def _partial(run: RunView) -> bool | None:
-    """Return the method's `has_partial_uploads`; None where this version cannot make the run's method."""
+    """Return the method's `has_partial_uploads`; None if this version cannot create the run's method."""
     from fedveil import strategies  # imports torch, only for a secure run's pages
 
     try:
@@ -78,7 +80,7 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
     """Return a run's secure-aggregation claims as far as the site itself knows them; [] for a run without keys.
 
     Args:
-        policy, key_file: needed where `fedveil site start` has not saved them, as in a container.
+        policy, key_file: needed if `fedveil site start` has not saved them, as in a container.
     """
     if not (run.folder / SECURE).is_file():
         return []

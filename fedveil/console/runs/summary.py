@@ -17,7 +17,7 @@ BASELINE = "fedavg"
 
 
 def write_summary(file: Path, preset: str, runs: Sequence[RunView]) -> None:
-    """Writes the runs in the schema of benchmarks/results."""
+    """Write the runs in the schema of benchmarks/results."""
     content = {
         "preset": preset,
         "form": "full",

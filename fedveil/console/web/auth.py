@@ -1,15 +1,15 @@
 """Authentication: every request passes through here before any of its content is trusted.
 
-    http://127.0.0.1:8050/PLACE/?token=TOKEN     what `fedveil dashboard` prints; PLACE and TOKEN are drawn at its start
-    303 to http://127.0.0.1:8050/PLACE/          with a cookie, HttpOnly, SameSite=Strict, for PLACE alone
+    http://127.0.0.1:8050/PLACE/?token=TOKEN     printed by `fedveil dashboard`; PLACE and TOKEN are drawn at its start
+    303 to http://127.0.0.1:8050/PLACE/          with a cookie, HttpOnly, SameSite=Strict, only for PLACE
 
-| a request ... | gets |
+| a request ... | answer |
 |---|---|
-| whose Host is not this machine's loopback: a name that somebody else has bound to it | 421 |
-| that is neither GET nor HEAD | 405 |
-| with the link's token, for the first page | the cookie, and is sent to an address without it |
-| without the cookie, or with another: a neighbour on this machine, whatever it asks for | 401 |
-| else | its answer |
+| whose Host is not this machine's loopback, such as another name for it | 421 |
+| with a method other than GET or HEAD | 405 |
+| with the link's token, for the first page | the cookie, and a redirect to an address without the token |
+| without a valid cookie, such as from another user of this machine | 401, for every path |
+| any other | its response |
 
 A browser sends a cookie to every port of a host. Another user's server on this machine could therefore
 receive ours. It does not receive it, because it does not know PLACE. Every response forbids what our pages
@@ -65,7 +65,7 @@ class DashboardCredentials:
 
     @property
     def cookie(self) -> str:
-        """The cookie's name, which differs between dashboards on one machine."""
+        """Return the cookie's name, which differs between dashboards on one machine."""
         return f"fedveil-{self.port}"
 
 

@@ -47,8 +47,8 @@ _OWN = (
 _FAILURES = ("failed", "refused", "withheld")
 _HASH = re.compile(r"(\d+:)?[0-9a-f]{40,}")
 _WORDS = 600  # characters of one log value
-_SECONDS_DIGITS = 7  # seconds that the page counts itself
-_MOST_POINTS = 2000  # of a chart
+_SECONDS_DIGITS = 7  # digits of the seconds that the page counts itself
+_MOST_POINTS = 2000  # points of a chart
 DRAWING = threading.Lock()  # matplotlib's settings are shared by all threads
 STATES = {"completed": "completed", "running": "running", "online": "completed", "stopped": "stopped"}
 

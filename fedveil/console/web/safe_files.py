@@ -51,7 +51,7 @@ class RunLocation:
 
     @property
     def name(self) -> str:
-        """The key without the federation."""
+        """Return the key without the federation."""
         return self.key.removeprefix(f"{self.federation}:") if self.federation else self.key
 
 

@@ -1,10 +1,10 @@
 """Serve a dashboard on this machine's loopback interface until Ctrl-C; auth.py controls access.
 
-| a client ... | gets |
+| a client ... | result |
 |---|---|
-| that sends no whole request, or none any more | an end within 10 to 20 seconds, so that it holds no place |
-| that reads slowly | its answer, and slows nobody else |
-| that sends a head of more than 16 kB | 400 |
+| that sends no complete request, or stops sending | a disconnect within 10 to 20 seconds, to free its slot |
+| that reads slowly | its response, without delaying others |
+| that sends a header of more than 16 kB | 400 |
 """
 
 from __future__ import annotations

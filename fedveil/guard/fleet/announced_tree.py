@@ -3,22 +3,22 @@
     Message -- RecordDict -- ArrayRecord -- Array -- ArrayChunk      (a slice of the upload; many)
                           -- ConfigRecord                            (the head of the site's log; at most three)
 
-Flower registers every announced object in one transaction, and all sites share one namespace of objects. So a tree is
-checked before Flower sees it.
+Flower registers every announced object in one transaction, and all sites share one namespace of objects. So the guard
+checks a tree before Flower sees it.
 
 Formal guarantees, for a tree that `read_tree` returns:
 - it has at most `max_nodes` nodes, and one id stands for one type with one set of children wherever it occurs;
-- every object lies at the depth that its type has above, so an Array has one chunk and a chunk has no children.
+- every object is at the depth shown above for its type, so an Array has one chunk and a chunk has no children.
 
 | tree | result |
 |---|---|
-| of a reply with an error | the Message alone |
+| of a reply with an error | only the Message |
 | two slices of equal bytes | the ArrayRecord's tree names their Array once |
 | children in another order (Flower's database sorts them) | the same tree |
-| a child named twice by one object | refused |
-| an id at two depths, or with other children at its second place | refused |
-| an id in capitals, or another text than 64 hex digits | refused |
-| a record without children | a ConfigRecord; an empty ArrayRecord is none of FedVeil's replies |
+| an object that names a child twice | refused |
+| an id at two depths, or with different children in two places | refused |
+| an id in uppercase, or not 64 hex digits | refused |
+| a record without children | a ConfigRecord; FedVeil's replies have no empty ArrayRecord |
 | deeper than a chunk | refused; the walk has no recursion, and stops at `max_nodes` |
 """
 
@@ -52,12 +52,12 @@ class AnnouncedTree:
 
 
 def max_tree_nodes(max_reply_bytes: int) -> int:
-    """Return how many objects a reply of so many bytes may have."""
+    """Return the maximum number of objects in a reply of this many bytes."""
     return min(2 * flower_objects.max_slices(max_reply_bytes) + limits.EXTRA_TREE_NODES, limits.MAX_TREE_NODES)
 
 
 def read_tree(tree: ObjectTree, max_nodes: int, is_error: bool) -> AnnouncedTree:
-    """Return the objects of a tree. Raises FleetCallRefused unless it has the form of a reply."""
+    """Return the objects of a tree. Raises FleetCallRefused unless it is the tree of a reply."""
     objects: dict[str, AnnouncedObject] = {}
     level, nodes = [(tree, ObjectType.MESSAGE)], 0
     while level:
@@ -97,7 +97,7 @@ def _type_below(parent: ObjectType, child: ObjectTree) -> ObjectType:
 
 
 def _require_form(announced: AnnouncedObject, node: ObjectTree, is_error: bool) -> None:
-    """Raise FleetCallRefused unless an object has as many children as its type may have."""
+    """Raise FleetCallRefused unless an object has the number of children that its type allows."""
     count = len(announced.children)
     match announced.type:
         case ObjectType.MESSAGE:

@@ -1,11 +1,11 @@
-"""Limit how often a site may call: a token bucket for each site and call, refilled evenly over a minute.
+"""Limit how often a site may call: one token bucket per site and call, refilled evenly over a minute.
 
 | a site | result |
 |---|---|
-| calls less often than its rate | admitted, also all calls of a minute at once |
-| calls more often | not admitted until tokens have come back; the other calls of that site are not touched |
-| restarts the server | its buckets are full again |
-| asks for more at once than a minute's tokens | never admitted |
+| calls less often than its rate | admitted, even if it makes all calls of a minute at once |
+| calls more often | rejected until tokens are available again; other calls of that site are unaffected |
+| calls after a server restart | its buckets are full again |
+| needs more tokens at once than a minute provides | never admitted |
 
 Only registered sites reach this code, so their number bounds the number of buckets.
 """
@@ -20,7 +20,7 @@ _MINUTE = 60.0
 
 
 class CallRates:
-    """Token buckets for the calls in `per_minute`, which gives the tokens per minute by call name."""
+    """Token buckets for the calls in `per_minute`, which maps call names to tokens per minute."""
 
     def __init__(self, per_minute: Mapping[str, float], monotonic: Callable[[], float] = time.monotonic) -> None:
         self._per_minute, self._monotonic = per_minute, monotonic
@@ -28,7 +28,7 @@ class CallRates:
         self._lock = threading.Lock()
 
     def admits(self, site: Hashable, call: str, tokens: float = 1.0) -> bool:
-        """Take tokens for a site's call, if there are enough."""
+        """Take tokens for a site's call if there are enough."""
         most = float(self._per_minute[call])
         with self._lock:
             now = self._monotonic()

@@ -7,7 +7,7 @@ Formal guarantees:
 - an object is counted at most `MAX_PULLS_OF_AN_OBJECT` times for each time its instruction was handed out, and an
   instruction's deliveries at most `MAX_COUNTED_DELIVERIES` times.
 
-It is a cache: after a server restart, and from a site's fifth instruction on, port.py reads the database again.
+This is a cache: after a server restart, and from a site's fifth instruction on, port.py reads the database again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class _Delivery:
 
 
 class DeliveredInstructions:
-    """The last instructions delivered to each site."""
+    """The most recent instructions delivered to each site."""
 
     def __init__(self) -> None:
         self._of_site: dict[int, OrderedDict[str, _Delivery]] = {}
         self._lock = threading.Lock()
 
     def record_delivery(self, node_id: int, run_id: int, root: str, object_ids: Iterable[str]) -> None:
-        """Remember that an instruction was handed out to a site."""
+        """Record that an instruction was delivered to a site."""
         with self._lock:
             own = self._of_site.setdefault(node_id, OrderedDict())
             delivery = own.setdefault(root, _Delivery(run_id, frozenset(object_ids), times=0))
@@ -47,7 +47,7 @@ class DeliveredInstructions:
                 own.popitem(last=False)
 
     def has_run(self, node_id: int, run_id: int) -> bool:
-        """Return whether an instruction of this run was handed out to the site."""
+        """Return whether an instruction of this run was delivered to the site."""
         with self._lock:
             return any(delivery.run_id == run_id for delivery in self._of_site.get(node_id, {}).values())
 
@@ -57,7 +57,7 @@ class DeliveredInstructions:
             return bool(self._deliveries_of(node_id, run_id, object_id))
 
     def is_pulled_too_often(self, node_id: int, run_id: int, object_id: str) -> bool:
-        """Return whether a site has pulled an object as often as it may."""
+        """Return whether a site has used up its pulls of an object."""
         with self._lock:
             return all(
                 delivery.pulls[object_id] >= limits.MAX_PULLS_OF_AN_OBJECT * delivery.times

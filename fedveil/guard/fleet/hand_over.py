@@ -1,17 +1,17 @@
-"""One thread passes complete replies to Flower: its `push_messages`, then its `push_object` for each object.
+"""One thread that passes complete replies to Flower: `push_messages`, then `push_object` for each object.
 
 It handles one object per site in turn, so that one site's gigabyte does not delay other sites' kilobytes.
 
 Formal guarantees:
-- Flower learns of a reply only when all of its objects are there and were checked;
-- no exception ends the thread, and each reply leaves it once: handed over, or dropped with a line in the log.
+- Flower learns of a reply only when all its objects are present and were checked;
+- no exception ends the thread, and each reply leaves it once: handed over, or dropped with a log line.
 
 | case | result |
 |---|---|
-| the run has ended, or the instruction was taken back | dropped: Flower takes nothing of it |
-| the database is locked, the disk fails, Flower's session is over | from the start again, after a pause; ten times |
-| it still fails then | dropped |
-| this process is killed | at its next start the reply is queued again; Flower takes the same message twice |
+| the run has ended, or the instruction was withdrawn | dropped: Flower accepts nothing of it |
+| the database is locked, the disk fails, Flower's session is over | starts again after a pause, up to ten times |
+| it still fails after that | dropped |
+| this process is killed | its next start queues the reply again; Flower accepts the same message twice |
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _MAX_PAUSE_SECONDS = 5.0
 
 
 class FlowerPushes(Protocol):
-    """Flower's two push functions, bound to its state."""
+    """Flower's two push functions, bound to Flower's state."""
 
     def push_messages(self, request: PushMessagesRequest) -> Any:
         """Announce a reply."""
 
     def push_object(self, request: PushObjectRequest) -> Any:
-        """Store an object of it."""
+        """Store one object of a reply."""
 
 
 @dataclass
 class WholeReply:
-    """A complete reply that waits to be passed to Flower.
+    """A complete reply waiting to be passed to Flower.
 
     Attributes:
         read_object: returns the bytes of an object. Raises OSError.
-        finish: called once with whether Flower accepted the reply.
+        finish: called once with a flag that is true if Flower accepted the reply.
     """
 
     announcement: Announcement
@@ -67,11 +67,11 @@ class WholeReply:
 
 
 class ReplyNotStoredError(Exception):
-    """Flower did not store an object that it had asked for."""
+    """Raised when Flower did not store an object that it had asked for."""
 
 
 class HandOver:
-    """The thread and its queue."""
+    """The hand-over thread and its queue."""
 
     def __init__(self, flower: FlowerPushes, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._flower, self._monotonic = flower, monotonic
@@ -80,7 +80,7 @@ class HandOver:
         self._thread: threading.Thread | None = None
 
     def add_reply(self, reply: WholeReply) -> None:
-        """Queue a reply behind those of its site."""
+        """Queue a reply after the other replies of its site."""
         with self._changed:
             self._queues.setdefault(reply.announcement.node_id, deque()).append(reply)
             if self._thread is None:
@@ -94,7 +94,7 @@ class HandOver:
             return not self._queues
 
     def step(self) -> float:
-        """Make one call to Flower. Returns the seconds until the next is due; infinite for an empty queue."""
+        """Make one call to Flower. Returns the seconds until the next call is due; infinite for an empty queue."""
         with self._changed:
             now = self._monotonic()
             due = [node for node, queue in self._queues.items() if queue[0].not_before <= now]
@@ -114,7 +114,7 @@ class HandOver:
         return 0.0
 
     def _advance(self, reply: WholeReply) -> bool | None:
-        """Return whether Flower has the reply; None while there is more to do."""
+        """Return whether Flower has the reply; None while the hand-over is not finished."""
         announcement = reply.announcement
         if reply.missing is None:
             answer = self._flower.push_messages(PushMessagesRequest.FromString(announcement.request))
@@ -149,7 +149,7 @@ class HandOver:
     def _leave(self, reply: WholeReply, has_it: bool) -> None:
         try:
             reply.finish(has_it)
-        except Exception as error:  # its files stay until the next start; the other sites' replies continue
+        except Exception as error:  # its files stay until the next start; other sites' replies continue
             log(ERROR, "finishing a reply of node %s failed", reply.announcement.node_id, exc_info=error)
         with self._changed:
             queue = self._queues[reply.announcement.node_id]

@@ -1,23 +1,23 @@
-"""The bytes of an object that a site sends, compared with what it announced.
+"""Compare the bytes of an object that a site sends with what the site announced.
 
-    TYPE ids length\\0body          ids: of the children, with commas; length: of the body
+    TYPE ids length\\0body          ids: of the children, separated by commas; length: of the body
 
-Flower checks an object's hash and that its type is one of its own. The ServerApp then believes the object, not what was
-announced with it: an object of another type ended a run, and an Array that named one slice 2,400 times became 3.1 GB.
+Flower checks an object's hash and that its type is one of Flower's. The ServerApp then trusts the object, not the
+announcement: an object of another type ended a run, and an Array that named one slice 2,400 times became 3.1 GB.
 
 Formal guarantees, for an object that `check_object` lets pass:
-- its id is the SHA-256 of its bytes, its type and children are those of its place in the tree;
+- its id is the SHA-256 of its bytes, and its type and children are those of its place in the tree;
 - a Message holds the announced metadata and error, and nothing else;
-- an Array is one slice of bytes, and no object names a child twice: what comes out of a reply is at most what went in.
+- an Array is one slice of bytes, and no object names a child twice: a decoded reply is at most as large as the upload.
 
 | object | result |
 |---|---|
 | children in another order than announced | the same object: Flower's database sorts them |
-| a head with a sign, a zero in front or another length than the body's | refused |
-| an ArrayRecord with other names than slice 0, 1, 2, ... | refused |
+| a header with a sign, a leading zero or a length other than the body's | refused |
+| an ArrayRecord with names other than slice 0, 1, 2, ... | refused |
 | an ArrayRecord that names two equal slices | admitted; their number is bounded by the largest reply |
-| JSON with a key twice, or nested by thousands | refused; no key wins over another |
-| a ConfigRecord that Flower's own reader does not read | refused |
+| JSON with a duplicate key or thousands of nested levels | refused; no key takes precedence |
+| a ConfigRecord that Flower's own reader cannot read | refused |
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REASONS = {
 
 
 def check_object(announcement: Announcement, object_id: str, content: bytes) -> int:
-    """Return the bytes of an object's body. Raises FleetCallRefused unless the object is the announced one."""
+    """Return an object's body. Raises FleetCallRefused unless the object is the announced one."""
     announced = announcement.tree.objects.get(object_id)
     if announced is None:
         raise FleetCallRefused(RefusalReason.NOT_ANNOUNCED, object_id)
@@ -82,7 +82,7 @@ def _check_root(body: bytes, expected: ProtoMessage) -> None:
         message = ProtoMessage.FromString(body)
     except DecodeError:
         raise FleetCallRefused(RefusalReason.ROOT) from None
-    # The length finds what the comparison of the fields cannot: a field that stands twice, and unknown ones.
+    # The length reveals what comparing the fields cannot: duplicate and unknown fields.
     if message != expected or len(body) != expected.ByteSize():
         raise FleetCallRefused(RefusalReason.ROOT)
 
@@ -91,7 +91,7 @@ def _check_config_record(content: bytes, body: bytes) -> None:
     try:
         names = [item.key for item in ProtoConfigRecord.FromString(body).items]
         ConfigRecord.inflate(content)
-    except Exception:  # a parser on foreign bytes: whatever it raises here it would raise in the ServerApp
+    except Exception:  # a parser on untrusted bytes: it would raise the same in the ServerApp
         raise FleetCallRefused(RefusalReason.BODY, "ConfigRecord") from None
     if len(set(names)) != len(names):
         raise FleetCallRefused(RefusalReason.BODY, "ConfigRecord")

@@ -1,31 +1,31 @@
-"""The seam between Flower's fleet port and the checks of what a registered site asks: one for both lines of Flower.
+"""Hook the checks of registered sites' calls into Flower's fleet port, for all supported Flower releases.
 
-Flower checks WHO signs a call, and hands it to a function of one module, by attribute:
+Flower checks WHO signs a call and passes the call to a function of one module, looked up by attribute:
 
     1.39         flwr.server.superlink.fleet.message_handler.message_handler.push_messages(request=, state=)
     1.41, 1.42   flwr.superlink.servicer.fleet.fleet_handlers.push_messages(request=, state=)
 
-There `request.node` is the node of the key that signed (fleet_grpc.py and fleet_http.py make that true), and the
-request is parsed. `install_fleet_port` puts a check in the place of each of the twelve functions, before the server
-starts. A Flower that has moved one of them does not start (`ConfigError`).
+There `request.node` is the node of the key that signed (fleet_grpc.py and fleet_http.py ensure that), and the
+request is parsed. `install_fleet_port` replaces each of the twelve functions with a check before the server
+starts. With a Flower that has moved one of them, the server does not start (`ConfigError`).
 
 Formal guarantees, for every call that reaches one of the twelve functions:
 - a site pulls only objects of instructions that were sent to it, and confirms only such instructions;
-- what reaches Flower as a reply is whole and was checked (staging.py): no order, and no reply for another site;
-- an exception that no line of this table names becomes UNAVAILABLE or a refusal: never INTERNAL, by which an honest
-  SuperNode leaves its loop for good.
+- a reply reaches Flower only complete and checked (staging.py): no order, and no reply for another site;
+- an exception that this table does not list becomes UNAVAILABLE or a refusal. It never becomes INTERNAL, which makes
+an honest SuperNode leave its loop permanently.
 
-| call | admitted | else |
+| call | admitted | otherwise |
 |---|---|---|
 | register_node, unregister_node | never | Flower's own refusal |
 | activate_node, send_node_heartbeat | with an interval of 10 to 60 s; Flower's SuperNode sends 30 | code 2003 |
-| send_node_heartbeat, more often than its rate | answered, Flower is not asked | |
+| send_node_heartbeat, more often than its rate | answered without asking Flower | |
 | pull_messages | always | more often than its rate: an empty answer |
-| get_run, get_fab | for a run of which the site has an instruction | code 2007 |
+| get_run, get_fab | for a run from which the site has an instruction | code 2007 |
 | pull_object | an object of an instruction of this site and run | code 2007 |
-| confirm_message_received | an instruction of this site; a second time without asking Flower | code 2007 |
+| confirm_message_received | an instruction of this site; the second time without asking Flower | code 2007 |
 | push_messages, push_object | an announced reply and its objects; answered here (staging.py) | code 2007 |
-| any call, more often than its rate | | UNAVAILABLE, 503: asks again |
+| any call, more often than its rate | | UNAVAILABLE, 503: the SuperNode asks again |
 | the database or the disk fails | | UNAVAILABLE, 503; in a push at most ten times |
 """
 
@@ -73,7 +73,7 @@ _RATES = {
     "announced bytes": limits.ANNOUNCED_BYTES_A_MINUTE,
     "objects read again": limits.CALLS_A_MINUTE["get_run"],
 }
-# Flower's numbered error that both releases answer with UNAVAILABLE and 503.
+# Both releases answer this numbered error of Flower with UNAVAILABLE and 503.
 _UNAVAILABLE = ApiErrorCode.LINKSTATE_NOT_INITIALIZED
 
 
@@ -102,10 +102,10 @@ def _flower_function(module: Any, call: str) -> Flower:
 
 
 class FleetPort:
-    """The checks of calls, in the order of the table above.
+    """Checks of calls, in the order of the table above.
 
     Args:
-        site_of: returns the name of the registered site with a public key (PEM); "" for none.
+        site_of: returns the name of the registered site with a public key (PEM); "" if there is none.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class FleetPort:
 
         return answer
 
-    # What a call may be
+    # Admission of calls
 
     def _register_node(self, _request: Any, _state: Any, _flower: Flower) -> Any:
         raise FlowerError(ApiErrorCode.FLEET_SUPERNODE_REGISTRATION_DISABLED, "sites are registered by fedveil members")
@@ -200,7 +200,7 @@ class FleetPort:
         if self._delivered.is_pulled_too_often(*of):
             raise FleetCallRefused(RefusalReason.PULLED_TOO_OFTEN, request.object_id)
         response = flower()
-        if response.object_content:  # an object that has not arrived yet is requested again at no cost
+        if response.object_content:  # a client requests an object that has not arrived yet again, at no cost
             self._delivered.count_pull(*of)
         return response
 
@@ -223,27 +223,27 @@ class FleetPort:
     def _push_object(self, request: Any, _state: Any, _flower: Flower) -> Any:
         return self._staging.push(request)
 
-    # Flower's own functions, for the hand-over
+    # Flower's own functions, for the hand-over thread
 
     def push_messages(self, request: Any) -> Any:
-        """Announce a whole reply to Flower."""
+        """Announce a complete reply to Flower."""
         return self._functions["push_messages"](request=request, state=self._state)
 
     def push_object(self, request: Any) -> Any:
-        """Give Flower an object of a whole reply."""
+        """Pass one object of a complete reply to Flower."""
         return self._functions["push_object"](request=request, state=self._state)
 
     def sweep(self) -> None:
-        """Tidy up once (sweep.py)."""
+        """Clean up once (sweep.py)."""
         self._staging.sweep(self._state, self._is_registered)
         self._refusals.write_counts()
         clean_up_runs(self._state)
         shrink_database(self._state)
 
-    # Parts
+    # Helpers
 
     def _start(self, state: Any) -> None:
-        """Recover an earlier process's state at the first call, because Flower's state does not exist before."""
+        """Recover an earlier process's state at the first call, because Flower's state does not exist earlier."""
         if self._state is not None:
             return
         with self._starting:
@@ -254,7 +254,7 @@ class FleetPort:
                     PeriodicSweep(self.sweep).start()
 
     def _is_registered(self, node_id: int) -> bool:
-        """Return whether a site's key is valid today; if the registry is unreadable, every site keeps its access."""
+        """Return whether a site's key is valid today; if the registry is unreadable, every site keeps access."""
         try:
             nodes = self._state.get_node_info(node_ids=[node_id])
             return bool(nodes and self._site_of(nodes[0].public_key))
@@ -263,7 +263,7 @@ class FleetPort:
             return True
 
     def _require_rate(self, call: str, request: Any) -> None:
-        """Raise FleetCallDeferred if a call comes too often and has no other answer for that case."""
+        """Raise FleetCallDeferred if a call comes too often and has no other answer for this case."""
         if call in limits.CALLS_A_MINUTE and call not in ("send_node_heartbeat", "pull_messages"):
             site = request.public_key if call == "activate_node" else _node_of(request)
             if not self._rates.admits(site, call):
@@ -299,7 +299,7 @@ class FleetPort:
         self._refusals.record_refusal(name, node_id, call, refused.reason, refused.value)
 
     def _name_of(self, state: Any, node_id: int) -> str:
-        """Return the site's name in the registry; "" while the node has none (a node's key never changes)."""
+        """Return the site's name in the registry; "" if the node has none (a node's key never changes)."""
         if node_id not in self._site_names:
             nodes = state.get_node_info(node_ids=[node_id])
             if not (name := self._site_of(nodes[0].public_key) if nodes else ""):
@@ -308,7 +308,7 @@ class FleetPort:
         return self._site_names[node_id]
 
     def _after_failure(self, state: Any, call: str, request: Any, error: Exception) -> FlowerError:
-        """Return the answer to a site after an exception that the table does not list: never INTERNAL."""
+        """Return the answer to a site after an exception that the table does not list; it is never INTERNAL."""
         log(ERROR, "fleet port: %s of node %s failed", call, _node_of(request), exc_info=error)
         if isinstance(error, SQLAlchemyError | OSError):
             return _flower_error(_UNAVAILABLE, call, request, DeferralReason.STORAGE.value)

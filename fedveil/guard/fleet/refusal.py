@@ -1,12 +1,12 @@
-"""The ways in which the fleet port rejects a site's call, with a fixed text for each.
+"""Define how the fleet port rejects a site's call, with a fixed text for each reason.
 
-| raised | the site is answered | its SuperNode |
+| raised | answer to the site | its SuperNode |
 |---|---|---|
-| `FleetCallRefused` | PERMISSION_DENIED / 403, code 2007 | drops this message or reply, and goes on |
-| the same, of a heartbeat or an activation | INVALID_ARGUMENT / 400, code 2003 | (an honest one sends none such) |
+| `FleetCallRefused` | PERMISSION_DENIED / 403, code 2007 | drops this message or reply and continues |
+| the same, for a heartbeat or an activation | INVALID_ARGUMENT / 400, code 2003 | (an honest one sends none) |
 | `FleetCallDeferred` | UNAVAILABLE / 503 | asks again after 1 to 20 s |
 
-Any other status code ends the loop or the heartbeats of an honest SuperNode for good.
+Any other status code permanently ends the loop or the heartbeats of an honest SuperNode.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeferralReason(Enum):
 
 
 class FleetCallRefused(Exception):
-    """Raised for a refused call. `value` is what the site sent, only for the log."""
+    """Raised for a refused call. `value` is what the site sent; only the log contains it."""
 
     def __init__(self, reason: RefusalReason, value: str = "") -> None:
         super().__init__(reason.value)

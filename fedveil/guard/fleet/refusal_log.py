@@ -1,17 +1,17 @@
-"""Log refused calls to the control log: often enough to be noticed, rarely enough not to fill the disk.
+"""Write refused calls to the control log: often enough to be noticed, rarely enough not to fill the disk.
 
     {"event": "fleet-refused", "site": "east", "node": "49..", "call": "push_messages", "reason": "...", "count": 1}
     {"event": "rogue", "site": "east", "node": "49..", "count": 20}
 
 | refusals of a site | lines |
 |---|---|
-| the first one of a call and reason | one at once, with what the site sent, cut to 80 characters |
-| more of them within a minute | none; then one with their number, at the next one or at the next sweep |
-| 20 within a minute, of any calls | one of the event `rogue`, once a minute |
-| while the control log cannot be written | a line in the SuperLink's own log; the call stays refused |
+| the first for a call and reason | one at once, with what the site sent, cut to 80 characters |
+| more of them within a minute | none; then one with their number, at the next refusal or the next sweep |
+| 20 within a minute, for any calls | one `rogue` event, once a minute |
+| while the control log is not writable | a line in the SuperLink's own log; the call stays refused |
 
-A reason is one of the fixed words of refusal.py, so a site cannot choose how many kinds of lines there are. What the
-event `rogue` means for a site is decided by the operator: `fedveil members revoke`.
+A reason is one of the fixed texts of refusal.py, so a site cannot choose how many kinds of lines there are. The
+operator decides how to treat a site with the event `rogue`: `fedveil members revoke`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VALUE_CHARACTERS = 80
 
 @dataclass
 class _Line:
-    """Time of the last line of a kind, and the number of refusals since."""
+    """Time of the last line of one kind, and the number of refusals since then."""
 
     at: float
     unsaid: int = 0
@@ -67,7 +67,7 @@ class FleetRefusalLog:
             self._record_rogue(site, node_id, now)
 
     def write_counts(self) -> None:
-        """Write the numbers of refusals that have no line yet, where their minute is over."""
+        """Write the counts of refusals that have no line yet and whose minute is over."""
         with self._lock:
             now = self._monotonic()
             for key, line in self._lines.items():
@@ -91,5 +91,5 @@ class FleetRefusalLog:
     def _append(self, event: str, about: dict[str, object]) -> None:
         try:
             self._control.write(event, about)
-        except StateError as error:  # the call is still refused, and the operator sees that the log is broken
+        except StateError as error:  # the call stays refused, and the operator sees that the log is broken
             log(ERROR, "%s of %s could not be written to the control log: %s", event, about["site"], error)

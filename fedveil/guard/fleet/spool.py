@@ -1,20 +1,20 @@
 """Incomplete replies on the server's disk.
 
-    <folder>/<node>/<session>/reply.json      the site's call, as Flower is to see it
+    <folder>/<node>/<session>/reply.json      the site's call, in the form for Flower
                               <object id>     the object's bytes
 
 Formal guarantees:
-- a file of a reply is there whole or not at all, for any process that is killed (`put_object` renames);
+- a file of a reply is either complete or absent, whichever process is killed (`put_object` renames);
 - no other user of the machine reads a reply: folders have mode 0700, files 0600;
-- what a site sends chooses no path: a session is drawn here, and ids are 64 hex digits.
+- a site's input determines no path: the server draws the session, and ids are 64 hex digits.
 
-| found at a start | result |
+| present at a start | result |
 |---|---|
-| a folder with a readable reply.json | its reply; the caller judges it anew, and each of its objects |
+| a folder with a readable reply.json | its reply; the caller checks it and each of its objects again |
 | a folder without one, a link, any other file | removed |
-| the half of a file that a killed process was writing | removed |
+| a partial file from a killed process | removed |
 
-After a power cut a file can be there with other bytes. Then its hash is wrong, and the caller removes it.
+After a power failure, a file can contain other bytes. Then its hash is wrong, and the caller removes it.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class ReplySpool:
         self.folder = folder
 
     def add_reply(self, node_id: int, session: str, request: bytes) -> None:
-        """Make the folder of a reply."""
+        """Create the folder of a reply."""
         private_folder(self._of(node_id, session))
         content = {"request": base64.b64encode(request).decode()}
         self._write(self._of(node_id, session) / _NAME, json.dumps(content).encode())
 
     def put_object(self, node_id: int, session: str, object_id: str, content: bytes) -> None:
-        """Write an object of a reply, which replaces an earlier file of the same object."""
+        """Write an object of a reply, replacing an earlier file of the same object."""
         self._write(self._of(node_id, session) / object_id, content)
 
     def read_object(self, node_id: int, session: str, object_id: str) -> bytes:
@@ -73,13 +73,13 @@ class ReplySpool:
         return (self._of(node_id, session) / object_id).read_bytes()
 
     def remove_object(self, node_id: int, session: str, object_id: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object if it exists."""
         (self._of(node_id, session) / object_id).unlink(missing_ok=True)
 
     def remove_reply(self, node_id: int, session: str) -> None:
-        """Remove all files of a reply, and the site's folder with its last one."""
+        """Remove all files of a reply; with the site's last reply, also remove the site's folder."""
         shutil.rmtree(self._of(node_id, session), ignore_errors=True)  # leftovers are removed at the next start
-        with contextlib.suppress(OSError):  # it has other replies
+        with contextlib.suppress(OSError):  # the site has other replies
             (self.folder / str(node_id)).rmdir()
 
     def free_bytes(self) -> int:
@@ -88,7 +88,7 @@ class ReplySpool:
         return shutil.disk_usage(self.folder).free
 
     def read_replies(self) -> Iterator[SpooledReply]:
-        """Return the replies of an earlier process, and remove whatever else is in the folder."""
+        """Return the replies of an earlier process, and remove everything else in the folder."""
         private_folder(self.folder)
         for node in sorted(self.folder.iterdir()):
             if not _NODE.fullmatch(node.name) or node.is_symlink() or not node.is_dir():

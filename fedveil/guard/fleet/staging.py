@@ -1,29 +1,30 @@
-"""Replies between a site and Flower: Flower learns of none before all of it is there and checked.
+"""Store replies between a site and Flower: Flower learns of a reply only when it is complete and checked.
 
-    PushMessages   judged (announcement.py), room is reserved, answered here; Flower sees nothing of it
-    PushObject     judged (object_form.py), written to the spool, answered here
+    PushMessages   checked (announcement.py), space is reserved, answered here; Flower sees nothing of it
+    PushObject     checked (object_form.py), written to the spool, answered here
     the last one   the reply is queued for Flower (hand_over.py)
 
-An object id that a site announces is registered by Flower for all sites and runs at once. Announced with other children
-and never sent, the id of an object that the server sends next made the server's own push fail, and ended the run.
+Flower registers every object id that a site announces at once, for all sites and runs. If a site announced the id of an
+object that the server sends next, with other children, and never sent it, the server's own push failed and the run
+ended.
 
 Formal guarantees:
 - Flower sees a reply only when every object of it was checked against the announcement;
-- the open replies of all sites have room in the spool at once: no two halves wait for each other;
-- what a site sends for one instruction is at most `MAX_UPLOADS_OF_A_REPLY` times its largest reply;
-- a reply is queued once, however many calls bring its last object at once;
-- the answers are the same whatever Flower's store holds: they do not tell whether another site has an object.
+- the spool has space for the open replies of all sites at once: no two incomplete replies wait for each other;
+- a site sends for one instruction at most `MAX_UPLOADS_OF_A_REPLY` times its largest reply;
+- a reply is queued once, however many calls bring its last object at the same time;
+- the answers do not depend on Flower's store, so they do not reveal whether another site has an object.
 
 | case | result |
 |---|---|
-| the announcement again, in the middle of it | the same session, and the objects that are not there yet |
+| the announcement again, before the reply is complete | the same session, and the objects still missing |
 | the announcement again, or an object again, after the end | success; nothing to push, "stored" |
-| another reply to the same instruction while the first is not whole | replaces it: the site's client has died |
+| another reply to the same instruction while the first is incomplete | replaces it: the site's client has died |
 | another one after that | refused |
 | a third open reply of a site | drops its oldest |
-| no room in the spool or on the disk | UNAVAILABLE, 503: the site asks again |
-| no call for 300 s, run ended, instruction expired, key not registered any more | dropped by the sweep |
-| the server is killed | whole replies are queued again, half ones stay open in their old session |
+| no space in the spool or on the disk | UNAVAILABLE, 503: the site asks again |
+| no call for 300 s, run ended, instruction expired, key no longer registered | dropped by the sweep |
+| the server is killed | complete replies are queued again, incomplete ones stay open in their old session |
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ from fedveil.guard.fleet.refusal import DeferralReason, FleetCallDeferred, Fleet
 from fedveil.guard.fleet.spool import ReplySpool, SpooledReply
 from fedveil.guard.flower import link_states
 
-_RECONNECT_SECONDS = 5  # Flower's own
+_RECONNECT_SECONDS = 5  # Flower's own value
 
 
 @dataclass
 class StagedReply:
-    """A reply that was announced. Its site's lock guards it.
+    """A reply that was announced. A lock per site guards it.
 
     Attributes:
-        present: the objects that are in the spool.
+        present: the objects in the spool.
         body_bytes: total size of those objects.
         active_calls: pushes that are being checked or written.
-        is_whole: whether it is queued for Flower.
+        is_whole: true once it is queued for Flower.
     """
 
     session: str
@@ -77,13 +78,13 @@ class StagedReply:
 
     @property
     def missing(self) -> list[str]:
-        """The objects that are to come, in the order of the tree."""
+        """The objects still to come, in the order of the tree."""
         return [object_id for object_id in self.announcement.tree.objects if object_id not in self.present]
 
 
 @dataclass(frozen=True)
 class FinishedReply:
-    """A reply that Flower has accepted, kept to answer its site's repeated calls."""
+    """A reply that Flower has accepted, stored to answer repeated calls of its site."""
 
     session: str
     announcement: Announcement
@@ -107,10 +108,10 @@ class ReplyStaging:
         self._clock, self._monotonic = clock, monotonic
         self._open: dict[int, dict[str, StagedReply]] = defaultdict(dict)  # by site and session
         self._finished: dict[int, dict[str, FinishedReply]] = defaultdict(dict)
-        self._uploaded: dict[tuple[int, str], tuple[int, float]] = {}  # bytes, and when the instruction ends
+        self._uploaded: dict[tuple[int, str], tuple[int, float]] = {}  # bytes, and the instruction's end
         self._storage_errors: dict[tuple[int, str], tuple[int, float]] = {}  # count, and time of the last one
         self._locks: dict[int, threading.RLock] = defaultdict(threading.RLock)
-        # A site's lock comes first, then the one of room, then the one of what is kept for all sites.
+        # Lock order: the site's lock, then the lock of the space, then the lock of the data of all sites.
         self._room, self._all = threading.Lock(), threading.Lock()
 
     # Calls of a site
@@ -157,11 +158,11 @@ class ReplyStaging:
     # Start and sweep
 
     def recover(self, state: Any) -> None:
-        """Recover an earlier process's replies, and remove those that are no longer awaited."""
+        """Recover an earlier process's replies, and remove those that are no longer expected."""
         for spooled in self._spool.read_replies():
             with self._lock_of(spooled.node_id):
                 if spooled.session in self._open[spooled.node_id]:
-                    continue  # an earlier try, which the database ended
+                    continue  # an earlier attempt, which the database ended
                 announcement = self._judge_again(spooled, state)
                 if announcement is None:
                     self._spool.remove_reply(spooled.node_id, spooled.session)
@@ -173,7 +174,7 @@ class ReplyStaging:
                 self._queue_if_whole(staged)
 
     def sweep(self, state: Any, is_registered: Callable[[int], bool]) -> None:
-        """Drop replies that are no longer awaited or sent, and remove expired entries."""
+        """Drop replies that are no longer expected or sent, and remove expired entries."""
         for staged in self._all_open():
             node_id = staged.announcement.node_id
             with self._lock_of(node_id):
@@ -193,10 +194,10 @@ class ReplyStaging:
         """Return how many replies are open or on their way to Flower."""
         return len(self._all_open())
 
-    # Parts. Each caller holds the site's lock.
+    # Helpers. Each caller holds the site's lock.
 
     def _answer_again(self, node_id: int, root: str) -> PushMessagesResponse | None:
-        """Return the answer to an announcement that is known; None for a new one."""
+        """Return the answer to an announcement that was made before; None for a new one."""
         for staged in self._open[node_id].values():
             if staged.announcement.tree.root == root:
                 staged.last_call = self._monotonic()
@@ -224,7 +225,7 @@ class ReplyStaging:
     def _require_room(self, announcement: Announcement) -> None:
         """Raise FleetCallDeferred unless the whole reply fits next to the space reserved for others.
 
-        To see to it later would leave all sites with halves, and none with room for the rest.
+        If space were reserved later, all sites could have partial replies and no space for the rest.
         """
         reserved = sum(staged.announcement.max_bytes for staged in self._all_open())
         if reserved + announcement.max_bytes > limits.MAX_SPOOL_BYTES:
@@ -240,7 +241,7 @@ class ReplyStaging:
         return staged
 
     def _session_of(self, request: PushObjectRequest) -> StagedReply | None:
-        """Return the reply that an object belongs to; None where it is stored already. Raises FleetCallRefused."""
+        """Return the reply that an object belongs to; None if it is already stored. Raises FleetCallRefused."""
         node_id, session = request.node.node_id, request.session_id
         staged = self._open[node_id].get(session)
         known = staged or self._finished[node_id].get(session)
@@ -251,7 +252,7 @@ class ReplyStaging:
         return staged
 
     def _count_upload(self, announcement: Announcement, count: int) -> None:
-        """Count bytes for an instruction. Raises FleetCallRefused above the bound, over all replies to it."""
+        """Count bytes for an instruction. Raises FleetCallRefused above the bound for all replies to it."""
         of = announcement.node_id, announcement.instruction_id
         with self._all:
             before = self._uploaded.get(of, (0, 0.0))[0]
@@ -260,7 +261,7 @@ class ReplyStaging:
             self._uploaded[of] = before + count, announcement.expires
 
     def _write(self, staged: StagedReply, object_id: str, content: bytes) -> None:
-        """Write an object, unless its reply went meanwhile with its folder: then `_take` says how."""
+        """Write an object, unless its reply and folder were removed meanwhile, which `_take` handles."""
         node_id = staged.announcement.node_id
         try:
             self._spool.put_object(node_id, staged.session, object_id, content)
@@ -274,7 +275,7 @@ class ReplyStaging:
         node_id = staged.announcement.node_id
         with self._lock_of(node_id):
             if self._open[node_id].get(staged.session) is not staged:
-                # It went while the file was being written, which may have come into a folder that was being removed.
+                # The reply ended during the write, perhaps into a folder that was being removed.
                 self._spool.remove_reply(node_id, staged.session)
                 if staged.session in self._finished[node_id]:
                     return  # another call has brought this object, and Flower has the reply
@@ -296,7 +297,7 @@ class ReplyStaging:
         self._hand_over.add_reply(WholeReply(staged.announcement, read, partial(self._finish, staged)))
 
     def _finish(self, staged: StagedReply, flower_has_it: bool) -> None:
-        """End a reply, on the thread of the hand-over."""
+        """End a reply, in the hand-over thread."""
         node_id = staged.announcement.node_id
         with self._lock_of(node_id):
             del self._open[node_id][staged.session]
@@ -313,7 +314,7 @@ class ReplyStaging:
     def _why_drop(self, staged: StagedReply, state: Any, is_registered: Callable[[int], bool]) -> str:
         announcement = staged.announcement
         if self._open[announcement.node_id].get(staged.session) is not staged:
-            return ""  # it went meanwhile
+            return ""  # it was removed meanwhile
         if not staged.active_calls and self._monotonic() - staged.last_call > limits.IDLE_SECONDS:
             return f"no object for {limits.IDLE_SECONDS:.0f} s"
         row = link_states.find_instruction(state, announcement.instruction_id)
@@ -325,7 +326,7 @@ class ReplyStaging:
         return "" if is_registered(announcement.node_id) else "the site's key is no longer registered"
 
     def _judge_again(self, spooled: SpooledReply, state: Any) -> Announcement | None:
-        """Return the announcement of a reply that was found on the disk; None where nobody waits for it."""
+        """Return the announcement of a reply from the disk; None if no instruction waits for it."""
         try:
             request = PushMessagesRequest.FromString(spooled.request)
             row = link_states.find_instruction(state, instruction_id_of(request))
@@ -333,11 +334,11 @@ class ReplyStaging:
         except (FleetCallRefused, ValueError) as error:  # protobuf's DecodeError is a ValueError
             log(WARNING, "a reply of node %s on the disk is removed: %s", spooled.node_id, error)
             return None
-        # Flower takes the same reply a second time, which completes one that was cut off in the middle.
+        # Flower accepts the same reply a second time, which completes a partial one.
         return announcement if row is not None and row.reply_id in ("", announcement.tree.root) else None
 
     def _take_up(self, staged: StagedReply, object_id: str) -> None:
-        """Check a file of an earlier process. A wrong one is removed, and counts as one that has not come."""
+        """Check a file of an earlier process. Remove a wrong file and treat it as not received."""
         node_id = staged.announcement.node_id
         try:
             content = self._spool.read_object(node_id, staged.session, object_id)

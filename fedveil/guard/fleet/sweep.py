@@ -1,13 +1,13 @@
 """Clean up every 30 s: incomplete replies, counts of refusals, and Flower's data on ended runs.
 
-Flower drops the objects of an ended run only when somebody lists runs, stops one or follows its log, and its database
-file never becomes smaller.
+Flower drops the objects of an ended run only when an operator lists runs, stops one or follows its log, and its
+database file never shrinks.
 
 | case | result |
 |---|---|
 | a run has ended and has objects | Flower's own `cleanup_run` |
-| a run is active | its objects stay, and the file is not touched |
-| no run is active, and 256 MiB of the file are free | the file is written anew (VACUUM); calls wait meanwhile |
+| a run is active | its objects stay, and the file is unchanged |
+| no run is active, and 256 MiB of the file are free | the file is rewritten (VACUUM); calls wait meanwhile |
 | the state is in memory | there is no file |
 | the database is locked | the next sweep does it |
 """
@@ -38,7 +38,7 @@ class PeriodicSweep:
         threading.Thread(target=self._run, name="fedveil-sweep", daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread after the sweep that it is doing."""
+        """Stop the thread after the current sweep."""
         self._end.set()
 
     def _run(self) -> None:
@@ -59,7 +59,7 @@ def clean_up_runs(state: Any) -> None:
 
 
 def shrink_database(state: Any) -> None:
-    """Write Flower's database anew where much of it is free and no run is active."""
+    """Rewrite Flower's database if much of it is free and no run is active."""
     engine = getattr(state, "_engine", None)
     if engine is None or not engine.url.database or engine.url.database == ":memory:":
         return

@@ -1,9 +1,9 @@
 """Detect the installed Flower version and select the guard parts that only some versions need.
 
-| Flower | SuperNodes speak | sites are served at | fleet port | a connection that has gone dead |
+| Flower | SuperNodes use | sites connect to | fleet port | a dead connection |
 |---|---|---|---|---|
-| 1.39 | gRPC | a port of their own, by Flower | fleet_grpc.py | keepalive.py finds it |
-| 1.41, 1.42 | HTTP | one of their own, by us: Flower has one for all | fleet_http.py | Flower waits at most 30 s |
+| 1.39 | gRPC | a separate port of Flower | fleet_grpc.py | keepalive.py detects it |
+| 1.41, 1.42 | HTTP | a separate port of FedVeil: Flower has one for all | fleet_http.py | Flower waits at most 30 s |
 
 The rest of the guard is the same for all versions. For a version missing from this table, the guard exits
 with an explanation.
@@ -21,11 +21,11 @@ from fedveil.errors import ConfigError
 
 @dataclass(frozen=True)
 class FlowerRelease:
-    """A release of Flower that FedVeil knows.
+    """A Flower release that FedVeil supports.
 
     Attributes:
-        release: "1.39"; its patches are of the same line.
-        speaks: what its SuperNodes speak with the server.
+        release: for example "1.39", which includes its patch releases.
+        speaks: the protocol between its SuperNodes and the server.
     """
 
     release: str
@@ -44,7 +44,7 @@ class RefusalBehavior(Enum):
 
 
 def release_of(version: str) -> FlowerRelease:
-    """Return the release that a Flower version belongs to. Raises ConfigError for an unknown one."""
+    """Return the release that a Flower version belongs to. Raises ConfigError for an unsupported version."""
     for line in LINES:
         if version == line.release or version.startswith(f"{line.release}."):
             return line
@@ -55,7 +55,7 @@ def release_of(version: str) -> FlowerRelease:
 
 
 def installed_release() -> FlowerRelease:
-    """Return the installed Flower's release. Raises ConfigError for an unknown one, or if Flower is missing."""
+    """Return the installed Flower's release. Raises ConfigError if Flower is unsupported or missing."""
     try:
         return release_of(importlib.metadata.version("flwr"))
     except importlib.metadata.PackageNotFoundError:

@@ -1,25 +1,25 @@
-"""Calls of the gRPC port of Flower 1.39 before they are parsed: no stranger keeps a thread, and no site keeps many.
+"""Check gRPC calls of Flower 1.39 before they are parsed: strangers hold no thread, and a site holds few.
 
-A handler of gRPC's usual kind waits for the body in a thread of the pool before it is entered, also one that only
-refuses. So this interceptor stands before Flower's, and its handler is of the kind that is entered with the headers.
+A usual gRPC handler waits for the body in a pool thread before it runs, even if it only refuses the call. So this
+interceptor runs before Flower's, and its handler starts as soon as the headers are there.
 
 Formal guarantees, for a server that `patch_grpc_server` has changed:
 - a call waits for its body only after its key was found in the registry and its signature and time were right;
-- at most 8 such calls of a key are open, each for at most 300 s until its body has come;
-- who finds no thread waits for one: nobody is told RESOURCE_EXHAUSTED for calls that others have open.
+- a key has at most 8 such open calls, each for at most 300 s until its body has arrived;
+- a caller that finds no free thread waits for one: no caller gets RESOURCE_EXHAUSTED because of others' open calls.
 
-| a call | is answered |
+| a call | answer |
 |---|---|
-| without a key, a time or a signature, or with one of them twice | UNAUTHENTICATED |
-| of a key that is none of the registry's | as site_registry.py says; its signature is not looked at |
-| of a registered key, with another signature or time | UNAUTHENTICATED |
+| without a key, a time or a signature, or with a duplicate of one | UNAUTHENTICATED |
+| of a key that is not in the registry | see site_registry.py; its signature is not checked |
+| of a registered key, with a wrong signature or time | UNAUTHENTICATED |
 | the ninth of a key | the oldest one of that key ends with UNAVAILABLE |
-| no body after 300 s, or the end of the stream instead of one | UNAVAILABLE |
+| no body after 300 s, or the stream ends without one | UNAVAILABLE |
 | a body of more than 64 KiB (2 MiB for PushMessages, 8 MiB for PushObject) | PERMISSION_DENIED |
-| a body that is no request | INVALID_ARGUMENT |
+| a body that is not a request | INVALID_ARGUMENT |
 
-UNAVAILABLE makes an honest SuperNode ask again. gRPC's own way to end a call says CANCELLED, by which it leaves its
-loop for good; so a call is ended by the function below that one, which takes a code.
+UNAVAILABLE makes an honest SuperNode ask again. gRPC normally ends a call with CANCELLED, which makes the SuperNode
+leave its loop permanently. So a lower-level function, which accepts a status code, ends the call.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _CODES = {
 
 
 def patch_grpc_server(interceptor: FleetCallInterceptor) -> None:
-    """Make every gRPC server of this process apply the bounds above, with `interceptor` before its own."""
+    """Apply the bounds above to every gRPC server of this process, with `interceptor` before its own."""
     original = grpc.server
 
     def server(
         pool: Any, handlers: Any = None, interceptors: Any = None, options: Any = None,
         maximum_concurrent_rpcs: int | None = None, **more: Any,
     ) -> Any:  # fmt: skip
-        del maximum_concurrent_rpcs  # a call above it would be told RESOURCE_EXHAUSTED, and its SuperNode would end
+        del maximum_concurrent_rpcs  # a call above it would get RESOURCE_EXHAUSTED, and its SuperNode would end
         own = [(name, value) for name, value in options or () if name not in _OPTIONS]
         return original(pool, handlers, [interceptor, *(interceptors or ())], [*own, *_OPTIONS.items()], None, **more)
 
@@ -70,24 +70,24 @@ def patch_grpc_server(interceptor: FleetCallInterceptor) -> None:
 
 
 class FleetCallInterceptor(grpc.ServerInterceptor):
-    """The bounds of calls to the fleet port.
+    """The bounds on calls to the fleet port.
 
     Args:
-        refusal: by a key (PEM) and whether the call activates a SuperNode, what it is answered; None for a member.
-        is_known: whether a key is in the registry, valid or not.
+        refusal: returns the refusal for a key (PEM) and a flag for activating calls; None for a member.
+        is_known: returns whether a key is in the registry, valid or not.
     """
 
     def __init__(self, refusal: Refusal, is_known: Callable[[bytes], bool], open_calls: OpenCalls) -> None:
         self._refusal, self._is_known, self._open_calls = refusal, is_known, open_calls
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """Return the handler of a call: this runs in the one thread that takes all calls, so it does nothing else."""
+        """Return the handler of a call. Do nothing else, because one thread runs this for all calls."""
         if not details.method.startswith(_FLEET):
             return continuation(details)
         return grpc.stream_unary_rpc_method_handler(partial(self._answer, continuation, details))
 
     def _answer(self, continuation: Callable[[Any], Any], details: Any, bodies: Iterator[bytes], context: Any) -> bytes:
-        """Answer one call, in a thread of the pool."""
+        """Answer one call, in a pool thread."""
         key = self._require_member(details, context)
         call = self._open_calls.enter(key, partial(_end_call, context))
         if not context.add_callback(partial(self._open_calls.leave, call)):
@@ -112,7 +112,7 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
         return answer
 
     def _require_member(self, details: Any, context: Any) -> bytes:
-        """Return the key that signed a call; ends the call otherwise."""
+        """Return the key that signed a call; otherwise end the call."""
         found = {name: [v for n, v in details.invocation_metadata if n == name] for name in _HEADERS}
         if any(len(values) != 1 for values in found.values()):
             context.abort(
@@ -133,5 +133,5 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
 
 
 def _end_call(context: Any) -> None:
-    """End a call with UNAVAILABLE, whatever its handler is doing."""
+    """End a call with UNAVAILABLE at any point of its handler."""
     context._rpc_event.call.cancel(grpc.StatusCode.UNAVAILABLE.value[0], "fedveil: too many open calls, or no body")

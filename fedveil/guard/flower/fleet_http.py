@@ -1,21 +1,21 @@
-"""A port for sites alone, where Flower 1.41 and 1.42 have one HTTP port for sites, operators and its own processes.
+"""A port for sites only: Flower 1.41 and 1.42 have one HTTP port for sites, operators and Flower's own processes.
 
-The process listens at a second address. What comes in there is judged by its header, before a byte of the body is
-read, and its body is read here before Flower sees the request:
+The process listens at a second address. For each request there, this module checks the headers before it reads a byte
+of the body, and it reads the body before Flower sees the request:
 
-| a request to the sites' port | is answered |
+| a request to the sites' port | answer |
 |---|---|
-| another path than /v1/fleet/NAME, another method than POST, a web socket | 404 |
+| a path other than /v1/fleet/NAME, a method other than POST, a web socket | 404 |
 | without a length, or longer than 64 KiB (push-messages 2 MiB, push-object 8 MiB) | 411, 413 |
-| a key that is none of the registry's | as below; its signature is not looked at |
-| no key, two keys, a time of another hour, a signature that is not the key's | 401: its SuperNode ends |
+| a key that is not in the registry | as below; its signature is not checked |
+| no key, two keys, a wrong time, a signature by another key | 401: its SuperNode ends |
 | a key that members.json does not permit | 412 with the reason when its SuperNode starts, later 401 |
 | members.json cannot be read | 503: its SuperNode asks again |
-| the ninth of a key whose body has not come | the oldest one of that key is answered 503 |
+| the ninth open call of a key without a body | the oldest one of that key gets 503 |
 | no body after 300 s | 503 |
-| anything else | by Flower, which checks the signature again, and that the key is that of the node that asks |
+| anything else | from Flower, which checks the signature again and that the key belongs to the calling node |
 
-The path is the one that Flower's router goes by. Which port a connection came in by says the kernel, and no header.
+Flower's router uses the same path. The kernel, not a header, determines the port of a connection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Any, Any], Awaitable[None]]
 Refusal = Callable[[bytes, bool], tuple[RefusalBehavior, str] | None]
 
-# Flower's names of them; 1.39, which has no such port, has not got the constants either.
+# Flower's names for them; 1.39 has no such port and no such constants.
 PUBLIC_KEY, SIGNATURE = "flwr-public-key", "flwr-signature"
 _HEADERS = (PUBLIC_KEY, SIGNATURE, TIMESTAMP_HEADER)
 _PATH = re.compile(r"/v1/fleet/[a-z-]{1,60}")
@@ -63,10 +63,10 @@ def sites_only(
     """Wrap `app`, an ASGI application, to serve only sites.
 
     Args:
-        refusal: by the key that signed (PEM) and whether the request is the first of a SuperNode, what it is answered;
-            None where Flower answers it.
-        is_known: whether a key is in the registry, valid or not.
-        open_calls: the calls whose bodies are on their way.
+        refusal: returns the answer for a signing key (PEM) and a flag for a SuperNode's first request;
+            None where Flower answers the request.
+        is_known: returns whether a key is in the registry, valid or not.
+        open_calls: the calls whose bodies have not arrived.
     """
     calls = open_calls or OpenCalls()
 
@@ -82,7 +82,7 @@ def sites_only(
         if not why and body is None:
             status, why = 503, "too many open calls, or no body"
         if why:
-            # Flower's SuperNode shows what looks like an error of Flower's own: a number, and `detail`.
+            # Flower's SuperNode prints what looks like a Flower error: a number, and `detail`.
             body = json.dumps({"code": 0, "detail": f"fedveil: {why}"}).encode()
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -94,7 +94,7 @@ def sites_only(
 
 
 async def _read_body(receive: Any, calls: OpenCalls, key: bytes) -> bytes | None:
-    """Return the body of a request; None where it does not come in time, or makes room for a newer call."""
+    """Return the body of a request; None if it is late or must yield to a newer call."""
     loop, reading = asyncio.get_running_loop(), asyncio.ensure_future(_receive_all(receive))
     call = calls.enter(key, lambda: loop.call_soon_threadsafe(reading.cancel))
     try:
@@ -106,7 +106,7 @@ async def _read_body(receive: Any, calls: OpenCalls, key: bytes) -> bytes | None
 
 
 async def _receive_all(receive: Any) -> bytes | None:
-    """Return the body; None where the client goes away. The length in the header, which uvicorn keeps, bounds it."""
+    """Return the body; None if the client disconnects. The length in the header, which uvicorn enforces, bounds it."""
     body = bytearray()
     while True:
         message = await receive()
@@ -118,7 +118,7 @@ async def _receive_all(receive: Any) -> bytes | None:
 
 
 def _with_body(body: bytes, receive: Any) -> Any:
-    """Return an ASGI channel that gives this body, and then what comes after it."""
+    """Return an ASGI channel that yields this body and then the events after it."""
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Any:
@@ -157,7 +157,7 @@ def add_listener(host: str, port: int) -> None:
 
 
 def _unfit(scope: Scope) -> tuple[int, str]:
-    """Return status and reason if no SuperNode sends such a request; a reason of "" if one may."""
+    """Return status and reason if no SuperNode sends such a request; the reason is "" for a possible request."""
     if scope["method"] != "POST" or not _PATH.fullmatch(scope["path"]):
         return 404, "this port serves sites, at /v1/fleet alone"
     length = _values(scope, "content-length")
@@ -169,7 +169,7 @@ def _unfit(scope: Scope) -> tuple[int, str]:
 
 
 def _refused(scope: Scope, refusal: Refusal, is_known: Callable[[bytes], bool]) -> tuple[int, str, bytes]:
-    """Return a request's status, reason and key; a reason of "" if Flower answers it."""
+    """Return a request's status, reason and key; the reason is "" if Flower answers the request."""
     headers = {name: _values(scope, name) for name in _HEADERS}
     if any(len(values) != 1 or len(values[0]) > _LONGEST for values in headers.values()):
         return 401, "a key, a time and a signature are needed, each once", b""

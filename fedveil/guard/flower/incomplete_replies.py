@@ -5,18 +5,17 @@ is killed while sending can thus hold up the round of all sites, as can one that
 every other minute. The delay is three minutes without a part and over an hour with them, beyond every
 deadline of the run.
 
-| a reply | Flower's own | here |
+| a reply | Flower's behavior | here |
 |---|---|---|
-| all of it is there | handed out | handed out |
-| parts are missing, and its site is online and may still push them | handed out; the ServerApp waits | not yet there |
-| the same, and the run's deadline is over | waited for | "no reply within the deadline" |
+| all parts are present | delivered | delivered |
+| parts are missing, and its online site may still push them | delivered; the ServerApp waits | not yet delivered |
+| the same, after the run's deadline | waited for | "no reply within the deadline" |
 | the same, no part for three minutes, or no sign of life for a minute | waited for, then lost | lost |
-| parts are missing, and nobody was told to push them | waited for, for over an hour | lost |
-| announced while it is looked for | handed out | not yet there: the two exclude each other |
+| parts are missing, and no site was told to push them | waited for, for over an hour | lost |
+| announced during the check | delivered | not yet delivered: the two exclude each other |
 
-The check asks the store for missing parts, not the push sessions. A site can announce anything, including
-its reply below another object, and the reply then belongs to that object's session. No incomplete reply is
-delivered.
+The check asks the store for missing parts, not the push sessions: a site can announce anything, including its
+reply below another object, and the reply then belongs to that object's session. No incomplete reply is delivered.
 
 The patch runs in the SuperLink's process. An unpatched SuperLink behaves like Flower.
 """
@@ -38,8 +37,9 @@ def patch_incomplete_replies() -> None:
 
 
 def _only_whole(state: Any, replies: _Replies) -> None:
-    """Patch Flower's class. `replies` gives, for each reply to the messages: the message, the reply, and whether its
-    site is online and has a session for it.
+    """Patch Flower's class.
+
+    `replies` gives for each message: the message, its reply, and whether its site is online and has a session for it.
     """
     one_at_a_time = threading.RLock()
     announce, find = state.store_message_and_object_tree, state.get_message_res

@@ -4,11 +4,11 @@ Flower's SuperNode polls without a deadline. If a firewall, router or bridge sil
 the request waits for a TCP timeout, which takes a quarter of an hour on Linux. A proxy that keeps its own
 end open makes it wait forever. The server considers the site offline after a minute.
 
-| the network | found after |
+| the network | detected after |
 |---|---|
-| carries nothing any more, and says nothing | `SECONDS` without a byte, then `TIMEOUT` without an answer to a ping |
-| is there again under another address, or behind another router | the same; then a new connection |
-| is gone for longer | a try to connect every `AGAIN` seconds at most |
+| silently carries no more data | `SECONDS` without a byte, then `TIMEOUT` without an answer to a ping |
+| returns with another address or behind another router | the same; then a new connection |
+| stays down for longer | one connection attempt every `AGAIN` seconds at most |
 
 A ping is sent only during an open request, and at most two without data between them. A gRPC server treats
 more as abuse.
@@ -27,11 +27,11 @@ AGAIN = 10.0
 
 
 def patch_supernode_keepalive(seconds: float = SECONDS, timeout: float = TIMEOUT) -> None:
-    """Make every gRPC channel of this process check by keepalive pings whether its peer is alive."""
+    """Make every gRPC channel of this process send keepalive pings to check that its peer is alive."""
     options = (
         ("grpc.keepalive_time_ms", round(seconds * 1000)),
-        ("grpc.keepalive_timeout_ms", round(timeout * 1000)),  # for bytes that nobody has acknowledged
-        ("grpc.http2.ping_timeout_ms", round(timeout * 1000)),  # for the ping: gRPC 1.85 waits a minute without it
+        ("grpc.keepalive_timeout_ms", round(timeout * 1000)),  # for bytes without an acknowledgment
+        ("grpc.http2.ping_timeout_ms", round(timeout * 1000)),  # for the ping: gRPC 1.85 otherwise waits a minute
         ("grpc.max_reconnect_backoff_ms", round(AGAIN * 1000)),
     )
     for name in ("secure_channel", "insecure_channel"):
@@ -39,7 +39,7 @@ def patch_supernode_keepalive(seconds: float = SECONDS, timeout: float = TIMEOUT
 
 
 def _with(make: Callable[..., grpc.Channel], more: tuple[tuple[str, int], ...]) -> Callable[..., grpc.Channel]:
-    """Wrap `make` to put these channel options before those that it is given."""
+    """Wrap `make` to put these channel options before those of the caller."""
 
     def made(*args: Any, options: Any = None, **kwargs: Any) -> grpc.Channel:
         return make(*args, options=[*more, *(options or ())], **kwargs)

@@ -12,11 +12,11 @@ Of = TypeVar("Of")
 
 @dataclass(frozen=True)
 class InstructionRow:
-    """A message of the ServerApp to a site, as Flower keeps it until its reply is taken.
+    """A message of the ServerApp to a site, which Flower stores until its reply is delivered.
 
     Attributes:
-        message_id: of its root object; nobody else can guess it, for the content has random bytes.
-        reply_id: the message id of the reply that Flower has; "" for none.
+        message_id: the id of its root object; random bytes in the content make it impossible to guess.
+        reply_id: the message id of the reply that Flower has; "" if there is none.
     """
 
     message_id: str
@@ -30,12 +30,12 @@ class InstructionRow:
 
     @property
     def expires(self) -> float:
-        """The time at which it expires, in seconds since 1970."""
+        """The time at which the instruction expires, in seconds since 1970."""
         return self.created_at + self.ttl
 
 
 def patch_link_states(how: Callable[[Any, Of], None], in_sql: Of, in_memory: Of) -> None:
-    """Call `how` with each of the two classes and its own argument."""
+    """Call `how` with each of the two classes and the argument for that class."""
     for module, name, of_it in (
         ("sql_linkstate", "SqlLinkState", in_sql),
         ("in_memory_linkstate", "InMemoryLinkState", in_memory),
@@ -60,7 +60,7 @@ def is_object_missing(store: Any, root: str) -> bool:
     from flwr.supercore.state.schema.objectstore_models import ObjectChild, StoredObject
     from sqlalchemy import func, literal, select
 
-    # A site announces a tree of its own size: the walk stops at the first object that is not there, as above.
+    # A site chooses the size of its tree: the walk stops at the first missing object, as above.
     tree = select(literal(root).label("name")).cte(recursive=True)
     tree = tree.union(select(ObjectChild.child_id).join(tree, ObjectChild.parent_id == tree.c.name))
     there = func.coalesce(StoredObject.is_available, 0) == 1
@@ -75,7 +75,7 @@ def find_instruction(state: Any, message_id: str) -> InstructionRow | None:
 
 
 def instructions_of_node(state: Any, node_id: int, run_id: int) -> list[InstructionRow]:
-    """Return the instructions of a run for a site, whether they were delivered or not; the newest first."""
+    """Return the instructions of a run for a site, delivered or not; the newest first."""
     rows = _instructions(state, node_id=node_id, run_id=run_id)
     return sorted(rows, key=lambda row: (row.created_at, row.message_id), reverse=True)
 

@@ -4,14 +4,14 @@ Flower marks a message as delivered when a site requests it. If the answer is lo
 connection, the next request returns nothing. The server then waits for the reply until the round's
 deadline.
 
-| a site asks, and its last message | Flower's own | here |
+| a site polls, and its last message | Flower's behavior | here |
 |---|---|---|
 | was received | the next one | the next one |
-| was handed out, and the answer was lost | nothing, or the next one | that message again |
-| was handed out, and its parts could not be fetched, or the site was killed meanwhile | the same | that message again |
+| was sent, and the answer was lost | nothing, or the next one | that message again |
+| was sent, but its parts could not be fetched, or the site was killed | the same | that message again |
 | is answered, received or not | the next one | the next one |
-| is past its deadline, or of a run that has ended | the next one | the next one |
-| is another site's | nothing | nothing |
+| is past its deadline, or its run has ended | the next one | the next one |
+| belongs to another site | nothing | nothing |
 
 A SuperNode requests one message at a time and confirms each before it requests the next. On confirmation
 the server drops the message's parts, so a message that still has all its parts was not received. Only the

@@ -1,8 +1,8 @@
-"""The attributes of Flower and others that the guard replaces; all are looked up before anything is replaced.
+"""List the attributes of Flower and other libraries that the guard replaces; all are resolved before any is replaced.
 
-A release that has moved or renamed one would otherwise run without what stands in its place here: an assignment to an
-attribute that nobody reads raises nothing. So a process in which one is missing does not start. The table of
-docs/decisions/upstream/README.md says why each is replaced; a test compares the two.
+Assigning to an attribute that no code reads raises nothing, so a release that has moved or renamed one would silently
+run without the replacement. So a process in which one is missing does not start. The table of
+docs/decisions/upstream/README.md gives the reason for each; a test compares the two.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Process = Literal["SuperLink", "SuperNode", "SuperExec", "client process", "Serv
 
 @dataclass(frozen=True)
 class ReplacedAttribute:
-    """A function or class of others that a file of ours replaces.
+    """A third-party function or class that a file of the guard replaces.
 
     Attributes:
-        file: which replaces it, below fedveil/.
-        process: in which.
-        module: whose it is.
-        name: of the attribute, with its class: "SqlCoreState.store_object".
-        takes: names of arguments that ours relies on.
+        file: the file that replaces it, below fedveil/.
+        process: the process in which it is replaced.
+        module: the module that defines it.
+        name: name of the attribute, with its class: "SqlCoreState.store_object".
+        takes: names of arguments that the replacement relies on.
         speaks: the protocol of the releases that have it; "" = all.
     """
 
@@ -39,7 +39,7 @@ class ReplacedAttribute:
     speaks: Literal["gRPC", "HTTP", ""] = ""
 
     def fault(self) -> str:
-        """Describe what is missing, "" if the attribute is as required."""
+        """Describe what is missing; "" if the attribute is as required."""
         try:
             found: Any = importlib.import_module(self.module)
         except ImportError as error:
@@ -144,7 +144,7 @@ REPLACED = (
 
 
 def require_attributes(process: Process) -> None:
-    """Raise ConfigError if the installed Flower lacks an attribute that is replaced in this process."""
+    """Raise ConfigError if the installed Flower lacks an attribute that the guard replaces in this process."""
     line = flower.installed_release()
     for attribute in REPLACED:
         if attribute.process == process and attribute.speaks in ("", line.speaks) and (fault := attribute.fault()):

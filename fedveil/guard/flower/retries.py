@@ -1,19 +1,19 @@
 """Make a SuperNode or SuperExec retry after more kinds of answers than Flower does.
 
-Flower asks again where nothing answers, and gives up at any other error: its SuperNode then leaves its loop for good.
+Flower retries when nothing answers and gives up at any other error: its SuperNode then leaves its loop permanently.
 
-| the answer | Flower's own | here |
+| the answer | Flower's behavior | here |
 |---|---|---|
-| UNAVAILABLE, 503, 504; 502 from Flower 1.42 on | again, without end | the same; 502 on all |
-| INTERNAL, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, CANCELLED, RESOURCE_EXHAUSTED; 408, 429, 500 | gives up | again, a
-  push for `PUSH_SECONDS` at most: a server that cannot take it would be sent the same for ever |
-| a TLS handshake that fails, where one call has succeeded before | gives up | again: it was this server once |
+| UNAVAILABLE, 503, 504; 502 from Flower 1.42 on | retries without limit | the same; 502 on all |
+| INTERNAL, UNKNOWN, DEADLINE_EXCEEDED, ABORTED, CANCELLED, RESOURCE_EXHAUSTED; 408, 429, 500 | gives up | retries, a
+  push for `PUSH_SECONDS` at most: a server that cannot accept it would otherwise get it forever |
+| a TLS handshake that fails, after an earlier call succeeded | gives up | retries: it was this server once |
 | the same, before that | gives up | the same: it is another server, or another CA |
 | PERMISSION_DENIED, 403: the run has ended | gives up | the same |
 | UNAUTHENTICATED, 401 | the process ends | the same |
 
-`_RETRYABLE_STATUS_CODES` of Flower's http_retry.py is left alone: it has no bound for pushes, and the app's processes
-go by it too.
+The patch does not change `_RETRYABLE_STATUS_CODES` of Flower's http_retry.py: it has no bound for pushes, and the
+app's processes use it too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def status_of(error: BaseException) -> str:
 
 
 def is_unauthenticated(error: BaseException) -> bool:
-    """Return whether the server rejects this process's key."""
+    """Return whether the server rejected this process's key."""
     return status_of(error) in ("UNAUTHENTICATED", "401")
 
 
@@ -57,7 +57,7 @@ class RetryPolicy:
 
     def __init__(self, invoker: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._invoke, self._give_up, self._clock = invoker.invoke, invoker.should_giveup, clock
-        self._call = threading.local()  # parts of a message are pulled and pushed in several threads
+        self._call = threading.local()  # several threads pull and push the parts of a message
         self._has_succeeded = False
 
     def invoke(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class RetryPolicy:
         return result
 
     def should_give_up(self, error: Exception) -> bool:
-        """Decide as Flower's `should_giveup` does, by the table above."""
+        """Decide like Flower's `should_giveup`, but by the table above."""
         status = status_of(error)
         if status in AGAIN:
             began = getattr(self._call, "push_began", None)
@@ -97,7 +97,7 @@ def retry_persistently(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patch_retries(module: str, name: str) -> None:
-    """Make the invokers from the function `name` of Flower's `module` retry as the table above says."""
+    """Make the invokers from function `name` of Flower's `module` retry as in the table above."""
     loaded = importlib.import_module(module)
     setattr(loaded, name, retry_persistently(getattr(loaded, name)))
 

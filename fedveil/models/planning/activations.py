@@ -1,7 +1,7 @@
-"""Count what a training step keeps for its backward pass, by a forward pass on tensors without memory.
+"""Count the memory that a training step stores for its backward pass, by a forward pass on tensors without memory.
 
-The count uses a base with 1 layer and one with 2; every further layer keeps as much as the second.
-Attention is counted as torch's CPU kernels keep it, with a padding mask; other kernels may keep less.
+The count uses a base with 1 layer and one with 2; every further layer stores as much as the second.
+Attention is counted as in torch's CPU kernels, with a padding mask; other kernels may store less.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fedveil.models.planning.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes that a batch keeps for the backward pass, logits apart.
+    """Bytes stored for a batch's backward pass, without the logits.
 
     Attributes:
-        layer: of one layer.
-        rest: of everything else.
-        inputs: of one layer's input, all that is kept of it where layers are recomputed.
+        layer: bytes of one layer.
+        rest: bytes of everything else.
+        inputs: bytes of one layer's input, the only part stored if layers are recomputed.
     """
 
     layer: int
@@ -75,9 +75,9 @@ def _count(
 
 
 def bytes_kept_by(model: Any, ids: Tensor, mask: Tensor, bf16: bool) -> int:
-    """Return the bytes that a forward pass keeps, without parameters and buffers; a storage counts once."""
+    """Return the bytes that a forward pass stores, without parameters and buffers; a storage counts once."""
     own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
-    saved_tensors: dict[int, Tensor] = {}  # holding them keeps a storage's number from being given to another
+    saved_tensors: dict[int, Tensor] = {}  # keeping them prevents another storage from getting the same number
 
     def keep(tensor: Tensor) -> Tensor:
         if (number := tensor.untyped_storage()._cdata) not in own:
@@ -91,7 +91,7 @@ def bytes_kept_by(model: Any, ids: Tensor, mask: Tensor, bf16: bool) -> int:
 
 
 def _place(model: Any) -> None:
-    """Puts the model from the meta device on a CPU that the mode of the caller only pretends to have."""
+    """Move the model from the meta device to a CPU that the caller's mode only simulates."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):

@@ -1,12 +1,12 @@
-"""Arithmetic of a site's training, and the seconds that it takes at a given speed: an estimate, not a measurement.
+"""Operations of a site's training, and its seconds at a given speed: an estimate, not a measurement.
 
     a token forward    2 (N + n) + 4 L t w      N: weights that it is multiplied with, n: the adapter's, of L layers
-                                                w wide; t: tokens of its row, which attention looks at
+                                                of width w; t: tokens of its example, which attention covers
     its gradient       the same again, and 2 for each weight that is trained
     checkpointing      the forward pass once more
 
-So 6 N where all weights are trained, 4 N and some under an adapter, 2 N more with checkpointing (Kaplan et al. 2020,
-section 2.1, for 2 N and 4 N). Left out: norms, the softmax, the optimiser, making quantised layers whole, and all
+So 6 N if all weights are trained, slightly more than 4 N under an adapter, 2 N more with checkpointing (Kaplan et al.
+2020, section 2.1, for 2 N and 4 N). Not counted: norms, the softmax, the optimizer, dequantizing layers, and all
 waiting.
 """
 
@@ -24,7 +24,7 @@ from fedveil.contract.param_spec import movable_names
 from fedveil.models.planning import meta_model
 from fedveil.models.planning.model_config import ModelConfig
 
-_WIDTH, _LONGEST = 1024, 1.0  # of the matrices that are multiplied, and seconds
+_WIDTH, _LONGEST = 1024, 1.0  # width of the multiplied matrices, and seconds
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class TrainingFlops:
     """Floating-point operations of one participation, padded to task.max-tokens.
 
     Attributes:
-        training: of all steps.
-        scoring: of the rows on which the received weights are scored.
-        rows: rows trained on, an epoch's repetitions counted.
+        training: operations of all steps.
+        scoring: operations of scoring the received weights.
+        rows: examples trained on, repetitions over epochs included.
     """
 
     training: int
@@ -42,9 +42,9 @@ class TrainingFlops:
     rows: int
 
     def seconds(self, flops: float, gpus: int = 1, is_split: bool = False) -> float:
-        """At `flops` operations a second on each of `gpus`, evenly shared and without a cost of sharing.
+        """Return the seconds at `flops` operations per second on each of `gpus`, evenly shared at no cost.
 
-        The first one scores alone, unless the base is divided among them.
+        Only the first GPU scores, unless the base is divided among them.
         """
         return (self.training / gpus + self.scoring / (gpus if is_split else 1)) / flops
 
@@ -71,9 +71,9 @@ def training_flops(settings: ModelConfig, config: RunConfig, adapter: Adapter, r
 
 
 def measure_flops(bf16: bool) -> float:
-    """Operations a second of a product of two matrices on this machine's GPU, else on one thread a core of its CPU.
+    """Measure operations per second of a matrix product on this machine's GPU, else on one thread per CPU core.
 
-    Takes about a second. A training has less, for a part of it waits for memory.
+    This takes about a second. A training is slower, because part of it waits for memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     left, right = (torch.ones(_WIDTH, _WIDTH, device=device, dtype=torch.bfloat16 if bf16 else None) for _ in "lr")

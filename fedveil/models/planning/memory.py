@@ -1,4 +1,4 @@
-"""Memory of the process that trains at a site, by part, before anything is loaded.
+"""Memory of a site's training process, by part, before anything is loaded.
 
     base        entries x 4, or x 2 if it is only read, under train.precision = bf16; quantised layers: `QuantizedLayer`
     adapter     fp32: 4 bytes an entry; its gradient as much; AdamW's two moments 8 bytes, adamw-8bit's 2 and 8 / 256
@@ -21,8 +21,8 @@ With `site.processes` it is the memory of rank 0, which needs the most: the othe
     shard-base      a rank's part of the base, and whole: two layers, one in use and one on its way, and what is in no
                     layer (training/ranks/sharding.py)
 
-A process goes through phases, and needs the most of them. Rows are taken as all of task.max-tokens, so it is a bound
-where they are shorter. What the GPU's allocator leaves unused between blocks is not in it.
+A process goes through phases; its peak is that of the largest one. All examples are assumed to have task.max-tokens,
+so shorter ones need less. Memory that the GPU's allocator leaves unused between blocks is not included.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from fedveil.models.planning import activations, meta_model
 from fedveil.models.planning.meta_model import MetaModel
 from fedveil.models.planning.model_config import ModelConfig
 
-LIBRARIES = 660_000_000  # peak of a turn on the tiny base: Python 3.11, torch 2.13 (CPU), transformers 5.23, peft 0.21
+LIBRARIES = 660_000_000  # peak of a round on the tiny base: Python 3.11, torch 2.13 (CPU), transformers 5.23, peft 0.21
 CONTEXT = 1_000_000_000  # of a GPU, for CUDA and its libraries: assumed; 0.8e9 on an H200, torch 2.11 and CUDA 13.0
 _LOGITS, _SCORED = 12, 8  # bytes, see above
 _PIECE = 32 << 20  # bytes (training/ranks/process_group.py)
-_IN_MEMORY = 16 << 20  # bytes; a longer message lies in a file while the worker trains (wire/mmap_tensors.py)
+_IN_MEMORY = 16 << 20  # bytes; a longer message is in a file while the worker trains (wire/mmap_tensors.py)
 _SMALLEST, _SCALED = 4096, 256  # entries with states of 8 bits, and those with one scale (training/optimizers.py)
 
 
@@ -57,7 +57,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The processes of a site, a device each; with `is_split` they share out a frozen base (shard-base)."""
+    """The processes of a site, one device each; with `is_split` they shard a frozen base (shard-base)."""
 
     count: int = 1
     is_split: bool = False
@@ -81,16 +81,16 @@ class MemoryPlan:
 
     @property
     def peak(self) -> str:
-        """The phase that needs the most."""
+        """Return the phase that needs the most."""
         return max(self.phases, key=self.needs)
 
     @property
     def needed(self) -> int:
-        """Bytes of that phase."""
+        """Return the bytes of that phase."""
         return self.needs(self.peak)
 
     def needs(self, phase: str) -> int:
-        """Bytes of a phase."""
+        """Return the bytes of a phase."""
         return sum(part.nbytes for part in self.phases[phase])
 
 
@@ -106,12 +106,12 @@ def plan_memory(
     """Plan the memory of a run on a base.
 
     Args:
-        settings: of the base.
+        settings: settings of the base.
         config: its task and train sections are read.
-        adapter: the method's.
+        adapter: the method's adapter.
         on_gpu: whether the model is on a GPU.
-        stored: bytes of its weight files, which are mapped while they are read; 0 = as config.json gives the
-            dtype.
+        stored: bytes of its weight files, which are mapped during reading; 0 = as determined by the dtype in
+            config.json.
         messages: bytes down and up, in main memory.
         ranks: the site's processes.
 

@@ -1,6 +1,6 @@
-"""A base as it would be loaded, on a device without memory: transformers' own model with shapes only.
+"""The shapes of a base, on a device without memory: transformers' own model without values.
 
-So no architecture is described a second time here. A 70 B base takes a second and some megabytes.
+So no architecture is defined twice. A 70 B base takes a second and some megabytes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from fedveil.models.library_logging import first_line, quiet_libraries
 from fedveil.models.planning.model_config import ModelConfig
 
 _BLOCK, _NESTED = 64, 256  # weights with one scale, and scales with one scale of their own (NF4, bitsandbytes)
-_TABLES = 4 * 16 + 4 * 256 + 4  # bytes a layer: the 16 values of NF4, the 256 of its scales, their mean
+_TABLES = 4 * 16 + 4 * 256 + 4  # bytes per layer: the 16 values of NF4, the 256 of its scales, their mean
 
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """A linear layer that a quantised base has in fewer bits.
+    """A linear layer that a quantized base stores in fewer bits.
 
     Attributes:
-        entries: of its weight.
-        outputs: its rows.
+        entries: entries of its weight.
+        outputs: rows of its weight.
     """
 
     entries: int
     outputs: int
 
     def nbytes(self, bits: str) -> int:
-        """Bytes of its weight: "4bit" as NF4 with nested scales, "8bit" with one scale a row.
+        """Return the bytes of its weight: "4bit" as NF4 with nested scales, "8bit" with one scale per row.
 
         4 bits (Dettmers et al. 2023, QLoRA): entries / 2, a byte for 64 of them, 4 bytes for 256 of those, tables.
         """
@@ -53,10 +53,10 @@ class MetaModel:
     """The shapes of a base.
 
     Attributes:
-        parts: parameters by part: embeddings, attention, MLP, norms, head (none where it is the embedding).
-        small: the layers that a quantised base has in fewer bits.
+        parts: parameters by part: embeddings, attention, MLP, norms, head (none if tied to the embedding).
+        small: the layers that a quantized base stores in fewer bits.
         multiplied: weights that a token is multiplied with: linear layers, and the head, tied or not.
-        buffers: bytes of what is no parameter.
+        buffers: bytes of everything except parameters.
     """
 
     parts: Mapping[str, int]
@@ -66,11 +66,11 @@ class MetaModel:
 
     @property
     def parameters(self) -> int:
-        """All of them; a tied one counts once."""
+        """Return the number of all parameters; tied ones count once."""
         return sum(self.parts.values())
 
     def nbytes(self, bits: str, itemsize: int) -> int:
-        """Bytes of a base of "none", "4bit" or "8bit", whose other weights have `itemsize` bytes an entry."""
+        """Return the bytes of a base in "none", "4bit" or "8bit"; its other weights have `itemsize` bytes per entry."""
         if bits == "none":
             return self.parameters * itemsize + self.buffers
         rest = self.parameters - sum(layer.entries for layer in self.small)
@@ -78,7 +78,7 @@ class MetaModel:
 
 
 def meta_model(settings: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """The model without memory, in eval mode. Raises TaskError where transformers makes none of these settings."""
+    """Return the model without memory, in eval mode. Raises TaskError if transformers cannot build it."""
     with quiet_libraries():
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -118,7 +118,7 @@ def _of(kind: str, values: tuple[tuple[str, Any], ...]) -> MetaModel:
 
 
 def build_meta_model(settings: ModelConfig) -> MetaModel:
-    """The shapes of a base with these settings. Raises TaskError as `meta_model`."""
+    """Return the shapes of a base with these settings. Raises TaskError like `meta_model`."""
     return _of(settings.kind, tuple(sorted(settings.values.items())))
 
 

@@ -1,11 +1,11 @@
-"""A base's config.json, read with bounds: no code of its folder runs, and no number in it costs a machine much.
+"""Read a base's config.json within bounds: no code from its folder runs, and no number in it can exhaust a machine.
 
-| model_type | what it is |
+| model_type | architecture |
 |---|---|
 | gpt2 | learned positions, one matrix for query, key and value, a tied head |
 | llama, mistral, qwen2, qwen3 | rotary positions, grouped queries, a gated MLP |
 
-Other kinds are not planned: which of their settings say how large they are is not written down here.
+Other kinds cannot be planned: this module does not define which of their settings determine the size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from fedveil.errors import TaskError
 from fedveil.sanitize import sanitize
 
-_MOST_BYTES = 1 << 20  # of a config.json; those of known bases have some kilobytes
+_MOST_BYTES = 1 << 20  # for a config.json; those of known bases have some kilobytes
 _NEXT = "use the config.json of a base that FedVeil can load"
 _DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _CODE = ("auto_map", "custom_pipelines")
@@ -27,7 +27,7 @@ _CODE = ("auto_map", "custom_pipelines")
 
 @dataclass(frozen=True)
 class _Number:
-    """A whole number of the file: the largest that is read, and whether it may be left out."""
+    """A whole number in the file: its upper bound, and whether it may be missing."""
 
     most: int
     optional: bool = False
@@ -53,7 +53,7 @@ class ModelConfig:
     Attributes:
         kind: its model_type.
         values: by transformers' own names.
-        stored: bytes of an entry on disk, as the file gives it; 4 where it does not.
+        stored: bytes of an entry on disk, from the file; 4 if it does not say.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        """Blocks of attention and MLP."""
+        """Return the number of attention and MLP blocks."""
         return int(self.values[self._key("n_layer", "num_hidden_layers")])
 
     @property
@@ -82,7 +82,7 @@ class ModelConfig:
 
     @property
     def context(self) -> int | None:
-        """Tokens that the base has positions for; None where the file does not say."""
+        """Return the base's number of token positions; None if the file does not say."""
         return self.values.get(self._key("n_positions", "max_position_embeddings"))
 
     def cut(self, layers: int) -> ModelConfig:
@@ -95,11 +95,11 @@ class ModelConfig:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The settings of the base in `folder`. Its weights are not opened.
+    """Read the settings of the base in `folder`, without opening its weights.
 
     Raises:
-        TaskError: no config.json, or one that is too long, is no JSON object, asks for code of its own or comes
-            quantised; a kind that is not planned; a setting that is missing, of another type or out of range.
+        TaskError: no config.json, or one that is too long, is not a JSON object, needs its own code or is
+            quantized; an unsupported kind; a setting that is missing, of another type or out of range.
     """
     file = folder / "config.json"
     if not file.is_file():

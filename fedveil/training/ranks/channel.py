@@ -1,4 +1,4 @@
-"""The messages between rank 0 and another rank: JSON and tensors, over a socket pair that only they have."""
+"""The messages between rank 0 and another rank: JSON and tensors, over a socket pair that only the two have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedveil.data.batches import ExampleBatch, LabelledBatch, TokenBatch
 
 _LENGTHS = struct.Struct("<QQ")
 _KINDS: Mapping[str, Any] = {kind.__name__: kind for kind in (TokenBatch, LabelledBatch)}
-_BELOW = "."  # between the name of a field that holds tensors by name, and theirs
+_BELOW = "."  # between the name of a field with named tensors and their names
 
 
 @dataclass(frozen=True)
 class RankMessage:
-    """One message: what to do or what was found, and tensors by name."""
+    """One message: a request or a result, and tensors by name."""
 
     head: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class RankChannel:
         return self._end.fileno()
 
     def say(self, said: RankMessage) -> None:
-        """Raises OSError where the other end is gone."""
+        """Send a message. Raises OSError if the other end is gone."""
         head = json.dumps(dict(said.head)).encode()
         body = save({name: t.detach().cpu().contiguous() for name, t in said.tensors.items()}) if said.tensors else b""
         self._end.sendall(_LENGTHS.pack(len(head), len(body)) + head)
         self._end.sendall(body)
 
     def hear(self) -> RankMessage | None:
-        """The next message, its tensors on the CPU; None where the other end is gone."""
+        """Return the next message, with its tensors on the CPU; None if the other end is gone."""
         lengths = self._read(_LENGTHS.size)
         if lengths is None:
             return None
@@ -57,7 +57,7 @@ class RankChannel:
         return RankMessage(json.loads(head), load(bytes(body)) if body else {})
 
     def close(self) -> None:
-        """The other end hears None from now on."""
+        """Close this end; the other end receives None from now on."""
         self._end.close()
 
     def _read(self, count: int) -> bytearray | None:
@@ -75,7 +75,7 @@ class RankChannel:
 
 
 def batch_message(batch: ExampleBatch, head: Mapping[str, Any]) -> RankMessage:
-    """A batch as a message; `message_batch` gives an equal one."""
+    """Convert a batch to a message; `message_batch` returns an equal one."""
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {"batch": type(batch).__name__}
     for name, value in ((f.name, getattr(batch, f.name)) for f in fields(batch)):  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def batch_message(batch: ExampleBatch, head: Mapping[str, Any]) -> RankMessage:
 
 
 def message_batch(said: RankMessage) -> ExampleBatch:
-    """The batch of a message of `batch_message`, on the CPU."""
+    """Return the batch of a message from `batch_message`, on the CPU."""
     kind = _KINDS[said.head["batch"]]
     names = {f.name for f in fields(kind)}
     field_values: dict[str, Any] = {name: value for name, value in said.head.items() if name in names}

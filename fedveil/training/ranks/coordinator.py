@@ -1,20 +1,20 @@
 """Rank 0 of a training: all ranks compute its gradients, each for its part of every batch.
 
-    g = sum_r g_r      g_r: the gradient of the losses of rank r's rows, over the terms of the whole step
+    g = sum_r g_r      g_r: the gradient of the losses of rank r's examples, over the terms of the whole step
 
 Rank 0 holds everything else of a training: the order of the examples, the method's penalty, clipping,
 the optimizer's states, noise, the private state, and the ledger. An example is in one rank's part, so
 its own gradient is computed once. Rank 0 clips it and adds noise as if it had computed it. The others
-receive examples as batches and weights as tensors, and return gradients. They read no data file and keep
-nothing.
+receive examples as batches and weights as tensors, and return gradients. They read no data file and
+store nothing.
 
 | case | result |
 |---|---|
-| fewer examples than ranks in a batch | the rest compute its first example, which does not count: all stay in step |
-| a tensor that no rank's loss reaches | no gradient, as in one process |
-| dropout | each rank draws from a stream of its own |
-| a rank ends, or fails | RankError with the reason, at the next wait for it; this process ends its client round |
-| train.gradient-accumulation-steps | every batch of a step is divided; gradients are added up once a step |
+| fewer examples than ranks in a batch | the rest compute its first example, uncounted, to stay in step |
+| a tensor that no rank's loss depends on | no gradient, as in one process |
+| dropout | each rank draws from its own stream |
+| a rank ends or fails | RankError with the reason, at the next wait for it; this process ends its client round |
+| train.gradient-accumulation-steps | every batch of a step is divided; gradients are added up once per step |
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DivisibleTask(TrainableTask, Protocol):
     """A task whose batches can be divided."""
 
     def collate(self, rows: Rows) -> ExampleBatch:
-        """One batch for scoring, on the CPU."""
+        """Return one batch for scoring, on the CPU."""
         ...
 
 
@@ -67,17 +67,17 @@ class DividedBatch:
         return sum(part.tokens for part in self.parts[: self.counted])
 
     def pinned(self) -> DividedBatch:
-        """Rank 0's part in page-locked memory."""
+        """Return the batch with rank 0's part in page-locked memory."""
         return DividedBatch((self.parts[0].pinned(), *self.parts[1:]), self.counted)
 
     def to(self, device: torch.device) -> DividedBatch:
-        """Rank 0's part on `device`; the others' stay where they are, to be sent."""
+        """Return the batch with rank 0's part on `device`; the others' parts stay in place, to be sent."""
         return DividedBatch((self.parts[0].to(device), *self.parts[1:]), self.counted)
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Another rank, as rank 0 sees it. `ended` says why it ended, once its channel is closed."""
+    """Another rank, as seen by rank 0. `ended` gives the reason for its end, once its channel is closed."""
 
     channel: RankChannel
     ended: Callable[[], str]
@@ -88,10 +88,10 @@ class RankTeam(GradientBackend):
     """All ranks of one training.
 
     Args:
-        task: rank 0's own.
+        task: the task of rank 0.
         members: the ranks from 1 on.
-        join: gives the group, once every rank is ready; it gets what looks whether all are there.
-        sharded: the base is divided among the ranks, so that none computes a loss without the others.
+        join: forms the group once every rank is ready; its argument checks that all ranks are alive.
+        sharded: the base is divided among the ranks, so that no rank computes a loss without the others.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class RankTeam(GradientBackend):
         sharded: bool = False,
     ) -> None:
         self._task, self._members, self._sharded = task, members, sharded
-        self._answering = False  # the others were asked what they answer: one may be done before rank 0 is
+        self._answering = False  # the others got requests that they answer: one may finish before rank 0 does
         self._early: dict[int, RankMessage] = {}
-        self._all_heard()  # that they are ready
+        self._all_heard()  # wait until they are ready
         self._group = join(self.check)
 
     @property
@@ -113,7 +113,7 @@ class RankTeam(GradientBackend):
         return len(self._members) + 1
 
     def check(self) -> None:
-        """Raise RankError where another rank has ended, failed, or sent a message unasked."""
+        """Raise RankError if another rank has ended, failed, or sent an unsolicited message."""
         readable, _, _ = select.select([member.channel for member in self._members], [], [], 0)
         for rank, member in enumerate(self._members, 1):
             if member.channel in readable:
@@ -124,7 +124,7 @@ class RankTeam(GradientBackend):
                 raise RankError(f"processes: expected rank {rank} to wait, found that it sent {dict(message.head)}")
 
     def leave(self) -> None:
-        """Leaves the group, once the others' channels are closed."""
+        """Leave the group, after the others' channels are closed."""
         self._group.close()
 
     @override
@@ -137,7 +137,7 @@ class RankTeam(GradientBackend):
                 yield
         finally:
             for member in self._members:
-                with contextlib.suppress(OSError):  # one that is gone was noticed before, or will be
+                with contextlib.suppress(OSError):  # a rank that is gone was noticed before, or will be
                     member.channel.say(RankMessage({"do": "trained"}))
 
     @override
@@ -167,7 +167,7 @@ class RankTeam(GradientBackend):
     @torch.no_grad()
     def mean_loss(self, rows: Rows) -> float:
         if not self._sharded:
-            return self._task.mean_loss(rows)  # as it is alone, to the last bit
+            return self._task.mean_loss(rows)  # identical to a single process, to the last bit
         ordered = sorted(rows, key=lambda row: int(row.length))
         size = 2 * self._task.config.train.batch_size
         self._all(RankMessage({"do": "weights"}))
@@ -191,7 +191,7 @@ class RankTeam(GradientBackend):
             )
         spec = self._task.spec
         if not isinstance(self._task, per_example.PerExampleLoss):
-            return per_example.per_example_gradients(self._task, spec, rows, weights)  # it says what is missing
+            return per_example.per_example_gradients(self._task, spec, rows, weights)  # raises the error
         size = max(1, -(-len(rows) // self.size))
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
         ordered = [weights[name].detach().to(self._device, torch.float32) for name in spec]
@@ -242,7 +242,7 @@ class RankTeam(GradientBackend):
         try:
             self._members[rank - 1].channel.say(said)
         except OSError:
-            self._hear(rank)  # what it said last, if it did
+            self._hear(rank)  # its last message, if any
             raise self._gone(rank) from None
 
     def _all_heard(self) -> list[RankMessage]:

@@ -1,7 +1,7 @@
 """Tensors among the ranks: torch.distributed, over NCCL between GPUs and gloo between CPUs.
 
-The ranks find each other by a file in a folder that only the site's user can enter, and speak over the loopback
-interface alone. A rank that waits for a sum looks meanwhile whether the others are still there.
+The ranks find each other by a file in a folder that only the site's user can enter, and communicate only over the
+loopback interface. A rank that waits for a sum also checks that the others are still alive.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fedveil.errors import RankError
 
-_BUCKET_BYTES = 32 << 20  # what goes at once: small tensors cost as much as larger ones
+_BUCKET_BYTES = 32 << 20  # bytes per transfer: small tensors cost as much as larger ones
 _LOOK_SECONDS = 0.0002
-_LOST_SECONDS = 5.0  # a connection breaks before the process that ended can be seen to have
-_MOST = timedelta(days=30)  # an order's own time ends a turn before
+_LOST_SECONDS = 5.0  # a connection breaks before the end of its process is detectable
+_MOST = timedelta(days=30)  # an instruction's own time limit ends a round earlier
 
 
 @final
@@ -33,8 +33,8 @@ class RankGroup:
 
     Args:
         store: a file that all ranks name, which does not exist yet.
-        device: of all tensors.
-        check: raises RankError where another rank is gone.
+        device: the device of all tensors.
+        check: raises RankError if another rank is gone.
     """
 
     def __init__(self, store: Path, rank: int, size: int, device: torch.device, check: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class RankGroup:
             self._waited(partial(dist.recv, tensor, rank))
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         dist.destroy_process_group()
 
     def _wait(self, work: Any) -> None:

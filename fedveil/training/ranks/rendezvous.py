@@ -14,7 +14,7 @@ from fedveil.training.ranks.process_group import RankGroup
 
 
 def check_devices(device: str, size: int, there: int) -> None:
-    """`there`: CUDA devices, 0 where the site computes on the CPU. Raises ConfigError unless each rank has one."""
+    """Raise ConfigError unless each rank has a device. `there`: number of CUDA devices, 0 for a site on the CPU."""
     if there and ":" in device:
         raise ConfigError(
             f'device: expected "auto" or "cuda" at a site with processes = {size}, found "{device}"; '
@@ -32,7 +32,7 @@ def rank_device(device: torch.device, rank: int) -> torch.device:
 def join_group(
     task: AdaptedTask, store: Path, rank: int, size: int, device: torch.device, sharded: bool, check: Callable[[], None]
 ) -> RankGroup:
-    """The group of all ranks, whose bases are divided from now on if they are `sharded`. All ranks call it."""
+    """Return the group of all ranks, after sharding their bases if `sharded`. All ranks call it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = RankGroup(store, rank, size, device, check)
@@ -41,6 +41,6 @@ def join_group(
             sharding.shard_model(task.base, task.config.task.model, device, size)
             task.device = device
     except ConfigError:
-        group.close()  # another turn may form another
+        group.close()  # another client round may form another
         raise
     return group

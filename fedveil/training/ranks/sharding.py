@@ -1,4 +1,4 @@
-"""A frozen base in shards: each rank holds its part of every layer, and gathers a layer when it computes with it."""
+"""Shard a frozen base: each rank stores its part of every layer, and gathers a layer to compute with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedveil.errors import ConfigError
 
 
 def check_shardable(config: RunConfig, adapter: Adapter) -> None:
-    """Raises ConfigError where the base cannot be divided."""
+    """Raise ConfigError if the base cannot be sharded."""
     train = config.train
     refused = [
         ("train.quantized-base", '"none"', train.quantized_base, train.quantized_base != "none"),
@@ -33,12 +33,12 @@ def check_shardable(config: RunConfig, adapter: Adapter) -> None:
 
 
 def shard_model(base: Any, name: str, device: torch.device, size: int) -> None:
-    """Divides what is frozen of a loaded model; what is trained is whole at every rank. All ranks call it.
+    """Shard the frozen parameters of a loaded model; every rank has the trained ones completely. All ranks call it.
 
-    Every layer goes to `device` as a part, one after the other, so that a base on the CPU may be larger than a device.
+    Each layer is moved to `device` as a part, one after the other, so a base on the CPU may be larger than a device.
 
     Raises:
-        ConfigError: the model has no layers that can be told apart.
+        ConfigError: the model has no identifiable layers.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

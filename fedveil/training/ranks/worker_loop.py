@@ -1,4 +1,4 @@
-"""A rank from 1 on: it computes what rank 0 asks for, until rank 0 is gone."""
+"""A rank from 1 on: it processes rank 0's requests until rank 0 is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def serve_rank(task: DivisibleTask, channel: RankChannel, group: RankGroup) -> N
     """Serve rank 0's requests, and return once rank 0 is gone.
 
     Raises:
-        Exception: any error of a computation; what the device then holds is unknown, so the process must
+        Exception: any error of a computation; the state of the device is then unknown, so the process must
             end.
     """
     rank = _Rank(task, channel, group)
@@ -54,7 +54,7 @@ class _Rank:
         return self._parameters[0].device
 
     def weights(self, said: RankMessage) -> None:
-        """Begin a step at rank 0's weights."""
+        """Begin a step with rank 0's weights."""
         self._losses = []
         for parameter in self._parameters:
             parameter.grad = None
@@ -66,7 +66,7 @@ class _Rank:
         self._losses.append(add_gradient(self._task, message_batch(said).to(self._device), terms))
 
     def add(self, said: RankMessage) -> None:
-        """The step ends."""
+        """End the step."""
         self._channel.say(RankMessage({"reached": loss_reach(self._parameters)}))
         self._group.add([*rank_gradients(self._parameters), torch.stack(self._losses).sum()])
 
@@ -81,7 +81,7 @@ class _Rank:
         self._group.add([torch.stack(self._losses).sum()])
 
     def samples(self, said: RankMessage) -> None:
-        """The gradient of each row's own loss."""
+        """Return the gradient of each example's own loss."""
         inputs = [said.tensors[str(i)].to(self._device) for i in range(len(said.tensors))]
         spec = self._task.spec
         weights = self._heard(spec)

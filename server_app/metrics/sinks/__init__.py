@@ -1,9 +1,9 @@
-"""Programs that a round's figures go to while the run goes on. One file each; found by its file name, as methods are.
+"""Programs that receive a round's metrics during the run. One file each; found by file name, like methods.
 
-A file has `EXTRA` (the extra of pyproject.toml that it needs), `NEEDS` (the module that this extra brings) and
-`create(about) -> MetricsSink`. So has a module of another package that an entry point in the group "fedveil.sinks"
-names. `create` is called before any site is asked, and refuses what cannot work; what may take time or fail later
-belongs in `write`, which has a thread of its own (fedveil/server_app/metrics/dispatcher.py).
+A file defines `EXTRA` (the extra of pyproject.toml that it needs), `NEEDS` (the module that this extra installs) and
+`create(about) -> MetricsSink`. So does a module of another package that an entry point in the group "fedveil.sinks"
+names. `create` is called before any site is contacted, and refuses settings that cannot work. Slow or fallible work
+belongs in `write`, which has its own thread (fedveil/server_app/metrics/dispatcher.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fedveil.server_app.metrics.dispatcher import MetricsSink
 
 @dataclass(frozen=True)
 class SinkRunInfo:
-    """The run, for its sinks.
+    """Describes the run to its sinks.
 
     Attributes:
-        folder: the run's.
-        id: tells the run from others of its name; a resumed run keeps it.
+        folder: the run folder.
+        id: distinguishes the run from others of its name; a resumed run has the same id.
         config: the run config.
-        is_resumed: whether rounds of it were written before.
+        is_resumed: true if rounds of the run were written before.
     """
 
     folder: Path
@@ -39,10 +39,10 @@ class SinkRunInfo:
 
 
 def open_sinks(about: SinkRunInfo) -> dict[str, MetricsSink]:
-    """The sinks that the run config names.
+    """Open the sinks that the run config names.
 
     Raises:
-        ConfigError: one is unknown, its extra is not installed here, or it cannot work as it is set.
+        ConfigError: a sink is unknown, its extra is not installed here, or its settings cannot work.
     """
     return {
         name: module.create(about)

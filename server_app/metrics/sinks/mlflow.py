@@ -1,9 +1,9 @@
 """MLflow: a run of the experiment "fedveil", in mlflow.db next to the run folders or at a tracking server.
 
 The store is a database file, because MLflow no longer maintains its file-based store. It needs no server;
-`mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` shows it. A resumed run continues the MLflow run that it
-began. Credentials of a tracking server come from the ServerApp's environment, never from the run config, which
-sites see. Telemetry is off, redirects are not followed, and a server that does not answer is asked twice.
+`mlflow ui --backend-store-uri sqlite:///runs/mlflow.db` displays it. A resumed run continues its MLflow run.
+Credentials of a tracking server come from the ServerApp's environment, never from the run config, which
+sites see. Telemetry is off, redirects are not followed, and a server that does not answer is tried twice.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 EXTRA, NEEDS = "mlflow", "mlflow"
 EXPERIMENT, DATABASE = "fedveil", "mlflow.db"
 _TAG = "fedveil.run"
-_AT_ONCE, _MOST_REASONS = 1000, 50  # MLflow takes so many metrics, and twice so many tags, in one call
-_OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)  # than MLflow takes in a metric's name
+_AT_ONCE, _MOST_REASONS = 1000, 50  # MLflow accepts this many metrics, and twice as many tags, per call
+_OTHER = re.compile(r"[^\w\-. :/]", re.ASCII)  # characters that MLflow rejects in a metric's name
 _PARAMETERS = ("method.name", "method.params", "task.name", "task.model", "run.rounds")
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_ALLOW_HTTP_REDIRECTS": "false",
@@ -35,7 +35,7 @@ _ENVIRONMENT = {
 
 @final
 class MLflowSink:
-    """Metrics by their path, with rounds that are over as steps; the last reason of a site that failed as a tag."""
+    """Logs metrics by path, with finished rounds as steps; a failed site's last reason is a tag."""
 
     def __init__(self, about: SinkRunInfo) -> None:
         self._about = about
@@ -43,7 +43,7 @@ class MLflowSink:
         self._run = ""
 
     def write(self, told: RoundMetrics) -> None:
-        """Raises MlflowException where the server or the database does not take it."""
+        """Write one attempt's metrics. Raises MlflowException if the server or the database rejects them."""
         client, now = self._client or self._opened(), int(time.time() * 1000)
         from mlflow.entities import Metric, RunTag
 
@@ -56,12 +56,12 @@ class MLflowSink:
             client.log_batch(self._run, tags=tags)
 
     def close(self, state: str) -> None:
-        """Says in MLflow how the run ended."""
+        """Record in MLflow how the run ended."""
         if self._client is not None:
             self._client.set_terminated(self._run, "FINISHED" if state == "completed" else "FAILED")
 
     def _opened(self) -> MlflowClient:
-        os.environ.update(_ENVIRONMENT)  # MLflow reads it when it is imported
+        os.environ.update(_ENVIRONMENT)  # MLflow reads it at import
         from mlflow.tracking import MlflowClient
 
         uri = self._about.config.sinks.mlflow_uri or database_uri(self._about.folder.parent)
@@ -91,12 +91,12 @@ class MLflowSink:
 
 
 def database_uri(folder: Path) -> str:
-    """The address of the database in that folder; it exists then, and only its owner can read it."""
+    """Return the address of the database in that folder; create the file so that only its owner can read it."""
     file = folder.absolute() / DATABASE
     os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
     return f"sqlite:///{file}"
 
 
 def create(about: SinkRunInfo) -> MLflowSink:
-    """The sink of a run. Nothing is imported or asked yet."""
+    """Create the sink of a run, without importing MLflow or contacting a server yet."""
     return MLflowSink(about)

@@ -1,11 +1,11 @@
-"""Prometheus: an endpoint on 127.0.0.1 that a Prometheus on this machine scrapes while the run goes on.
+"""Prometheus: an endpoint on 127.0.0.1 that a Prometheus on this machine scrapes during the run.
 
     scrape_configs:
       - job_name: fedveil
         authorization: {credentials_file: /srv/pilot/runs/prometheus.token}
         static_configs: [{targets: ["127.0.0.1:9464"]}]
 
-Gauges have the last attempt's metrics; `fedveil_..._total` count over all attempts since the ServerApp began.
+Gauges have the last attempt's metrics; `fedveil_..._total` counts all attempts since the ServerApp started.
 Every user of a machine can reach its loopback, so a scrape without the token gets 401. The token is a file in
 run.dir that only its owner can read, and it stays for later runs. The endpoint serves one connection at a time and
 closes it after 5 s of silence. A client that holds the connection delays a scrape, never a round.
@@ -48,7 +48,7 @@ Environ = dict[str, Any]
 
 @final
 class PrometheusSink:
-    """Holds the last figures, and serves them until it is closed. Raises ConfigError for a port in use."""
+    """Stores the last metrics and serves them until it is closed. Raises ConfigError for a port in use."""
 
     def __init__(self, run: str, port: int, token: str) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -69,7 +69,7 @@ class PrometheusSink:
         self._thread.start()
 
     def write(self, told: RoundMetrics) -> None:
-        """Replaces the figures; a scrape sees the old ones or the new ones."""
+        """Replace the metrics; a scrape sees either the old ones or the new ones."""
         counted = self._totals.copy()
         for figure in told.figures:
             if figure.name in _COUNTED:
@@ -80,12 +80,12 @@ class PrometheusSink:
         self._told, self._totals = told, counted
 
     def close(self, state: str) -> None:
-        """Frees the port."""
+        """Release the port."""
         self._server.shutdown()
         self._server.server_close()
 
     def collect(self) -> Iterator[Metric]:
-        """The figures in prometheus_client's form, which escapes labels. It calls this at every scrape."""
+        """Yield the metrics in prometheus_client's form, which escapes labels; it calls this at every scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         round_metrics, totals = self._told, self._totals
@@ -116,10 +116,10 @@ class PrometheusSink:
 
 
 def read_token(folder: Path) -> str:
-    """The token in that folder, made where there is none.
+    """Return the token in that folder, creating it if there is none.
 
     Raises:
-        StateError: there is one that others may read, or it is no token.
+        StateError: the token is readable by others, or is malformed.
     """
     file = folder / TOKEN
     with contextlib.suppress(FileExistsError):  # that of an earlier run
@@ -137,7 +137,7 @@ def read_token(folder: Path) -> str:
 
 
 def create(about: SinkRunInfo) -> PrometheusSink:
-    """The sink of a run, whose endpoint is open then. Raises ConfigError and StateError as said."""
+    """Create the sink of a run and open its endpoint. Raises ConfigError, StateError."""
     return PrometheusSink(about.name, about.config.sinks.prometheus_port, read_token(about.folder.parent))
 
 
@@ -155,7 +155,7 @@ def _guarded(app: Callable[..., Iterable[bytes]], token: str) -> Callable[..., I
 
 
 class _Server(WSGIServer):
-    """Asks no name server for its own name, and is silent about clients that go away."""
+    """HTTP server that looks up no name for its address and ignores clients that disconnect."""
 
     @override
     def server_bind(self) -> None:
@@ -173,4 +173,4 @@ class _Handler(WSGIRequestHandler):
 
     @override
     def log_message(self, format: str, *args: Any) -> None:
-        """Not a line for each scrape."""
+        """Log nothing, instead of a line for each scrape."""

@@ -1,8 +1,8 @@
 """TensorBoard: event files in the run folder, for `tensorboard --logdir runs`.
 
-One chart a figure with a line a site ("site_loss_received/north"); the step is the number of rounds that are over. The
-reason of each site that failed is a text; it is shown as code, for TensorBoard reads texts as Markdown, where a
-site's words could load a picture from elsewhere.
+One chart per metric and site ("site_loss_received/north"); the step is the number of finished rounds. The
+reason of each failed site is a text. It is displayed as code, because TensorBoard renders texts as Markdown, in which
+a site could load a picture from elsewhere.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ EXTRA, NEEDS = "tensorboard", "tensorboard"
 
 @final
 class TensorBoardSink:
-    """Writes to <run folder>/tensorboard. What a resumed run had written of rounds that it does again is void."""
+    """Writes to <run folder>/tensorboard. A resumed run voids earlier events of rounds that it repeats."""
 
     def __init__(self, about: SinkRunInfo) -> None:
         self._about = about
         self._writer: SummaryWriter | None = None
 
     def write(self, told: RoundMetrics) -> None:
-        """Writes and flushes; raises OSError where the folder or the disk does not take it."""
+        """Write and flush. Raises OSError if the folder or the disk fails."""
         writer = self._writer or self._opened(told.step)
         for figure in told.figures:
             writer.add_scalar(figure.path, figure.value, told.step)
@@ -38,7 +38,7 @@ class TensorBoardSink:
         writer.flush()
 
     def close(self, state: str) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -51,5 +51,5 @@ class TensorBoardSink:
 
 
 def create(about: SinkRunInfo) -> TensorBoardSink:
-    """The sink of a run."""
+    """Create the sink of a run."""
     return TensorBoardSink(about)

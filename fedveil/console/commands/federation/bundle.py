@@ -2,9 +2,9 @@
 
 An offline bundle is a folder with wheels of FedVeil and its dependencies, container images, and a manifest:
 
-    fedveil bundle make FOLDER         with a network: collects all of it in a new folder
+    fedveil bundle make FOLDER         with a network: collects everything in a new folder
     fedveil bundle manifest FOLDER     writes every file's size and SHA-256 to FOLDER/MANIFEST.json, after a change
-    fedveil bundle verify FOLDER       at the site: finds files that are missing, changed, or not in the manifest
+    fedveil bundle verify FOLDER       at the site: reports files that are missing, changed, or not in the manifest
 
 The manifest shows whether the folder arrived unchanged, not who made it. Send the SHA-256 that the commands print over
 a second channel.

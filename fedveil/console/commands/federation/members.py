@@ -94,7 +94,7 @@ def _changing(act: Callable[[argparse.Namespace, SiteRegistry], int]) -> Callabl
 
 
 def _asking(act: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run an action that queries the server. Raises ServerUnreachableError, which says what to do without a server."""
+    """Run an action that queries the server. Raises ServerUnreachableError with advice for an unreachable server."""
     try:
         return act(args)
     except ServerUnreachableError:
@@ -125,7 +125,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _add(args: argparse.Namespace, members: SiteRegistry) -> int:
     federation = members.with_site(args.site)
-    _certificate(args.folder / "server" / "ca.crt")  # before keys are drawn for a folder that has none
+    _certificate(args.folder / "server" / "ca.crt")  # before keys are created for a folder without a certificate
     keys = instruction_keys.ensure_keys(members)
     file = _write_kit(args.folder, federation, args.site, keys)
     members.add(args.site, signs=True)

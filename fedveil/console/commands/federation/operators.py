@@ -1,10 +1,10 @@
 """`fedveil operators`: manages the operators of a federation, each with a name and a role.
 
-| role | may |
+| role | permissions |
 |---|---|
-| read | list runs and sites, read what a run printed |
-| submit | the same, start and stop runs |
-| members | what read may, register and unregister sites' keys |
+| read | list runs and sites, read the output of a run |
+| submit | the same; start and stop runs |
+| members | the same as read; register and unregister sites' keys |
 | admin | all of these |
 
 The SuperLink checks the token at its control port and logs each request with the operator's name. A change
@@ -87,7 +87,7 @@ def _revoke(args: argparse.Namespace) -> int:
 
 
 def _signs(folder: Path) -> bool:
-    """Return whether the federation has instruction keys; a damaged registry does not hold up a revocation."""
+    """Return whether the federation has instruction keys; a damaged registry does not delay a revocation."""
     try:
         return bool(SiteRegistry(folder).instruction_keys)
     except ConfigError:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 DATA = paths.find_folder("data/e2e")
 RUN_TIMEOUT = 1800.0
 _LEAST_SUMMED = 3  # secure.min-sites, by default
-# Small enough for two cores, long enough for the curves to show learning, and rows few enough for attacks to win.
+# Small enough for two cores, long enough for the curves to show learning, and few enough examples for attacks to win.
 SETTINGS: dict[str, Any] = {
     "task.evaluation": str(DATA),
     "task.examples-per-site": 100,

@@ -1,6 +1,6 @@
 """`fedveil methods`: lists the methods, or shows one in full.
 
-In full: its equations, what each side learns, its fields, and what it puts on the wire.
+In full: its equations, what each side learns, its fields, and its messages.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _installed_columns() -> dict[str, tuple[Mapping[str, str], str]]:
 
 
 def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
-    """Return a table with a row per method: who has what, its stated guarantee, its message sizes, and more columns.
+    """Return a table with one row per method: what each side has, the guarantee, message sizes, and more columns.
 
     `columns`: for each column name, its cells by method title.
     """
@@ -130,7 +130,7 @@ def _sentence(words: str, head: str) -> str:
 
 
 def _part(layout: MessageLayout, direction: Direction, dense: int) -> str:
-    """Bytes of a message's largest variant, in percent of all trained tensors in fp32."""
+    """Return the bytes of a message's largest variant, in percent of all trained tensors in fp32."""
     sizes: dict[str, int] = {}
     for field in layout.fields:
         if field.direction == direction:

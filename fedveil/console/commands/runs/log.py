@@ -64,7 +64,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _held_by(other: Path, site: str) -> list[LogHead]:
-    """Return the anchors in the other end's log: the server's in a site's log, those of `site` in the server's log."""
+    """Return the anchors in the other side's log: the server's in a site's log, those of `site` in the server's log."""
     lines = audit_log.read_log(other)
     anchors = [line["site_log"] for line in lines if site and line.get("site_log") and line.get("site") == site]
     anchors += [line["server_log"] for line in lines if not site and line.get("server_log")]

@@ -1,11 +1,11 @@
 """`fedveil watch`: follows a run to its end; the exit code says how it ended.
 
-`flwr run --stream` returns 0 always; this command does not:
+`flwr run --stream` always returns 0; this command does not:
 
 | exit code | the run |
 |---|---|
 | 0 | completed |
-| 1 | failed, or its ServerApp ended without a word |
+| 1 | failed, or its ServerApp ended silently |
 | 2 | cannot be watched: wrong arguments, the SuperLink does not answer |
 | 3 | was stopped |
 | 4 | was still running after --timeout |

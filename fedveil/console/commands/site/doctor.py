@@ -4,8 +4,8 @@ It checks certificates, keys, the server's instruction keys, clock, ports, versi
 policy, roster, the server's program and its health, and changes nothing. Lines with a problem say what to do next. The
 exit code is 1 if a check fails.
 
-With `--set task.data=FOLDER`, task.evaluation or task.server-data it checks that the examples of a run are there. With
-`--set task.model=FOLDER` it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
+With `--set task.data=FOLDER`, task.evaluation or task.server-data, it checks that a run's examples exist. With
+`--set task.model=FOLDER`, it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def write_demo_report(out: Path, runs: Sequence[RunView]) -> None:
     run_page.write_run_page(out / REPORT, runs)
     arms = [tradeoff.read_tradeoff_run(run) for run in runs]
     for name in (PICTURE, FIGURES):
-        (out / name).unlink(missing_ok=True)  # of an earlier demo
+        (out / name).unlink(missing_ok=True)  # from an earlier demo
     if picture := tradeoff_plot.tradeoff_svg(arms):
         (out / PICTURE).write_text(report_single_run(picture))
         figures = json.dumps([asdict(arm) for arm in arms], indent=1)

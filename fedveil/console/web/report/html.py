@@ -55,8 +55,8 @@ td code { overflow-wrap: anywhere; } ul { padding-left: 1.2rem; max-width: 60rem
 """
 
 
-# What a browser may do with the page, whatever is written in it: no script, no request, no form, no frame. The figures
-# bring style attributes of their own.
+# Browser permissions of the page, for any content: no script, no request, no form, no frame. The figures
+# contain style attributes.
 _PERMITTED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
@@ -139,7 +139,7 @@ def html_document(title: str, body: Html) -> str:
 
 
 def template_environment(*folders: str) -> Environment:
-    """Templates of these folders of the installation. They show text escaped, bounded and printable: `escape_text`."""
+    """Return an environment for templates in these folders, which escape and bound all text by `escape_text`."""
     return Environment(
         loader=FileSystemLoader([paths.find_folder(folder) for folder in folders]),
         autoescape=True,
@@ -153,5 +153,5 @@ def template_environment(*folders: str) -> Environment:
 
 def _final(value: object) -> Html:
     if isinstance(value, StrictUndefined):
-        str(value)  # raises, and names it
+        str(value)  # raises an error that names it
     return escape_text(value)

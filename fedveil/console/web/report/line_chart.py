@@ -93,7 +93,7 @@ def draw_curves(name: str, size: tuple[float, float], words: str, draw: Callable
 
     style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "font.family": "sans-serif"}
     style |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    with mpl.rc_context({**style, "text.parse_math": False}):  # labels are names that others gave
+    with mpl.rc_context({**style, "text.parse_math": False}):  # labels are names from other users
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Compare runs: how good the model is, what an attacker could still tell, and what the sites sent.
+"""Compare runs: the model's quality, an attacker's success, and the bytes sent by sites.
 
 The attacker's result is the mean over the sites if the audit has it, otherwise the strongest finding about
 the run. Either comes from an attack whose controls hold. If there is none, the picture says so and shows no
@@ -62,7 +62,7 @@ class TradeoffRun:
 
     @property
     def auroc(self) -> tuple[float, float, float]:
-        """AUROC with interval: over all sites, or from the strongest finding, which the run must have."""
+        """Return the AUROC with interval: over all sites, or from the strongest finding, which the run must have."""
         assert self.told is not None
         site_average = self.over_sites()
         return site_average.auroc if site_average else self.told.auroc

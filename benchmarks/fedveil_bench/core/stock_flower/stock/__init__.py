@@ -1,1 +1,1 @@
-"""Flower as it comes, with nothing to train."""
+"""Unmodified Flower, with nothing to train."""

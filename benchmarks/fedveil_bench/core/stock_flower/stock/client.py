@@ -1,4 +1,4 @@
-"""Returns what it gets."""
+"""A client that returns the arrays that it receives."""
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -8,7 +8,7 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """The same arrays back."""
+    """Return the same arrays."""
     content = RecordDict(
         {"arrays": message.content.array_records["arrays"], "metrics": MetricRecord({"num-examples": 1})}
     )

@@ -15,7 +15,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Writes the seconds of each round, as JSON, to the file that the config names."""
+    """Write the seconds of each round, as JSON, to the file that the config names."""
     config, times = context.run_config, []
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -23,7 +23,7 @@ def main(grid: Grid, context: Context) -> None:
         return MetricRecord({"round": server_round})
 
     sites = int(config["sites"])
-    weights = np.random.default_rng(0).random(int(config["bytes"]) // 4, np.float32)  # equal chunks would travel once
+    weights = np.random.default_rng(0).random(int(config["bytes"]) // 4, np.float32)  # equal chunks are sent only once
     arrays = ArrayRecord({"w": Array(weights)})
     strategy = FedAvg(fraction_evaluate=0.0, min_evaluate_nodes=0, min_train_nodes=sites, min_available_nodes=sites)
     strategy.start(grid, arrays, num_rounds=int(config["rounds"]), evaluate_fn=evaluate)

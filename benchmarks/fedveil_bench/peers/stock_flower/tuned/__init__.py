@@ -1,1 +1,1 @@
-"""Flower and PEFT as they come: the same LoRA training on the same rows."""
+"""Unmodified Flower and PEFT: the same LoRA training on the same rows."""

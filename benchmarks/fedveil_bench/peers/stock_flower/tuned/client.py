@@ -1,4 +1,4 @@
-"""Trains the LoRA factors that it gets, and sends all of them back."""
+"""Train the received LoRA factors, and send all of them back."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ app = ClientApp()
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """One round."""
+    """Run one round."""
     site = Site(Path(str(context.run_config["task"])), int(context.node_config["partition-id"]))
     weights = message.content.array_records["arrays"].to_torch_state_dict()
     round_ = int(str(message.content.config_records["config"]["server-round"]))

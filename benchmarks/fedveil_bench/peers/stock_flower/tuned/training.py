@@ -1,7 +1,7 @@
-"""One site's local training with PEFT and plain PyTorch. No word of any federation: each peer's client calls it.
+"""One site's local training with PEFT and plain PyTorch, without any federation code: each peer's client calls it.
 
-The task is a folder: `task.json`, `initial.safetensors` (PEFT's names), and `site-<n>.jsonl`, a row a line: its tokens
-`ids`, of which those from `start` on are learnt.
+The task is a folder: `task.json`, `initial.safetensors` (PEFT's names), and `site-<n>.jsonl` with one row per line: its
+tokens `ids`, which are learned from `start` on.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-_IGNORED = -100  # of a label: the loss leaves it out
+_IGNORED = -100  # label that the loss ignores
 
 
 class Site:
     """One site's rows and model, loaded once.
 
     Args:
-        folder: of the task.
-        number: of the site.
+        folder: folder of the task.
+        number: number of the site.
 
     Attributes:
-        rows: how many it has.
+        rows: number of its rows.
     """
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -38,13 +38,13 @@ class Site:
         self._model = get_peft_model(base, LoraConfig(**self._task["lora"], task_type="CAUSAL_LM"))
 
     def trained(self, round_: int, weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """The weights after a round's steps from `weights`, and the mean loss of the steps.
+        """Return the weights after a round's steps from `weights`, and the mean loss of the steps.
 
         Args:
-            round_: from 1; it names the order of the rows.
+            round_: from 1; it determines the order of the rows.
 
         Raises:
-            ValueError: weights that are not the model's.
+            ValueError: weights that do not match the model.
         """
         task, model = self._task, self._model
         if set(get_peft_model_state_dict(model)) != set(weights):
