@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import os
 import re
 import tomllib
 from collections.abc import Callable
-from logging import INFO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from flwr.supercore import log
 
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.guard.installed_bundle import require_same
@@ -96,7 +94,7 @@ class BundleCheck:
                 "installed"
             )
         if permitted is None:
-            log(INFO, "fedveil: every bundle may run here: %s", self._file or f"{VARIABLE} names no file")
+            logging.getLogger("flwr").info("fedveil: every bundle may run here: %s", self._file or f"no {VARIABLE}")
             return self._install(content, *args, **kwargs)
         if digest not in permitted:
             raise PolicyError(

@@ -41,7 +41,7 @@ from logging import ERROR, INFO, WARNING
 from typing import Any
 
 from fedveil.guard import clientapp, heartbeat, poll_backoff, superexec
-from fedveil.guard.superexec import CLIENT_APP
+from fedveil.guard.task_programs import CLIENT_APP
 
 _MOST_BYTES = 1 << 16  # of a client process's arguments
 _ANSWER_SECONDS = 30.0

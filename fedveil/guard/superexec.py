@@ -16,10 +16,8 @@ import sys
 
 from fedveil.errors import ConfigError
 from fedveil.guard.flower import replaced, retries
+from fedveil.guard.task_programs import CLIENT_APP, SERVER_APP
 
-CLIENT_APP, SERVER_APP = "flwr-clientapp", "flwr-serverapp"  # types of tasks, and the programs that run them
-# Flower's other programs for tasks; a test compares them with its types of tasks.
-REFUSED_PROGRAMS = ("flwr-agentapp", "flwr-connector", "flwr-model", "flwr-simulation")
 _OF_A_SERVER = ("FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS", "FEDVEIL_BUNDLES")
 
 

@@ -33,7 +33,7 @@ from fedveil.errors import ConfigError, StateError
 from fedveil.guard import duplicate_pushes, flower, heartbeat, poll_backoff
 from fedveil.guard.flower import replaced, retries
 from fedveil.guard.minute_log import MinuteLog
-from fedveil.guard.superexec import SERVER_APP
+from fedveil.guard.task_programs import SERVER_APP
 from fedveil.sanitize import sanitize
 
 _CALLS = ("pull_object", "confirm_message_received")

@@ -43,7 +43,7 @@ from google.protobuf.message import DecodeError
 from fedveil.errors import FedVeilError, PolicyError, StateError, WireError
 from fedveil.federation.message_signatures import claims
 from fedveil.guard import reply_check as replies
-from fedveil.guard.superexec import SERVER_APP
+from fedveil.guard.task_programs import SERVER_APP
 from fedveil.records.atomic_files import write_atomic
 from fedveil.relay.endpoint_config import EndpointConfig, PeerMessages
 from fedveil.relay.mailbox import SUFFIX

@@ -17,7 +17,7 @@ from fedveil.client_app.worker.registry import WorkerRegistry
 from fedveil.console.flower.processes import LaunchError, ProcessGroup
 from fedveil.console.flower.programs import superexec_command
 from fedveil.guard import poll_backoff
-from fedveil.guard.superexec import CLIENT_APP, REFUSED_PROGRAMS, SERVER_APP
+from fedveil.guard.task_programs import CLIENT_APP, REFUSED_PROGRAMS, SERVER_APP
 
 SUPEREXEC = "superexec"
 _OWN_PORTS = ("flower-superlink", "flower-supernode")

@@ -20,7 +20,7 @@ from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
 from flwr.supercore.superexec.executor import LaunchResult
 from flwr.supercore.superexec.plugin import AutoExecPlugin
 
-from fedveil.guard import clientapp, heartbeat, serverapp, superexec
+from fedveil.guard import clientapp, heartbeat, serverapp, superexec, task_programs
 from tests.conftest import ROOT
 
 _OURS = "from fedveil.guard.superexec import main; main()"
@@ -91,12 +91,12 @@ def test_a_superexec_asks_again_after_an_error_of_its_superlink(
 
 def test_every_type_of_task_of_flower_is_guarded_or_has_a_program_that_is_refused() -> None:
     """A new type in a later Flower turns this red: decide then what the guard does with it."""
-    guarded = {superexec.CLIENT_APP, superexec.SERVER_APP}
-    assert {TASK_TYPE_TO_COMMAND[kind] for kind in TaskType} == guarded | set(superexec.REFUSED_PROGRAMS)
+    guarded = {task_programs.CLIENT_APP, task_programs.SERVER_APP}
+    assert {TASK_TYPE_TO_COMMAND[kind] for kind in TaskType} == guarded | set(task_programs.REFUSED_PROGRAMS)
     assert guarded <= set(TaskType)
 
 
-@pytest.mark.parametrize("permitted", [superexec.CLIENT_APP, superexec.SERVER_APP])
+@pytest.mark.parametrize("permitted", [task_programs.CLIENT_APP, task_programs.SERVER_APP])
 def test_a_superexec_starts_one_type_of_task_and_no_other(monkeypatch: pytest.MonkeyPatch, permitted: str) -> None:
     monkeypatch.setattr(AutoExecPlugin, "supported_task_types", AutoExecPlugin.supported_task_types)  # puts it back
     superexec.patch_task_types(permitted)
@@ -120,11 +120,11 @@ def test_an_images_superexec_is_a_sites_unless_its_environment_is_a_servers(
 ) -> None:
     for other in ("FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS", "FEDVEIL_BUNDLES"):
         monkeypatch.delenv(other, raising=False)
-    assert superexec.task_type_of_environment() == superexec.CLIENT_APP
+    assert superexec.task_type_of_environment() == task_programs.CLIENT_APP
     monkeypatch.setenv(name, "")
-    assert superexec.task_type_of_environment() == superexec.CLIENT_APP
+    assert superexec.task_type_of_environment() == task_programs.CLIENT_APP
     monkeypatch.setenv(name, "/instruct/file")
-    assert superexec.task_type_of_environment() == superexec.SERVER_APP
+    assert superexec.task_type_of_environment() == task_programs.SERVER_APP
 
 
 @pytest.mark.parametrize("module", [clientapp.RUNTIME, serverapp.RUNTIME])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedveil.errors import ConfigError
-from fedveil.guard import clientapp, flower, serverapp, superexec, superlink, supernode
+from fedveil.guard import clientapp, flower, serverapp, superexec, superlink, supernode, task_programs
 from fedveil.guard.flower import replaced
 from fedveil.guard.flower.replaced import REPLACED, Process, ReplacedAttribute, require_attributes
 from tests.conftest import ROOT
@@ -43,7 +43,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, fault: dict[s
     [
         ("SuperNode", supernode.patch_supernode),
         ("SuperLink", superlink.patch_link_state),
-        ("SuperExec", lambda: superexec.patch_superexec(superexec.SERVER_APP)),
+        ("SuperExec", lambda: superexec.patch_superexec(task_programs.SERVER_APP)),
         ("client process", lambda: clientapp.install_guard(True)),
         ("ServerApp process", serverapp.main),
     ],
