@@ -224,7 +224,7 @@ BAD = {
     "flipped bit": (rebuilt(flip), "expected checksum .* the field was damaged"),
     "no record": (
         lambda m, r: Message(RecordDict({"x": ArrayRecord()}), reply_to=m),
-        "reply: expected the record fedveil, and perhaps log, found",
+        "reply: expected the record fedveil, and perhaps log and signature, found",
     ),
     "foreign array": (
         lambda m, r: Message(RecordDict({"fedveil": in_slices(b"x", "numpy.ndarray")}), reply_to=m),
