@@ -30,7 +30,8 @@ def test_every_file_that_replaces_something_at_run_time_stands_in_the_table():
     """By what an assignment to an attribute of a module or class of others looks like."""
     assigned = re.compile(
         r"^\s+(setattr\((grpc|module|self\._runtime|loaded|importlib\.import_module\(module\)), "
-        r"|(module|state|client|grpc|uvicorn\.\w+|NodeAuth\w+|importlib\..*)\.\w+ = |link_states\.patch_link_states\()",
+        r"|(module(\.AutoExecPlugin)?|state|client|grpc|uvicorn\.\w+|NodeAuth\w+|importlib\..*)\.\w+ = "
+        r"|link_states\.patch_link_states\()",
         re.MULTILINE,
     )
     folders = ("fedveil/guard", "fedveil/relay", "fedveil/console", "fedveil/records", "server_app", "client_app")

@@ -35,8 +35,8 @@ def patch_superexec(task_type: str) -> None:
 def patch_task_types(task_type: str) -> None:
     """Make a SuperExec in this process ask for tasks of this type, and refuse any other that it is sent."""
     known = importlib.import_module("flwr.supercore.constant").TaskType
-    plugin = importlib.import_module("flwr.supercore.superexec.plugin.base_exec_plugin").AutoExecPlugin
-    plugin.supported_task_types = frozenset({known(task_type)})
+    module = importlib.import_module("flwr.supercore.superexec.plugin.base_exec_plugin")
+    module.AutoExecPlugin.supported_task_types = frozenset({known(task_type)})
 
 
 def task_type_of_environment() -> str:

@@ -21,7 +21,7 @@ from fedveil.guard.permitted_bundles import BundleCheck
 def bundle(text: str = "app = 1\n") -> bytes:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("pyproject.toml", text)
+        archive.writestr(zipfile.ZipInfo("pyproject.toml"), text)  # with a fixed date: equal texts, equal bundles
     return packed.getvalue()
 
 
