@@ -154,7 +154,7 @@ def test_over_the_real_port_a_run_of_two_sites_ends_as_without_the_rogue(tmp_pat
             ended = over_grpc(federation, tmp_path, CONFIG, timeout=600)
         finally:
             end.set()
-            thread.join(60)
+            thread.join(400)  # a sequence of calls takes minutes on a busy machine
         assert ended.completed, ended.reason
         assert problems == []
         assert sum(count for (_, status), count in statuses.items() if status == 403) > 20
