@@ -26,7 +26,6 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging import INFO
 from pathlib import Path
@@ -40,23 +39,15 @@ from fedveil.contract.codec import Buffer
 from fedveil.errors import ConfigError, StateError, WireError
 from fedveil.federation.message_signatures import claims, digests
 from fedveil.federation.message_signatures.claims import InstructionClaims
+from fedveil.federation.message_signatures.environment import (
+    APP_DIGEST_VARIABLE,
+    KEY_VARIABLE,
+    SIGNERS_VARIABLE,
+)
 from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners
 from fedveil.wire import chunking
 
-KEY_VARIABLE, SIGNERS_VARIABLE = "FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS"
-BUNDLE_VARIABLE = "FEDVEIL_APP_DIGEST"  # set by the program that installed the bundle (fedveil/guard/serverapp.py)
 _MOST_BYTES = 4 << 20  # of the list
-
-
-@dataclass(frozen=True)
-class SignedReply:
-    """A reply whose signature is the site's.
-
-    Attributes:
-        evidence: all claims with key and signature, for the audit log.
-    """
-
-    evidence: Mapping[str, str | int]
 
 
 @final
@@ -121,7 +112,7 @@ class MessageSigner:
         if not key or not signers:
             missing = SIGNERS_VARIABLE if key else KEY_VARIABLE
             raise ConfigError(f"{missing}: expected a file beside the other of the two variables, found none; set both")
-        if (measured := os.environ.get(BUNDLE_VARIABLE, "")) != app:
+        if (measured := os.environ.get(APP_DIGEST_VARIABLE, "")) != app:
             raise ConfigError(
                 f"app digest: expected the SuperLink to name the bundle that runs here, {measured or 'not measured'}, "
                 f"found {app}"
@@ -131,25 +122,20 @@ class MessageSigner:
         )
         return cls(private, SignerFile(Path(signers)), flower_run, app, run_config)
 
-    def refusal(self, site: str, node_id: int) -> str:
-        """Return why a site is not asked; "" if it is."""
-        try:
-            signers = self._signers.get()
-            signer = self._signer_of(signers, site, node_id)
-        except (StateError, WireError) as error:
-            return str(error)
-        if signers.required and not signer.signs:
-            return "signature: expected a site whose kit has the instruction keys, found an older kit"
-        return ""
-
     def sign(self, site: str, message: Message, contents: dict[int, str]) -> InstructionClaims | None:
-        """Add the signature record to a message to a site that `refusal` lets pass. Return what is signed; None for a
-        site with an older kit.
+        """Add the signature record to a message. Return what is signed; None for a site with an older kit.
 
-        `contents`: digests by the id of the record, of messages that all exist until the last one is signed.
+        Args:
+            contents: digests by the id of the record, of messages that all exist until the last one is signed.
+
+        Raises:
+            WireError, StateError: the site may not be asked.
         """
         about, records = message.metadata, message.content
-        if not self._signer_of(self._signers.get(), site, about.dst_node_id).signs:
+        signers = self._signers.get()
+        if not self._signer_of(signers, site, about.dst_node_id).signs:
+            if signers.required:
+                raise WireError("signature: expected a site whose kit has the instruction keys, found an older kit")
             return None
         order, upload = records.config_records["order"], records.array_records["fedveil"]
         if (content := contents.get(id(upload))) is None:
@@ -170,8 +156,8 @@ class MessageSigner:
     def verify(
         self, site: str, node_id: int, asked: InstructionClaims | None, data: Buffer, site_log: str,
         record: Mapping[str, Any] | None,
-    ) -> SignedReply | None:  # fmt: skip
-        """Return the evidence of a reply's signature; None for a site that does not sign.
+    ) -> dict[str, str | int]:  # fmt: skip
+        """Return the claims of a reply with key and signature, for the audit log; {} for a site that does not sign.
 
         Args:
             asked: the claims of the instruction, as `sign` returned them.
@@ -186,7 +172,7 @@ class MessageSigner:
         except StateError as error:
             raise WireError(str(error)) from None
         if asked is None:
-            return None
+            return {}
         if record is None:
             raise WireError("signature: expected one by the site's signing key, found none")
         signature = claims.read_signature(record, is_instruction=False)
@@ -195,7 +181,7 @@ class MessageSigner:
             raise WireError(
                 "signature: expected one by the site's registered signing key over this reply, found another"
             )
-        return SignedReply({**answer.as_evidence(), "key": signature["key"], "signature": signature["signature"]})
+        return {**answer.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
 
     def _signer_of(self, signers: SiteSigners, site: str, node_id: int) -> SiteSigner:
         """Return a site's entry. Raises WireError unless it is registered with this node."""

@@ -166,14 +166,10 @@ class Reception:
         signed: dict[str, InstructionClaims | None] = {}
         contents: dict[int, str] = {}
         for site, message in messages.items():
-            reason = self._signer.refusal(site, message.metadata.dst_node_id)
-            if not reason:
-                try:
-                    signed[site] = self._signer.sign(site, message, contents)
-                except (StateError, WireError) as error:  # the list changed after `refusal` had read it
-                    reason = str(error)
-            if reason:
-                self._not_taken.append(LostReply(site, 0, reason))
+            try:
+                signed[site] = self._signer.sign(site, message, contents)
+            except (StateError, WireError) as error:
+                self._not_taken.append(LostReply(site, 0, str(error)))
         return signed
 
     def poll_replies(self, only: str = "") -> Iterator[ReplyOutcome]:
@@ -278,10 +274,10 @@ class Reception:
         """Return an upload that counts for its site. Raises WireError for a wrong signature."""
         if self._signer is None:
             return ArrivedReply(request.site, content.data, content.site_log)
-        reply = self._signer.verify(
+        signed = self._signer.verify(
             request.site, request.node_id, request.signed, content.data, content.site_log, content.signature
         )
-        return ArrivedReply(request.site, content.data, content.site_log, reply.evidence if reply else {})
+        return ArrivedReply(request.site, content.data, content.site_log, signed)
 
     def _wait_for_objects(self, head: ReplyHead) -> None:
         """Read a reply again later. The SuperLink has handed it over and does not name it a second time."""

@@ -31,6 +31,11 @@ from fedveil.federation.message_signatures.claims import InstructionClaims
 from fedveil.federation.message_signatures.key_files import InstructionKeys
 from fedveil.wire import chunking
 
+_WRONG = (
+    "instruction: expected a signature by this federation's instruction key over this message, bundle and run config, "
+    "found another"
+)
+
 
 @dataclass(frozen=True)
 class VerifiedInstruction:
@@ -89,15 +94,14 @@ def verify_instruction(
     signing_key = Path(site.signing_key).expanduser()
     _signing_key(signing_key)
     signature = claims.read_signature(dict(records.config_records[claims.RECORD]), is_instruction=True)
-    # Before the message is hashed: who has no key may not cost this site more than it has sent.
+    # These two checks come before the message is hashed, which takes seconds for a large one.
     public = [key for key in pinned.keys if claims.key_id(key) == signature["key"]]
+    if not public:
+        raise PolicyError(_WRONG)
     _require_current(signature["issued"], signature["until"])
     asked = _claims_of(message, records, context, pinned.federation, str(flower_run), app, site.site, signature)
-    if not public or not claims.is_signed(asked, public[0], signature):
-        raise PolicyError(
-            "instruction: expected a signature by this federation's instruction key over this message, bundle and run "
-            "config, found another"
-        )
+    if not claims.is_signed(asked, public[0], signature):
+        raise PolicyError(_WRONG)
     evidence = {**asked.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
     return VerifiedInstruction(asked, evidence, signing_key)
 

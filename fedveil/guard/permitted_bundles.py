@@ -31,10 +31,10 @@ from types import ModuleType
 from typing import Any
 
 from fedveil.errors import ConfigError, PolicyError
+from fedveil.federation.message_signatures.environment import APP_DIGEST_VARIABLE, BUNDLES_VARIABLE
 from fedveil.guard.installed_bundle import require_same
 from fedveil.sanitize import sanitize
 
-VARIABLE, MEASURED = "FEDVEIL_BUNDLES", "FEDVEIL_APP_DIGEST"
 _MOST_BYTES = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -87,14 +87,16 @@ class BundleCheck:
         """Call Flower's install_from_fab if the bundle is permitted. Raises ConfigError or PolicyError."""
         permitted = None if self._file is None else read_digests(self._file)
         digest = hashlib.sha256(content).hexdigest()
-        os.environ[MEASURED] = digest  # what the server signs for (server_app/message_signing.py)
+        os.environ[APP_DIGEST_VARIABLE] = digest  # what the server signs for (server_app/message_signing.py)
         if digest != self._named:
             raise PolicyError(
                 f"app digest: expected the SuperLink to name {digest}, found {sanitize(self._named, 80)}; nothing was "
                 "installed"
             )
         if permitted is None:
-            logging.getLogger("flwr").info("fedveil: every bundle may run here: %s", self._file or f"no {VARIABLE}")
+            logging.getLogger("flwr").info(
+                "fedveil: every bundle may run here: %s", self._file or f"no {BUNDLES_VARIABLE}"
+            )
             return self._install(content, *args, **kwargs)
         if digest not in permitted:
             raise PolicyError(
@@ -108,5 +110,5 @@ class BundleCheck:
 
 def patch_install(module: str) -> None:
     """Make the ServerApp's process measure its bundle, and check it if FEDVEIL_BUNDLES names a file."""
-    file = os.environ.get(VARIABLE, "")
+    file = os.environ.get(BUNDLES_VARIABLE, "")
     BundleCheck(importlib.import_module(module), Path(file) if file else None).install()

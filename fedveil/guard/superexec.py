@@ -15,10 +15,11 @@ import os
 import sys
 
 from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.environment import BUNDLES_VARIABLE, KEY_VARIABLE, SIGNERS_VARIABLE
 from fedveil.guard.flower import replaced, retries
 from fedveil.guard.task_programs import CLIENT_APP, SERVER_APP
 
-_OF_A_SERVER = ("FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS", "FEDVEIL_BUNDLES")
+_OF_A_SERVER = (KEY_VARIABLE, SIGNERS_VARIABLE, BUNDLES_VARIABLE)
 
 
 def patch_superexec(task_type: str) -> None:

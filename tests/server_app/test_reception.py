@@ -392,11 +392,8 @@ def test_nobody_else_pushes_messages_or_pulls_replies():
     assert users == {"server_app/reply_sources.py"}
 
 
-def test_a_site_that_is_revoked_while_it_is_asked_is_lost_and_no_other():
+def test_a_site_that_may_not_be_asked_is_lost_and_no_other():
     class Signer:
-        def refusal(self, site, node_id):
-            return ""
-
         def sign(self, site, message, contents):
             if site == "east":
                 raise WireError("signature: expected a registered site, found one that is revoked")

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedveil.encrypted_files import read_key_file
+from fedveil.federation.message_signatures.environment import BUNDLES_VARIABLE, KEY_VARIABLE, SIGNERS_VARIABLE
 from fedveil.federation.message_signatures.key_files import SIGNERS
 from fedveil.federation.secagg import crypto
-from fedveil.guard import permitted_bundles
 from fedveil.paths import private_folder
 from fedveil.records.atomic_files import write_atomic
 
-KEY_VARIABLE, SIGNERS_VARIABLE = "FEDVEIL_INSTRUCTION_KEY", "FEDVEIL_SIGNERS"  # read by the ServerApp's process
 RENEW = "fedveil members renew-instruction-key"
 
 
@@ -51,7 +50,7 @@ def signing_environment(folder: Path, signs: bool) -> dict[str, str]:
     """
     files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)} if signs else {}
     bundles = current_file(folder).with_name("bundles.toml")  # takes effect for the next run when a person writes it
-    return {**{name: str(file) for name, file in files.items()}, permitted_bundles.VARIABLE: str(bundles)}
+    return {**{name: str(file) for name, file in files.items()}, BUNDLES_VARIABLE: str(bundles)}
 
 
 def keys_fingerprint(federation: str, public: Sequence[str]) -> str:

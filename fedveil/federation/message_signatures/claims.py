@@ -51,7 +51,7 @@ class _Claims:
 
     def signed_bytes(self) -> bytes:
         """Return the bytes that are signed. Raises WireError for a value that has no canonical form."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        values = self.as_evidence()
         for name, value in values.items():
             if type(value) is int and 0 <= value < _GREATEST:
                 continue

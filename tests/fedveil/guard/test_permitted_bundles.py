@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fedveil.errors import ConfigError, PolicyError
+from fedveil.federation.message_signatures.environment import APP_DIGEST_VARIABLE, BUNDLES_VARIABLE
 from fedveil.guard import permitted_bundles, serverapp
 from fedveil.guard.permitted_bundles import BundleCheck
 
@@ -49,7 +50,7 @@ class Runtime(ModuleType):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    monkeypatch.setenv(permitted_bundles.MEASURED, "")
+    monkeypatch.setenv(APP_DIGEST_VARIABLE, "")
 
 
 @pytest.fixture
@@ -118,12 +119,12 @@ def test_a_folder_with_other_files_than_the_bundle_is_not_loaded(runtime, tmp_pa
 
 def test_the_process_measures_its_bundle_also_where_no_file_is_named(monkeypatch, tmp_path):
     """The server signs for the bundle that it runs, not for the digest that the SuperLink names."""
-    monkeypatch.delenv(permitted_bundles.VARIABLE, raising=False)
+    monkeypatch.delenv(BUNDLES_VARIABLE, raising=False)
     made = Runtime(tmp_path / "apps" / "fedveil.app.1")
     monkeypatch.setitem(sys.modules, "a_runtime", made)
     permitted_bundles.patch_install("a_runtime")
     assert run(made, bundle()) == made.folder
-    assert os.environ[permitted_bundles.MEASURED] == digest(bundle())
+    assert os.environ[APP_DIGEST_VARIABLE] == digest(bundle())
     with pytest.raises(PolicyError, match="app digest: expected the SuperLink to name"):
         run(made, bundle(), named="ab" * 32)
     assert made.installed == [bundle()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedveil.errors import WireError
@@ -89,7 +90,11 @@ def test_nothing_is_signed_by_a_key_of_small_order(public):
 def test_the_library_takes_a_signature_by_a_key_of_small_order_for_any_text():
     """The control: without the check above, the owner of such a key could deny every signature."""
     identity = (1).to_bytes(32, "little")
-    Ed25519PublicKey.from_public_bytes(identity).verify(identity + bytes(32), b"any text")
+    signature = identity + bytes(32)
+    for text in (b"any text", b"another"):
+        assert Ed25519PublicKey.from_public_bytes(identity).verify(signature, text) is None  # else it raises
+    with pytest.raises(InvalidSignature):
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(PUBLIC)).verify(signature, b"any text")
 
 
 @pytest.mark.parametrize(("name", "value"), [("run", "\ud800"), ("round", 1 << 53), ("round", -1)])
