@@ -323,11 +323,11 @@ class AggregateConfig(ConfigSection):
 
 
 class SecureConfig(ConfigSection):
-    """Secure aggregation: a server that keeps to the protocol gets the sum of a round's uploads."""
+    """Secure aggregation: the server gets the sum of a round's uploads, and no single one."""
 
-    enabled: bool = Field(False, description="a server that keeps to the protocol gets only sums of uploads")
+    enabled: bool = Field(False, description="sites mask their uploads, so that the server gets only their sum")
     threshold: int = Field(
-        0, ge=0, le=10_000, description="share holders needed to open a secret; 0 = more than two thirds"
+        0, ge=0, le=10_000, description="sites that must agree to a sum before it opens; 0 = more than two thirds"
     )
     min_sites: int = Field(3, ge=2, le=10_000, description="minimum number of sites in a sum")
     ring_bits: Literal[32, 64] = Field(32, description="bits of each integer sent instead of a weight")
@@ -335,7 +335,7 @@ class SecureConfig(ConfigSection):
         0,
         ge=0,
         le=10_000,
-        description="number of sites, even, that each site shares masks with; 0 = all, or 32 if more than 32",
+        description="number of sites, even, that each site shares masks with; 0 = all up to 100",
     )
     clip_bound: float = Field(64.0, gt=0, le=1e9, description="sites clip values to it; smaller is more precise")
     roster: str = Field("", description="file at the server: all sites' signing keys (fedveil members roster)")
@@ -347,18 +347,13 @@ class SecureConfig(ConfigSection):
         1,
         ge=0,
         le=10_000,
-        description="sum: sites that may reveal their noise to the server; epsilon counts only the others' noise",
+        description="sites that may work with the server; sums withstand them, and epsilon counts the others' noise",
     )
 
     @property
     def honest(self) -> int:
         """Return h: the number of sites in the smallest sum whose noise the adversary does not know."""
         return self.min_sites - self.max_colluders
-
-    @property
-    def feared(self) -> int:
-        """Return the number of holders that must not be able to reconstruct a secret with a lying server."""
-        return self.max_colluders if self.noise == "sum" else 0
 
     @field_validator("graph_degree")
     @classmethod

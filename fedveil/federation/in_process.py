@@ -21,7 +21,7 @@ from fedveil.federation.client_states import ClientStateCache
 from fedveil.federation.exchange import MessageExchange, Participate
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
-from fedveil.federation.secagg.site import SiteRequirements
+from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.rng import derive_secret
@@ -78,7 +78,9 @@ class InProcessFederation:
         aggregation_rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
         secure = self.config.secure
         self.unseen = (
-            InProcessSecureSums("run", secagg_config_of(secure), self.sites, SiteRequirements(colluding=secure.feared))
+            InProcessSecureSums(
+                "run", secagg_config_of(secure), self.sites, SiteRequirements(colluding=secure.max_colluders)
+            )
             if secure.enabled
             else None
         )
@@ -125,7 +127,7 @@ class InProcessFederation:
         attempt, clear = unseen.begin(round_, 0, chosen), dict[str, Mapping[str, str]]()
         summed = MaskedUploadCodec.from_exchange(self.exchange, round_, attempt.plan.bits, self._claim)
         for site in chosen:
-            up = self._turn(round_, site, summed.of_site(unseen.sites[site], attempt.plan))
+            up = self._turn(round_, site, summed.of_site(unseen.sites[site], attempt.plan, unseen.terms(attempt.plan)))
             message, vector, attached = summed.receive(up)
             attempt.add(site, vector, attached)
             clear[site] = message.payload.scalars

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.mask_streams import KEY_BYTES, MaskStream, add_masks
-from fedveil.federation.secagg.messages import UnmaskRequest, UnmaskResponse
+from fedveil.federation.secagg.messages import OpenRequest, OpenResponse
 from fedveil.federation.secagg.server import SecAggConfig
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 
@@ -17,9 +17,9 @@ __all__ = [
     "FixedPointRing",
     "InProcessSecureSums",
     "MaskStream",
+    "OpenRequest",
+    "OpenResponse",
     "SecAggConfig",
-    "UnmaskRequest",
-    "UnmaskResponse",
     "UnmaskingAttempt",
     "add_masks",
 ]

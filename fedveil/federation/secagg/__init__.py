@@ -1,13 +1,15 @@
-"""Secure aggregation: a server that follows the protocol gets only the sum of a round's uploads.
+"""Secure aggregation: the server gets the sum of a round's uploads, and no single one, even if it lies.
 
     mask_streams.py        masks that hide a vector and are removed from the sum
     crypto.py              signatures, agreed keys, shares that only one holder can read
     shamir.py              secrets in shares
-    graph_connectivity.py  which sites of a sum the masks connect
     schema.py              the form of all messages except the vectors, bounded before it is trusted
-    membership.py          who holds whose shares
+    roster.py              the signing keys of all sites
+    plan.py                what has to be the same at all sites of an attempt
+    derivations.py         keys, masks and digests under a plan
     messages.py            the server's requests and the sites' answers
-    pairwise_keys.py       keys and masks that two ends agree on
+    graph_connectivity.py  which sites the masks connect
+    plan_checks.py         the rules by which a site judges plans, lists and requests
     state.py               a site's stored state
     site.py                a site's half: what it answers, and what it refuses
     server.py              the server's half before a round
@@ -23,19 +25,26 @@ method's terms as masked integers:
     masked_upload.py       an upload as a message, and a client's round
     in_process.py          server and sites in one process
 
-The protocol follows Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine
-Learning, 2017. Its key exchange is moved into the round before, so that a round has two exchanges.
-Neighbors follow Bell et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, 2020.
+A plan names everything that has to be the same at all sites, and its digest salts every key: a site that was
+shown another plan adds masks that do not cancel. Each site shares the secrets of its masks with the cohort
+while it masks, under keys of that plan alone. Before shares open, q sites of the sum sign one list of who is
+in it; each site signs one list of a plan, and agrees to one plan of a round.
 
-Formal guarantees, for N holders of a site's secrets, where any t holders can reconstruct one, and an
-adversary that controls the server and c holders:
-1. If c < t, a server that follows the protocol learns only the sum of the uploads of sites other than
-   the adversary's own. With neighbors it learns the sum of each component of sites that masks connect;
-   each component has at least as many sites as a sum must have. Where a method does not have every site
-   send every entry, some entries of that sum may come from one site.
-2. Nothing is claimed against a server that deviates from the protocol or lies. Two checks make some of
-   its attacks harder: if 2 t > N + c, no t holders reveal both halves of one site's secrets; with a
-   roster, the server cannot replace the sites' keys by its own.
-It does not hide what the sum and the model themselves reveal. It does not stop a site from sending a
-wrong vector, which spoils the sum.
+The base is Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, 2017, with
+its consistency round. Keys for the next round travel with an upload. The graph of neighbors is that of Bell
+et al., Secure Single-Server Aggregation with (Poly)Logarithmic Overhead, 2020, but every signer of a list
+checks that no c sites cut it. Inconsistent broadcasts: Pasquini et al., Eluding Secure Aggregation in
+Federated Learning via Model Inconsistency, 2022.
+
+Formal guarantees, for a cohort of m sites and an adversary that controls the server and c of them, where all
+policies name one roster, 2 q > m + c, t > c (t = q with all pairs), max(q, least) - c >= 2:
+1. Of a plan, the adversary learns one sum at most, over at least max(q, least) - c honest sites, and of any
+   combination of the sums of one round nothing with fewer than q - c honest sites.
+2. A server that follows the protocol, with c' < t sites, learns one sum of each round.
+3. Sites that were shown another cohort, config, bundle or broadcast (where the method sends all sites the
+   same) are not in the same sum: theirs is noise.
+Not promised: a right sum, since a site may send anything; an end, if fewer than q sites answer; anything that
+the sum and the model show, or by which the sums of two rounds differ; broadcasts, for methods that keep
+private state at the site; entries that fewer sites send, where a method does not have every site send all.
+A site whose state was set back to an older copy counts to c in the rounds that it forgot.
 """

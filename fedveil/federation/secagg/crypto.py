@@ -5,7 +5,6 @@ A key is bound to its use: HKDF-SHA256 takes the purpose, the names of both ends
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 
@@ -19,7 +18,6 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedveil.errors import WireError
 
 KEY_BYTES = 32
-SEED_BYTES = 16
 _NONCE_BYTES = 12
 # Of Ed25519's curve: y of the 8 points of small order, which are 0, 1, -1 and two of order 8.
 _PRIME = 2**255 - 19
@@ -32,14 +30,9 @@ def context_bytes(purpose: str, *parts: str | int) -> bytes:
     return json.dumps(["fedveil secure aggregation 1", purpose, *parts], separators=(",", ":")).encode()
 
 
-def derive_key(secret: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
-    """Derive a key of 32 bytes for one purpose."""
-    return HKDF(SHA256(), KEY_BYTES, salt or None, purpose).derive(secret)
-
-
-def private_key_from(seed: bytes) -> bytes:
-    """Derive the private X25519 key from a seed."""
-    return derive_key(seed, context_bytes("prekey"))
+def derive_key(secret: bytes, purpose: bytes, salt: bytes = b"", length: int = KEY_BYTES) -> bytes:
+    """Derive a key of `length` bytes for one purpose."""
+    return HKDF(SHA256(), length, salt or None, purpose).derive(secret)
 
 
 def public_key_of(private: bytes) -> bytes:
@@ -56,15 +49,19 @@ def is_point(public: bytes) -> bool:
     return True
 
 
-def agree_secret(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
-    """Derive 32 bytes that both ends share. Raises WireError for a low-order public key."""
+def exchange_keys(private: bytes, public: bytes) -> bytes:
+    """Return X25519 of both keys, which both ends share. Raises WireError for a low-order public key."""
     try:
-        shared = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
         raise WireError(
             "key: expected an X25519 public key, found a point of low order; do not trust its sender"
         ) from None
-    return derive_key(shared, purpose, salt)
+
+
+def agree_secret(private: bytes, public: bytes, purpose: bytes, salt: bytes = b"") -> bytes:
+    """Derive 32 bytes that both ends share. Raises WireError for a low-order public key."""
+    return derive_key(exchange_keys(private, public), purpose, salt)
 
 
 def encrypt_share(key: bytes, text: bytes, purpose: bytes) -> bytes:
@@ -79,11 +76,6 @@ def decrypt_share(key: bytes, data: bytes, purpose: bytes) -> bytes:
         return AESGCM(key).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], purpose)
     except (InvalidTag, ValueError):
         raise WireError("share: expected one for this holder and context, found another") from None
-
-
-def share_digest(share: bytes, purpose: bytes) -> str:
-    """Return 32 hex digits that identify a share. Shares are drawn uniformly, so the digest reveals nothing."""
-    return hashlib.sha256(purpose + share).hexdigest()[:32]
 
 
 def sign_bytes(signing_key: bytes, text: bytes) -> bytes:

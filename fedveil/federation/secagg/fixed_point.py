@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedveil.errors import WireError
 from fedveil.federation.secagg.mask_streams import Integers
-from fedveil.federation.secagg.messages import AttemptPlan
+from fedveil.federation.secagg.plan import AttemptPlan
 
 BLOCK = 1 << 16  # entries at a time, which stay in the cache in fp64
 
@@ -72,7 +72,7 @@ class FixedPointRing:
     def from_plan(cls, plan: AttemptPlan) -> FixedPointRing:
         """Create the ring of a plan's vectors. Raises WireError where a sum of so many sites does not fit."""
         try:
-            return cls(plan.bits, len(plan.prekeys), plan.most_weight, plan.bound)
+            return cls(plan.bits, len(plan.members), plan.most_weight, plan.bound)
         except ValueError as error:
             raise WireError(f"secure: {error}") from None
 

@@ -1,36 +1,40 @@
-"""Check that the sites of a sum are connected by masks, so that each sum covers many sites.
+"""Check that masks connect the honest sites of a sum, whichever c sites work with the server.
 
-The components of a sum are sites that pairwise masks connect, directly or through other sites.
-
-With all pairs, a sum is one component. With neighbors, missing sites may cut the circle. The masks of a
-component then cancel within it, and removing its sites' own masks reveals the sum of that component
-alone. So each component must have as many sites as a sum.
-
-A holder answers only for a sum in which at most N - t sites are missing, as many as there may be
-unresponsive holders. This bounds how far the sums of different holders can differ.
+With all pairs they always do. With neighbors on a circle, the honest sites fall apart if two windows of k / 2
+consecutive places, between which sites of the sum remain on both sides, have no other honest site in them: the masks
+of each part then cancel on their own. Every signer of a list sees the whole list, so this is checked rather than left
+to chance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import accumulate
 
-from fedveil.federation.secagg.membership import RunMembership
-
-
-def smallest_component(membership: RunMembership, sites: Collection[str]) -> int:
-    """Return the number of sites in the smallest component of these; 0 if there are none."""
-    left, sizes = set(sites), [0] if not sites else []
-    while left:
-        frontier, size = [left.pop()], 0
-        while frontier:
-            size += 1
-            near = left.intersection(membership.holders(frontier.pop()))
-            left -= near
-            frontier += near
-        sizes.append(size)
-    return min(sizes)
+from fedveil.federation.secagg.plan import AttemptPlan
 
 
-def max_dropouts(membership: RunMembership) -> int:
-    """Return how many cohort sites may be missing from a sum: N - t, or any number with neighbors."""
-    return len(membership.members) if membership.neighbours else membership.count - membership.threshold
+def is_connected(plan: AttemptPlan, sites: Collection[str], colluding: int) -> bool:
+    """Return whether these sites stay connected by masks without any `colluding` of them."""
+    if not plan.neighbours:
+        return True
+    count, width, chosen = len(plan.circle), plan.neighbours // 2, set(sites)
+    present = [site in chosen for site in plan.circle]
+    before = [0, *accumulate(present + present)]  # the circle twice, so that each window and arc is one range
+
+    def within(start: int, length: int) -> int:
+        return before[start + length] - before[start]
+
+    for first in range(count):
+        for gap in range(1, count - 2 * width):  # places between the end of the first window and the second one
+            second = first + width + gap
+            arc, other_arc = within(first + width, gap), within((second + width) % count, count - 2 * width - gap)
+            if arc and other_arc and within(first, width) + within(second % count, width) <= colluding:
+                return False
+    return True
+
+
+def fewest_partners(plan: AttemptPlan, sites: Collection[str]) -> int:
+    """Return the smallest number of partners within `sites` that one of them has; 0 if there are none."""
+    chosen = set(sites)
+    return min((len(chosen.intersection(plan.partners(site))) for site in chosen), default=0)

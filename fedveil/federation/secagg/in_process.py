@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fedveil.config import SecureConfig
-from fedveil.federation.secagg import crypto, mask_streams
+from fedveil.federation.secagg import crypto, derivations, mask_streams
 from fedveil.federation.secagg.flatten import FixedPointSums
+from fedveil.federation.secagg.mask_streams import Integers
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
-from fedveil.federation.secagg.messages import UnmaskRequest, UnmaskResponse
-from fedveil.federation.secagg.pairwise_keys import mask_partners, negate_mask, pairwise_mask
+from fedveil.federation.secagg.messages import UploadAttachment
+from fedveil.federation.secagg.plan import AttemptPlan
+from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
+from fedveil.federation.secagg.roster import SigningKeyRoster
+from fedveil.federation.secagg.schema import S
 from fedveil.federation.secagg.server import SecAggConfig, SecAggCoordinator
-from fedveil.federation.secagg.site import SecAggSite, SiteRequirements
+from fedveil.federation.secagg.site import SecAggSite
 from fedveil.federation.secagg.state import MemorySecAggStore
-from fedveil.federation.secagg.unmasking import UnmaskingAttempt
+from fedveil.federation.secagg.unmasking import UnmaskingAttempt, negate_mask
+
+_CONFIG = hashlib.sha256(b"in process").hexdigest()  # all sites are here: no other config can reach one of them
 
 
 def secagg_config_of(config: SecureConfig) -> SecAggConfig:
     """Return the secure aggregation settings of a run config."""
     return SecAggConfig(
-        config.min_sites, config.threshold, config.graph_degree, config.ring_bits, config.max_weight, config.clip_bound
-    )
+        config.min_sites, config.threshold, config.graph_degree, config.ring_bits, config.max_weight,
+        config.clip_bound, config.max_colluders, config.noise,
+    )  # fmt: skip
 
 
 @dataclass
@@ -47,20 +55,29 @@ class InProcessSecureSums:
                 self.run, name, os.urandom(crypto.KEY_BYTES), MemorySecAggStore(), self.demands
             )
         roster = {name: crypto.verifying_key(site.signing_key).hex() for name, site in self.sites.items()}
-        self.coordinator = SecAggCoordinator(self.run, self.settings, roster)
+        self.roster = SigningKeyRoster(signing_keys=roster).to_bytes().decode()
+        self.coordinator = SecAggCoordinator(self.run, self.settings, _CONFIG, roster)
 
     def begin(self, round_: int, attempt: int, cohort: Collection[str]) -> UnmaskingAttempt:
-        """Begin an attempt with these sites, after setting up all sites."""
-        coordinator = self.coordinator
-        for name, site in self.sites.items():
-            if name not in coordinator.members:
-                coordinator.admit(name, site.hello(coordinator.hello()))
-        setup = coordinator.settle_on(self.sites)
-        for name, site in self.sites.items():
-            if name not in coordinator.bundles:
-                coordinator.keep(name, site.join(setup))
-        self.last = coordinator.attempt(round_, attempt, cohort)
+        """Begin an attempt with these sites, all of which have prekeys."""
+        for name in cohort:
+            if name not in self.coordinator.ready:
+                self.coordinator.admit(name, self.sites[name].ready(self.coordinator.request()))
+        self.last = self.coordinator.attempt(round_, attempt, cohort, broadcast="")
         return self.last
+
+    def terms(self, plan: AttemptPlan) -> RoundTerms:
+        """Return what every site here knows of a client round."""
+        settings = self.settings
+        return RoundTerms(
+            self.run, plan.round, plan.attempt, settings.bits, settings.most_weight, settings.bound, settings.noise,
+            settings.least, settings.colluding, settings.threshold, settings.neighbours, _CONFIG,
+            roster=self.roster, is_alike=False,
+        )  # fmt: skip
+
+    def mask(self, site: str, plan: AttemptPlan, vector: Integers) -> UploadAttachment:
+        """Mask a site's vector in place. Raises as `SecAggSite.mask`."""
+        return self.sites[site].mask(plan, self.terms(plan), vector)
 
     def pair_masks(self, site: str) -> dict[str, mask_streams.MaskStream]:
         """Return, by partner, what removes each pairwise mask of the site in the last attempt; call it before masking.
@@ -70,11 +87,14 @@ class InProcessSecureSums:
         attempt, site_state = self.last, self.sites[site].store.load()
         assert attempt is not None, "call begin first"
         assert site_state is not None
-        private = crypto.private_key_from(bytes.fromhex(site_state.seed))
-        return {
-            other.site: negate_mask(pairwise_mask(attempt.plan, site, other.site, private, bytes.fromhex(other.key)))
-            for other in mask_partners(attempt.plan, attempt.membership, site)
-        }
+        assert site_state.next is not None
+        private, plan = bytes.fromhex(site_state.next.private), attempt.plan
+        masks = {}
+        for other in plan.partners(site):
+            shared = crypto.exchange_keys(private, bytes.fromhex(plan.by_name[other].key))
+            secret = derivations.pair_secret(shared, plan.digest, site, other)
+            masks[other] = negate_mask(derivations.pairwise_mask(secret, plan.digest, site, other))
+        return masks
 
     def sums(
         self,
@@ -84,11 +104,26 @@ class InProcessSecureSums:
         deaf: Iterable[str] = (),
     ) -> FixedPointSums:
         """Return the sums of the attempt's uploads; sites in `deaf` do not respond. Raises QuorumError, WireError."""
-        for holder, asked in attempt.questions().items():
-            if holder not in deaf:
-                opened = self.sites[holder].unmask(UnmaskRequest.from_bytes(asked.to_bytes()))
-                attempt.answer(holder, UnmaskResponse.from_bytes(opened.to_bytes()))
+        self.unmask(attempt, deaf)
         for site, attached in attempt.uploads.items():
-            if attached.next is not None:
-                self.coordinator.keep(site, attached.next)
+            self.coordinator.keep(site, attempt.plan, attached.next)
         return FixedPointSums(summed.slots, summed.ring(attempt.plan), attempt.total(), clear)
+
+    def unmask(self, attempt: UnmaskingAttempt, deaf: Iterable[str] = ()) -> None:
+        """Close the list of an attempt and open its shares; sites in `deaf` do not respond.
+
+        Raises:
+            QuorumError: there are too few uploads, or signatures of the list.
+        """
+        attempt.close()
+        if attempt.needs_agreement:
+            for site, asked in attempt.agree_requests().items():
+                if site not in deaf:
+                    attempt.take_agreement(site, _over_the_wire(self.sites[site].agree(_over_the_wire(asked))))
+        for site, wanted in attempt.open_requests().items():
+            if site not in deaf:
+                attempt.take_opening(site, _over_the_wire(self.sites[site].open(_over_the_wire(wanted))))
+
+
+def _over_the_wire(statement: S) -> S:
+    return type(statement).from_bytes(statement.to_bytes())

@@ -1,7 +1,7 @@
 """An upload of secure aggregation as a message: one masked vector, and the site's attachment.
 
     sum        the vector, `ring.bits` an entry: uniform to anyone who lacks one of its masks
-    attached   shares of the mask's secret, and the site's next prekey (messages.py)
+    attached   shares of the masks' secrets, and the site's next prekey (messages.py)
 
 Its header contains neither the number of examples nor training metrics: they are part of the sum, or
 they are not sent. Where a guarantee's noise is in the sum (privacy/distributed_dgauss.py), a site adds
@@ -31,8 +31,10 @@ from fedveil.federation.secagg.distributed_noise import DistributedNoise, requir
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.flatten import VectorLayout
 from fedveil.federation.secagg.mask_streams import Integers
-from fedveil.federation.secagg.messages import AttemptPlan, UploadAttachment
-from fedveil.federation.secagg.schema import HOLDER_CHARACTERS, MOST_SITES
+from fedveil.federation.secagg.messages import UploadAttachment
+from fedveil.federation.secagg.plan import AttemptPlan
+from fedveil.federation.secagg.plan_checks import RoundTerms
+from fedveil.federation.secagg.schema import MOST_HOLDERS, MOST_ROW_BYTES
 from fedveil.federation.secagg.site import SecAggSite
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.wire import integers
@@ -43,7 +45,13 @@ from fedveil.wire.validation import message_bounds
 log = getLogger("fedveil.secure")
 
 _SUM, _ATTACHED = "sum", "attached"
-_MOST_ATTACHED = MOST_SITES * HOLDER_CHARACTERS + 4096
+_NAME_BYTES = 64 + 8  # with quotes and punctuation
+_SHARE_DIGEST_BYTES = 32 + 3
+# For each holder a row in hex and the digests of its shares; for each partner a digest; and the rest.
+_MOST_ATTACHED = (
+    MOST_HOLDERS * (2 * MOST_ROW_BYTES + (1 + MOST_HOLDERS) * _SHARE_DIGEST_BYTES + 2 * _NAME_BYTES + 64 + _NAME_BYTES)
+    + 4096
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class MaskedUploadCodec:
         """Return the maximum size in bytes of a client's message."""
         return message_bounds(self.layout, "up").message
 
-    def of_site(self, site: SecAggSite, plan: AttemptPlan) -> Participate:
+    def of_site(self, site: SecAggSite, plan: AttemptPlan, terms: RoundTerms) -> Participate:
         """Return a function for the client round under a plan: `MessageExchange.participate` with a masked upload.
 
         The function raises PolicyError and WireError as `SecAggSite.begin` does, before training, and ConfigError for
@@ -105,7 +113,7 @@ class MaskedUploadCodec:
         def participate(
             data: Buffer, private: FederatedState | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
         ) -> tuple[FederatedState | None, list[Buffer]]:
-            site.begin(plan)
+            site.begin(plan, terms)
             ring = self.ring(plan)
             received = [self.exchange.opened(data, ctx)]
             del data
@@ -118,7 +126,7 @@ class MaskedUploadCodec:
                 self.noise.add(vector, ring, ctx.noise("noise in the sum"))
             log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
             state_turn = turn if private is not None else ""
-            return private, self._packed(payload, vector, site.mask(plan, vector), ctx, state_turn)
+            return private, self._packed(payload, vector, site.mask(plan, terms, vector), ctx, state_turn)
 
         return participate
 

@@ -3,134 +3,185 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError
 
 from fedveil.errors import WireError
 from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg.membership import EncryptedShares, PrekeyBundle, RoundPrekey, RunMembership
+from fedveil.federation.secagg.derivations import protocol_context
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey
 from fedveil.federation.secagg.schema import (
     MOST_BYTES,
+    MOST_HOLDERS,
+    MOST_NEIGHBORS,
     MOST_SITES,
-    ClosedShare,
     Digest,
-    Key,
     Name,
     Number,
+    Row,
     SecAggMessage,
     Share,
+    ShareDigest,
+    Signature,
     describe_malformed,
 )
 
+_MOST_TABLE = 8 << 20  # characters
 
-class AttemptPlan(SecAggMessage):
-    """The plan of an attempt at a round, the same for all of its sites; its digest is the context of keys and shares.
+Position = tuple[Number, Number]  # round, attempt
+PairDigests = dict[Name, Digest]
+
+A = TypeVar("A", "UploadAttachment", "OpenResponse")
+
+
+class KeysRequest(SecAggMessage):
+    """Asks a site for its unused prekey; the answer is a `KeysResponse`."""
+
+    kind: Literal["keys"] = "keys"
+    run: Name
+
+
+class KeysResponse(SecAggMessage):
+    """A site's unused prekey.
 
     Attributes:
-        membership: its digest.
-        bits, most_weight, bound: parameters of the ring; the cohort's size is its maximum number of summands.
-        least: minimum number of sites in a sum.
-        prekeys: prekeys of the cohort's sites, sorted by name.
+        after: round and attempt for which the site masked last; None at first.
+        signed: the last round in which it signed a list of a sum's sites.
     """
 
-    run: Name
-    round: Number
-    attempt: Number
-    membership: Digest
-    bits: Literal[32, 64]
-    most_weight: int = Field(ge=1, le=100_000_000)
-    bound: float = Field(gt=0, le=1e9)
-    least: int = Field(ge=1, le=MOST_SITES)
-    prekeys: tuple[RoundPrekey, ...] = Field(min_length=1, max_length=MOST_SITES, strict=False)
-
-    @model_validator(mode="after")
-    def _consistent(self) -> AttemptPlan:
-        if self.cohort != sorted(set(self.cohort)):
-            raise ValueError("expected each site once, sorted")
-        return self
-
-    @property
-    def cohort(self) -> list[str]:
-        """Return the names of the cohort's sites."""
-        return [prekey.site for prekey in self.prekeys]
-
-    def prekey_of(self, site: str) -> RoundPrekey | None:
-        """Return the prekey of a site; None if the site is not in the cohort."""
-        return next((prekey for prekey in self.prekeys if prekey.site == site), None)
+    kind: Literal["ready"] = "ready"
+    prekey: Prekey
+    after: Annotated[Position | None, Field(strict=False)]
+    signed: Number | None
 
 
 class UploadAttachment(SecAggMessage):
     """The part of an upload that accompanies the masked vector.
 
     Attributes:
-        mask: digest of b, the secret of the site's own mask, for checking the reconstructed secret.
-        shares: of b.
+        plan: its digest p.
+        own: digest of b, the secret of the site's own mask.
+        pairs: digest of the secret that the site shares with each partner.
+        rows: for each holder, the encrypted shares of all these secrets.
+        shares: for each holder, the digests of its shares, in their order in the row.
+        vector: SHA-256 of the masked vector's bytes.
         next: the site's next prekey.
+        signature: of plan, site and all this.
     """
 
-    mask: Digest
-    shares: EncryptedShares
-    next: PrekeyBundle | None
+    kind: Literal["attached"] = "attached"
+    plan: Digest
+    own: Digest
+    pairs: PairDigests = Field(max_length=MOST_SITES)
+    rows: dict[Name, Row] = Field(max_length=MOST_HOLDERS)
+    shares: dict[Name, Annotated[tuple[ShareDigest, ...], Field(max_length=1 + MOST_NEIGHBORS, strict=False)]] = Field(
+        max_length=MOST_HOLDERS
+    )
+    vector: Digest
+    next: Prekey
+    signature: Signature
+
+    def text(self, site: str) -> bytes:
+        """Return the bytes that the site signs."""
+        return protocol_context("upload", self.plan, site, _unsigned_digest(self))
 
 
-class MembershipRequest(SecAggMessage):
-    """Asks a site for its run key; the answer is a `RunMember`."""
-
-    kind: Literal["hello"] = "hello"
-    run: Name
-
-
-class PrekeyRequest(SecAggMessage):
-    """Asks a member for a prekey; the answer is a `PrekeyBundle`.
+class AgreeRequest(SecAggMessage):
+    """Asks a site to sign the one list of the sites in a sum; the answer is an `AgreeResponse`.
 
     Attributes:
-        roster: signing keys of all sites of the federation by name, connected or not.
+        table: the text of the table of entries; "" where the plan has none.
     """
 
-    kind: Literal["setup"] = "setup"
-    membership: RunMembership
-    roster: dict[Name, Key] = Field(max_length=MOST_SITES)
-
-
-class UnmaskRequest(SecAggMessage):
-    """Asks a holder for its shares; the answer is `UnmaskResponse`.
-
-    Attributes:
-        heard: shares of b of the sites that are in the sum, closed to this holder.
-        silent: shares of the prekeys' seeds of the cohort's other sites.
-    """
-
-    kind: Literal["unmask"] = "unmask"
+    kind: Literal["agree"] = "agree"
     plan: AttemptPlan
+    table: str = Field(max_length=_MOST_TABLE)
     in_sum: tuple[Name, ...] = Field(max_length=MOST_SITES, strict=False)
-    heard: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
-    silent: dict[Name, ClosedShare] = Field(max_length=MOST_SITES)
-
-    @cached_property
-    def context(self) -> str:
-        """Return the digest of plan and sum, which a holder answers only once."""
-        return hashlib.sha256(crypto.context_bytes("sum", self.plan.digest, *sorted(self.in_sum))).hexdigest()
 
 
-class UnmaskResponse(SecAggMessage):
-    """A holder's shares."""
+class AgreeResponse(SecAggMessage):
+    """A site's signature of a list.
 
-    heard: dict[Name, Share] = Field(max_length=MOST_SITES)
-    silent: dict[Name, Share] = Field(max_length=MOST_SITES)
+    Attributes:
+        plan: its digest p.
+        list: the list's digest L.
+    """
+
+    kind: Literal["agreed"] = "agreed"
+    plan: Digest
+    list: Digest
+    signature: Signature
 
 
-_QUESTIONS: TypeAdapter[MembershipRequest | PrekeyRequest | UnmaskRequest] = TypeAdapter(
-    Annotated[MembershipRequest | PrekeyRequest | UnmaskRequest, Field(discriminator="kind")]
-)
+class OpenRequest(SecAggMessage):
+    """Asks a holder for its shares of the sites in a sum; the answer is an `OpenResponse`.
+
+    Attributes:
+        agreed: signatures of the list, by site; empty if the list is the whole cohort.
+        rows: rows of shares to this holder, by the site that made them.
+    """
+
+    kind: Literal["open"] = "open"
+    plan: AttemptPlan
+    table: str = Field(max_length=_MOST_TABLE)
+    in_sum: tuple[Name, ...] = Field(max_length=MOST_SITES, strict=False)
+    agreed: dict[Name, Signature] = Field(max_length=MOST_SITES)
+    rows: dict[Name, Row] = Field(max_length=MOST_HOLDERS)
 
 
-def parse_request(data: bytes) -> MembershipRequest | PrekeyRequest | UnmaskRequest:
+class OpenResponse(SecAggMessage):
+    """A holder's shares.
+
+    Attributes:
+        plan: its digest p.
+        list: the list's digest L.
+        own: by site in the sum, the share of the secret of its own mask.
+        pairs: by site in the sum and silent partner of it, the share of the pair's secret.
+        unread: sites whose row could not be decrypted.
+        signature: of plan, list, holder and all this.
+    """
+
+    kind: Literal["opened"] = "opened"
+    plan: Digest
+    list: Digest
+    own: dict[Name, Share] = Field(max_length=MOST_HOLDERS)
+    pairs: dict[Name, Annotated[dict[Name, Share], Field(max_length=MOST_NEIGHBORS)]] = Field(max_length=MOST_HOLDERS)
+    unread: tuple[Name, ...] = Field(max_length=MOST_HOLDERS, strict=False)
+    signature: Signature
+
+    def text(self, holder: str) -> bytes:
+        """Return the bytes that the holder signs."""
+        return protocol_context("opened", self.plan, self.list, holder, _unsigned_digest(self))
+
+
+def _unsigned_digest(statement: UploadAttachment | OpenResponse) -> str:
+    unsigned = statement.model_copy(update={"signature": ""})
+    return hashlib.sha256(unsigned.to_bytes()).hexdigest()
+
+
+def sign_statement(statement: A, site: str, signing_key: bytes) -> A:
+    """Return the statement with the signature of `site`."""
+    signature = crypto.sign_bytes(signing_key, statement.text(site)).hex()
+    return statement.model_copy(update={"signature": signature})
+
+
+def is_signed_by(statement: UploadAttachment | OpenResponse, member: Prekey) -> bool:
+    """Return whether the member of a plan signed the statement."""
+    key, signature = bytes.fromhex(member.signing_key), bytes.fromhex(statement.signature)
+    return crypto.is_signed(key, signature, statement.text(member.site))
+
+
+SecAggRequest = KeysRequest | AgreeRequest | OpenRequest
+
+_REQUESTS: TypeAdapter[SecAggRequest] = TypeAdapter(Annotated[SecAggRequest, Field(discriminator="kind")])
+
+
+def parse_request(data: bytes) -> SecAggRequest:
     """Parse a server's request to a site. Raises WireError for any other form."""
     if len(data) > MOST_BYTES:
-        raise WireError(f"question: expected at most {MOST_BYTES} bytes, found {len(data)}")
+        raise WireError(f"secure request: expected at most {MOST_BYTES} bytes, found {len(data)}")
     try:
-        return _QUESTIONS.validate_json(data)
+        return _REQUESTS.validate_json(data)
     except ValidationError as error:
-        raise describe_malformed("question", error) from None
+        raise describe_malformed("secure request", error) from None

@@ -17,8 +17,10 @@ from fedveil.sanitize import sanitize
 
 MOST_BYTES = 64 << 20
 MOST_SITES = 10_000
-HOLDER_CHARACTERS = 2 * (88 + 32 + 2 * (64 + 8))  # shares of two secrets and their digests for one holder, with names
-ALL_PAIRS = 32  # sites up to which everybody has a mask with everybody
+ALL_PAIRS = 100  # sites up to which each has a mask with every other one
+MOST_NEIGHBORS = 254  # a share has one of 255 places
+MOST_HOLDERS = MOST_NEIGHBORS  # of one site's secrets
+MOST_ROW_BYTES = 12 + 16 * (1 + MOST_NEIGHBORS) + 16  # nonce, shares of a site's own secret and of its pairs', tag
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Key = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -26,8 +28,9 @@ Digest = Key
 Signature = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
 Share = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 ShareDigest = Share
-ClosedShare = Annotated[str, Field(pattern=r"^[0-9a-f]{88}$")]  # nonce, share and tag
+Row = Annotated[str, Field(pattern=r"^([0-9a-f]{2})+$", min_length=88, max_length=2 * MOST_ROW_BYTES)]
 Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+RosterDigest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
 
 S = TypeVar("S", bound="SecAggMessage")
 

@@ -1,23 +1,31 @@
-"""The server's part before a round: its requests to the sites, and the keys that it passes between them.
+"""The server's part before a round: the prekeys of the sites, and the plan of an attempt.
 
 | case | what happens |
 |---|---|
-| a site that is new, or has lost its keys | the next attempt begins with a new membership: every site is set up again |
-| a site without a prekey | it is asked for one; without an answer it is left out of the cohort |
-| a site whose shares do not reconstruct its secret | the run continues without it (`expel`) |
+| a site without an unused prekey | it is asked for one; without an answer it is left out of the cohort |
+| a site that has agreed to a sum of this round, or masked in a later one | it is left out of the cohort |
+| a site that says it has masked for a thousand attempts at this round | it is left out: numbers could be used up |
+| a site whose shares do not open its secret | the run continues without it (`expel`) |
+| a restart | every site is asked again; no key and no attempt's number is used twice |
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from fedveil.errors import QuorumError, WireError
-from fedveil.federation.secagg.membership import PrekeyBundle, RunMember, RunMembership
-from fedveil.federation.secagg.messages import AttemptPlan, MembershipRequest, PrekeyRequest
-from fedveil.federation.secagg.schema import ALL_PAIRS
+from fedveil.federation.secagg.messages import KeysRequest, KeysResponse
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey, pairs_cut, quorum_of, too_few_neighbors
+from fedveil.federation.secagg.roster import roster_digest
+from fedveil.federation.secagg.schema import ALL_PAIRS, MOST_NEIGHBORS
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
+
+_MOST_ATTEMPTS = 1000
+_ABSENT = 0.2  # fraction of the cohort that may be absent where the server derives the number of neighbors
+_FAILURES = 1e-6  # chance that a round is repeated because some site has too few holders
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,11 @@ class SecAggConfig:
 
     Attributes:
         least: minimum number of sites in a sum.
-        threshold: t; 0 means more than two thirds of the holders.
-        neighbours: k; 0 means all sites up to 32, else 32.
+        threshold: q, or 0: more than two thirds of a cohort.
+        neighbours: k, or 0: all pairs up to 100 sites, above it a number derived from the cohort's size.
         bits, most_weight, bound: of the ring.
+        colluding: c, sites that may work with a lying server.
+        noise: where the noise reaches its full scale.
     """
 
     least: int = 3
@@ -37,114 +47,173 @@ class SecAggConfig:
     bits: Literal[32, 64] = 32
     most_weight: int = 1
     bound: float = 64.0
+    colluding: int = 1
+    noise: Literal["site", "sum"] = "site"
 
-    def holders(self, sites: int) -> int:
-        """Return N for a membership of this many sites."""
-        return self._neighbours(sites) or sites
+    def quorum(self, sites: int) -> int:
+        """Return q for a cohort of this many sites."""
+        return quorum_of(self.threshold, sites, self.colluding)
 
-    def shares(self, holders: int) -> int:
-        """Return t for this many holders."""
-        return self.threshold or 2 * holders // 3 + 1
+    def graph(self, sites: int) -> tuple[int, int]:
+        """Return k and t for a cohort of this many sites.
 
-    def _neighbours(self, sites: int) -> int:
-        k = self.neighbours or (0 if sites <= ALL_PAIRS else ALL_PAIRS)
-        return k if k < sites else 0
+        Raises:
+            QuorumError: no number of neighbors withstands as many colluding sites.
+        """
+        if self.neighbours and self.neighbours < sites:
+            return self.neighbours, _threshold(sites, self.neighbours, self.colluding)
+        if sites <= ALL_PAIRS or (self.neighbours and sites <= MOST_NEIGHBORS):
+            return 0, self.quorum(sites)
+        return derive_graph(sites, max(self.colluding, -(-sites // 20)))
 
-    def membership(self, run: str, members: Collection[RunMember]) -> RunMembership:
-        """Create the membership of these sites."""
-        count = self.holders(len(members))
-        return RunMembership(
-            run=run, neighbours=self._neighbours(len(members)), threshold=self.shares(count),
-            members=tuple(sorted(members, key=lambda member: member.name)),
-        )  # fmt: skip
+    def check_cohort(self, sites: int) -> None:
+        """Raise QuorumError if the sites would refuse every plan for a cohort of this many."""
+        quorum, colluding = self.quorum(sites), self.colluding
+        least = max(quorum, self.least)
+        if sites < least:
+            raise QuorumError(
+                f"secure.min-sites, secure.threshold: expected at least {least} sites with keys, found {sites}; start "
+                "the missing sites, or check why they refuse"
+            )
+        if 2 * quorum <= sites + colluding:
+            raise QuorumError(
+                f"secure.threshold: expected more than {(sites + colluding) // 2} of {sites} sites, found {quorum}; "
+                "raise it, or leave it out"
+            )
+        if least - colluding < 2:
+            raise QuorumError(
+                f"secure.min-sites: expected sums with at least 2 sites more than the {colluding} that may collude "
+                f"(secure.max-colluders), found {least} sites in a sum; raise it, or lower secure.max-colluders"
+            )
+
+
+@lru_cache
+def derive_graph(sites: int, colluding: int) -> tuple[int, int]:
+    """Return the smallest number of neighbors k, and t, for a cohort and this many colluding sites.
+
+    With a fifth of the cohort absent at random, a site has too few neighbors in one round of a million at most.
+
+    Raises:
+        QuorumError: more than 254 neighbors would be needed.
+    """
+    for degree in range(2, min(MOST_NEIGHBORS, sites - 1) + 1, 2):
+        if degree <= colluding or too_few_neighbors(sites, degree, int(_ABSENT * sites), colluding + 1) > _FAILURES:
+            continue
+        if pairs_cut(sites, degree, int(_ABSENT * sites), colluding) <= _FAILURES:
+            return degree, _threshold(sites, degree, colluding)
+    raise QuorumError(
+        f"secure.graph-degree: expected at most {MOST_NEIGHBORS} neighbors, found that {sites} sites of which "
+        f"{colluding} may collude need more; lower secure.max-colluders or the cohort"
+    )
+
+
+@lru_cache
+def _threshold(sites: int, degree: int, colluding: int) -> int:
+    """Return the largest t with which a round is repeated once in a million times at most, and at least c + 1."""
+    shares = colluding + 1
+    while shares < degree and too_few_neighbors(sites, degree, int(_ABSENT * sites), shares + 1) <= _FAILURES:
+        shares += 1
+    return shares
 
 
 @dataclass
 class SecAggCoordinator:
-    """The keys of one run, as the server knows them. All of them are public.
+    """The prekeys of one run, as the server knows them. All of them are public.
 
     Attributes:
         run: its name with its id.
+        app: SHA-256 of the bundle; "" where no site determines it.
+        config: digest of run config, method and fields.
         roster: signing keys by name, from the federation's registry; {} if none is known.
-        members: sites that have sent their run key.
-        bundles: unused prekeys, by site.
+        ready: unused prekeys, by site, with the sites' last attempts.
         expelled: sites that no longer take part, with the reason.
     """
 
     run: str
     settings: SecAggConfig
+    config: str
     roster: Mapping[str, str] = field(default_factory=dict)
-    members: dict[str, RunMember] = field(default_factory=dict)
-    bundles: dict[str, PrekeyBundle] = field(default_factory=dict)
+    app: str = ""
+    ready: dict[str, KeysResponse] = field(default_factory=dict)
     expelled: dict[str, str] = field(default_factory=dict)
-    membership: RunMembership | None = None
+    _attempts: dict[int, int] = field(default_factory=dict)  # by round, the last one that began
 
-    def hello(self) -> MembershipRequest:
-        """Return the request for a site's run key."""
-        return MembershipRequest(run=self.run)
+    def request(self) -> KeysRequest:
+        """Return the request for a site's prekey."""
+        return KeysRequest(run=self.run)
 
-    def admit(self, site: str, member: RunMember) -> None:
-        """Accept a run key. Raises WireError if it is of another name or site, or not signed by its owner."""
+    def admit(self, site: str, answer: KeysResponse) -> None:
+        """Accept a prekey. Raises WireError if it is of another name or site, or not signed by its owner."""
+        self._require_own(site, answer.prekey)
+        self.ready[site] = answer
+
+    def keep(self, site: str, plan: AttemptPlan, prekey: Prekey) -> None:
+        """Accept the prekey that came with an upload for a plan. Raises WireError as `admit`."""
+        self._require_own(site, prekey)
+        if prekey.signing_key != plan.by_name[site].signing_key or prekey.number <= plan.by_name[site].number:
+            raise WireError(f"secure: expected a later prekey of {site}, found another")
+        before = self.ready.get(site)
+        signed = before.signed if before else None
+        self.ready[site] = KeysResponse(prekey=prekey, after=(plan.round, plan.attempt), signed=signed)
+
+    def _require_own(self, site: str, prekey: Prekey) -> None:
         known = self.roster.get(site)
-        if any(other.run_key == member.run_key for name, other in self.members.items() if name != site):
-            raise WireError(f"secure: expected {site}'s own run key, found another site's")
-        if member.name != site or not member.is_genuine(self.run) or known not in (None, member.signing_key):
-            raise WireError(f"secure: expected the run key of {site}, signed with its registered key, found another")
-        self.members[site] = member
+        if prekey.site != site or not prekey.is_genuine(self.run) or known not in (None, prekey.signing_key):
+            raise WireError(f"secure: expected the prekey of {site}, signed with its registered key, found another")
+        for name, other in self.ready.items():
+            if name != site and prekey.key == other.prekey.key:
+                raise WireError(f"secure: expected {site}'s own prekey, found that of {name}")
+            if name != site and prekey.signing_key == other.prekey.signing_key:
+                raise WireError(f"secure: expected {site}'s own signing key, found that of {name}")
 
     def forget(self, site: str) -> None:
-        """Forget a site's keys after a failed client round: it may have lost them, and its prekey is used up."""
-        self.members.pop(site, None)
-        self.bundles.pop(site, None)
+        """Forget a site's prekey after a failed client round: it may be used up, or lost."""
+        self.ready.pop(site, None)
 
-    def expel(self, site: str) -> None:
-        """Exclude a faulty site from the rest of the run, because every sum with it would be discarded."""
+    def expel(self, site: str, reason: str) -> None:
+        """Exclude a faulty site from the rest of the run, because sums with it would be discarded."""
         self.forget(site)
-        self.expelled[site] = "secure: its shares did not open its secret, so the run continues without it"
+        self.expelled[site] = f"secure: {reason}, so the run continues without it"
 
-    def settle_on(self, connected: Collection[str]) -> PrekeyRequest:
-        """Set the membership to the connected sites that have sent their keys. A new membership has no prekeys yet.
+    def refusals(self, round_: int) -> dict[str, str]:
+        """Return the sites with prekeys that would refuse every plan of this round, with the reason."""
+        refused = {}
+        for site, answer in self.ready.items():
+            if answer.signed is not None and answer.signed >= round_:
+                refused[site] = f"secure: it has agreed to a sum of round {answer.signed + 1} already"
+            elif answer.after is not None and answer.after[0] > round_:
+                refused[site] = f"secure: it has masked an upload for round {answer.after[0] + 1} already"
+            elif answer.after is not None and answer.after[0] == round_ and answer.after[1] >= _MOST_ATTEMPTS:
+                refused[site] = f"secure: it names {answer.after[1]} attempts at this round"
+        return refused
+
+    def next_attempt(self, round_: int, cohort: Collection[str]) -> int:
+        """Return the number of the next attempt at a round, above those that server and cohort remember."""
+        after = [self.ready[site].after for site in cohort]
+        numbers = [position[1] for position in after if position is not None and position[0] == round_]
+        return 1 + max([*numbers, self._attempts.get(round_, -1)])
+
+    def attempt(
+        self, round_: int, attempt: int, cohort: Collection[str], broadcast: str, table: str = "", entries: str = ""
+    ) -> UnmaskingAttempt:
+        """Begin an attempt with these sites, which uses up their prekeys.
+
+        Args:
+            broadcast: digest of the message to every site; "" if messages differ by site.
+            table, entries: text and digest of the table of entries; "" if every site sends every entry.
 
         Raises:
-            QuorumError: there are fewer sites than a sum needs.
+            QuorumError: sites would refuse a plan for this cohort.
         """
-        there = [self.members[site] for site in sorted(connected) if site in self.members]
-        if len(there) < self.settings.least:
-            raise QuorumError(
-                f"secure.min-sites: expected at least {self.settings.least} sites with keys, found {len(there)}; "
-                "start the missing sites, or check why they refuse"
-            )
-        if self.settings.threshold > (holders := self.settings.holders(len(there))):
-            raise QuorumError(
-                f"secure.threshold: expected at least {self.settings.threshold} holders of a secret, found {holders}; "
-                "start the missing sites, or lower it"
-            )
-        membership = self.settings.membership(self.run, there)
-        if self.membership is None or membership.digest != self.membership.digest:
-            self.membership, self.bundles = membership, {}
-        return PrekeyRequest(membership=self.membership, roster=dict(self.roster))
-
-    def keep(self, site: str, bundle: PrekeyBundle) -> None:
-        """Accept a prekey. Raises WireError if it is not the site's, or not for this membership."""
-        membership = self._membership
-        if bundle.prekey.site != site or not bundle.prekey.is_genuine(membership):
-            raise WireError(f"secure: expected a prekey that {site} has signed for this membership, found another")
-        if bundle.shares.digest != bundle.prekey.shares or not bundle.shares.are_for(membership.holders(site)):
-            raise WireError(f"secure: expected shares of {site}'s prekey for each of its holders, found others")
-        self.bundles[site] = bundle
-
-    def attempt(self, round_: int, attempt: int, cohort: Collection[str]) -> UnmaskingAttempt:
-        """Begin an attempt with these sites, which uses up their prekeys."""
-        bundles = {site: self.bundles.pop(site) for site in sorted(cohort)}
-        settings = self.settings
+        settings, count = self.settings, len(cohort)
+        settings.check_cohort(count)
+        degree, threshold = settings.graph(count)
         plan = AttemptPlan(
-            run=self.run, round=round_, attempt=attempt, membership=self._membership.digest, bits=settings.bits,
-            most_weight=settings.most_weight, bound=settings.bound, least=settings.least,
-            prekeys=tuple(bundle.prekey for bundle in bundles.values()),
+            run=self.run, round=round_, attempt=attempt, roster=roster_digest(self.roster) if self.roster else "",
+            app=self.app, config=self.config, broadcast=broadcast, entries=entries, bits=settings.bits,
+            most_weight=settings.most_weight, bound=settings.bound, noise=settings.noise, least=settings.least,
+            colluding=settings.colluding, quorum=settings.quorum(count), threshold=threshold, neighbours=degree,
+            members=tuple(self.ready.pop(site).prekey for site in sorted(cohort)),
         )  # fmt: skip
-        return UnmaskingAttempt(plan, self._membership, bundles)
-
-    @property
-    def _membership(self) -> RunMembership:
-        assert self.membership is not None, "call settle_on first"
-        return self.membership
+        self._attempts = {round_: attempt}
+        return UnmaskingAttempt(plan, table)

@@ -1,17 +1,17 @@
-"""A site's half: it makes keys, masks its vector, and opens shares for a server that may lie.
+"""A site's half: it makes keys, masks its vector, agrees to one list of a sum's sites, and opens shares for it.
 
-| request | refused |
-|---|---|
-| to join | run keys that their owners did not sign; another run key under its own name; a threshold of not more than
-  half of the holders, or below the site's own; signing keys that are not those of the roster that the site names |
-| to mask | another membership than the one joined; prekeys that their owners did not sign; a prekey of its own that is
-  spent, or is not the last one; a cohort, a part of it or a least sum below the site's own |
-| to open shares | a sum, or a part of it that masks do not join to the rest, of fewer sites than the plan's or the
-  site's least; one with more silent sites than holders may be silent (graph_connectivity.py); anything about a prekey
-  older than the last one whose share it opened; another share, or the same for another plan or sum, of one prekey |
+The server may lie, repeat, restart and show each site something else. The rules are in plan_checks.py.
 
-The site saves an answer before it sends it, so a crash does not make it answer twice. A prekey is spent
-as soon as its site has masked with it, even if the round fails.
+| request | answer | refused |
+|---|---|---|
+| keys | the unused prekey, the same until it is used | another run |
+| to mask | the masked vector, with shares under this plan's keys; the prekey is spent | T1 to T9, T11 |
+| to agree | the signature of the list; again for the same list | another plan than the one masked for, a second list
+  of it, A3, A4 |
+| to open | a share of each secret that the sum needs; again the same | as to agree, O3, O4 |
+
+The site saves its new state before it answers, so a crash does not make it answer twice. A plan for which it has
+masked once is never masked for again, even if the round fails.
 """
 
 from __future__ import annotations
@@ -19,52 +19,27 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from fedveil.errors import PolicyError, WireError
-from fedveil.federation.secagg import crypto, graph_connectivity, mask_streams, shamir
+from fedveil.federation.secagg import crypto, derivations, mask_streams, plan_checks, shamir
 from fedveil.federation.secagg.mask_streams import Integers
-from fedveil.federation.secagg.membership import PrekeyBundle, RoundPrekey, RunMember, RunMembership, roster_digest
 from fedveil.federation.secagg.messages import (
-    AttemptPlan,
-    MembershipRequest,
-    PrekeyRequest,
-    UnmaskRequest,
-    UnmaskResponse,
+    AgreeRequest,
+    AgreeResponse,
+    KeysRequest,
+    KeysResponse,
+    OpenRequest,
+    OpenResponse,
     UploadAttachment,
+    sign_statement,
 )
-from fedveil.federation.secagg.pairwise_keys import (
-    agree_key,
-    encrypt_shares,
-    mask_partners,
-    mask_purpose,
-    pairwise_mask,
-    seed_purpose,
-    self_mask,
-)
-from fedveil.federation.secagg.schema import MOST_SITES
-from fedveil.federation.secagg.state import How, OpenedPrekey, SecAggStore, SiteSecAggState
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, list_digest
+from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
+from fedveil.federation.secagg.state import LivePlan, SecAggStore, SiteSecAggState, UnspentPrekey
 
 log = logging.getLogger("fedveil.secure")
-
-
-@dataclass(frozen=True)
-class SiteRequirements:
-    """The conditions under which a site takes part in a run's sums.
-
-    Attributes:
-        min_cohort: minimum number of sites in a cohort, and in a sum.
-        min_threshold: minimum number of shares that reconstruct a secret.
-        roster: digest of the federation's signing keys; "" means that the site trusts the keys that the
-            server names.
-        colluding: other holders that may work with a lying server, and must not be able to reconstruct a
-            secret.
-    """
-
-    min_cohort: int = 2
-    min_threshold: int = 2
-    roster: str = ""
-    colluding: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +50,7 @@ class SecAggSite:
         run: its name with its id.
         name: by which the server knows the site.
         signing_key: private, 32 bytes.
+        boot: returns the id of the machine's boot, "" where the system has none. Raises StateError.
     """
 
     run: str
@@ -82,232 +58,226 @@ class SecAggSite:
     signing_key: bytes
     store: SecAggStore
     demands: SiteRequirements = SiteRequirements()
+    boot: Callable[[], str] = str
 
-    def hello(self, asked: MembershipRequest) -> RunMember:
-        """Return this site's run key, created at the first call. Raises PolicyError for another run."""
-        self._require_run(asked.run)
+    def ready(self, asked: KeysRequest) -> KeysResponse:
+        """Return the unused prekey, which is made at the first request. Raises PolicyError for another run."""
+        if asked.run != self.run:
+            raise PolicyError(f"secure: expected a request for the run {self.run}, found {asked.run}")
         with self.store.alone():
-            state = self.store.load()
-            if state is None:
-                state = SiteSecAggState(run_key=os.urandom(crypto.KEY_BYTES).hex())
+            state = self._load()
+            if state.next is None:
+                state = _with_new_prekey(state)
                 self.store.save(state)
-        return self._member(state)
+        prekey = self._prekey_of(state)
+        assert prekey is not None
+        return KeysResponse(prekey=prekey, after=state.fence.masked, signed=state.fence.signed)
 
-    def _member(self, kept: SiteSecAggState) -> RunMember:
-        public = crypto.public_key_of(bytes.fromhex(kept.run_key)).hex()
-        signing = crypto.verifying_key(self.signing_key).hex()
-        unsigned = RunMember(name=self.name, signing_key=signing, run_key=public, signature="0" * 128)
+    def begin(self, plan: AttemptPlan, terms: RoundTerms) -> None:
+        """Check a plan before training. Raises PolicyError, WireError, StateError."""
+        with self.store.alone():
+            self._check_plan(self._load(), plan, terms)
+
+    def _check_plan(self, state: SiteSecAggState, plan: AttemptPlan, terms: RoundTerms) -> None:
+        own = crypto.verifying_key(self.signing_key).hex()
+        plan_checks.require_terms(plan, terms)
+        plan_checks.require_roster(plan, terms, self.demands)
+        plan_checks.require_own_key(plan, terms, self.name, own)
+        plan_checks.require_distinct_keys(plan)
+        plan_checks.require_genuine_prekeys(plan)
+        plan_checks.require_unspent(plan, self.name, self._prekey_of(state))
+        plan_checks.require_numbers(plan, self.demands)
+        plan_checks.require_graph(plan)
+        plan_checks.require_later(plan, state)
+        plan_checks.require_continued_state(terms, state)
+
+    def mask(self, plan: AttemptPlan, terms: RoundTerms, vector: Integers) -> UploadAttachment:
+        """Mask a vector in place and spend the prekey. Raises as `begin`, or StateError if the state cannot be saved."""
+        p, partners = plan.digest, plan.partners(self.name)
+        with self.store.alone():
+            state = self._load()
+            self._check_plan(state, plan, terms)
+            assert state.next is not None  # T4
+            private = bytes.fromhex(state.next.private)
+            shared = {
+                other: crypto.exchange_keys(private, bytes.fromhex(plan.by_name[other].key))
+                for other in {*partners, *plan.holders(self.name)}
+            }
+            rows = {
+                dealer: derivations.row_key(shared[dealer], p, dealer, self.name).hex()
+                for dealer in plan.cohort
+                if self.name in plan.holders(dealer)
+            }
+            live = LivePlan(plan=p, rows=rows, boot=self.boot(), phase="masked", list="", answer=None)
+            fence = state.fence.model_copy(
+                update={
+                    "masked": (plan.round, plan.attempt),
+                    "kept": state.fence.kept or terms.state == "continues",
+                    # With entries of some sites alone, a second attempt could take an entry apart.
+                    "signed": plan.round if plan.entries else state.fence.signed,
+                }
+            )
+            after = _with_new_prekey(state.model_copy(update={"live": live, "fence": fence}))
+            self.store.save(after)  # the old prekey's private half is overwritten before anything leaves
+        secret = os.urandom(shamir.SECRET_BYTES)
+        pairs = {other: derivations.pair_secret(shared[other], p, self.name, other) for other in partners}
+        masks = [derivations.pairwise_mask(pairs[other], p, self.name, other) for other in partners]
+        mask_streams.add_masks(vector, [derivations.own_mask(secret, p, self.name), *masks])
+        holders = plan.holders(self.name)
+        shares = shamir.split_secrets([secret, *(pairs[o] for o in partners)], plan.threshold, len(holders))
+        following = self._prekey_of(after)
+        assert following is not None
+        log.info(
+            "masked for round %d, attempt %d, plan %s: %d sites, quorum %d, threshold %d, %d may collude, roster %s, "
+            "config %s, app %s, broadcast %s, entries %s",
+            plan.round, plan.attempt, p, len(plan.members), plan.quorum, plan.threshold, plan.colluding,
+            plan.roster or "none", plan.config, plan.app or "not determined", plan.broadcast or "not bound",
+            plan.entries or "all",
+        )  # fmt: skip
+        return sign_statement(
+            UploadAttachment(
+                plan=p,
+                own=derivations.own_secret_digest(secret, p, self.name),
+                pairs={o: derivations.pair_secret_digest(s, p, self.name, o) for o, s in pairs.items()},
+                rows={
+                    holder: derivations.encrypt_row(
+                        derivations.row_key(shared[holder], p, self.name, holder), row, p, self.name, holder
+                    )
+                    for holder, row in zip(holders, shares, strict=True)
+                },
+                shares={
+                    holder: tuple(
+                        derivations.share_digest(share, p, self.name, holder, other)
+                        for other, share in zip(("", *partners), row, strict=True)
+                    )
+                    for holder, row in zip(holders, shares, strict=True)
+                },
+                vector=hashlib.sha256(vector.data).hexdigest(),
+                next=following,
+                signature="0" * 128,
+            ),
+            self.name,
+            self.signing_key,
+        )
+
+    def agree(self, asked: AgreeRequest) -> AgreeResponse:
+        """Sign the list of a sum's sites. Raises PolicyError, StateError; then nothing is signed."""
+        plan, listed = asked.plan, list_digest(asked.plan.digest, asked.in_sum)
+        with self.store.alone():
+            state = self._load()
+            live = self._live(state, plan)
+            if live.phase == "masked":
+                self._check_list(plan, asked.in_sum)
+                live = live.model_copy(update={"phase": "signed", "list": listed})
+                self._save_agreed(state, plan, live)
+            elif live.list != listed:
+                raise _second_list()
+        log.info("agreed to list %s of plan %s: %s", listed, plan.digest, describe_list(plan, asked.in_sum))
+        signature = crypto.sign_bytes(self.signing_key, agreed_text(plan, listed)).hex()
+        return AgreeResponse(plan=plan.digest, list=listed, signature=signature)
+
+    def open(self, asked: OpenRequest) -> OpenResponse:
+        """Return this holder's shares for one list, without those that it cannot decrypt.
+
+        Raises:
+            PolicyError, StateError: no share is opened.
+        """
+        plan, listed = asked.plan, list_digest(asked.plan.digest, asked.in_sum)
+        with self.store.alone():
+            state = self._load()
+            live = self._live(state, plan)
+            if live.phase != "masked" and live.list != listed:
+                raise _second_list()
+            if live.answer is not None:
+                return live.answer
+            if live.phase == "masked":  # to open is to agree
+                self._check_list(plan, asked.in_sum)
+            plan_checks.require_certificate(plan, asked.in_sum, listed, asked.agreed)
+            plan_checks.require_rows(plan, asked.in_sum, self.name, asked.rows)
+            answer = self._opened(live, asked, listed)
+            opened = live.model_copy(update={"phase": "opened", "list": listed, "rows": {}, "answer": answer})
+            self._save_agreed(state, plan, opened)
+        log.info(
+            "opened shares for list %s of plan %s: %s; unread: %s", listed, plan.digest,
+            describe_list(plan, asked.in_sum), ", ".join(answer.unread) or "none",
+        )  # fmt: skip
+        return answer
+
+    def _opened(self, live: LivePlan, asked: OpenRequest, listed: str) -> OpenResponse:
+        plan, p = asked.plan, asked.plan.digest
+        own: dict[str, str] = {}
+        pairs: dict[str, dict[str, str]] = {}
+        unread: list[str] = []
+        for dealer in sorted(asked.rows):
+            partners = plan.partners(dealer)
+            try:
+                shares = derivations.decrypt_row(
+                    bytes.fromhex(live.rows[dealer]), asked.rows[dealer], 1 + len(partners), p, dealer, self.name
+                )
+            except WireError as error:  # the dealer's fault, or the server's: the other shares are good
+                log.warning("secure: %s: %s; it is left out", dealer, error)
+                unread.append(dealer)
+                continue
+            own[dealer] = shares[0].hex()
+            silent = {
+                other: share.hex()
+                for other, share in zip(partners, shares[1:], strict=True)
+                if other not in asked.in_sum
+            }
+            if silent:
+                pairs[dealer] = silent
+        response = OpenResponse(plan=p, list=listed, own=own, pairs=pairs, unread=tuple(unread), signature="0" * 128)
+        return sign_statement(response, self.name, self.signing_key)
+
+    def _check_list(self, plan: AttemptPlan, in_sum: Collection[str]) -> None:
+        plan_checks.require_listed(plan, in_sum, self.name, self.demands)
+        plan_checks.require_connected(plan, in_sum)
+
+    def _save_agreed(self, state: SiteSecAggState, plan: AttemptPlan, live: LivePlan) -> None:
+        fence = state.fence.model_copy(update={"signed": plan.round})
+        self.store.save(state.model_copy(update={"live": live, "fence": fence}))
+
+    def _live(self, state: SiteSecAggState, plan: AttemptPlan) -> LivePlan:
+        """A1 and O1. Return the live plan. Raises PolicyError if it is another one, or none of this boot."""
+        if plan.run != self.run or state.live is None or state.live.plan != plan.digest:
+            raise PolicyError(
+                "secure: expected the plan for which this site masked last, found another; no share is opened"
+            )
+        return state.live
+
+    def _load(self) -> SiteSecAggState:
+        """Return the stored state, without a plan of another boot: the state may be an old copy."""
+        state = self.store.load() or SiteSecAggState()
+        if state.live is not None and state.live.boot != self.boot():
+            state = state.model_copy(update={"live": None})
+            self.store.save(state)
+        return state
+
+    def _prekey_of(self, state: SiteSecAggState) -> Prekey | None:
+        """Return the signed public half of the unused prekey."""
+        if state.next is None:
+            return None
+        unsigned = Prekey(
+            site=self.name,
+            signing_key=crypto.verifying_key(self.signing_key).hex(),
+            number=state.next.number,
+            key=crypto.public_key_of(bytes.fromhex(state.next.private)).hex(),
+            signature="0" * 128,
+        )
         signature = crypto.sign_bytes(self.signing_key, unsigned.text(self.run)).hex()
         return unsigned.model_copy(update={"signature": signature})
 
-    def join(self, asked: PrekeyRequest) -> PrekeyBundle:
-        """Return a prekey for a membership. Raises PolicyError or WireError as in the table above."""
-        with self.store.alone():
-            return self._joining(asked)
 
-    def _joining(self, asked: PrekeyRequest) -> PrekeyBundle:
-        membership = asked.membership
-        self._require_run(membership.run)
-        state = self._kept()
-        own = membership.by_name.get(self.name)
-        if own is None or own.run_key != self._member(state).run_key:
-            raise PolicyError("secure: expected this site's own run key in the membership, found another, or none")
-        for member in membership.members:
-            if not member.is_genuine(self.run):
-                raise WireError(f"secure: expected the run key of {member.name} with its signature, found another")
-        self._require_roster(asked)
-        self._require_threshold(membership)
-        bundle, state = self._bundle(state.model_copy(update={"membership": membership}))
-        self.store.save(state)
-        return bundle
+def describe_list(plan: AttemptPlan, in_sum: Collection[str]) -> str:
+    """Return how many sites of the cohort are in the sum, and which are not."""
+    silent = [site for site in plan.cohort if site not in in_sum]
+    return f"{len(in_sum)} of {len(plan.members)} sites, missing: {', '.join(silent) or 'none'}"
 
-    def _require_roster(self, asked: PrekeyRequest) -> None:
-        if not self.demands.roster:
-            return
-        if (digest := roster_digest(asked.roster)) != self.demands.roster:
-            raise PolicyError(
-                f"roster: this site permits {self.demands.roster}, found {digest}; compare it with the other sites: "
-                "fedveil members roster"
-            )
-        for member in asked.membership.members:
-            if asked.roster.get(member.name) != member.signing_key:
-                raise PolicyError(f"roster: expected the signing key of {member.name} as listed, found another")
 
-    def _require_threshold(self, membership: RunMembership) -> None:
-        least = max(self.demands.min_threshold, (membership.count + self.demands.colluding) // 2 + 1)
-        if membership.threshold < least:
-            raise PolicyError(
-                f"secure.threshold: this site permits at least {least} of {membership.count} holders, found "
-                f"{membership.threshold}; raise it"
-            )
+def _with_new_prekey(state: SiteSecAggState) -> SiteSecAggState:
+    made = UnspentPrekey(number=state.number, private=os.urandom(crypto.KEY_BYTES).hex())
+    return state.model_copy(update={"next": made, "number": state.number + 1})
 
-    def _bundle(self, kept: SiteSecAggState) -> tuple[PrekeyBundle, SiteSecAggState]:
-        """Return a new prekey under the joined membership, and the state to save before anything is sent."""
-        membership = kept.membership
-        assert membership is not None  # the callers' first line
-        seed, number = os.urandom(crypto.SEED_BYTES), kept.prekeys
-        private = crypto.private_key_from(seed)
 
-        def purpose(holder: str) -> bytes:
-            return seed_purpose(membership, self.name, number, holder)
-
-        shares = encrypt_shares(kept, membership, self.name, seed, purpose)
-        unsigned = RoundPrekey(
-            site=self.name,
-            number=number,
-            key=crypto.public_key_of(private).hex(),
-            shares=shares.digest,
-            signature="0" * 128,
-        )
-        signature = crypto.sign_bytes(self.signing_key, unsigned.text(membership.digest)).hex()
-        bundle = PrekeyBundle(prekey=unsigned.model_copy(update={"signature": signature}), shares=shares)
-        return bundle, kept.model_copy(update={"prekeys": number + 1, "seed": seed.hex()})
-
-    def begin(self, plan: AttemptPlan) -> None:
-        """Check a plan before training. Raises PolicyError, WireError."""
-        self._require_run(plan.run)
-        state, membership = self._joined(plan)
-        self._require_threshold(membership)
-        least = max(self.demands.min_cohort, 2)
-        for prekey in plan.prekeys:
-            if not prekey.is_genuine(membership):
-                raise WireError(f"secure: expected the prekey of {prekey.site} with its signature, found another")
-        if plan.least < least or graph_connectivity.smallest_component(membership, plan.cohort) < plan.least:
-            raise PolicyError(
-                f"secure.min-sites: this site takes part in sums of at least {least} sites joined by masks, found "
-                f"{plan.least} in a cohort of {len(plan.cohort)}; raise it, the cohort or secure.graph-degree"
-            )
-        own = plan.prekey_of(self.name)
-        seed = state.seed
-        if (
-            own is None
-            or not seed
-            or own.key != crypto.public_key_of(crypto.private_key_from(bytes.fromhex(seed))).hex()
-        ):
-            raise PolicyError(
-                "secure: expected this site's last prekey, unused, found another, or none; a prekey is for one "
-                "attempt: request a new one"
-            )
-
-    def mask(self, plan: AttemptPlan, vector: Integers) -> UploadAttachment:
-        """Mask a vector in place and use up the prekey. Raises as `begin`."""
-        with self.store.alone():
-            self.begin(plan)
-            state, membership = self._joined(plan)
-            private = crypto.private_key_from(bytes.fromhex(state.seed))
-            bundle, after = self._bundle(state)
-            self.store.save(after)  # from here on the old prekey is spent
-        secret = os.urandom(shamir.SECRET_BYTES)
-        pairs = [
-            pairwise_mask(plan, self.name, other.site, private, bytes.fromhex(other.key))
-            for other in mask_partners(plan, membership, self.name)
-        ]
-        mask_streams.add_masks(vector, [self_mask(secret, plan, self.name), *pairs])
-
-        def purpose(holder: str) -> bytes:
-            return mask_purpose(plan, self.name, holder)
-
-        shares = encrypt_shares(state, membership, self.name, secret, purpose)
-        return UploadAttachment(mask=hashlib.sha256(secret).hexdigest(), shares=shares, next=bundle)
-
-    def unmask(self, asked: UnmaskRequest) -> UnmaskResponse:
-        """Return this holder's shares, of one secret per site, without those that it cannot decrypt.
-
-        Raises:
-            PolicyError, WireError: as in the table above; no share is revealed.
-        """
-        with self.store.alone():
-            return self._unmasking(asked)
-
-    def _unmasking(self, asked: UnmaskRequest) -> UnmaskResponse:
-        plan = asked.plan
-        self._require_run(plan.run)
-        state, membership = self._joined(plan)
-        in_sum = set(asked.in_sum)
-        least = max(plan.least, self.demands.min_cohort, 2)
-        fits = len(in_sum) == len(asked.in_sum) and in_sum <= set(plan.cohort) <= membership.by_name.keys()
-        if not fits or graph_connectivity.smallest_component(membership, in_sum) < least:
-            raise PolicyError(
-                f"secure: expected a sum of at least {least} sites of the plan joined by masks, found {len(in_sum)}; "
-                "no share is opened"
-            )
-        if (missing := len(plan.cohort) - len(in_sum)) > (most := graph_connectivity.max_dropouts(membership)):
-            raise PolicyError(
-                f"secure: expected at most {most} silent sites of {len(plan.cohort)}, found {missing}: holders given "
-                "different sums could expose a single site's upload; no share is opened"
-            )
-        share_owners = {site for site in plan.cohort if self.name in membership.holders(site)}
-        if asked.heard.keys() != share_owners & in_sum or asked.silent.keys() != share_owners - in_sum:
-            raise PolicyError(
-                "secure: expected each site whose share it holds, either in the sum or silent, found others; no "
-                "share is opened"
-            )
-        own = plan.prekey_of(self.name)
-        if own is not None and self.name not in in_sum and own.number < state.prekeys - bool(state.seed):
-            raise PolicyError(
-                "secure: this site has masked an upload for the plan, but is listed as silent; no share is opened"
-            )
-        opened: dict[How, dict[str, str]] = {"heard": {}, "silent": {}}
-        answered = dict(state.answered)
-        both: tuple[tuple[How, dict[str, str]], ...] = (("heard", asked.heard), ("silent", asked.silent))
-        for how, closed in both:
-            for site, share in closed.items():
-                run_key, now = self._noted(state, membership, asked, site, how)
-                answered[run_key] = now
-                try:
-                    opened[how][site] = self._opened(state, membership, plan, site, how, bytes.fromhex(share)).hex()
-                except WireError as error:  # that site's own fault, or the server's: the others' shares are good
-                    log.warning("%s", error)
-        if len(answered) > MOST_SITES:
-            raise PolicyError(
-                f"secure: this site opens shares of at most {MOST_SITES} keys in a run, found more; start a new run"
-            )
-        self.store.save(state.model_copy(update={"answered": answered}))
-        return UnmaskResponse(heard=opened["heard"], silent=opened["silent"])
-
-    def _noted(
-        self, kept: SiteSecAggState, membership: RunMembership, asked: UnmaskRequest, site: str, how: How
-    ) -> tuple[str, OpenedPrekey]:
-        prekey = asked.plan.prekey_of(site)
-        if prekey is None or not prekey.is_genuine(membership):
-            raise WireError(f"secure: expected the prekey of {site} with its signature, found another")
-        run_key = membership.by_name[site].run_key
-        now, before = OpenedPrekey(number=prekey.number, how=how, context=asked.context), kept.answered.get(run_key)
-        if before is not None and (now.number < before.number or (now.number == before.number and now != before)):
-            raise PolicyError(
-                f"secure: this site has opened its share of {site} for another list of sites, found a second "
-                "request; it never opens both halves"
-            )
-        return run_key, now
-
-    def _opened(
-        self, kept: SiteSecAggState, membership: RunMembership, plan: AttemptPlan, site: str, how: How, closed: bytes
-    ) -> bytes:
-        prekey = plan.prekey_of(site)
-        assert prekey is not None
-        if how == "heard":
-            purpose = mask_purpose(plan, site, self.name)
-        else:
-            purpose = seed_purpose(membership, site, prekey.number, self.name)
-        try:
-            return crypto.decrypt_share(agree_key(kept, membership, site, purpose), closed, purpose)
-        except WireError as error:
-            raise WireError(f"secure: {site}: {error}; it is left out") from None
-
-    def _require_run(self, run: str) -> None:
-        if run != self.run:
-            raise PolicyError(f"secure: expected keys for the run {self.run}, found {run}")
-
-    def _kept(self) -> SiteSecAggState:
-        state = self.store.load()
-        if state is None:
-            raise PolicyError("secure: expected this site's run key, found none; it was lost: request a new one")
-        return state
-
-    def _joined(self, plan: AttemptPlan) -> tuple[SiteSecAggState, RunMembership]:
-        state = self._kept()
-        if state.membership is None or state.membership.digest != plan.membership:
-            raise PolicyError(
-                "secure: expected the membership that this site joined last, found another; repeat the setup"
-            )
-        return state, state.membership
+def _second_list() -> PolicyError:
+    return PolicyError("secure: this site has agreed to another list of this plan; it never opens two")

@@ -1,43 +1,76 @@
-"""A site's stored state of a run in secure aggregation, and its stores."""
+"""A site's stored state of a run in secure aggregation, and its stores.
+
+    none -> masked(p) -> signed(p, L) -> opened(p, L), or from masked(p) to opened(p, L) at once
+
+From each, a plan of a later attempt leads to masked(p'). A state is on disk before anything that follows from it
+leaves the site.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
-from fedveil.federation.secagg.membership import RunMembership
-from fedveil.federation.secagg.schema import Digest, Key, Number, SecAggMessage, Share
+from fedveil.federation.secagg.messages import OpenResponse, Position
+from fedveil.federation.secagg.schema import MOST_HOLDERS, Digest, Key, Name, Number, SecAggMessage
 
-How = Literal["heard", "silent"]
+Phase = Literal["masked", "signed", "opened"]
 
 
-class OpenedPrekey(SecAggMessage):
-    """The last prekey of a site whose share this site opened: which half, and for which plan and sum."""
+class UnspentPrekey(SecAggMessage):
+    """A prekey with its private half, with which the site has not masked yet."""
 
     number: Number
-    how: How
-    context: Digest
+    private: Key
+
+
+class LivePlan(SecAggMessage):
+    """The last plan for which the site masked, until a later one.
+
+    Attributes:
+        plan: its digest.
+        rows: keys of the rows of shares to this site, by the site that made them; empty once opened.
+        boot: id of the machine's boot; a plan of another boot is dropped.
+        list: digest of the list to which the site agreed; "" while `phase` is "masked".
+        answer: the response with which the site opened its shares.
+    """
+
+    plan: Digest
+    rows: dict[Name, Key] = Field(max_length=MOST_HOLDERS)
+    boot: str = Field(max_length=64)
+    phase: Phase
+    list: Digest | Literal[""]
+    answer: OpenResponse | None
+
+
+class Fence(SecAggMessage):
+    """What the site never does again, whatever becomes of its keys.
+
+    Attributes:
+        masked: round and attempt for which it masked last.
+        signed: the last round in which it agreed to a list, or may mask no second time.
+        kept: it has gone on from private state.
+    """
+
+    masked: Annotated[Position | None, Field(strict=False)] = None
+    signed: Number | None = None
+    kept: bool = False
 
 
 class SiteSecAggState(SecAggMessage):
     """A site's stored state of one run.
 
     Attributes:
-        run_key: private.
-        prekeys: number made so far.
-        seed: of the last prekey; "" once it is spent.
-        membership: the one joined last.
-        answered: opened prekeys, by the run key of the share's site: a site that lost its keys starts a new
-            entry, and no old answer is forgotten.
+        next: the unused prekey.
+        number: prekeys made so far.
     """
 
-    run_key: Key
-    prekeys: Number = 0
-    seed: Share | Literal[""] = ""
-    membership: RunMembership | None = None
-    answered: dict[Key, OpenedPrekey] = Field(default_factory=dict)
+    next: UnspentPrekey | None = None
+    number: Number = 0
+    live: LivePlan | None = None
+    fence: Fence = Fence()
 
 
 class SecAggStore(Protocol):

@@ -2,40 +2,40 @@
 
 | case | what happens |
 |---|---|
-| fewer uploads than `least`, or too few shares | the attempt is thrown away; nothing of it can be opened later |
-| a share that does not match the digest that its site gave | it is left out, and others are waited for; which of the
-  two, site or holder, is wrong, is not known |
-| a site whose shares open another secret, or so many of whose holders open no such share that not all of them can be
-  wrong | the attempt is thrown away, and the site is `faulty`: a run can go on without it |
+| an upload of another plan, with a wrong signature, digest or holder | it is refused; its site is silent |
+| both ends of a pair name different secrets | the attempt is thrown away before a list is signed; see `disputes` |
+| fewer uploads than max(q, least), or a graph that c sites can cut | the attempt is thrown away; nothing of it is signed |
+| fewer than q signatures of the list, or than t shares of a secret | the round is lost: its sites have agreed to a sum |
+| a share that does not match the digest that its site gave | it is left out, and others are waited for |
+| shares that match but open another secret | the round is lost, and their site is `faulty`: it signed both |
 
-An adversary that gets a site left out of the retry has two sums that differ by it. So more holders must
-report a site as faulty than the c <= min(t - 1, K - 2) sites that may collude with the server
-(adversary_model.py). At least one of them is then honest, and the report is true. They must also be more
-than the N - t holders that a sum can do without, and more than one.
+An adversary that gets a site left out of later cohorts has two sums that differ by it. So only a site that lies for
+certain is named alone: more holders must report it, or more sites report a holder, than can lie or be silent.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fedveil.errors import QuorumError, WireError
-from fedveil.federation.secagg import crypto, graph_connectivity, mask_streams, shamir
+from fedveil.federation.secagg import crypto, derivations, graph_connectivity, mask_streams, shamir
 from fedveil.federation.secagg.mask_streams import Integers
-from fedveil.federation.secagg.membership import PrekeyBundle, RunMembership
-from fedveil.federation.secagg.messages import AttemptPlan, UnmaskRequest, UnmaskResponse, UploadAttachment
-from fedveil.federation.secagg.pairwise_keys import (
-    mask_partners,
-    mask_purpose,
-    negate_mask,
-    pairwise_mask,
-    seed_purpose,
-    self_mask,
+from fedveil.federation.secagg.messages import (
+    AgreeRequest,
+    AgreeResponse,
+    OpenRequest,
+    OpenResponse,
+    UploadAttachment,
+    is_signed_by,
 )
-from fedveil.federation.secagg.state import How
+from fedveil.federation.secagg.plan import AttemptPlan, agreed_text, list_digest
+
+Secret = tuple[str, str]  # a site in the sum, and a silent partner of it; "" = the secret of its own mask
 
 
 @dataclass
@@ -44,171 +44,276 @@ class UnmaskingAttempt:
 
     Attributes:
         plan: the plan sent to its sites.
-        bundles: their prekeys.
+        table: text of the plan's table of entries; "" if it has none.
         uploads: attachments of the uploads that are in the sum.
+        in_sum: their sites, sorted, once the list is closed; empty before.
+        agreed: signatures of the list, by site.
     """
 
     plan: AttemptPlan
-    membership: RunMembership
-    bundles: Mapping[str, PrekeyBundle]
+    table: str = ""
     uploads: dict[str, UploadAttachment] = field(default_factory=dict)
+    in_sum: tuple[str, ...] = ()
+    agreed: dict[str, str] = field(default_factory=dict)
     _total: Integers | None = None
-    _opened: dict[tuple[How, str], dict[str, bytes]] = field(default_factory=dict)
-    _asked: dict[str, UnmaskRequest] = field(default_factory=dict)
+    _opened: dict[Secret, dict[str, bytes]] = field(default_factory=dict)
+    _complaints: set[tuple[str, str]] = field(default_factory=set)  # (holder, site)
     _answered: set[str] = field(default_factory=set)
 
-    def check(self, site: str, attached: UploadAttachment) -> None:
-        """Raise WireError for a late or repeated upload, or one whose shares are not for the site's holders."""
-        if site not in self.bundles or site in self.uploads or self._asked:
-            raise WireError(f"secure: expected one upload per site before the sum is closed; found one from {site}")
-        if not attached.shares.are_for(self.membership.holders(site)):
-            raise WireError(f"secure: expected shares of {site}'s mask for each of its holders, found others")
+    # Uploads
+
+    def check(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
+        """Raise WireError for a late or repeated upload, or one that its site has not made for this plan."""
+        plan = self.plan
+        if site not in plan.by_name or site in self.uploads or self.in_sum:
+            raise WireError(f"secure: expected one upload per site before the list is closed; found one from {site}")
+        if attached.plan != plan.digest:
+            raise WireError(f"secure: expected an upload of {site} for this plan, found one for another")
+        if not is_signed_by(attached, plan.by_name[site]):
+            raise WireError(f"secure: expected an upload that {site} has signed, found another")
+        partners, holders = plan.partners(site), plan.holders(site)
+        if list(attached.pairs) != partners or list(attached.rows) != holders or list(attached.shares) != holders:
+            raise WireError(f"secure: expected shares of {site} for each of its holders, found others")
+        lengths = {len(attached.shares[holder]) for holder in holders} | {
+            (len(row) // 2 - 28) // shamir.SECRET_BYTES for row in attached.rows.values()
+        }
+        if lengths != {1 + len(partners)}:
+            raise WireError(f"secure: expected {1 + len(partners)} shares of {site} for each holder, found others")
+        if attached.vector != hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest():
+            raise WireError(f"secure: expected the vector that {site} has signed, found another")
 
     def add(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
         """Add a masked vector, which is only read. Raises WireError as `check`."""
-        self.check(site, attached)
+        self.check(site, vector, attached)
         self._total = vector.copy() if self._total is None else np.add(self._total, vector, out=self._total)
         self.uploads[site] = attached
 
-    def questions(self) -> dict[str, UnmaskRequest]:
-        """Return the request to each holder, and close the list of uploads.
+    @property
+    def disputes(self) -> list[tuple[str, str]]:
+        """Return the pairs of uploaded sites that name different secrets for their common mask."""
+        uploads = self.uploads
+        return [
+            (site, other)
+            for site in sorted(uploads)
+            for other in self.plan.partners(site)
+            if site < other and other in uploads and uploads[site].pairs[other] != uploads[other].pairs[site]
+        ]
+
+    # The list of the sum's sites
+
+    @property
+    def digest(self) -> str:
+        """Return L."""
+        return list_digest(self.plan.digest, self.in_sum)
+
+    @property
+    def silent(self) -> list[str]:
+        """Return the cohort's sites that are not in the sum."""
+        return [site for site in self.plan.cohort if site not in self.uploads]
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Return whether the list's sites must sign it before their shares open: a site is missing, or neighbors."""
+        return bool(self.silent) or bool(self.plan.neighbours)
+
+    def close(self) -> None:
+        """Close the list of uploads.
 
         Raises:
-            QuorumError: there are too few uploads; the server must not ask any holder.
+            QuorumError: the sites would sign no such list; none is asked.
         """
-        plan, asked = self.plan, self._asked
-        self._require_least()
-        silent = [site for site in plan.cohort if site not in self.uploads]
-        heard = {site: attached.shares.closed for site, attached in self.uploads.items()}
-        quiet = {site: self.bundles[site].shares.closed for site in silent}
-        for holder in self.membership.by_name:
-            mine = {site: of[holder] for site, of in sorted(heard.items()) if holder in of}
-            theirs = {site: of[holder] for site, of in quiet.items() if holder in of}
-            if mine or theirs:
-                in_sum = tuple(sorted(self.uploads))
-                asked[holder] = UnmaskRequest(plan=plan, in_sum=in_sum, heard=mine, silent=theirs)
-        return asked
+        plan, sites = self.plan, sorted(self.uploads)
+        if len(sites) < plan.least_in_sum:
+            raise QuorumError(
+                f"secure.min-sites, secure.threshold: expected a sum of at least {plan.least_in_sum} sites, found "
+                f"{len(sites)}"
+            )
+        if disputes := self.disputes:
+            pairs = ", ".join(f"{site} and {other}" for site, other in disputes[:3])
+            raise QuorumError(f"secure: expected both ends of a pair to name one secret, found others: {pairs}")
+        if plan.neighbours and graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
+            raise QuorumError(
+                f"secure.graph-degree: expected at least {plan.threshold} holders of each site in the sum, found fewer; "
+                "raise it"
+            )
+        if not graph_connectivity.is_connected(plan, sites, plan.colluding):
+            raise QuorumError("secure.graph-degree: expected masks that connect the sites in the sum; raise it")
+        self.in_sum = tuple(sites)
 
-    def answer(self, holder: str, opened: UnmaskResponse) -> None:
+    def agree_requests(self) -> dict[str, AgreeRequest]:
+        """Return the request to each site of the closed list to sign it."""
+        request = AgreeRequest(plan=self.plan, table=self.table, in_sum=self.in_sum)
+        return dict.fromkeys(self.in_sum, request)
+
+    def take_agreement(self, site: str, answer: AgreeResponse) -> None:
+        """Accept a site's signature of the list. Raises WireError for another list or signature."""
+        key = bytes.fromhex(self.plan.by_name[site].signing_key)
+        is_same = (answer.plan, answer.list) == (self.plan.digest, self.digest)
+        if not is_same or not crypto.is_signed(
+            key, bytes.fromhex(answer.signature), agreed_text(self.plan, self.digest)
+        ):
+            raise WireError(f"secure: expected {site}'s signature of this list, found another")
+        self.agreed[site] = answer.signature
+
+    def open_requests(self) -> dict[str, OpenRequest]:
+        """Return the request for shares to each site of the closed list.
+
+        Raises:
+            QuorumError: too few sites have signed the list; none would open its shares.
+        """
+        plan = self.plan
+        if self.needs_agreement and len(self.agreed) < plan.quorum:
+            raise QuorumError(
+                f"secure.threshold: expected {plan.quorum} sites to sign the list of the sum, found {len(self.agreed)}"
+            )
+        return {
+            holder: OpenRequest(
+                plan=plan,
+                table=self.table,
+                in_sum=self.in_sum,
+                agreed=self.agreed if self.needs_agreement else {},
+                rows={site: self.uploads[site].rows[holder] for site in self._dealers(holder)},
+            )
+            for holder in self.in_sum
+        }
+
+    def _dealers(self, holder: str) -> list[str]:
+        return [site for site in self.in_sum if holder in self.uploads[site].rows]
+
+    # Shares
+
+    def take_opening(self, holder: str, opened: OpenResponse) -> None:
         """Accept a holder's shares.
 
         Raises:
             WireError: the holder sent shares that were not requested (none is accepted), or shares that do not match
             their digests (the others are accepted).
         """
-        asked = self._asked[holder]
-        if not (opened.heard.keys() <= asked.heard.keys() and opened.silent.keys() <= asked.silent.keys()):
-            raise WireError("secure: expected the requested shares, found others")
+        plan = self.plan
+        if (opened.plan, opened.list) != (plan.digest, self.digest) or not is_signed_by(opened, plan.by_name[holder]):
+            raise WireError(f"secure: expected {holder}'s own shares for this list, found others")
+        dealers = set(self._dealers(holder))
+        if opened.own.keys() | set(opened.unread) != dealers or opened.own.keys() & set(opened.unread):
+            raise WireError("secure: expected a share or a complaint for each requested site, found others")
+        silent = {site: [other for other in plan.partners(site) if other not in self.uploads] for site in opened.own}
+        wanted = {site: set(others) for site, others in silent.items() if others}
+        if {site: set(of) for site, of in opened.pairs.items()} != wanted:
+            raise WireError("secure: expected the shares of silent partners of each site, found others")
         self._answered.add(holder)
-        answers: tuple[tuple[How, dict[str, str]], ...] = (("heard", opened.heard), ("silent", opened.silent))
-        wrong = []
-        for how, shares in answers:
-            for site, share in shares.items():
-                if self._is_own(how, site, holder, bytes.fromhex(share)):
-                    self._opened.setdefault((how, site), {})[holder] = bytes.fromhex(share)
-                else:
-                    wrong.append(site)
+        self._complaints |= {(holder, site) for site in opened.unread}
+        wrong = sorted(site for site in opened.own if not self._take_row(holder, site, opened))
+        self._complaints |= {(holder, site) for site in wrong}
         if wrong:
             raise WireError(
                 f"secure: expected its shares of {', '.join(wrong)} as those sites made them, found others; they are "
                 "ignored"
             )
 
-    def _is_own(self, how: How, site: str, holder: str, share: bytes) -> bool:
-        if how == "heard":
-            shares, purpose = self.uploads[site].shares, mask_purpose(self.plan, site, holder)
-        else:
-            bundle = self.bundles[site]
-            shares, purpose = bundle.shares, seed_purpose(self.membership, site, bundle.prekey.number, holder)
-        return crypto.share_digest(share, purpose) == shares.digests[holder]
+    def _take_row(self, holder: str, site: str, opened: OpenResponse) -> bool:
+        """Accept the shares of one site's secrets. Return whether all of them match their digests."""
+        partners, expected = self.plan.partners(site), self.uploads[site].shares[holder]
+        found = {"": opened.own[site], **opened.pairs.get(site, {})}
+        good = 0
+        for other, text in found.items():
+            share, position = bytes.fromhex(text), 1 + partners.index(other) if other else 0
+            if derivations.share_digest(share, self.plan.digest, site, holder, other) == expected[position]:
+                self._opened.setdefault((site, other), {})[holder] = share
+                good += 1
+        return good == len(found)
+
+    def _secrets(self) -> Iterator[Secret]:
+        for site in self.in_sum:
+            yield site, ""
+            for other in self.plan.partners(site):
+                if other not in self.uploads:
+                    yield site, other
 
     @property
     def wanting(self) -> list[str]:
-        """Return the sites with too few shares so far."""
-        t = self.membership.threshold
-        return [site for how, site in self._secrets() if len(self._opened.get((how, site), {})) < t]
+        """Return the sites of whose secrets some have too few shares so far."""
+        t = self.plan.threshold
+        return sorted({site for site, other in self._secrets() if len(self._opened.get((site, other), {})) < t})
 
     @property
-    def faulty(self) -> list[str]:
-        """Return the sites whose shares do not reconstruct their secret."""
-        count, t = self.membership.count, self.membership.threshold
-        needed, wanting, faulty_sites = max(2, count - t + 1, min(t, self.plan.least - 1)), set(self.wanting), []
-        for how, site in self._secrets():
-            opened = self._opened.get((how, site), {})
-            lacking = self._answered.intersection(self.membership.holders(site)) - opened.keys()
-            if len(lacking) >= needed or (site not in wanting and self._rebuilt(how, site) is None):
-                faulty_sites.append(site)
-        return faulty_sites
-
-    def _secrets(self) -> Iterator[tuple[How, str]]:
-        for site in self.plan.cohort:
-            if site in self.uploads:
-                yield "heard", site
-            elif any(other.site in self.uploads for other in mask_partners(self.plan, self.membership, site)):
-                yield "silent", site
+    def faulty(self) -> dict[str, str]:
+        """Return the sites that lie for certain, with the reason; where one of two lies, both."""
+        plan = self.plan
+        named: dict[str, str] = {}
+        if disputes := self.disputes:
+            named |= _liars(disputes, plan.colluding, "it and its partners name different secrets for their masks")
+        enough = max(plan.colluding, len(plan.members) - plan.quorum, 1)
+        sites, holders = Counter(s for _, s in self._complaints), Counter(h for h, _ in self._complaints)
+        named |= {s: "its shares could not be used by many holders" for s, n in sites.items() if n > enough}
+        named |= {h: "it could not use the shares of many sites" for h, n in holders.items() if n > enough}
+        wanting = set(self.wanting) if self.in_sum else set()
+        for site, other in self._secrets():
+            if site not in wanting and self._rebuilt(site, other) is None:
+                named[site] = "its shares do not open its secret"
+        for holder, site in self._complaints:
+            if site in wanting and not {site, holder} & named.keys():
+                named |= dict.fromkeys((site, holder), "one of two sites sent shares that the other could not use")
+        return named
 
     def total(self) -> Integers:
         """Return the unmasked sum of the uploaded vectors. It can be taken once.
 
         Raises:
-            QuorumError: there are too few uploads or shares, or the shares do not fit; nothing was revealed.
+            QuorumError: there are too few shares, or they do not fit; nothing was revealed.
         """
-        self._require_least()
         assert self._total is not None, "the total can be taken only once"
         if wanting := self.wanting:
             raise QuorumError(
-                f"secure.threshold: expected {self.membership.threshold} holders to open their shares of "
+                f"secure.threshold: expected {self.plan.threshold} sites to open their shares of "
                 f"{', '.join(wanting)}, found fewer"
             )
-        off = list(self.own_masks().values())
-        for how, site in self._secrets():
-            if how == "silent":
-                off += self._left_by(site, crypto.private_key_from(self._secret(how, site)))
+        off = list(self.own_masks().values()) + list(self._pair_masks())
         total, self._total = self._total, None
         mask_streams.add_masks(total, off)
         return total
 
-    def _require_least(self) -> None:
-        if len(self.uploads) < self.plan.least:
-            raise QuorumError(
-                f"secure.min-sites: expected a sum of at least {self.plan.least} sites, found {len(self.uploads)}"
-            )
-        missing, most = len(self.plan.cohort) - len(self.uploads), graph_connectivity.max_dropouts(self.membership)
-        if missing > most:
-            raise QuorumError(
-                f"secure.threshold: expected at most {most} silent sites of {len(self.plan.cohort)}, found {missing}: "
-                "no holder opens such a sum"
-            )
-        if (size := graph_connectivity.smallest_component(self.membership, self.uploads)) < self.plan.least:
-            raise QuorumError(
-                f"secure.graph-degree: expected masks that join at least {self.plan.least} sites, found a separate "
-                f"group of {size} among the {len(self.uploads)} that uploaded; raise it"
-            )
-
     def own_masks(self) -> dict[str, mask_streams.MaskStream]:
-        """Return the streams that remove the own mask of each site in the sum, from the revealed shares."""
-        heard = [site for how, site in self._secrets() if how == "heard"]
-        return {site: negate_mask(self_mask(self._secret("heard", site), self.plan, site)) for site in heard}
+        """Return the streams that remove the own mask of each site in the sum, from the opened shares."""
+        p = self.plan.digest
+        return {
+            site: negate_mask(derivations.own_mask(self._secret(site, other), p, site))
+            for site, other in self._secrets()
+            if not other
+        }
 
-    def _left_by(self, site: str, private: bytes) -> Iterator[mask_streams.MaskStream]:
-        """Yield the streams that remove the pairwise masks added by a dropped-out site's partners."""
-        for other in mask_partners(self.plan, self.membership, site):
-            if other.site in self.uploads:
-                # The silent site's own sign is the opposite of its partner's: adding its half cancels the other one.
-                yield pairwise_mask(self.plan, site, other.site, private, bytes.fromhex(other.key))
+    def _pair_masks(self) -> Iterator[mask_streams.MaskStream]:
+        """Yield the streams that remove the masks which sites in the sum share with silent ones."""
+        for site, other in self._secrets():
+            if other:
+                secret = self._secret(site, other)
+                yield negate_mask(derivations.pairwise_mask(secret, self.plan.digest, site, other))
 
-    def _secret(self, how: How, site: str) -> bytes:
-        if (secret := self._rebuilt(how, site)) is None:
+    def _secret(self, site: str, other: str) -> bytes:
+        if (secret := self._rebuilt(site, other)) is None:
             raise QuorumError(f"secure: expected shares that open {site}'s secret, found shares of another secret")
         return secret
 
-    def _rebuilt(self, how: How, site: str) -> bytes | None:
+    def _rebuilt(self, site: str, other: str) -> bytes | None:
         """Reconstruct a secret from t shares; None if it is not the one that the site used for masking."""
-        holders = self.membership.holders(site)
-        shares = list(self._opened[how, site].items())[: self.membership.threshold]
-        secret = shamir.combine_shares({holders.index(holder) + 1: share for holder, share in shares})
-        if how == "heard":
-            fits = hashlib.sha256(secret).hexdigest() == self.uploads[site].mask
+        plan, attached = self.plan, self.uploads[site]
+        shares = list(self._opened[site, other].items())[: plan.threshold]
+        secret = shamir.combine_shares({plan.place(site, holder): share for holder, share in shares})
+        if other:
+            fits = derivations.pair_secret_digest(secret, plan.digest, site, other) == attached.pairs[other]
         else:
-            fits = crypto.public_key_of(crypto.private_key_from(secret)).hex() == self.bundles[site].prekey.key
+            fits = derivations.own_secret_digest(secret, plan.digest, site) == attached.own
         return secret if fits else None
+
+
+def negate_mask(mask: mask_streams.MaskStream) -> mask_streams.MaskStream:
+    """Return the stream that removes a mask."""
+    return replace(mask, sign=-mask.sign)
+
+
+def _liars(disputes: Collection[tuple[str, str]], colluding: int, reason: str) -> dict[str, str]:
+    """Return sites to leave out: one in dispute with more than `colluding` others lies alone; else both of a pair."""
+    counts: Mapping[str, int] = Counter(site for pair in disputes for site in pair)
+    named = {site: reason for site, count in counts.items() if count > colluding}
+    for pair in disputes:
+        if not named.keys() & set(pair):
+            named |= dict.fromkeys(pair, reason)
+    return named

@@ -1,0 +1,181 @@
+"""The plan of an attempt: everything that has to be the same at all of its sites. Its digest p salts every key.
+
+A site that was shown another plan adds masks that do not cancel, so that the sum is noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from fedveil.federation.secagg import crypto
+from fedveil.federation.secagg.derivations import protocol_context
+from fedveil.federation.secagg.schema import (
+    MOST_NEIGHBORS,
+    MOST_SITES,
+    Digest,
+    Key,
+    Name,
+    Number,
+    RosterDigest,
+    SecAggMessage,
+    Signature,
+)
+
+OptionalDigest = Digest | Literal[""]
+
+
+class Prekey(SecAggMessage):
+    """The public half of a key with which a site masks for one plan, and no other.
+
+    Attributes:
+        signing_key: Ed25519 key by which the other sites know the site.
+        number: counts the prekeys that the site made in the run.
+        key: X25519.
+        signature: of run and all this.
+    """
+
+    site: Name
+    signing_key: Key
+    number: Number
+    key: Key
+    signature: Signature
+
+    def text(self, run: str) -> bytes:
+        """Return the bytes that the site signs."""
+        return protocol_context("prekey", run, self.site, self.signing_key, self.number, self.key)
+
+    def is_genuine(self, run: str) -> bool:
+        """Return whether the prekey is a valid key, signed by the owner of the signing key for this run."""
+        key, signature = bytes.fromhex(self.signing_key), bytes.fromhex(self.signature)
+        return crypto.is_signed(key, signature, self.text(run)) and crypto.is_point(bytes.fromhex(self.key))
+
+
+class AttemptPlan(SecAggMessage):
+    """The plan of an attempt at a round.
+
+    Attributes:
+        roster: digest of the federation's signing keys; "" = none.
+        app: SHA-256 of the bundle; "" where no site determines it.
+        config: digest of the run config, the method and its fields.
+        broadcast: digest of the message to every site; "" if the method's messages differ by site.
+        entries: digest of the table of the sites that send each entry; "" = every site sends every entry.
+        bits, most_weight, bound: parameters of the ring; the cohort's size m is its maximum number of summands.
+        noise: where the noise reaches its full scale.
+        least: minimum number of sites in a sum.
+        colluding: c, sites that may work with a lying server.
+        quorum: q, signatures that make a list of a sum's sites count.
+        threshold: t, shares that open a secret.
+        neighbours: k, the number of sites with which a site has masks and shares; 0 = all pairs.
+        members: the cohort's prekeys, sorted by site.
+    """
+
+    kind: Literal["plan"] = "plan"
+    run: Name
+    round: Number
+    attempt: Number
+    roster: RosterDigest
+    app: OptionalDigest
+    config: Digest
+    broadcast: OptionalDigest
+    entries: OptionalDigest
+    bits: Literal[32, 64]
+    most_weight: int = Field(ge=1, le=100_000_000)
+    bound: float = Field(gt=0, le=1e9)
+    noise: Literal["site", "sum"]
+    least: int = Field(ge=1, le=MOST_SITES)
+    colluding: int = Field(ge=0, le=MOST_SITES)
+    quorum: int = Field(ge=1, le=MOST_SITES)
+    threshold: int = Field(ge=1, le=MOST_SITES)
+    neighbours: int = Field(ge=0, le=MOST_NEIGHBORS)
+    members: tuple[Prekey, ...] = Field(min_length=1, max_length=MOST_SITES, strict=False)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AttemptPlan:
+        if self.cohort != sorted(set(self.cohort)):
+            raise ValueError("expected each site once, sorted")
+        if self.neighbours % 2 or self.neighbours >= max(len(self.members), 1):
+            raise ValueError("expected an even number of neighbors, below the number of sites")
+        return self
+
+    @cached_property
+    def cohort(self) -> list[str]:
+        """Return the names of the cohort's sites, sorted."""
+        return [member.site for member in self.members]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Prekey]:
+        """Return the cohort's prekeys by site."""
+        return {member.site: member for member in self.members}
+
+    @property
+    def least_in_sum(self) -> int:
+        """Return max(q, least): the number of sites that a sum has at least."""
+        return max(self.quorum, self.least)
+
+    @cached_property
+    def circle(self) -> list[str]:
+        """Return the sites in the order in which they are neighbors."""
+        place = {name: hashlib.sha256(protocol_context("circle", self.digest, name)).digest() for name in self.cohort}
+        return sorted(self.cohort, key=lambda name: place[name])
+
+    @cached_property
+    def _place(self) -> Mapping[str, int]:
+        return {name: i for i, name in enumerate(self.circle)}
+
+    def partners(self, site: str) -> list[str]:
+        """Return the sites with which a site shares a mask, sorted: all others, or its neighbors on the circle."""
+        if not self.neighbours:
+            return [name for name in self.cohort if name != site]
+        at, half = self._place[site], self.neighbours // 2
+        offsets = [*range(-half, 0), *range(1, half + 1)]
+        return sorted(self.circle[(at + offset) % len(self.circle)] for offset in offsets)
+
+    def holders(self, site: str) -> list[str]:
+        """Return the sites that hold shares of a site's secrets, sorted. With all pairs the site itself is one."""
+        return self.partners(site) if self.neighbours else self.cohort
+
+    def place(self, site: str, holder: str) -> int:
+        """Return the place of a holder's shares of a site's secrets, from 1 on."""
+        return 1 + self.holders(site).index(holder)
+
+
+def quorum_of(setting: int, sites: int, colluding: int) -> int:
+    """Return q for a cohort: `setting`, or where that is 0 more than two thirds, and so many that 2 q > m + c."""
+    return setting or max(2 * sites // 3 + 1, (sites + colluding) // 2 + 1)
+
+
+def list_digest(plan: str, in_sum: Collection[str]) -> str:
+    """Return L, the digest of a list of the sites in a sum, under the plan with this digest."""
+    return hashlib.sha256(protocol_context("list", plan, *sorted(in_sum))).hexdigest()
+
+
+def agreed_text(plan: AttemptPlan, listed: str) -> bytes:
+    """Return the bytes that a site signs to agree to a list."""
+    return protocol_context("agreed", plan.run, plan.round, plan.digest, listed)
+
+
+def too_few_neighbors(sites: int, degree: int, absent: int, shares: int) -> float:
+    """Return an upper bound of the chance that some site has fewer than `shares` present neighbors.
+
+    `absent` of the sites are missing at random: a union bound over the sites of a hypergeometric tail.
+    """
+    return sites * _hypergeometric_below(sites - 1, sites - 1 - absent, degree, shares)
+
+
+def pairs_cut(sites: int, degree: int, absent: int, colluding: int) -> float:
+    """Return an upper bound of the chance that two windows of the circle have at most `colluding` present sites."""
+    return sites * (sites - 1) / 2 * _hypergeometric_below(sites, sites - absent, degree, colluding + 1)
+
+
+def _hypergeometric_below(total: int, good: int, drawn: int, below: int) -> float:
+    """Return P(X < below) for the number X of good ones among `drawn` of `total`."""
+    every = math.comb(total, drawn)
+    least = max(0, drawn - (total - good))
+    ways = sum(math.comb(good, k) * math.comb(total - good, drawn - k) for k in range(least, below))
+    return ways / every

@@ -1,0 +1,259 @@
+"""The rules by which a site judges a plan, a list of a sum's sites, and a request for its shares.
+
+Each rule is one function, and a test that fails without it. The numbers are those of the protocol's description in
+docs/secure_aggregation.md. All raise PolicyError, or WireError where the server contradicts its own instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fedveil.errors import PolicyError, WireError
+from fedveil.federation.secagg import crypto, graph_connectivity
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, quorum_of
+from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.schema import ALL_PAIRS, MOST_NEIGHBORS
+from fedveil.federation.secagg.state import SiteSecAggState
+
+NO_STATE: Literal["none"] = "none"
+StateUse = Literal["none", "begins", "continues"]  # of a method's private state in this client round
+
+
+@dataclass(frozen=True)
+class SiteRequirements:
+    """The conditions under which a site takes part in a run's sums.
+
+    Attributes:
+        min_cohort: minimum number of sites in a cohort, and in a sum.
+        min_threshold: minimum number of signatures of a list, and of shares that open a secret.
+        roster: digest of the federation's signing keys; "" means that the site trusts the keys that the
+            server names.
+        colluding: sites that may work with a lying server; a plan must withstand as many.
+    """
+
+    min_cohort: int = 2
+    min_threshold: int = 1
+    roster: str = ""
+    colluding: int = 0
+
+
+@dataclass(frozen=True)
+class RoundTerms:
+    """What a site knows of a client round apart from the plan: its instruction, its run config, its own bundle.
+
+    Attributes:
+        threshold, neighbours: settings of the run config; 0 = derived from the cohort's size.
+        app: SHA-256 of the bundle as this site determined it; "" = it did not.
+        config: digest of run config, method and fields, as this site computes it.
+        roster: text of the federation's signing keys that came with the plan; "" = none.
+        is_alike: the method sends every site of an attempt the same message.
+        state: whether the client round goes on from private state.
+    """
+
+    run: str
+    round: int
+    attempt: int
+    bits: int
+    most_weight: int
+    bound: float
+    noise: str
+    least: int
+    colluding: int
+    threshold: int
+    neighbours: int
+    config: str
+    app: str = ""
+    roster: str = ""
+    is_alike: bool = True
+    state: StateUse = NO_STATE
+
+
+def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
+    """T1. The plan is the one that instruction and run config describe."""
+    found = {
+        "run": plan.run, "round": plan.round, "attempt": plan.attempt, "bits": plan.bits,
+        "most_weight": plan.most_weight, "bound": plan.bound, "noise": plan.noise, "least": plan.least,
+        "colluding": plan.colluding, "quorum": plan.quorum, "config": plan.config,
+        "app": plan.app if terms.app else "", "broadcast": bool(plan.broadcast),
+    }  # fmt: skip
+    expected = {
+        "run": terms.run, "round": terms.round, "attempt": terms.attempt, "bits": terms.bits,
+        "most_weight": terms.most_weight, "bound": terms.bound, "noise": terms.noise, "least": terms.least,
+        "colluding": terms.colluding, "quorum": quorum_of(terms.threshold, len(plan.members), terms.colluding),
+        "config": terms.config, "app": terms.app, "broadcast": terms.is_alike,
+    }  # fmt: skip
+    for name, value in expected.items():
+        if found[name] != value:
+            raise WireError(
+                f"secure plan: {name}: expected {value}, as instruction and run config say, found {found[name]}"
+            )
+    degree = terms.neighbours if terms.neighbours < len(plan.members) else 0
+    if plan.neighbours != degree and (terms.neighbours or len(plan.members) <= ALL_PAIRS or not plan.neighbours):
+        raise WireError(f"secure plan: neighbours: expected {degree}, found {plan.neighbours}")
+
+
+def require_roster(plan: AttemptPlan, terms: RoundTerms, demands: SiteRequirements) -> None:
+    """T2, of the roster. It is the one that the site's policy names, and lists every member's signing key."""
+    if demands.roster and plan.roster != demands.roster:
+        raise PolicyError(
+            f"roster: this site permits {demands.roster}, found {plan.roster or 'none'}; compare it with the other "
+            "sites: fedveil members roster"
+        )
+    if not plan.roster:
+        return
+    listed = SigningKeyRoster.from_bytes(terms.roster.encode()).signing_keys
+    if roster_digest(listed) != plan.roster:
+        raise WireError("secure plan: roster: expected the text with the plan's digest, found another")
+    for member in plan.members:
+        if listed.get(member.site) != member.signing_key:
+            raise PolicyError(f"roster: expected the signing key of {member.site} as listed, found another")
+
+
+def require_own_key(plan: AttemptPlan, terms: RoundTerms, site: str, signing_key: str) -> None:
+    """T2, of the site itself. Its name has its own signing key in the plan and in the roster.
+
+    Sites that agree on one roster can trust all its keys only if each site has found its own key there.
+    """
+    own = plan.by_name.get(site)
+    if own is None:
+        raise WireError("secure plan: expected this site in its cohort, found others alone")
+    listed = SigningKeyRoster.from_bytes(terms.roster.encode()).signing_keys.get(site) if plan.roster else signing_key
+    for where, key in (("the plan", own.signing_key), ("the roster", listed)):
+        if key != signing_key:
+            raise PolicyError(
+                f"signing-key: expected this site's own in {where}, {signing_key[:16]}..., found "
+                f"{(key or 'none')[:16]}; register it, and write the roster again"
+            )
+
+
+def require_distinct_keys(plan: AttemptPlan) -> None:
+    """T2, of all. No signing key and no prekey stands under two names."""
+    for keys in ([m.signing_key for m in plan.members], [m.key for m in plan.members]):
+        if len(set(keys)) < len(keys):
+            raise WireError("secure plan: expected each key once, found one under two names")
+
+
+def require_genuine_prekeys(plan: AttemptPlan) -> None:
+    """T3. Every prekey is signed by its site for this run, and is fit for key agreement."""
+    for member in plan.members:
+        if not member.is_genuine(plan.run):
+            raise WireError(f"secure plan: expected the prekey of {member.site} with its signature, found another")
+
+
+def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> None:
+    """T4. The plan has this site's newest prekey, with which it has not masked."""
+    if unspent is None or plan.by_name[site] != unspent:
+        raise PolicyError(
+            "secure: expected this site's last prekey, unused, found another, or none; a prekey is for one attempt: "
+            "request a new one"
+        )
+
+
+def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
+    """T5. The plan's numbers withstand as many colluding sites as it names, and are not below the policy's."""
+    sites, quorum, colluding = len(plan.members), plan.quorum, plan.colluding
+    least = plan.least_in_sum
+    required: tuple[tuple[str, int, int], ...] = (
+        ("secure.max-colluders", colluding, demands.colluding),
+        ("secure.threshold: 2 q", 2 * quorum, sites + colluding + 1),
+        ("secure.threshold: sites of the cohort", sites, least),
+        ("min-cohort: sites of the cohort", sites, demands.min_cohort),
+        ("min-cohort: sites in a sum", least, demands.min_cohort),
+        ("secure.min-sites: honest sites in a sum", least - colluding, 2),
+        ("min-threshold: quorum", quorum, demands.min_threshold),
+        ("min-threshold: shares that open a secret", plan.threshold, demands.min_threshold),
+        ("secure.min-sites: honest sites whose noise counts", plan.least - colluding, int(plan.noise == "sum")),
+    )
+    for name, found, least_permitted in required:
+        if found < least_permitted:
+            raise PolicyError(
+                f"{name}: expected at least {least_permitted} with {sites} sites of which {colluding} may collude, "
+                f"found {found}; raise secure.threshold, secure.min-sites or the cohort"
+            )
+
+
+def require_graph(plan: AttemptPlan) -> None:
+    """T6. Shares and masks of the whole cohort are connected widely enough."""
+    if not plan.neighbours:
+        if plan.threshold != plan.quorum or len(plan.members) > MOST_NEIGHBORS:
+            raise WireError(
+                f"secure plan: expected as many shares as signatures for all pairs of at most {MOST_NEIGHBORS} sites, "
+                f"found {plan.threshold} and {plan.quorum} of {len(plan.members)}"
+            )
+        return
+    require_connected(plan, plan.cohort)
+
+
+def require_connected(plan: AttemptPlan, sites: Collection[str]) -> None:
+    """T6 and A4. With neighbors, each site has enough holders among these, and no c of them separate the others."""
+    if not plan.neighbours:
+        return
+    if plan.threshold < plan.colluding + 1 or graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
+        raise PolicyError(
+            f"secure.graph-degree: expected at least {plan.threshold} neighbors, more than {plan.colluding}, of each of "
+            f"the {len(sites)} sites; raise it"
+        )
+    if not graph_connectivity.is_connected(plan, sites, plan.colluding):
+        raise PolicyError(
+            f"secure.graph-degree: expected masks that connect the {len(sites)} sites without any {plan.colluding} of "
+            "them, found a group that those would cut off; raise it"
+        )
+
+
+def require_later(plan: AttemptPlan, state: SiteSecAggState) -> None:
+    """T7. The site has not masked for this attempt or a later one, and has signed no list of this round."""
+    fence = state.fence
+    if fence.masked is not None and (plan.round, plan.attempt) <= fence.masked:
+        raise PolicyError(
+            f"secure: expected an attempt after {fence.masked}, for which this site has masked, found "
+            f"({plan.round}, {plan.attempt})"
+        )
+    if fence.signed is not None and plan.round <= fence.signed:
+        raise PolicyError(
+            f"secure: expected a round after {fence.signed}, in which this site has agreed to a sum, found {plan.round}"
+        )
+
+
+def require_continued_state(terms: RoundTerms, state: SiteSecAggState) -> None:
+    """T11. A site that has gone on from private state does not begin anew in the run."""
+    if state.fence.kept and terms.state == "begins":
+        raise PolicyError(
+            "secure: this site has continued from its private state in this run, found an instruction to begin anew, "
+            "which could leave its update alone in a sum; start a new run"
+        )
+
+
+def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demands: SiteRequirements) -> None:
+    """A3. The list has this site, sites of the cohort alone, and enough of them."""
+    least = max(plan.least_in_sum, demands.min_cohort)
+    if len(set(in_sum)) < len(in_sum) or not set(in_sum) <= plan.by_name.keys() or site not in in_sum:
+        raise PolicyError("secure: expected a list of sites of the plan, this site among them, found another")
+    if len(in_sum) < least:
+        raise PolicyError(f"secure: expected at least {least} sites in a sum, found {len(in_sum)}; none is opened")
+
+
+def require_certificate(plan: AttemptPlan, in_sum: Collection[str], listed: str, agreed: Mapping[str, str]) -> None:
+    """O3. A quorum of the list's sites signed this list; left out where the list is the whole cohort (all pairs)."""
+    if len(in_sum) == len(plan.members) and not plan.neighbours and plan.threshold == plan.quorum:
+        return
+    text = agreed_text(plan, listed)
+    signed = {
+        site
+        for site in set(in_sum) & agreed.keys()
+        if crypto.is_signed(bytes.fromhex(plan.by_name[site].signing_key), bytes.fromhex(agreed[site]), text)
+    }
+    if len(signed) < plan.quorum:
+        raise PolicyError(
+            f"secure: expected {plan.quorum} sites' signatures of this list of the sum, found {len(signed)}; no share "
+            "is opened"
+        )
+
+
+def require_rows(plan: AttemptPlan, in_sum: Collection[str], site: str, rows: Collection[str]) -> None:
+    """O4. There is a row of each site in the sum whose shares this site holds, and no other."""
+    if set(rows) != {dealer for dealer in in_sum if site in plan.holders(dealer)}:
+        raise PolicyError(
+            "secure: expected a row of shares of each site in the sum of which this site is a holder, found others"
+        )

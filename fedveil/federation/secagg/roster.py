@@ -1,0 +1,27 @@
+"""The signing keys of all sites of a federation, by which sites know each other's keys without the server's word."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from fedveil.federation.secagg import crypto
+from fedveil.federation.secagg.schema import MOST_SITES, Key, Name, SecAggMessage
+
+
+class SigningKeyRoster(SecAggMessage):
+    """The signing keys of all sites of a federation.
+
+    Attributes:
+        signing_keys: by name.
+    """
+
+    signing_keys: dict[Name, Key] = Field(max_length=MOST_SITES)
+
+
+def roster_digest(roster: Mapping[str, str]) -> str:
+    """Return the digest of names and signing keys, by which policies and plans refer to a roster."""
+    return "sha256:" + hashlib.sha256(crypto.context_bytes("roster", json.dumps(sorted(roster.items())))).hexdigest()
