@@ -121,8 +121,8 @@ class MaskedUploadCodec:
             vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
             if self.noise:
                 method = self.exchange.method
-                terms = method.contributions(payload, ring.most_weight, self.exchange.spec, ctx)
-                require_the_step_alone(trainer, private, payload, terms, ring.bound, method.aggregate_divisor)
+                added = method.contributions(payload, ring.most_weight, self.exchange.spec, ctx)
+                require_the_step_alone(trainer, private, payload, added, ring.bound, method.aggregate_divisor)
                 self.noise.add(vector, ring, ctx.noise("noise in the sum"))
             log.log(WARNING if clipped else INFO, "masked; %s entries were clipped to +-%g", clipped, ring.bound)
             state_turn = turn if private is not None else ""

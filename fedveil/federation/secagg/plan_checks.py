@@ -192,8 +192,8 @@ def require_connected(plan: AttemptPlan, sites: Collection[str]) -> None:
         return
     if plan.threshold < plan.colluding + 1 or graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
         raise PolicyError(
-            f"secure.graph-degree: expected at least {plan.threshold} neighbors, more than {plan.colluding}, of each of "
-            f"the {len(sites)} sites; raise it"
+            f"secure.graph-degree: expected at least {plan.threshold} neighbors, more than {plan.colluding}, of each "
+            f"of the {len(sites)} sites; raise it"
         )
     if not graph_connectivity.is_connected(plan, sites, plan.colluding):
         raise PolicyError(

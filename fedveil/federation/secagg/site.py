@@ -92,7 +92,7 @@ class SecAggSite:
         plan_checks.require_continued_state(terms, state)
 
     def mask(self, plan: AttemptPlan, terms: RoundTerms, vector: Integers) -> UploadAttachment:
-        """Mask a vector in place and spend the prekey. Raises as `begin`, or StateError if the state cannot be saved."""
+        """Mask a vector in place and spend the prekey. Raises as `begin`."""
         p, partners = plan.digest, plan.partners(self.name)
         with self.store.alone():
             state = self._load()

@@ -4,8 +4,8 @@
 |---|---|
 | an upload of another plan, with a wrong signature, digest or holder | it is refused; its site is silent |
 | both ends of a pair name different secrets | the attempt is thrown away before a list is signed; see `disputes` |
-| fewer uploads than max(q, least), or a graph that c sites can cut | the attempt is thrown away; nothing of it is signed |
-| fewer than q signatures of the list, or than t shares of a secret | the round is lost: its sites have agreed to a sum |
+| fewer uploads than max(q, least), or a graph that c sites can cut | the attempt is thrown away; nobody signs a list |
+| fewer than q signatures of the list, or than t shares of a secret | the round is lost: sites have agreed to a sum |
 | a share that does not match the digest that its site gave | it is left out, and others are waited for |
 | shares that match but open another secret | the round is lost, and their site is `faulty`: it signed both |
 
@@ -133,8 +133,8 @@ class UnmaskingAttempt:
             raise QuorumError(f"secure: expected both ends of a pair to name one secret, found others: {pairs}")
         if plan.neighbours and graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
             raise QuorumError(
-                f"secure.graph-degree: expected at least {plan.threshold} holders of each site in the sum, found fewer; "
-                "raise it"
+                f"secure.graph-degree: expected at least {plan.threshold} holders of each site in the sum, found "
+                "fewer; raise it"
             )
         if not graph_connectivity.is_connected(plan, sites, plan.colluding):
             raise QuorumError("secure.graph-degree: expected masks that connect the sites in the sum; raise it")
