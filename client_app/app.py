@@ -60,7 +60,7 @@ def train_app(message: Message, context: Context) -> Message:
 
 @app.query("secure")
 def secure_(message: Message, context: Context) -> Message:
-    """Answer a request for keys or shares of secure aggregation, without a worker."""
+    """Answer a request of secure aggregation for a key, a signature or shares, without a worker."""
     try:
         record, assignment = _records(message, context)
         answer = _answered(record, assignment)
@@ -96,7 +96,10 @@ def _records(message: Message, context: Context) -> tuple[ArrayRecord, ClientAss
         order = message.content.config_records["order"]
     except KeyError as error:
         raise WireError(f"message: expected the records fedveil and order, found none named {error}") from None
-    assignment = ClientAssignment.from_instruction(order, context.run_config, context.node_config, context.run_id)
+    app_digest = decisions.VerifiedBundle.from_environment().digest
+    assignment = ClientAssignment.from_instruction(
+        order, context.run_config, context.node_config, context.run_id, app_digest
+    )
     return record, assignment
 
 

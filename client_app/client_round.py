@@ -134,12 +134,17 @@ class ClientRound:
             return exchange.participate
         guarantee = guarantee_of(exchange.method, self.assignment.config)
         codec = MaskedUploadCodec.from_exchange(exchange, self.assignment.order.round, self.secagg.plan.bits, guarantee)
-        return codec.of_site(self.secagg.site, self.secagg.plan)
+        return codec.of_site(self.secagg.site, self.secagg.plan, self.secagg.terms)
 
     def require_same(self, message: Buffer) -> Buffer:
-        """Return the message if the round was served with no other message and state. Raises PolicyError."""
-        order = self.assignment.order
-        self.replays.require_same(order.round, f"{header.message_digest(message)} {order.last}")
+        """Return the message if it is the plan's, and the round was served with no other message and state.
+
+        Raises PolicyError, WireError.
+        """
+        order, digest = self.assignment.order, header.message_digest(message)
+        if self.secagg is not None:
+            self.secagg.require_broadcast(digest)
+        self.replays.require_same(order.round, f"{digest} {order.last}")
         return message
 
 

@@ -19,7 +19,7 @@ from fedveil.wire.header import TURN
 
 _MOST_SECONDS = 30 * 86_400.0
 _LONGEST = 100_000  # characters of a method's fields, which may contain lists
-_LONGEST_PLAN = 8 << 20  # characters of a plan, which names every site of the cohort
+_LONGEST_PLAN = 8 << 20  # characters of a plan or a roster, which name every site
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class TrainInstruction:
         attempt: number of the attempt at the round, from 0.
         last: the client round of this site's last upload in the server's state. This client round continues
             from its private state. "" for none, or if the method keeps no private state.
-        secure: the plan of a sum of masked uploads (fedveil/federation/secagg/messages.py), as text; "" for uploads
-            in the clear.
+        secure: the plan of a sum of masked uploads (fedveil/federation/secagg/plan.py), as text; "" for uploads in the
+            clear.
+        roster: the signing keys of all sites that the plan refers to, as text; "" for none.
         seconds: time after which the server stops waiting for the upload; the client round then ends too.
     """
 
@@ -54,6 +55,7 @@ class TrainInstruction:
     last: str = ""
     seconds: float = 86_400.0
     secure: str = ""
+    roster: str = ""
 
     @property
     def address(self) -> MessageAddress:
@@ -67,16 +69,23 @@ class ClientAssignment:
 
     Attributes:
         flower_run: id of the Flower run that delivered the instruction; 0 outside Flower.
+        app: SHA-256 of the bundle as the site's guard determined it; "" if it did not.
     """
 
     order: TrainInstruction
     config: RunConfig
     site: SiteConfig
     flower_run: int = 0
+    app: str = ""
 
     @classmethod
     def from_instruction(
-        cls, order: Mapping[str, Any], config: Mapping[str, Any], node: Mapping[str, Any], flower_run: int = 0
+        cls,
+        order: Mapping[str, Any],
+        config: Mapping[str, Any],
+        node: Mapping[str, Any],
+        flower_run: int = 0,
+        app: str = "",
     ) -> ClientAssignment:
         """Parse the assignment from Flower's records.
 
@@ -89,7 +98,7 @@ class ClientAssignment:
         except TypeError as error:
             raise WireError(f"message: expected an order of this version, found another ({sanitize(error)})") from None
         _require_form(asked)
-        return cls(asked, parse(config), parse_site(node), flower_run)
+        return cls(asked, parse(config), parse_site(node), flower_run, app)
 
     @property
     def name(self) -> str:
@@ -116,13 +125,13 @@ class ClientAssignment:
         """Return the assignment as text; `from_json` returns an equal one."""
         site = self.site.model_dump(mode="json", by_alias=True)
         parts = {"order": dataclasses.asdict(self.order), "config": self.config.flat(), "site": site}
-        return json.dumps({**parts, "flower-run": self.flower_run})
+        return json.dumps({**parts, "flower-run": self.flower_run, "app": self.app})
 
     @classmethod
     def from_json(cls, text: str) -> ClientAssignment:
         """Return the assignment from the output of `to_json`."""
         parts = json.loads(text)
-        return cls.from_instruction(parts["order"], parts["config"], parts["site"], parts["flower-run"])
+        return cls.from_instruction(parts["order"], parts["config"], parts["site"], parts["flower-run"], parts["app"])
 
 
 def _require_form(order: TrainInstruction) -> None:
@@ -132,7 +141,7 @@ def _require_form(order: TrainInstruction) -> None:
             getattr(order, field.name),
             {"int": int, "bool": bool, "str": str, "float": float}[str(field.type)],
         )
-        most = _LONGEST_PLAN if field.name == "secure" else _LONGEST
+        most = _LONGEST_PLAN if field.name in ("secure", "roster") else _LONGEST
         if type(value) is not kind or (isinstance(value, str) and len(value) > most):
             raise WireError(
                 f"order: {field.name}: expected {field.type} of at most {most} characters, found {sanitize(value, 80)}"

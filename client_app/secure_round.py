@@ -1,15 +1,18 @@
 """A site's part in secure aggregation: its keys on disk, and its requirements for a run.
 
-    <state-dir>/<run>/<site>/secure.json   run key, seed of the last prekey, revealed shares; encrypted with a key file
+    <state-dir>/<run>/<site>/secure.json   the unused prekey, the keys of shares that others made for this site, and
+                                           what it never does again; encrypted with a key file
     <state-dir>/.signing/<site>.key        created here if the node config names no signing key
 
 | case | result |
 |---|---|
 | the run config has `secure.enabled` but the instruction has no plan, or vice versa | WireError: nothing is sent |
-| the plan's ring, minimum sum or threshold differ from the run config, which the policy has checked | WireError |
-| membership or roster have another signing key under this site's name | PolicyError |
-| secure.json is damaged | StateError; once moved away, the site gets a new setup, and its old key is unusable |
-| an older copy of secure.json is restored | not detected: it may reveal the other half of a secret; never restore it |
+| a rule of plan_checks.py is broken | PolicyError or WireError, before a row of data is read |
+| the message is not the plan's, where the method sends every site the same | WireError, before it is decoded |
+| the policy names a roster, and the node config no site | PolicyError: the server would name the state folder |
+| secure.json is damaged | StateError; once moved away, the site has a new prekey, and agrees to nothing under the old |
+| an older copy of secure.json is restored | its plan is dropped after a restart of the machine; else the site counts as
+  one that works with the server, in the rounds that it forgot; never restore it |
 """
 
 from __future__ import annotations
@@ -24,23 +27,18 @@ from pathlib import Path
 from fedveil import encrypted_files, paths
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
-from fedveil.client_app.state.client_state import SECURE, safe_file_name, state_folder_of, state_role
-from fedveil.config import SecureConfig
+from fedveil.client_app.state.client_state import SECURE, ClientStateStore, safe_file_name, state_folder_of, state_role
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg.membership import RunMembership
-from fedveil.federation.secagg.messages import (
-    AttemptPlan,
-    MembershipRequest,
-    PrekeyRequest,
-    UnmaskRequest,
-    parse_request,
-)
-from fedveil.federation.secagg.server import SecAggConfig
-from fedveil.federation.secagg.site import SecAggSite, SiteRequirements
+from fedveil.federation.secagg.messages import AgreeRequest, KeysRequest, OpenRequest, parse_request
+from fedveil.federation.secagg.plan import AttemptPlan, broadcast_digest, config_digest
+from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements, StateUse
+from fedveil.federation.secagg.site import SecAggSite
 from fedveil.federation.secagg.state import SiteSecAggState
 from fedveil.records.atomic_files import checksummed_bytes, verify_checksummed, write_atomic
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -82,15 +80,32 @@ class FileSecAggStore:
             raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
 
 
+def read_boot_id() -> str:
+    """Return the id of the machine's boot; "" on a system without one. Raises StateError if it cannot be read."""
+    try:
+        return _BOOT_ID.read_text("ascii").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise StateError(f"{_BOOT_ID}: expected the id of this machine's boot, found none ({error})") from None
+
+
 def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAggSite:
     """Open this site with its keys and its policy's demands. Raises ConfigError, PolicyError."""
     site = assignment.site
+    if policy.roster and not site.site:
+        raise PolicyError(
+            "site: expected this site's name in the node config, as its policy names a roster, found none: the server "
+            "could name another folder for what the site remembers of its masks"
+        )
     store = FileSecAggStore(
         state_folder_of(site.state_dir, assignment.order.run, assignment.name), FileSeal.from_key_file(site.key_file)
     )
-    feared = assignment.config.secure.feared
-    demands = SiteRequirements(max(policy.min_cohort or 2, 2), policy.min_threshold or 2, policy.roster or "", feared)
-    return SecAggSite(assignment.order.run, assignment.order.site, signing_key(assignment), store, demands)
+    demands = SiteRequirements(
+        max(policy.min_cohort or 2, 2), policy.min_threshold or 1, policy.roster or "", policy.min_colluders or 0
+    )
+    run, name = assignment.order.run, assignment.order.site
+    return SecAggSite(run, name, signing_key(assignment), store, demands, read_boot_id)
 
 
 def signing_key(assignment: ClientAssignment) -> bytes:
@@ -117,16 +132,35 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
         raise WireError(f"order: secure: expected {asked}, as secure.enabled requires, found {order.secure[:20]!r}")
     if not order.secure:
         return None
-    plan = AttemptPlan.from_bytes(order.secure.encode())
-    actual = (plan.run, plan.round, plan.attempt, plan.bits, plan.most_weight, plan.bound, plan.least)
-    expected = (
-        order.run, order.round, order.attempt, config.ring_bits, config.max_weight, config.clip_bound, config.min_sites,
-    )  # fmt: skip
-    if actual != expected:
-        raise WireError(
-            f"order: secure: expected a plan with {expected}, as order and run config state, found {actual}"
-        )
-    return plan
+    return AttemptPlan.from_bytes(order.secure.encode())
+
+
+def round_terms(assignment: ClientAssignment) -> RoundTerms:
+    """Return what this site knows of a client round apart from the plan. Raises ConfigError, WireError."""
+    from fedveil import strategies  # with torch, which the process that answers requests does without
+
+    order, config, secure = assignment.order, assignment.config, assignment.config.secure
+    method = strategies.create_from_json(order.method, order.fields)
+    states = ClientStateStore.open(assignment.site.state_dir, order.run, assignment.name)
+    continued: StateUse = "continues" if states.has(order.last) else "begins"
+    return RoundTerms(
+        run=order.run,
+        round=order.round,
+        attempt=order.attempt,
+        bits=secure.ring_bits,
+        most_weight=secure.max_weight,
+        bound=secure.clip_bound,
+        noise=secure.noise,
+        least=secure.min_sites,
+        colluding=secure.max_colluders,
+        threshold=secure.threshold,
+        neighbours=secure.graph_degree,
+        config=config_digest(config.flat(), order.method, order.fields),
+        app=assignment.app,
+        roster=order.roster,
+        is_alike=method.sends_same_broadcast,
+        state=continued if method.keeps_private_state else "none",
+    )
 
 
 @dataclass(frozen=True)
@@ -135,6 +169,12 @@ class SecureClientRound:
 
     site: SecAggSite
     plan: AttemptPlan
+    terms: RoundTerms
+
+    def require_broadcast(self, digest: str) -> None:
+        """T10. The message with this digest is the one that the plan names. Raises WireError."""
+        if self.plan.broadcast and broadcast_digest(digest) != self.plan.broadcast:
+            raise WireError("secure plan: broadcast: expected the message that all its sites get, found another")
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
@@ -142,50 +182,20 @@ def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> Secu
     plan = read_attempt_plan(assignment)
     if plan is None:
         return None
-    site = open_secagg_site(assignment, policy)
-    site.begin(plan)
-    return SecureClientRound(site, plan)
+    site, terms = open_secagg_site(assignment, policy), round_terms(assignment)
+    site.begin(plan, terms)
+    return SecureClientRound(site, plan, terms)
 
 
 def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> bytes:
-    """Answer a request for keys or shares. Raises PolicyError, WireError, StateError."""
-    config = assignment.config.secure
+    """Answer a request for a key, a signature or shares. Raises PolicyError, WireError, StateError."""
     site = open_secagg_site(assignment, load_policy(assignment.site))
-    if not config.enabled:
+    if not assignment.config.secure.enabled:
         raise WireError("secure: expected no request in a run with secure.enabled = false, found one")
-    match question := parse_request(statement):
-        case MembershipRequest():
-            return site.hello(question).to_bytes()
-        case UnmaskRequest():
-            return site.unmask(question).to_bytes()
-        case PrekeyRequest():
-            _require_agreed(question.membership, config)
-            _require_own(question, site)
-            return site.join(question).to_bytes()
-
-
-def _require_own(asked: PrekeyRequest, site: SecAggSite) -> None:
-    """Raise PolicyError unless membership and roster have this site's own key under its name.
-
-    Sites that agree on one roster can trust all its keys only if each site has found its own key there.
-    """
-    own = crypto.verifying_key(site.signing_key).hex()
-    member = asked.membership.by_name.get(site.name)
-    for where, key in (
-        ("the membership", member.signing_key if member else None),
-        ("the roster", asked.roster.get(site.name, own if not site.demands.roster else None)),
-    ):
-        if key != own:
-            raise PolicyError(
-                f"signing-key: expected this site's own in {where}, {own[:16]}..., found {(key or 'none')[:16]}; "
-                "register it, and write the roster again"
-            )
-
-
-def _require_agreed(found: RunMembership, config: SecureConfig) -> None:
-    agreed = SecAggConfig(threshold=config.threshold, neighbours=config.graph_degree)
-    if found.digest != agreed.membership(found.run, found.members).digest:
-        raise WireError(
-            f"secure: expected a membership that matches the run config, found one of {found.count} holders with "
-            f"threshold {found.threshold}"
-        )
+    match request := parse_request(statement):
+        case KeysRequest():
+            return site.ready(request).to_bytes()
+        case AgreeRequest():
+            return site.agree(request).to_bytes()
+        case OpenRequest():
+            return site.open(request).to_bytes()

@@ -46,6 +46,7 @@ class MethodStrategy(Strategy):
         device: where a method with `on_device` builds its messages; None: on the CPU.
         save: writes the server's last model to the run folder in a form that other programs load; None writes none.
         signer: signs the instructions and verifies the replies in `start` and `run`; None: nothing is signed.
+        app: SHA-256 of the bundle, which a plan of secure aggregation names; guarded sites refuse any other.
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class MethodStrategy(Strategy):
         device: torch.device | None = None,
         save: Save | None = None,
         signer: MessageSigner | None = None,
+        app: str = "",
     ) -> None:
-        self.rounds = RoundLoop(method, settings or RunSettings(), folder, scores, spec, device, signer)
+        self.rounds = RoundLoop(method, settings or RunSettings(), folder, scores, spec, device, signer, app)
         self._save = save
         self._initialised = False
         self._open: tuple[RoundAttempt, dict[str, int]] | None = None  # for a caller with its own loop

@@ -119,11 +119,13 @@ class AttemptResult:
         record: the record without the scores and the digest of the weights, which only a round that counts has.
         state: the server's next state if the attempt has a quorum; None without a sum or with too few uploads.
         turns: by accepted site, the client round of its upload.
+        is_lost: the round has no sum and cannot be repeated (secure_round.py).
     """
 
     record: RoundRecord
     state: FederatedState | None
     turns: Mapping[str, str]
+    is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class RoundAttempt:
         )  # fmt: skip
         has_quorum = len(tally.accepted) >= self.settings.quorum
         turns = {site: tally.turns[site] for site in tally.accepted}
-        return AttemptResult(record, state if has_quorum else None, turns)
+        return AttemptResult(record, state if has_quorum else None, turns, bool(tally.unseen.get("lost")))
 
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
         """Return the next state from uploads in the clear; the unchanged state if there are too few."""

@@ -9,6 +9,7 @@ history, the run folder and its metrics.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -26,11 +27,12 @@ from torch import Tensor
 from fedveil import rng
 from fedveil.config import parse
 from fedveil.contract.message_address import MessageAddress
-from fedveil.contract.method import FederatedState, Method, RoundContext
+from fedveil.contract.method import FederatedState, Method, RoundContext, hyperparameters_of
 from fedveil.contract.param_spec import Spec, Weights, param_specs_of
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.plan import config_digest
 from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import connected_sites, run_fingerprint
@@ -66,8 +68,9 @@ class RoundLoop:
         spec: Spec | None = None,
         device: torch.device | None = None,
         signer: MessageSigner | None = None,
+        app: str = "",
     ) -> None:
-        self._signer = signer
+        self._signer, self._app = signer, app
         self._device = device if method.on_device else None
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
         # Sites store private state under this name, so no other run may have it.
@@ -80,6 +83,7 @@ class RoundLoop:
         self._exchange: MessageExchange | None = None
         self._unseen: ServerSecAgg | None = None
         self._participated: set[str] = set()
+        self._lost = 0  # rounds in a row that were lost
         self._last: dict[str, str] = {}  # by site: the client round of its last upload in the state
         self._secret = rng.derive_secret("server", settings.seed, settings.deterministic)
 
@@ -92,8 +96,10 @@ class RoundLoop:
         )
         self.settings.check(self._exchange)
         if self.settings.secure.enabled:
-            claim = guarantee_of(self.method, parse(self.settings.config))
-            self._unseen = ServerSecAgg.from_config(self._exchange, self.settings.secure, self.run_name, claim)
+            config = parse(self.settings.config)
+            digest = config_digest(config.flat(), self._exchange.name, json.dumps(hyperparameters_of(self.method)))
+            claim, secure = guarantee_of(self.method, config), self.settings.secure
+            self._unseen = ServerSecAgg.from_config(self._exchange, secure, self.run_name, claim, digest, self._app)
 
     def resume(self) -> int:
         """Load the folder's checkpoint, or write the one before round 0. Returns the next round.
@@ -143,7 +149,11 @@ class RoundLoop:
             self.folder.scores(-1, self.scores(self.server, -1))
 
     def run_round(self, grid: Grid, round_: int, rounds: int, deadline: float, config: ConfigRecord) -> RoundRecord:
-        """Run one round of this loop. Raises QuorumError if every attempt stays below the quorum."""
+        """Run one round of this loop. A lost round (secure_round.py) leaves the state as it was.
+
+        Raises:
+            QuorumError: every attempt stays below the quorum, or more rounds in a row were lost than may be repeated.
+        """
         if self.folder:
             self.folder.status("running", round_, rounds, **self.course.about)
         cohort, quorum = self.settings.cohort, self.settings.quorum
@@ -159,16 +169,36 @@ class RoundLoop:
             reception.ask(dict(zip(sites, messages, strict=True)), attempt.largest_upload)
             del messages
             # The result goes directly into the record, so its state is not in memory during the next attempt.
-            is_counted = self.record_attempt(attempt.run(attempt.iter_uploads(reception, deadline)), started)
+            result = attempt.run(attempt.iter_uploads(reception, deadline))
+            is_counted, is_lost = self.record_attempt(result, started), result.is_lost
+            del result
             reception.close()
             before = self.history[-1]
             if is_counted:
+                self._lost = 0
+                return before
+            if is_lost:
+                self._lose_round(before)
                 return before
         raise QuorumError(
             f"round {round_ + 1}: expected at least {quorum} accepted uploads, found "
             f"{len(before.accepted) if before else 0} in the last of {cohort.max_retries + 1} attempts "
             f"({before.reasons if before else 'none'}); {connected_sites.suggest_remedy(before)}"
         )
+
+    def _lose_round(self, record: RoundRecord) -> None:
+        """Go on with the state as it was: the sites that agreed to a sum of the round would refuse another attempt.
+
+        Raises:
+            QuorumError: too many rounds in a row were lost.
+        """
+        self._lost += 1
+        self._checkpoint(record.round)
+        if self._lost > self.settings.cohort.max_retries:
+            raise QuorumError(
+                f"round {record.round + 1}: lost, as were the {self._lost - 1} before it "
+                f"({record.unseen.get('reason', 'no reason')}); {connected_sites.suggest_remedy(record)}"
+            )
 
     def open_reception(self, grid: Grid, round_: int, number: int) -> Reception:
         """Return the reception of one attempt, before any site is asked."""
@@ -205,11 +235,20 @@ class RoundLoop:
             requests = secagg.open_requests(reception, nodes, address, round_, config)
             tally.failed |= secagg.distribute_keys(requests)
             nodes = {site: node for site, node in nodes.items() if site not in tally.failed}
+            if secagg.is_lost(requests, settings.quorum):
+                tally.unseen |= {"lost": True, "reason": "its sites agreed to a sum before the server was restarted"}
+                nodes = {}
         chosen = (
             aggregation_rules.draw_cohort(nodes, cohort.fraction, self._secret, round_, number)
             if len(nodes) >= settings.quorum
             else []
         )
+        if secagg and chosen:
+            try:
+                secagg.check_cohort(len(chosen))
+            except QuorumError as error:
+                tally.failed |= dict.fromkeys(chosen, str(error))
+                chosen = []
         contexts = [
             RoundContext(
                 round_, site, site not in self._participated, self._secret, settings.deterministic,
@@ -241,7 +280,8 @@ class RoundLoop:
             record = replace(record, weights=state_digest(self.models()), scores=scores)
             self.course.scored(record.round, record.scores)
         self.history.append(record)
-        level, verdict = (INFO, "done") if is_counted else (WARNING, f"below the quorum of {self.settings.quorum}")
+        below = "lost" if result.is_lost else f"below the quorum of {self.settings.quorum}"
+        level, verdict = (INFO, "done") if is_counted else (WARNING, below)
         log(level, "round %s %s: accepted %s, failed %s", record.round + 1, verdict, record.accepted, record.failed)
         if self.folder:
             self.folder.round(record)

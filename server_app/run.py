@@ -44,7 +44,7 @@ def run_federation(grid: Grid, run_config: Mapping[str, bool | int | float | str
         log(INFO, "fedveil: the run folder is %s", folder.folder.absolute())
         with record_run(folder, config, run_id, grid.run.fab_hash):
             signer = MessageSigner.from_environment(run_id, grid.run.fab_hash, run_config)
-            strategy = prepare_strategy(RunPlan.from_config(config, name), folder, signer)
+            strategy = prepare_strategy(RunPlan.from_config(config, name), folder, signer, grid.run.fab_hash)
             strategy.run(grid, config.run.rounds)
             completion.leave_card(folder, config, strategy.rounds.method, strategy.rounds.course)
         _record_end(folder, config, strategy)
@@ -67,7 +67,9 @@ def record_run(folder: RunFolder, config: RunConfig, run_id: int, app: str) -> I
         raise
 
 
-def prepare_strategy(plan: RunPlan, folder: RunFolder, signer: MessageSigner | None = None) -> MethodStrategy:
+def prepare_strategy(
+    plan: RunPlan, folder: RunFolder, signer: MessageSigner | None = None, app: str = ""
+) -> MethodStrategy:
     """Return the run's strategy with its initial weights. Contacts no node. Raises ConfigError, TaskError."""
     config, method = plan.config, plan.method
     evaluator = ServerEvaluator.from_config(plan.load_server_task(), config)
@@ -84,6 +86,7 @@ def prepare_strategy(plan: RunPlan, folder: RunFolder, signer: MessageSigner | N
         device=plan.task.accelerator,
         save=ModelWriter(plan, evaluator).write,
         signer=signer,
+        app=app,
     )
     strategy.rounds.initialise(plan.initial_weights())  # no other reference to them remains
     return strategy

@@ -3,7 +3,7 @@
 | a site ... | its reason |
 |---|---|
 | is not connected | "not connected" |
-| does not answer within `SECONDS` | "no answer within 120 s" |
+| does not answer in time, by default `SECONDS` | "no answer within 120 s" |
 | refuses, or fails | its own reason, with Flower's code |
 | sends an answer that is refused | field, expected, found |
 | sends an answer that makes this server's code fail | the type of the error; its text is in the server's log |
@@ -58,17 +58,21 @@ class SecAggRequests:
     answered: Counter[str] = field(default_factory=Counter)
 
     def ask(
-        self, asked: Mapping[str, SecAggMessage], take: Callable[[str, bytes], None], enough: Callable[[], bool] = bool
+        self,
+        asked: Mapping[str, SecAggMessage],
+        take: Callable[[str, bytes], None],
+        enough: Callable[[], bool] = bool,
+        seconds: float = SECONDS,
     ) -> dict[str, str]:
-        """Pass each answer to `take`, until all sites have answered, `enough` is true, or time is over.
+        """Pass each answer to `take`, until all sites have answered, `enough` is true, or these seconds are over.
 
         Returns the reason by site for each site that gave no answer, or whose answer `take` refused.
         """
         sites, shared = [site for site in asked if site in self.nodes], DeduplicatedSlices()
-        self.reception.ask({site: self._message(site, asked[site], shared) for site in sites}, MOST_BYTES)
+        self.reception.ask({site: self._message(site, asked[site], shared, seconds) for site in sites}, MOST_BYTES)
         waiting = set(sites)
         failed = {site: "not connected" for site in asked if site not in self.nodes}
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + seconds
         while waiting and not enough() and time.monotonic() < end:
             answered = False
             for reply in self.reception.poll_replies():
@@ -79,7 +83,7 @@ class SecAggRequests:
             if not answered:
                 time.sleep(_POLL_SECONDS)
         late = self.reception.close_requests()
-        return failed | {site: f"no answer within {SECONDS:g} s" for site in late if not enough()}
+        return failed | {site: f"no answer within {seconds:g} s" for site in late if not enough()}
 
     def count(self, tally: AttemptTally) -> None:
         """Add the requests and their answers to an attempt's messages; call it once after all requests."""
@@ -90,7 +94,7 @@ class SecAggRequests:
             before = tally.unlisted.get(site, (0, 0, 0, 0))
             tally.unlisted[site] = [a + b for a, b in zip(before, own, strict=True)]
 
-    def _message(self, site: str, statement: SecAggMessage, shared: DeduplicatedSlices) -> Message:
+    def _message(self, site: str, statement: SecAggMessage, shared: DeduplicatedSlices, seconds: float) -> Message:
         """Return a message for all sites of the attempt, so that equal statements are sent once."""
         data = statement_envelope.pack_statement(statement.to_bytes(), self.round, "down", self.address.of_broadcast)
         self.down[site] += len(data)
@@ -98,7 +102,7 @@ class SecAggRequests:
         order = self.order(RoundContext(self.round, site, False, b"", address=replace(self.address, site=site)))
         content = RecordDict({"fedveil": shared.record([data]), "order": order, "config": self.config})
         group = f"{self.round}/{MOST_BYTES}"  # the fleet port accepts no larger reply
-        return Message(content, self.nodes[site], _QUESTION, ttl=2 * SECONDS, group_id=group)
+        return Message(content, self.nodes[site], _QUESTION, ttl=2 * seconds, group_id=group)
 
     def _taken(self, reply: ReplyOutcome, take: Callable[[str, bytes], None]) -> str:
         """Return why the reply has no valid answer; "" if it has one."""

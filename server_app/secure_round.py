@@ -1,25 +1,29 @@
-"""A round with masked uploads: its keys, its sum, and two exchanges more than a clear-text round.
+"""A round with masked uploads: its keys, its sum, and the exchanges that a clear-text round does without.
 
-The parts of secure aggregation that do not depend on Flower are in fedveil/federation/secagg. The server asks for
-keys before it draws a cohort, and a prekey is for one attempt. It keeps no keys for a resume: a restarted server
-asks every site for new ones. So no key and no context is ever used twice.
+The parts of secure aggregation that do not depend on Flower are in fedveil/federation/secagg. A prekey is for one
+attempt, and the next one comes with the upload; the server asks for keys where it has none, so after a restart every
+site. The sites of a sum sign the list of its sites first, unless it is the whole cohort; then they open their shares.
 
 | a site ... | what happens |
 |---|---|
-| provides no keys | it is left out of the cohort; its reason is in the record's `failed` |
-| fails in the round | the server assumes that it has lost its keys |
-| reveals no shares, or wrong ones | nothing, as long as t others do |
-| sent shares that do not reconstruct its secret | the attempt is discarded, and the run continues without it |
+| provides no key | it is left out of the cohort; its reason is in the record's `failed` |
+| has agreed to a sum of the round before a restart | likewise: it would refuse the round |
+| fails in the round | its key is asked for again |
+| signs no list, or reveals no shares, or wrong ones | nothing, as long as enough others do |
+| lies for certain about shares | the run continues without it |
 
-| the sum ... | what happens |
+| the round ... | what happens |
 |---|---|
-| cannot be unmasked, or is impossible for honest sites | the attempt is discarded; `unseen` of the record says why |
+| has too few uploads, or pairs of sites in dispute | the attempt is discarded, and repeated |
+| has too few signatures or shares, or an impossible sum | the round is lost: its sites have agreed to a sum, and would
+  refuse another attempt; the next round begins with the same state |
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from logging import WARNING
 from pathlib import Path
 
@@ -39,14 +43,18 @@ from fedveil.federation.secagg import server
 from fedveil.federation.secagg.flatten import FixedPointSums
 from fedveil.federation.secagg.in_process import secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
-from fedveil.federation.secagg.membership import PrekeyBundle, RunMember, SigningKeyRoster
-from fedveil.federation.secagg.messages import UnmaskResponse
+from fedveil.federation.secagg.messages import AgreeResponse, KeysResponse, OpenResponse
+from fedveil.federation.secagg.plan import broadcast_digest
+from fedveil.federation.secagg.roster import SigningKeyRoster
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 from fedveil.sanitize import sanitize
 from fedveil.server_app.reception import Reception
 from fedveil.server_app.round_attempt import REASON_CHARACTERS, RoundAttempt, round_instruction
 from fedveil.server_app.secagg_requests import SECONDS, SecAggRequests
-from fedveil.wire import envelope
+from fedveil.wire import envelope, header
+
+_LEAST_GRACE_SECONDS = 5.0  # that sites have for a signature after a quorum has signed
+_OPEN_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,12 @@ class SecureRoundAttempt(RoundAttempt):
     """An attempt whose uploads are masked vectors, added up as they arrive.
 
     Attributes:
-        requests: requests to the sites that hold shares.
+        requests: requests to the sites of the sum.
         unmasking: the sum of the masked vectors, and the shares that unmask it.
         codec: codec of the masked uploads.
         coordinator: manages the sites' keys of the run.
         server_ctx: context for the server's own random draws in the round.
+        roster: text of the signing keys to which the plan refers; "" for none.
         scalars: values that each site sends in the clear, by site; filled in while the attempt runs.
     """
 
@@ -67,12 +76,13 @@ class SecureRoundAttempt(RoundAttempt):
     codec: MaskedUploadCodec = field(kw_only=True)
     coordinator: server.SecAggCoordinator = field(kw_only=True)
     server_ctx: RoundContext = field(kw_only=True)
+    roster: str = field(default="", kw_only=True)
     scalars: dict[str, dict[str, str]] = field(default_factory=dict, kw_only=True)
 
     @override
     def build_instruction(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
         order = super().build_instruction(ctx, anchor, deadline)
-        order["secure"] = self.unmasking.plan.to_bytes().decode()
+        order["secure"], order["roster"] = self.unmasking.plan.to_bytes().decode(), self.roster
         return order
 
     @property
@@ -84,42 +94,90 @@ class SecureRoundAttempt(RoundAttempt):
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
         """Return the next state from the uploads, which are added up as they arrive; None if there is no such sum.
 
-        Below the quorum, no site is asked to reveal shares.
+        Below the quorum, no site is asked to agree to a sum.
         """
         for _ in uploads:
             continue
-        quorum, tally = self.settings.quorum, self.tally
+        quorum, tally, attempt = self.settings.quorum, self.tally, self.unmasking
         try:
-            if len(self.unmasking.uploads) < quorum:
-                raise QuorumError(f"expected at least {quorum} uploads, found {len(self.unmasking.uploads)}")
+            if len(attempt.uploads) < quorum:
+                raise QuorumError(f"expected at least {quorum} uploads, found {len(attempt.uploads)}")
+            attempt.close()
             return self.exchange.method.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
+            if attempt.in_sum:  # some of its sites may have agreed to a sum of this round
+                tally.unseen["lost"] = True
             log(WARNING, "round %s: no sum: %s", self.round + 1, tally.unseen["reason"])
-            for site in self.unmasking.faulty:
-                self.coordinator.expel(site)
+            for site, reason in attempt.faulty.items():
+                self.coordinator.expel(site, reason)
             return None
         finally:
             self.requests.count(tally)
-            for site in tally.failed:  # the site may have lost its keys
+            for site in tally.failed:  # its prekey may be used up
                 self.coordinator.forget(site)
 
     def _open_sum(self) -> FixedPointSums:
-        """Ask the share holders for their shares and return the sum. Raises QuorumError, WireError."""
-        attempt, unseen, membership = self.unmasking, self.tally.unseen, self.unmasking.membership
-        unseen |= {"sites": len(attempt.uploads), "holders": membership.count, "threshold": membership.threshold}
-        take: Callable[[str, bytes], None] = lambda site, data: attempt.answer(site, UnmaskResponse.from_bytes(data))  # noqa: E731
-        unseen["deaf"] = self.requests.ask(attempt.questions(), take, lambda: not attempt.wanting)
+        """Ask the sites of the closed list to agree to it and for their shares, and return the sum.
+
+        Raises:
+            QuorumError, WireError: there is no sum.
+        """
+        attempt, unseen = self.unmasking, self.tally.unseen
+        plan = attempt.plan
+        unseen |= {
+            "sites": len(attempt.in_sum), "holders": plan.neighbours or len(plan.members), "quorum": plan.quorum,
+            "threshold": plan.threshold, "colluding": plan.colluding,
+        }  # fmt: skip
+        seconds = max(SECONDS, self.settings.cohort.deadline_seconds)
+        deaf: dict[str, str] = {}
+        if attempt.needs_agreement:
+            deaf |= self._ask_to_agree(seconds)
+        self._ask_to_open(deaf, seconds)
+        unseen["deaf"] = deaf
         for site, attached in attempt.uploads.items():
             try:
-                if attached.next is not None:
-                    self.coordinator.keep(site, attached.next)
+                self.coordinator.keep(site, plan, attached.next)
             except WireError as error:  # the site is asked for another one before the next attempt
                 log(WARNING, "round %s: %s: its next prekey: %s", self.round + 1, site, error)
         scalars = {site: self.scalars.get(site, {}) for site in attempt.uploads}
-        sums = FixedPointSums(self.codec.slots, self.codec.ring(attempt.plan), attempt.total(), scalars)
+        sums = FixedPointSums(self.codec.slots, self.codec.ring(plan), attempt.total(), scalars)
         sums.check(self.settings.limits.max_norm)
         return sums
+
+    def _ask_to_agree(self, seconds: float) -> dict[str, str]:
+        """Ask the list's sites to sign it, until all have or a quorum has and the others had as long again.
+
+        Returns the reasons of those that have not signed.
+        """
+        attempt, started, quorum_at = self.unmasking, time.monotonic(), list[float]()
+
+        def take(site: str, data: bytes) -> None:
+            attempt.take_agreement(site, AgreeResponse.from_bytes(data))
+            if len(attempt.agreed) == attempt.plan.quorum:
+                quorum_at.append(time.monotonic() - started)
+
+        def enough() -> bool:
+            if len(attempt.agreed) == len(attempt.in_sum):
+                return True
+            grace = max(2 * quorum_at[0], quorum_at[0] + _LEAST_GRACE_SECONDS) if quorum_at else seconds
+            return time.monotonic() - started > grace
+
+        return self.requests.ask(attempt.agree_requests(), take, enough, seconds)
+
+    def _ask_to_open(self, deaf: dict[str, str], seconds: float) -> None:
+        """Ask the list's sites for their shares until every secret has enough; fill in who gave none, and why."""
+        attempt, end = self.unmasking, time.monotonic() + seconds
+        wanted = attempt.open_requests()
+        take: Callable[[str, bytes], None] = lambda site, data: attempt.take_opening(  # noqa: E731
+            site, OpenResponse.from_bytes(data)
+        )
+        for _ in range(_OPEN_TRIES):
+            failed = self.requests.ask(wanted, take, lambda: not attempt.wanting, max(end - time.monotonic(), 1.0))
+            deaf |= failed
+            wanted = {site: wanted[site] for site in failed}
+            if not (attempt.wanting and wanted and time.monotonic() < end):
+                break
 
     @override
     def _read(self, data: Buffer, ctx: RoundContext) -> tuple[envelope.DecodedMessage, AcceptedUpload, float]:
@@ -148,27 +206,41 @@ class ServerSecAgg:
 
     @classmethod
     def from_config(
-        cls, exchange: MessageExchange, config: SecureConfig, run: str, claim: PrivacyGuarantee | None
+        cls,
+        exchange: MessageExchange,
+        config: SecureConfig,
+        run: str,
+        claim: PrivacyGuarantee | None,
+        config_digest: str,
+        app: str,
     ) -> ServerSecAgg:
         """Build it from a run's config. Raises ConfigError if the roster cannot be read."""
-        return cls(exchange, server.SecAggCoordinator(run, secagg_config_of(config), read_roster(config.roster)), claim)
+        roster = read_roster(config.roster)
+        settings = secagg_config_of(config)
+        return cls(exchange, server.SecAggCoordinator(run, settings, config_digest, roster, app), claim)
 
     def distribute_keys(self, requests: SecAggRequests) -> dict[str, str]:
-        """Distribute keys to every connected site. Return the reasons of the sites that have none."""
+        """Ask every connected site without an unused prekey for one. Return the reasons of the sites without."""
         coordinator = self.coordinator
-        expelled = {site: why for site, why in coordinator.expelled.items() if site in requests.nodes}
-        known = coordinator.members.keys() | expelled.keys()
-        hello = dict.fromkeys((site for site in requests.nodes if site not in known), coordinator.hello())
-        failed = expelled | requests.ask(hello, lambda site, data: coordinator.admit(site, RunMember.from_bytes(data)))
-        try:
-            setup = coordinator.settle_on(requests.nodes)
-        except QuorumError as error:
-            return failed | {site: str(error) for site in requests.nodes if site not in failed}
-        lacking = dict.fromkeys((s for s in setup.membership.by_name if s not in coordinator.bundles), setup)
-        failed |= requests.ask(lacking, lambda site, data: coordinator.keep(site, PrekeyBundle.from_bytes(data)))
-        for site in failed:
-            coordinator.forget(site)
-        return failed
+        failed = {site: why for site, why in coordinator.expelled.items() if site in requests.nodes}
+        known = coordinator.ready.keys() | failed.keys()
+        asked = dict.fromkeys((site for site in requests.nodes if site not in known), coordinator.request())
+        failed |= requests.ask(
+            asked, lambda site, data: coordinator.admit(site, KeysResponse.from_bytes(data)), lambda: False
+        )
+        refused = coordinator.refusals(requests.round)
+        return failed | {site: why for site, why in refused.items() if site in requests.nodes}
+
+    def check_cohort(self, sites: int) -> None:
+        """Raise QuorumError if the sites would refuse every plan for a cohort of this many."""
+        self.coordinator.settings.check_cohort(sites)
+        self.coordinator.settings.graph(sites)
+
+    def is_lost(self, requests: SecAggRequests, quorum: int) -> bool:
+        """Return whether so many sites have agreed to a sum of the round already that too few are left for another."""
+        refused = self.coordinator.refusals(requests.round).keys() & requests.nodes.keys()
+        left = self.coordinator.ready.keys() & requests.nodes.keys() - refused
+        return len(left) < quorum <= len(left) + len(refused)
 
     def open_requests(
         self, reception: Reception, nodes: Mapping[str, int], address: MessageAddress, round_: int, config: ConfigRecord
@@ -181,17 +253,32 @@ class ServerSecAgg:
         return SecAggRequests(reception, nodes, order, round_, address, config)
 
     def mask(self, clear: RoundAttempt, requests: SecAggRequests, server_ctx: RoundContext) -> RoundAttempt:
-        """Return the attempt with masked uploads. All its sites have prekeys. An attempt without a cohort is over."""
+        """Return the attempt with masked uploads. All its sites have prekeys. An attempt without a cohort is over.
+
+        Raises:
+            QuorumError: the sites would refuse every plan for this cohort.
+        """
         if not clear.contexts:
             requests.count(clear.tally)
             return clear
-        cohort = [ctx.client for ctx in clear.contexts]
-        attempt = self.coordinator.attempt(clear.round, clear.address.attempt, cohort)
+        coordinator, cohort = self.coordinator, [ctx.client for ctx in clear.contexts]
+        number = max(coordinator.next_attempt(clear.round, cohort), clear.address.attempt)
+        address = replace(clear.address, attempt=number)
+        contexts = [replace(ctx, address=replace(ctx.address, attempt=number)) for ctx in clear.contexts]
+        broadcast = ""
+        if self.exchange.method.sends_same_broadcast:  # packed once more by `build_messages`, for the plan comes first
+            parts = self.exchange.packed(clear.server, contexts[0]).parts
+            broadcast = broadcast_digest(header.digest_of_parts(parts))
+            del parts
+        attempt = coordinator.attempt(clear.round, number, cohort, broadcast)
+        requests.address = address
         codec = MaskedUploadCodec.from_exchange(self.exchange, clear.round, attempt.plan.bits, self.claim)
         own = {f.name: getattr(clear, f.name) for f in fields(RoundAttempt)}
+        own |= {"address": address, "contexts": contexts}
+        roster = SigningKeyRoster(signing_keys=dict(coordinator.roster)).to_bytes().decode()
         return SecureRoundAttempt(
-            **own, requests=requests, unmasking=attempt, codec=codec, coordinator=self.coordinator,
-            server_ctx=server_ctx,
+            **own, requests=requests, unmasking=attempt, codec=codec, coordinator=coordinator,
+            server_ctx=server_ctx, roster=roster if coordinator.roster else "",
         )  # fmt: skip
 
 

@@ -223,6 +223,11 @@ class DPFPL(Method, PrivacyGuarantee):
             raise ConfigError('sampling: expected "poisson" or "disjoint" with secure.noise = "sum", found "fixed"')
         return SummableNoise(self.noise_global, self.clip_global / batch, (self.noise_local,), self.sampling, True)
 
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the private prompt stays at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return p_G."""
         if list(spec) != [PROMPT] or spec[PROMPT].shape[0] != self.adapter.length:

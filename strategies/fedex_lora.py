@@ -91,6 +91,16 @@ class FedExLoRA(WeightAveragingMethod):
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
+    @property
+    def sends_same_broadcast(self) -> bool:
+        """Return False: a site that has the residual gets only its change."""
+        return False
+
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the residual stays at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (A_0, B_0), drawn once for all clients, and R_0, which is zero unless `weights` have one."""
         return residual_aggregation.start_state(spec, weights)

@@ -84,6 +84,11 @@ class FedPara(WeightAveragingMethod):
     adapter: HadamardLoraAdapter = field(default_factory=HadamardLoraAdapter)
     wire_dtype: WireDtype = "float32"
 
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the private pair stays at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (A_0, B_0), without the private pair that the task drew: every client draws its own."""
         shared = drop_private_factors(weights)

@@ -96,6 +96,16 @@ class FedPer(Method):
         """Return True: in a repeated round 0, sites that have trained before send only the top layers."""
         return True
 
+    @property
+    def sends_same_broadcast(self) -> bool:
+        """Return False: only newcomers get the lower layers."""
+        return False
+
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the lower layers stay at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return the adapter's initial weights; no client has W_L,1 yet."""
         self._top(spec)

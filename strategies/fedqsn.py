@@ -172,6 +172,11 @@ class FedQSN(Method):
         """Return the factor of every visible column; it is public, like p_1 and p_2."""
         return 1.0 / ((1.0 - self.server_rate) * (1.0 - self.client_rate))
 
+    @property
+    def sends_same_broadcast(self) -> bool:
+        """Return False: each site gets a proxy with a mask of its own."""
+        return False
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return W_0 with its tensors' locations. Raises ConfigError without linear layers, or with fused ones."""
         if not any(t.place and t.place.part == "linear" for t in spec.values()):

@@ -129,6 +129,16 @@ class FedRand(WeightAveragingMethod):
         """Return True unless `past` is off."""
         return self.past
 
+    @property
+    def sends_same_broadcast(self) -> bool:
+        """Return whether no site gets a selected factor, or the initial ones as a newcomer."""
+        return self.downlink == "both" and self.cold == "server"
+
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: both factors stay at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (A_0, B_0), drawn once for all clients."""
         factor_modules(spec)

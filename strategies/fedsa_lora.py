@@ -77,6 +77,11 @@ class FedSALoRA(LoraAveragingMethod):
         """Return A_t, the same for every client."""
         return Payload(cast_to(parse_factor_name(server.tensors, "A"), self.wire_dtype))
 
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the factor B stays at the site."""
+        return True
+
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:

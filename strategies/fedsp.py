@@ -109,6 +109,16 @@ class FedSP(Method):
         distilled_weights = server.distil(weights, self.distil_steps, self.distil_rate)
         return {n: weights[n] if n == PREFIX else w for n, w in distilled_weights.items()}
 
+    @property
+    def sends_same_broadcast(self) -> bool:
+        """Return whether every site gets the proxy, not newcomers alone."""
+        return self.proxy == "shared"
+
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return whether the proxy stays at the site."""
+        return self.proxy != "shared"
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (P, m_0)."""
         if PREFIX not in spec or len(spec) < 2:

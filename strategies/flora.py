@@ -93,6 +93,16 @@ class FLoRA(HeterogeneousRankMethod):
     wire_dtype: WireDtype = "float32"
     upload_bits: int = 0
 
+    @property
+    def sends_same_broadcast(self) -> bool:
+        """Return False: a site that has the residual gets only its change."""
+        return False
+
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the residual stays at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (A_0, 0), and R_0, which is zero unless `weights` have one."""
         pairs = {name: torch.zeros_like(w) for name, w in parse_factor_name(factor_names(weights), "B").items()}

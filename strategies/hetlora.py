@@ -91,6 +91,11 @@ class HetLoRA(HeterogeneousRankMethod):
         """Return the factors with zeros beyond the rank that the site was sent."""
         return heterogeneous_ranks.pad_to_rank(received, spec)
 
+    @property
+    def sends_same_broadcast(self) -> bool:
+        """Return whether all sites have one rank."""
+        return not self.ranks
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (A, B) of the largest rank, drawn once for all clients."""
         factor_modules(spec)

@@ -90,6 +90,11 @@ class Scaffold(WeightAveragingMethod):
         """Return True: clients also compute g_i(x)."""
         return True
 
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the control variate stays at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return x, and c = 0."""
         return FederatedState({**weights, **_zeros(spec)}, {"seen": []})

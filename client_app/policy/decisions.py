@@ -100,7 +100,10 @@ def list_refusals(
         lambda: check_round(assignment, policy.max_retries + 1 if serves else sys.maxsize)
     ]
     if assignment.site.policy:
-        secure = config.secure, policy.require_secure, policy.min_cohort, policy.min_threshold, policy.roster
+        secure = (
+            config.secure, policy.require_secure, policy.min_cohort, policy.min_threshold, policy.roster,
+            policy.min_colluders,
+        )  # fmt: skip
         judged += [
             lambda: _require_bundle(bundle or VerifiedBundle(), policy),
             lambda: _require_methods(assignment, policy.methods),

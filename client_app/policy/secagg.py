@@ -4,10 +4,11 @@
 |---|---|---|
 | require-secure | is refused | - |
 | min-cohort | passes | secure.min-sites must be at least that |
-| min-threshold | passes | secure.threshold must be at least that unless it is 0; then the membership is checked |
+| min-threshold | passes | secure.threshold must be at least that unless it is 0; then the plan is checked |
+| min-colluders | passes | secure.max-colluders must be at least that |
 | roster | passes | secure.roster must be set; its digest is compared with the one that the server sends later |
 
-fedveil/federation/secagg/site.py checks memberships, plans and lists.
+fedveil/federation/secagg/plan_checks.py checks plans, lists and requests for shares.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ from fedveil.errors import PolicyError
 
 
 def check_secagg_demands(
-    secure: SecureConfig, required: bool, min_cohort: int | None, min_threshold: int | None, roster: str | None
+    secure: SecureConfig,
+    required: bool,
+    min_cohort: int | None,
+    min_threshold: int | None,
+    roster: str | None,
+    min_colluders: int | None = None,
 ) -> None:
     """Raise PolicyError, which names the key of the run config."""
     if not secure.enabled:
         if required:
             raise PolicyError("secure.enabled: this site permits only masked uploads, found false; set it to true")
         return
-    asked = (("min-sites", secure.min_sites, min_cohort), ("threshold", secure.threshold or None, min_threshold))
+    asked = (
+        ("min-sites", secure.min_sites, min_cohort), ("threshold", secure.threshold or None, min_threshold),
+        ("max-colluders", secure.max_colluders, min_colluders),
+    )  # fmt: skip
     for key, value, least in asked:
         if least is not None and value is not None and value < least:
             raise PolicyError(f"secure.{key}: this site permits at least {least}, found {value}; raise it")

@@ -76,6 +76,7 @@ class SitePolicy(BaseModel):
     require_secure: bool = False
     min_cohort: int | None = Field(None, ge=2)
     min_threshold: int | None = Field(None, ge=2)
+    min_colluders: int | None = Field(None, ge=0)
     roster: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
@@ -95,7 +96,8 @@ class SitePolicy(BaseModel):
             "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
             "dp.noise-multiplier": self.min_noise_multiplier, "dp.epsilon": self.max_epsilon,
             "secure.enabled": self.require_secure or None, "secure.min-sites": self.min_cohort,
-            "evaluate.held-out": self.max_scores, "secure.threshold": self.min_threshold, "secure.roster": self.roster,
+            "evaluate.held-out": self.max_scores, "secure.threshold": self.min_threshold,
+            "secure.max-colluders": self.min_colluders, "secure.roster": self.roster,
         }  # fmt: skip
         return {key for key, bound in bounds.items() if bound is not None}
 

@@ -137,6 +137,10 @@ class ClientStateStore:
         finally:
             os.close(lock)  # releases it
 
+    def has(self, last: str) -> bool:
+        """Return whether the state after the client round `last` is here."""
+        return bool(last) and self._file(last).exists()
+
     def load(self, last: str, is_new: bool = False) -> FederatedState | None:
         """Return the state after the client round `last`; None if `last` names none.
 

@@ -76,6 +76,11 @@ class SharedPromptMethod(Method):
     adapter: PromptAdapter
     wire_dtype: WireDtype
 
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return True: the private parts stay at the site."""
+        return True
+
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return the shared prompt, drawn once for all clients."""
         return FederatedState(private_state(self.adapter, weights))

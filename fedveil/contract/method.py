@@ -157,6 +157,20 @@ class Method(ABC):
         return self.has_masked_terms
 
     @property
+    def sends_same_broadcast(self) -> bool:
+        """Return whether every site of an attempt gets the same message.
+
+        Then `broadcast` reads neither the client of `ctx` nor `ctx.is_new`, nor draws from its streams, and secure
+        aggregation binds the message: a site that was sent another one is not in the same sum.
+        """
+        return True
+
+    @property
+    def keeps_private_state(self) -> bool:
+        """Return whether `client` returns a state that stays at the site."""
+        return False
+
+    @property
     def keeps_past(self) -> bool:
         """Return whether clients start a tensor that was not sent from their previous value; an attack relies on it."""
         return True

@@ -115,16 +115,37 @@ def _check_content(content: Any) -> None:
         raise WireError(f"header.fields: expected [name, codec, shape, bytes, checksum], found {short_value(entry)}")
 
 
+def digest_of_parts(parts: Iterable[Buffer]) -> str:
+    """Return `message_digest` of the message that these parts are. Nothing but the header is copied."""
+    head, hasher = bytearray(), hashlib.sha256()
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while view and (missing := _header_size(head) - len(head)) > 0:
+            taken, view = view[:missing], view[missing:]
+            head += taken
+            if _header_size(head) == len(head):
+                hasher.update(write_header(read_header(memoryview(head))[0]))
+        hasher.update(view)
+    if _header_size(head) > len(head):
+        read_header(memoryview(head))  # raises a better error where more than padding is missing
+        raise WireError("header: expected padding after it, found none: the message is truncated")
+    return hasher.hexdigest()
+
+
+def _header_size(head: bytearray) -> int:
+    """Return how many bytes prefix, header and padding have, as far as the first bytes tell."""
+    if len(head) < PREFIX:
+        return PREFIX
+    end = PREFIX + int.from_bytes(head[4:8], "little")
+    return end + -end % 8
+
+
 def message_digest(data: Buffer) -> str:
     """Return the SHA-256 of a message's content, 64 hex digits, independent of address and header compression.
 
     Raises WireError if the header cannot be read.
     """
-    whole = memoryview(data).cast("B")
-    content, start = read_header(whole)
-    hasher = hashlib.sha256(write_header(content))
-    hasher.update(whole[start:])
-    return hasher.hexdigest()
+    return digest_of_parts([memoryview(data).cast("B")])
 
 
 def header_of_slices(slices: Iterable[bytes]) -> dict[str, Any]:

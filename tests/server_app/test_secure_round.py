@@ -22,8 +22,8 @@ from fedveil.federation.in_process import InProcessFederation
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg import site as site_half
 from fedveil.federation.secagg.fixed_point import FixedPointRing
-from fedveil.federation.secagg.membership import RunMember, SigningKeyRoster
-from fedveil.federation.secagg.messages import UnmaskResponse, parse_request
+from fedveil.federation.secagg.messages import KeysResponse, OpenResponse, parse_request
+from fedveil.federation.secagg.roster import SigningKeyRoster
 from fedveil.records import disclosure_summary
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app.flower_strategy import MethodStrategy
@@ -47,14 +47,16 @@ class Runs:
         self.config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 3, "run.name": "unseen"}
         self.config |= {"method.name": name, "method.params": METHODS[name]}
 
+    def flat(self, secure: SecureConfig) -> dict:
+        return parse(self.config | {f"secure.{k}": v for k, v in secure.model_dump(by_alias=True).items()}).flat()
+
     def grid(self, secure: SecureConfig, sites=SITES, **more) -> LocalGrid:
-        config = self.config | {f"secure.{k}": v for k, v in secure.model_dump(by_alias=True).items()}
-        return LocalGrid(app, sites, self.folder / f"sites-{secure.enabled}", config, **more)
+        return LocalGrid(app, sites, self.folder / f"sites-{secure.enabled}", self.flat(secure), **more)
 
     def strategy(self, secure: SecureConfig, folder: RunFolder | None = None, **cohort) -> MethodStrategy:
         settings = RunSettings(
             CohortConfig(**(QUICK | cohort)), seed=9, deterministic=True, method=self.name, secure=secure,
-            tap=folder is not None,
+            tap=folder is not None, config=self.flat(secure),
         )  # fmt: skip
         return MethodStrategy(self.method, settings, folder=folder, spec=self.task.spec)
 

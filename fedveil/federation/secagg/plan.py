@@ -6,6 +6,7 @@ A site that was shown another plan adds masks that do not cancel, so that the su
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -148,6 +149,25 @@ class AttemptPlan(SecAggMessage):
 def quorum_of(setting: int, sites: int, colluding: int) -> int:
     """Return q for a cohort: `setting`, or where that is 0 more than two thirds, and so many that 2 q > m + c."""
     return setting or max(2 * sites // 3 + 1, (sites + colluding) // 2 + 1)
+
+
+def config_digest(config: Mapping[str, bool | int | float | str], method: str, fields: str) -> str:
+    """Return the digest of a run's config.
+
+    Args:
+        config: every key of the run config with its value, defaults too.
+        method, fields: the method's name, and its fields as JSON, as the instruction has them.
+
+    Raises:
+        ValueError: the fields are no JSON.
+    """
+    texts = [json.dumps(value, sort_keys=True, separators=(",", ":")) for value in (dict(config), json.loads(fields))]
+    return hashlib.sha256(protocol_context("config", texts[0], method, texts[1])).hexdigest()
+
+
+def broadcast_digest(message: str) -> str:
+    """Return the digest of a message that all sites of an attempt get, from that of `wire.header.message_digest`."""
+    return hashlib.sha256(protocol_context("alike", message)).hexdigest()
 
 
 def list_digest(plan: str, in_sum: Collection[str]) -> str:

@@ -44,7 +44,7 @@ def _multiply_all() -> Bytes:
     power = np.array(powers * 2, np.uint8)
     logarithm = np.zeros(256, np.int64)
     logarithm[power[:MOST_PLACES]] = np.arange(MOST_PLACES)
-    table = power[logarithm[:, None] + logarithm[None, :]]
+    table: Bytes = power[logarithm[:, None] + logarithm[None, :]]
     table[0, :] = table[:, 0] = 0
     return table
 
