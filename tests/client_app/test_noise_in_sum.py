@@ -19,9 +19,11 @@ from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.flatten import FixedPointSums
 from fedveil.federation.secagg.in_process import secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.federation.secagg.plan import broadcast_digest, config_digest
 from fedveil.federation.secagg.server import SecAggCoordinator
 from fedveil.privacy import accounting
 from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.wire.header import message_digest
 from tests.prompt_toy import LENGTH, PromptTask, examples
 
 SITES = ["s0", "s1", "s2", "s3"]
@@ -45,7 +47,8 @@ class Run:
         self.state = self.method.init(
             self.exchange.spec, PromptTask().initial(rng.initial_stream(0, "w")), rng.initial_stream(0, "m")
         )
-        self.coordinator = SecAggCoordinator("r", secagg_config_of(self.config.secure))
+        digest = config_digest(self.config.flat(), "dp_fpl", json.dumps(self.fields))
+        self.coordinator = SecAggCoordinator("r", secagg_config_of(self.config.secure), digest)
 
     def assignment(self, site: str, round_: int = 0, plan: str = "") -> ClientAssignment:
         order = {
@@ -58,12 +61,11 @@ class Run:
 
     def round(self, round_: int = 0) -> FixedPointSums:
         sites = {name: secure_round.open_secagg_site(self.assignment(name, round_), SitePolicy()) for name in SITES}
+        request = self.coordinator.request()
         for name, site in sites.items():
-            self.coordinator.admit(name, site.hello(self.coordinator.hello()))
-        setup = self.coordinator.settle_on(SITES)
-        for name, site in sites.items():
-            self.coordinator.keep(name, site.join(setup))
-        attempt = self.coordinator.attempt(round_, 0, SITES)
+            self.coordinator.admit(name, site.ready(request))
+        down = self.exchange.broadcast(self.state, RoundContext(round_, "s0", round_ == 0, bytes(32)))
+        attempt = self.coordinator.attempt(round_, 0, SITES, broadcast_digest(message_digest(down)))
         summed = MaskedUploadCodec.from_exchange(self.exchange, round_, 32, guarantee_of(self.method, self.config))
         plan = attempt.plan.to_bytes().decode()
         for name in SITES:
@@ -74,8 +76,9 @@ class Run:
             )
             _, vector, attached = summed.receive(b"".join(reply.parts), what.order.address)
             attempt.add(name, vector, attached)
-        for name, asked in attempt.questions().items():
-            attempt.answer(name, sites[name].unmask(asked))
+        attempt.close()
+        for name, asked in attempt.open_requests().items():
+            attempt.take_opening(name, sites[name].open(asked))
         return FixedPointSums(summed.slots, summed.ring(attempt.plan), attempt.total(), {site: {} for site in SITES})
 
     def spent(self, site: str) -> tuple[float, float]:

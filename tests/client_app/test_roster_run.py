@@ -8,7 +8,7 @@ from fedveil.client_app import app as client
 from fedveil.config import parse
 from fedveil.errors import QuorumError
 from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.server_app.flower_strategy import MethodStrategy
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg
@@ -36,7 +36,9 @@ def run(tmp_path, task, digest: str | None = None, other: str = ""):
         file = tmp_path / f"{name}.key"
         file.write_bytes(bytes(32) if name == other else secret)
         file.chmod(0o600)
-        grid.node_config[name] = {"signing-key": str(file), "policy": str(tmp_path / "policy.toml")}
+        grid.node_config[name] = {
+            "site": name, "signing-key": str(file), "policy": str(tmp_path / "policy.toml"),
+        }  # fmt: skip
     ours = MethodStrategy(FedAvg(), RunSettings.from_config(parse(config), "run"))
     ours.start(grid, initial(task), num_rounds=1)
     return ours.history
@@ -45,7 +47,9 @@ def run(tmp_path, task, digest: str | None = None, other: str = ""):
 def test_sites_that_know_each_other_give_the_sum(tmp_path, monkeypatch):
     (record,) = run(tmp_path, use_toy_task(monkeypatch))
     assert record.accepted == list(NAMES)
-    assert record.unseen == {"sites": 4, "holders": 4, "threshold": 3, "deaf": {}}
+    assert record.unseen == {
+        "sites": 4, "holders": 4, "quorum": 3, "threshold": 3, "colluding": 1, "deaf": {},
+    }  # fmt: skip
     assert record.reports == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,17 +20,18 @@ from fedveil.contract.message_address import MessageAddress
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
-from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg import site as site_half
+from fedveil.federation.secagg import crypto, derivations
 from fedveil.federation.secagg.fixed_point import FixedPointRing
-from fedveil.federation.secagg.messages import KeysResponse, OpenResponse, parse_request
+from fedveil.federation.secagg.messages import KeysResponse, parse_request, sign_statement
+from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.roster import SigningKeyRoster
+from fedveil.federation.secagg.site import SecAggSite
 from fedveil.records import disclosure_summary
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app.flower_strategy import MethodStrategy
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_settings import RunSettings
-from fedveil.wire import chunking, header, statement_envelope
+from fedveil.wire import header, statement_envelope
 from fedveil.wire.capture import MessageCapture
 from tests.server_app.grid import LocalGrid, use_toy_task
 
@@ -113,7 +115,8 @@ def test_a_run_whose_uploads_nobody_sees_ends_as_one_in_the_clear_to_the_roundin
     assert [r.accepted for r in history] == [r.accepted for r in open_history] == [SITES] * 3
     assert all(r.reports for r in open_history)
     assert not any(r.reports or r.failed or r.unseen["deaf"] for r in history)
-    assert history[0].unseen | {"deaf": {}} == {"sites": 5, "holders": 5, "threshold": 4, "deaf": {}}
+    expected = {"sites": 5, "holders": 5, "quorum": 4, "threshold": 4, "colluding": 1, "deaf": {}}
+    assert history[0].unseen == expected
 
 
 @pytest.mark.long
@@ -131,33 +134,66 @@ def test_over_the_wire_and_in_one_process_the_same_bits(runs):
 
 
 @pytest.mark.long
-def test_a_site_that_is_silent_is_not_in_the_sum_and_is_set_up_again(runs):
-    """What the four others send is the mean of four; the next round is one of five again."""
+def test_a_site_that_is_silent_is_not_in_the_sum_and_is_asked_for_a_key_again(runs):
+    """What the four others send is the mean of four, to which they agree; the next round is one of five again."""
     grid = runs.grid(ON, tamper={"c": lost(asks("train", [1]))})
     _, history = runs.run(ON, grid)
     assert [r.accepted for r in history] == [SITES, ["a", "b", "d", "e"], SITES]
     assert list(history[1].failed) == ["c"]
-    hellos = [m for m in grid.pushed if asks("hello")(m)]
-    assert len(hellos) == 6  # each site once, and c a second time
+    assert sum(asks("keys")(m) for m in grid.pushed) == 6  # each site once, and c a second time
+    assert sum(asks("agree")(m) for m in grid.pushed) == sum(asks("agree", [1])(m) for m in grid.pushed) == 4
 
 
 @pytest.mark.long
-def test_four_of_five_holders_open_a_sum_and_three_do_not(runs):
-    _, history = runs.run(ON, runs.grid(ON, tamper={"b": lost(asks("unmask"))}))
+def test_four_of_five_sites_open_a_sum_and_with_three_the_round_is_lost(runs):
+    """Its sites have agreed to a sum, so there is no second attempt: the next round begins with the same state."""
+    _, history = runs.run(ON, runs.grid(ON, tamper={"b": lost(asks("open"))}))
     assert [r.accepted for r in history] == [SITES] * 3
 
-    refuse = lambda message, reply: Error_(message) if asks("unmask", [1])(message) else reply  # noqa: E731
+    runs.config["run.name"] = "lost"
+    refuse = lambda message, reply: Error_(message) if asks("open", [1])(message) else reply  # noqa: E731
     grid = runs.grid(ON, tamper={"b": refuse, "d": refuse})
-    with pytest.raises(QuorumError, match=r"no sum: secure.threshold: expected 4 holders to open their shares"):
-        runs.run(ON, grid, max_retries=1)
-    assert sum(asks("unmask", [1])(m) for m in grid.pushed) == 2 * 5
+    _, history = runs.run(ON, grid, max_retries=1)
+    assert [(r.round, bool(r.unseen.get("lost"))) for r in history] == [(0, False), (1, True), (2, False)]
+    assert "expected 4 sites to open their shares" in history[1].unseen["reason"]
+    assert sum(asks("open", [1])(m) for m in grid.pushed) == 5 + 2 + 2  # those that refused are asked again
+
+    runs.config["run.name"] = "ended"
+    refuse = lambda message, reply: Error_(message) if asks("open", [0, 1])(message) else reply  # noqa: E731
+    with pytest.raises(QuorumError, match="round 2: lost, as were the 1 before it"):
+        runs.run(ON, runs.grid(ON, tamper={"b": refuse, "d": refuse}), max_retries=1)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["", "hello", "unmask", "refused"])
+def test_a_sum_of_four_needs_four_signatures(runs):
+    refuse = lambda message, reply: Error_(message) if asks("agree")(message) else reply  # noqa: E731
+    grid = runs.grid(ON, tamper={"c": lost(asks("train", [1])), "b": refuse})
+    _, history = runs.run(ON, grid)
+    assert "expected 4 sites to sign the list of the sum, found 3" in history[1].unseen["reason"]
+    assert not any(asks("open", [1])(m) for m in grid.pushed)
+    assert [r.accepted for r in history if not r.unseen.get("lost")] == [SITES] * 2
+
+
+def test_a_site_that_is_sent_another_message_than_the_plan_s_trains_nothing(runs, monkeypatch):
+    """A server that shows one site other weights."""
+    real = MessageExchange.packed
+
+    def packed(exchange, state, ctx):
+        if ctx.client == "b":
+            state = replace(state, tensors={n: w + 1 for n, w in state.tensors.items()})
+        return real(exchange, state, ctx)
+
+    monkeypatch.setattr(MessageExchange, "packed", packed)
+    _, history = runs.run(ON, runs.grid(ON))
+    assert "expected the message that all its sites get" in history[0].failed["b"]
+    assert history[0].accepted == ["a", "c", "d", "e"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["", "keys", "open", "refused"])
 def test_every_byte_of_an_attempt_is_a_site_s(kind, runs, tmp_path):
     """Keys are asked of sites that are in no cohort, too."""
-    bad = lambda message, reply: Error_(message) if kind and asks(kind, [1])(message) else reply  # noqa: E731
+    bad = lambda message, reply: Error_(message) if kind and asks(kind, [0, 1])(message) else reply  # noqa: E731
     if kind == "refused":
         bad = lambda message, reply: changed(reply) if asks("train", [1])(message) else reply  # noqa: E731
     folder = RunFolder(tmp_path / "run")
@@ -187,7 +223,7 @@ def changed(reply: Message) -> Message:
 
 def test_bytes_of_keys_count_where_no_cohort_came_of_them(runs, tmp_path):
     folder = RunFolder(tmp_path / "run")
-    refuse = dict.fromkeys("abc", lambda message, reply: Error_(message) if asks("hello")(message) else reply)
+    refuse = dict.fromkeys("abc", lambda message, reply: Error_(message) if asks("keys")(message) else reply)
     with pytest.raises(QuorumError):
         runs.run(ON, runs.grid(ON, tamper=refuse), folder, max_retries=0)
     (line,) = load_run(tmp_path / "run").attempts
@@ -201,7 +237,7 @@ def Error_(message: Message) -> Message:  # noqa: N802
 
 def test_an_answer_that_this_server_cannot_even_read_costs_its_site_the_round_and_no_other(runs, monkeypatch):
     """Whatever the code at the server makes of it."""
-    real = RunMember.from_bytes
+    real = KeysResponse.from_bytes
 
     def of(data):
         if shaken["next"] == 1:
@@ -211,7 +247,7 @@ def test_an_answer_that_this_server_cannot_even_read_costs_its_site_the_round_an
         return real(data)
 
     shaken = {"next": 0}
-    monkeypatch.setattr(RunMember, "from_bytes", of)
+    monkeypatch.setattr(KeysResponse, "from_bytes", of)
     _, history = runs.run(ON, runs.grid(ON))
     assert history[0].accepted == ["a", "c", "d", "e"]
     assert history[0].failed == {"b": "RecursionError"}
@@ -221,9 +257,8 @@ def test_an_answer_that_this_server_cannot_even_read_costs_its_site_the_round_an
 def test_equal_questions_are_one_object_so_that_they_are_sent_once(runs):
     grid = runs.grid(ON)
     runs.run(ON, grid)
-    for kind in ("hello", "setup"):
-        records = [id(m.content.array_records["fedveil"]) for m in grid.pushed if asks(kind, [0])(m)]
-        assert (len(records), len(set(records))) == (5, 1)
+    records = [id(m.content.array_records["fedveil"]) for m in grid.pushed if asks("keys", [0])(m)]
+    assert (len(records), len(set(records))) == (5, 1)
 
 
 @pytest.mark.long
@@ -254,16 +289,17 @@ def hello(runs) -> tuple[LocalGrid, Message]:
     grid = runs.grid(ON, tamper={"b": lost(asks("train"))})
     with pytest.raises(QuorumError):
         runs.run(ON, grid, min_sites=5, max_retries=0)
-    return grid, next(m for m in grid.pushed if asks("hello")(m))
+    return grid, next(m for m in grid.pushed if asks("keys")(m))
 
 
 @pytest.mark.long
 def test_an_attempt_that_is_thrown_away_is_repeated_with_new_keys_and_ends_as_an_unbroken_run(runs):
+    """Three uploads of five are too few, so nobody is asked to agree to a sum of them."""
     whole, _ = runs.run(ON)
     done = []
 
     def once(message, reply):
-        if asks("unmask", [1])(message) and len(done) < 2:
+        if asks("train", [1])(message) and len(done) < 2:
             done.append(message)
             return Error_(message)
         return reply
@@ -275,54 +311,52 @@ def test_an_attempt_that_is_thrown_away_is_repeated_with_new_keys_and_ends_as_an
         (0, 0, False), (1, 0, True), (1, 1, False), (2, 0, False),
     ]  # fmt: skip
     assert state_digest(final_state) == state_digest(whole)
-    used = [asked(m).plan.prekeys for m in grid.pushed if asks("unmask")(m)]
-    keys_of = [{prekey.key for prekey in plan} for plan in dict.fromkeys(used)]
+    orders = [m.content.config_records["order"] for m in grid.pushed if asks("train")(m)]
+    plans = [AttemptPlan.from_bytes(text.encode()) for text in dict.fromkeys(order["secure"] for order in orders)]
+    keys_of = [{member.key for member in plan.members} for plan in plans]
+    assert len(keys_of) == 4
     assert all(not a & b for i, a in enumerate(keys_of) for b in keys_of[:i])  # no prekey twice
 
 
-def wrong_shares(message: Message, reply: Message) -> Message:
-    """A holder that opens something else for one site, a."""
-    if not asks("unmask", [1])(message):
-        return reply
-    at = MessageAddress(
-        message.content.config_records["order"]["run"], 0, message.content.config_records["order"]["site"]
-    )
-    statement_data = b"".join(array.data for array in reply.content.array_records["fedveil"].values())
-    opened = UnmaskResponse.from_bytes(statement_envelope.unpack_statement(statement_data, 1, "up", at, 10**6))
-    lie = opened.model_copy(update={"heard": opened.heard | {"a": "00" * 16}})
-    data = statement_envelope.pack_statement(lie.to_bytes(), 1, "up", at)
-    record = ArrayRecord({chunking.slice_key(0): Array("uint8", (len(data),), chunking.STYPE, data)})
-    return Message(RecordDict({"fedveil": record}), reply_to=message)
-
-
 @pytest.mark.long
-def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs):
-    """Of five, four open a sum. The first to answer lies, so it takes the four others."""
+def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs, monkeypatch):
+    """Of five, four open a sum. The first to answer lies about its share of a's secret, and signs the lie."""
     whole, _ = runs.run(ON)
+    real = SecAggSite._opened
+
+    def opened(site, live, request, listed):
+        answer = real(site, live, request, listed)
+        if site.name != "a" or request.plan.round != 1:
+            return answer
+        lie = answer.model_copy(update={"own": answer.own | {"a": "00" * 16}})
+        return sign_statement(lie, site.name, site.signing_key)
+
+    monkeypatch.setattr(SecAggSite, "_opened", opened)
     runs.config["run.name"] = "lied"
-    final_state, history = runs.run(ON, runs.grid(ON, tamper={"a": wrong_shares}))
+    final_state, history = runs.run(ON, runs.grid(ON))
     assert [r.accepted for r in history] == [SITES] * 3
     assert "its shares of a as those sites made them" in history[1].unseen["deaf"]["a"]
     assert state_digest(final_state) == state_digest(whole)
 
 
-def test_without_a_site_whose_shares_open_nothing_the_run_goes_on(runs, monkeypatch):
-    """It spoils one attempt, and is asked nothing more; those that know it is wrong are more than may be silent."""
-    real = site_half.encrypt_shares
+def test_without_a_site_whose_shares_nobody_can_read_the_run_goes_on(runs, monkeypatch):
+    """It costs one round, and is asked nothing more: more holders say so than may lie or be silent."""
+    real = derivations.encrypt_row
 
-    def encrypt_shares(kept, membership, site, secret, purpose):
-        shares = real(kept, membership, site, secret, purpose)
-        spoilt = site == "d" and b"mask share" in purpose("a")
-        return shares.model_copy(update={"closed": dict.fromkeys(shares.closed, "00" * 44)}) if spoilt else shares
+    def encrypt_row(key, shares, plan, site, holder):
+        return real(bytes(32) if site == "d" else key, shares, plan, site, holder)
 
-    monkeypatch.setattr(site_half, "encrypt_shares", encrypt_shares)
+    monkeypatch.setattr(derivations, "encrypt_row", encrypt_row)
     grid = runs.grid(ON)
     _, history = runs.run(ON, grid)
-    assert [(r.round, r.attempt) for r in history] == [(0, 0), (0, 1), (1, 0), (2, 0)]
+    assert [(r.round, r.attempt) for r in history] == [(0, 0), (1, 0), (2, 0)]
+    assert history[0].unseen["lost"]
     assert "open their shares of d, found fewer" in history[0].unseen["reason"]
     for record in history[1:]:
         assert record.accepted == ["a", "b", "c", "e"]
-        assert record.failed == {"d": "secure: its shares did not open its secret, so the run continues without it"}
+        assert record.failed == {
+            "d": "secure: its shares could not be used by many holders, so the run continues without it"
+        }
     orders = [m.content.config_records["order"] for m in grid.pushed]
     assert {(order["round"], order["attempt"]) for order in orders if order["site"] == "d"} == {(0, 0)}
 
@@ -331,21 +365,18 @@ def test_below_the_least_sum_nobody_is_asked_to_open_anything(runs):
     grid = runs.grid(ON, tamper=dict.fromkeys("abc", lost(asks("train"))))
     with pytest.raises(QuorumError, match="expected at least 3 accepted uploads, found 2"):
         runs.run(ON, grid, max_retries=0)
-    assert not any(asks("unmask")(m) for m in grid.pushed)
+    assert not any(asks("agree")(m) or asks("open")(m) for m in grid.pushed)
 
 
 def test_below_the_quorum_of_the_run_nobody_is_asked_either(runs):
     grid = runs.grid(ON, tamper={"a": lost(asks("train"))})
     with pytest.raises(QuorumError, match="expected at least 5 accepted uploads, found 4"):
         runs.run(ON, grid, max_retries=0, min_sites=5)
-    assert not any(asks("unmask")(m) for m in grid.pushed)
+    assert not any(asks("agree")(m) or asks("open")(m) for m in grid.pushed)
 
 
 @pytest.mark.long
-def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_does(runs, monkeypatch, tmp_path):
-    with RunFolder(tmp_path / "whole") as folder:
-        folder.status("running", 0, 3)
-        whole, _ = runs.run(ON, folder=folder)
+def test_a_server_that_dies_with_a_round_s_sum_loses_the_round_and_no_other(runs, monkeypatch, tmp_path):
     real = RunFolder.checkpoint
 
     class Killed(BaseException):
@@ -364,9 +395,12 @@ def test_a_server_that_dies_with_a_round_s_uploads_ends_where_an_unbroken_one_do
             runs.run(ON, grid, folder)
     with RunFolder(tmp_path / "broken", resume=True) as folder:
         folder.status("running", 0, 3)
-        final_state, history = runs.run(ON, grid, folder)
-    assert [r.round for r in history] == [1, 2]
-    assert state_digest(final_state) == state_digest(whole)
+        _, history = runs.run(ON, grid, folder)
+    assert [(r.round, r.cohort, bool(r.unseen.get("lost"))) for r in history] == [(1, [], True), (2, SITES, False)]
+    assert history[0].unseen["reason"] == "its sites agreed to a sum before the server was restarted"
+    assert all("it has agreed to a sum of round 2 already" in why for why in history[0].failed.values())
+    with RunFolder(tmp_path / "broken", resume=True) as folder:  # the lost round is in the checkpoint, too
+        assert folder.load_checkpoint()[1]["round"] == 2
 
 
 def test_the_tap_of_a_secure_run_has_one_masked_vector_of_each_site_and_no_figure_beside_it(runs, tmp_path):
@@ -393,7 +427,7 @@ def test_an_order_in_the_clear_in_a_secure_run_is_refused_before_a_row_is_looked
 )
 def test_a_server_whose_sums_are_not_the_run_config_s_is_refused(key, value, runs):
     ours = runs.strategy(ON.model_copy(update={key: value}), max_retries=0)
-    with pytest.raises(QuorumError, match="secure: expected a (plan|membership)"):
+    with pytest.raises(QuorumError, match=r"secure plan: \w+: expected"):
         ours.start(runs.grid(ON), runs.weights(), num_rounds=1)
 
 
@@ -414,13 +448,15 @@ PERMITS = (
 @pytest.mark.long
 @pytest.mark.parametrize(
     "line,why",
-    [("min-cohort = 6", "permits at least 6, found 3"), ("min-threshold = 5", "at least 5 of 5 holders, found 4"),
+    [("min-cohort = 6", "permits at least 6, found 3"),
+     ("min-threshold = 5", "min-threshold: quorum: expected at least 5"),
+     ("min-colluders = 2", "secure.max-colluders: this site permits at least 2, found 1"),
      (f'roster = "sha256:{"0" * 64}"', "roster: this site permits sha256:0000")],
 )  # fmt: skip
 def test_what_a_site_s_policy_demands_of_sums_is_asked_before_it_trains(line, why, runs, tmp_path):
     (tmp_path / "policy.toml").write_text(f"require-secure = true\n{line}\n[permits]\n" + PERMITS)
     grid = runs.grid(ON)
-    grid.node_config = {"a": {"policy": str(tmp_path / "policy.toml")}}
+    grid.node_config = {"a": {"policy": str(tmp_path / "policy.toml"), "site": "a"}}
     _, history = runs.run(ON, grid, max_retries=0)
     assert why in history[0].failed["a"]
     assert "a" not in history[0].accepted
@@ -455,7 +491,6 @@ def test_what_needs_single_uploads_is_refused_before_any_site_is_asked(key, valu
 
 
 def test_a_statement_of_another_round_attempt_or_site_is_refused():
-    from fedveil.contract.message_address import MessageAddress
     from fedveil.errors import WireError
 
     at = MessageAddress("run", 1, "a")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,12 +13,15 @@ from fedveil.client_app.policy import run_config_rules, site_policy
 from fedveil.client_app.policy.decisions import check_run
 from fedveil.config import parse
 from fedveil.contract.task import Example
-from fedveil.errors import PolicyError, WireError
+from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg.membership import RunMember, roster_digest
-from fedveil.federation.secagg.messages import MembershipRequest, PrekeyRequest
-from fedveil.federation.secagg.server import SecAggConfig
-from fedveil.federation.secagg.site import SecAggSite, SiteRequirements
+from fedveil.federation.secagg.in_process import secagg_config_of
+from fedveil.federation.secagg.messages import KeysRequest, KeysResponse
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey
+from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
+from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.server import SecAggCoordinator
+from fedveil.federation.secagg.site import SecAggSite
 from tests.client_app.policy.test_site_policy import assignment
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tests.server_app.test_flower_strategy import initial, strategy
@@ -35,6 +38,11 @@ DEMANDS = f'require-secure = true\nmin-cohort = 4\nmin-threshold = 4\nroster = "
         (DEMANDS, SECURE | {"secure.min-sites": 3}, "secure.min-sites: this site permits at least 4, found 3"),
         (DEMANDS, SECURE | {"secure.threshold": 3}, "secure.threshold: this site permits at least 4, found 3"),
         (DEMANDS, SECURE | {"secure.roster": ""}, f"secure.roster: this site permits {ROSTER}, found none"),
+        (
+            DEMANDS + "\nmin-colluders = 2",
+            SECURE,
+            "secure.max-colluders: this site permits at least 2, found 1",
+        ),
         ("", {"secure.enabled": True}, "secure.enabled: this site permits False, found True"),
         (
             "require-secure = true",
@@ -50,9 +58,7 @@ def test_what_the_run_config_shows_is_refused_by_its_key(text, config, reason, t
 
 def test_what_it_demands_it_names_and_the_rest_must_stand_under_permits(tmp_path):
     assert check_run(assignment(tmp_path, DEMANDS, SECURE)) is None
-    assert (
-        check_run(assignment(tmp_path, DEMANDS, SECURE | {"secure.threshold": 0})) is None
-    )  # the membership is judged
+    assert check_run(assignment(tmp_path, DEMANDS, SECURE | {"secure.threshold": 0})) is None  # the plan is judged
     assert (
         check_run(assignment(tmp_path, DEMANDS.replace("require-secure = true", ""), {})) is None
     )  # a run in the clear
@@ -84,65 +90,111 @@ def open_site(asked: ClientAssignment) -> SecAggSite:
 
 
 def test_policy_reaches_the_demands_and_its_absence_the_least(tmp_path):
-    site = open_site(assignment(tmp_path, DEMANDS, SECURE))
-    assert site.demands == SiteRequirements(4, 4, ROSTER)
+    site = open_site(_site(tmp_path, DEMANDS + "\nmin-colluders = 1", SECURE, "north"))
+    assert site.demands == SiteRequirements(4, 4, ROSTER, 1)
     assert (site.name, site.run) == ("north", "r")
-    assert open_site(assignment(tmp_path, "")).demands == SiteRequirements(2, 2, "")
+    assert open_site(assignment(tmp_path, "")).demands == SiteRequirements(2, 1, "", 0)
 
 
-def asked(tmp_path, text: str, roster: dict[str, str], name: str = "north") -> bytes:
-    """A site joins one membership of five, with what the server says of their signing keys."""
-    config = SECURE | {"secure.threshold": 0, "secure.min-sites": 3}
-    names = ("east", "middle", "north", "south", "west")
-    sites = {n: _site(tmp_path / n, text if n == name else "", config, n) for n in names}
-    hello = MembershipRequest(run="r").to_bytes()
-    members = [RunMember.from_bytes(secure_round.answer_secagg_request(site, hello)) for site in sites.values()]
-    known = {member.name: member.signing_key for member in members}
-    if "DIGEST" in text:
-        sites[name] = _site(tmp_path / name, text.replace("DIGEST", roster_digest(known)), config, name)
-    setup = PrekeyRequest(membership=SecAggConfig(3).membership("r", members), roster=known | roster)
-    return secure_round.answer_secagg_request(sites[name], setup.to_bytes())
+def test_a_policy_with_a_roster_needs_the_site_s_name_in_the_node_config(tmp_path):
+    """Else the server's word names the state folder, and two names are two memories of one site."""
+    with pytest.raises(PolicyError, match="site: expected this site's name in the node config"):
+        open_site(assignment(tmp_path, DEMANDS, SECURE))
+
+
+class Federation:
+    """Five sites with keys in files, and what a server makes of their prekeys."""
+
+    def __init__(self, folder, **texts: str) -> None:
+        self.config = SECURE | {"secure.threshold": 0, "secure.min-sites": 3}
+        self.folder, self.names = folder, ("east", "middle", "north", "south", "west")
+        self.sites = {name: _site(folder / name, texts.get(name, ""), self.config, name) for name in self.names}
+        keys = {
+            name: KeysResponse.from_bytes(secure_round.answer_secagg_request(site, KeysRequest(run="r").to_bytes()))
+            for name, site in self.sites.items()
+        }
+        self.roster = {name: key.prekey.signing_key for name, key in keys.items()}
+        self.keys = keys
+
+    def plan(self, name: str, roster: dict[str, str], member: Prekey | None = None) -> tuple[AttemptPlan, RoundTerms]:
+        """What a server makes of them, and what one site knows beside it."""
+        site = self.sites[name]
+        order, text = site.order, SigningKeyRoster(signing_keys=roster).to_bytes().decode()
+        coordinator = SecAggCoordinator("r", secagg_config_of(site.config.secure), CONFIG, roster)
+        coordinator.ready = dict(self.keys)
+        if member is not None:
+            coordinator.ready[name] = self.keys[name].model_copy(update={"prekey": member})
+        plan = coordinator.attempt(order.round, order.attempt, self.names, "").plan
+        asked = replace(site, order=replace(order, method="fedqsn", fields="{}", roster=text))
+        return plan, replace(secure_round.round_terms(asked), config=CONFIG)
+
+    def begin(self, name: str, roster: dict[str, str], member: Prekey | None = None) -> None:
+        open_site(self.sites[name]).begin(*self.plan(name, roster, member))
+
+
+CONFIG = "c0" * 32
 
 
 def _site(folder, text: str, config: dict[str, object], name: str) -> ClientAssignment:
     folder.mkdir(parents=True, exist_ok=True)
-    return assignment(folder, "" if "DIGEST" in text else text, config, {"site": name})
+    found = assignment(folder, text, config, {"site": name})
+    return replace(found, site=found.site.model_copy(update={"site": name}))
 
 
-def test_a_roster_that_the_sites_agree_on_is_joined_and_another_is_refused(tmp_path):
-    joined = json.loads(asked(tmp_path / "a", 'roster = "DIGEST"', {}))
-    assert joined["prekey"]["site"] == "north"
+def test_a_roster_that_the_sites_agree_on_is_accepted_and_another_is_refused(tmp_path):
+    ours = Federation(tmp_path)
+    ours.sites["north"] = _site(tmp_path / "north", f'roster = "{roster_digest(ours.roster)}"', ours.config, "north")
+    ours.begin("north", ours.roster)
     with pytest.raises(PolicyError, match="roster: this site permits sha256:.*, found sha256:"):
-        asked(tmp_path / "b", 'roster = "DIGEST"', {"further": "ab" * 32})
+        ours.begin("north", ours.roster | {"further": "ab" * 32})
 
 
 def test_a_roster_that_all_agree_on_and_in_which_the_sites_own_key_is_the_servers_is_refused(tmp_path):
     """Each site finds its own key, and all have one digest: then all keys are the sites'."""
-    config = SECURE | {"secure.threshold": 0, "secure.min-sites": 3}
-    sites = {n: _site(tmp_path / n, "", config, n) for n in ("east", "north", "south")}
-    hello = MembershipRequest(run="r")
-    members = {
-        n: RunMember.from_bytes(secure_round.answer_secagg_request(site, hello.to_bytes())) for n, site in sites.items()
-    }
+    ours = Federation(tmp_path)
     servers = bytes(range(32))
-    run_key = members["north"].run_key
-    unsigned = members["north"].model_copy(update={"signing_key": crypto.verifying_key(servers).hex()})
-    members["north"] = unsigned.model_copy(update={"signature": crypto.sign_bytes(servers, unsigned.text("r")).hex()})
-    assert members["north"].is_genuine("r")
-    assert members["north"].run_key == run_key
-    roster = {n: member.signing_key for n, member in members.items()}
-    setup = PrekeyRequest(membership=SecAggConfig(3).membership("r", members.values()), roster=roster)
+    own = ours.keys["north"].prekey
+    unsigned = own.model_copy(update={"signing_key": crypto.verifying_key(servers).hex()})
+    member = unsigned.model_copy(update={"signature": crypto.sign_bytes(servers, unsigned.text("r")).hex()})
+    assert member.is_genuine("r")
+    assert member.key == own.key
+    roster = ours.roster | {"north": member.signing_key}
     for text in (f'roster = "{roster_digest(roster)}"', ""):
-        north = _site(tmp_path / "north", text, config, "north")
-        with pytest.raises(PolicyError, match="signing-key: expected this site's own in the membership"):
-            secure_round.answer_secagg_request(north, setup.to_bytes())
+        ours.sites["north"] = _site(tmp_path / "north", text, ours.config, "north")
+        with pytest.raises(PolicyError, match="signing-key: expected this site's own in the plan"):
+            ours.begin("north", roster, member)
 
 
-def test_a_membership_with_a_lower_threshold_than_the_sites_own_is_refused(tmp_path):
-    with pytest.raises(PolicyError, match="secure.threshold: this site permits at least 5 of 5 holders, found 4"):
-        asked(tmp_path, "min-threshold = 5", {})
+def test_a_plan_with_a_lower_quorum_than_the_sites_own_is_refused(tmp_path):
+    ours = Federation(tmp_path, north="min-threshold = 5")
+    with pytest.raises(PolicyError, match="min-threshold: quorum: expected at least 5 .*, found 4"):
+        ours.begin("north", ours.roster)
 
 
-def test_a_question_in_a_run_in_the_clear_is_refused(tmp_path):
+def test_a_request_in_a_run_in_the_clear_is_refused(tmp_path):
     with pytest.raises(WireError, match="expected no request in a run with secure.enabled = false"):
-        secure_round.answer_secagg_request(assignment(tmp_path, ""), MembershipRequest(run="r").to_bytes())
+        secure_round.answer_secagg_request(assignment(tmp_path, ""), KeysRequest(run="r").to_bytes())
+
+
+@pytest.mark.parametrize("last,state", [("", "begins"), ("ab" * 8, "begins"), ("cd" * 8, "continues")])
+def test_a_client_round_continues_where_the_named_state_is_here(last, state, tmp_path):
+    """For a method that keeps private state; another one has none."""
+    site = _site(tmp_path, "", SECURE, "north")
+    order = replace(site.order, method="fedpara", fields="{}", last=last)
+    folder = secure_round.state_folder_of(site.site.state_dir, "r", "north")
+    folder.mkdir(parents=True)
+    (folder / f"turn-{'cd' * 8}.safetensors").write_bytes(b"")
+    assert secure_round.round_terms(replace(site, order=order)).state == state
+    order = replace(order, method="fedavg")
+    assert secure_round.round_terms(replace(site, order=order)).state == "none"
+
+
+def test_the_boot_id_is_the_machine_s_and_one_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(secure_round, "_BOOT_ID", tmp_path / "boot_id")
+    assert secure_round.read_boot_id() == ""
+    (tmp_path / "boot_id").write_text("0f-1e\n")
+    assert secure_round.read_boot_id() == "0f-1e"
+    (tmp_path / "boot_id").unlink()
+    (tmp_path / "boot_id").mkdir()
+    with pytest.raises(StateError, match="expected the id of this machine's boot"):
+        secure_round.read_boot_id()
