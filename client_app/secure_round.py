@@ -26,9 +26,10 @@ from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
 from fedveil.client_app.state.client_state import SECURE, safe_file_name, state_folder_of, state_role
 from fedveil.config import SecureConfig
+from fedveil.contract.entry_table import EntryTable
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import PolicyError, StateError, WireError
-from fedveil.federation.secagg import crypto
+from fedveil.federation.secagg import crypto, entry_plan
 from fedveil.federation.secagg.membership import RunMembership
 from fedveil.federation.secagg.messages import (
     AttemptPlan,
@@ -116,6 +117,8 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
         asked = "a plan" if config.enabled else "none"
         raise WireError(f"order: secure: expected {asked}, as secure.enabled requires, found {order.secure[:20]!r}")
     if not order.secure:
+        if order.entries:
+            raise WireError("order: entries: expected no table for an upload in the clear, found one")
         return None
     plan = AttemptPlan.from_bytes(order.secure.encode())
     actual = (plan.run, plan.round, plan.attempt, plan.bits, plan.most_weight, plan.bound, plan.least)
@@ -131,10 +134,15 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
 
 @dataclass(frozen=True)
 class SecureClientRound:
-    """A client round with a masked upload."""
+    """A client round with a masked upload.
+
+    Attributes:
+        entries: the table of who sends which entries; None: the server sent none.
+    """
 
     site: SecAggSite
     plan: AttemptPlan
+    entries: EntryTable | None = None
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
@@ -144,7 +152,17 @@ def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> Secu
         return None
     site = open_secagg_site(assignment, policy)
     site.begin(plan)
-    return SecureClientRound(site, plan)
+    return SecureClientRound(site, plan, read_entry_table(assignment, plan))
+
+
+def read_entry_table(assignment: ClientAssignment, plan: AttemptPlan) -> EntryTable | None:
+    """Return the instruction's table if the plan's cohort may be summed by it. Raises PolicyError, WireError."""
+    if not assignment.order.entries:
+        return None
+    table, secure = EntryTable.from_text(assignment.order.entries), assignment.config.secure
+    quorum = entry_plan.signing_quorum(len(plan.cohort), secure)
+    table.require_cohort(plan.cohort, plan.least, quorum, secure.max_colluders)
+    return table
 
 
 def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> bytes:

@@ -18,7 +18,7 @@ asks every site for new ones. So no key and no context is ever used twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from logging import WARNING
 from pathlib import Path
@@ -29,13 +29,14 @@ from typing_extensions import override
 
 from fedveil.config import SecureConfig
 from fedveil.contract.codec import Buffer
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.layout import Payload
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.errors import ConfigError, QuorumError, WireError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg import server
+from fedveil.federation.secagg import entry_plan, server
 from fedveil.federation.secagg.flatten import FixedPointSums
 from fedveil.federation.secagg.in_process import secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
@@ -92,6 +93,9 @@ class SecureRoundAttempt(RoundAttempt):
         try:
             if len(self.unmasking.uploads) < quorum:
                 raise QuorumError(f"expected at least {quorum} uploads, found {len(self.unmasking.uploads)}")
+            if self.server_ctx.entries is not None:
+                plan = self.unmasking.plan
+                self.server_ctx.entries.require_sum(plan.cohort, self.unmasking.uploads, plan.least)
             return self.exchange.method.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
@@ -139,11 +143,13 @@ class ServerSecAgg:
 
     Attributes:
         coordinator: manages the sites' keys.
+        config: the run's section `secure`.
         claim: the privacy claim of the run, whose noise may be in the sum.
     """
 
     exchange: MessageExchange
     coordinator: server.SecAggCoordinator
+    config: SecureConfig
     claim: PrivacyGuarantee | None = None
 
     @classmethod
@@ -151,7 +157,12 @@ class ServerSecAgg:
         cls, exchange: MessageExchange, config: SecureConfig, run: str, claim: PrivacyGuarantee | None
     ) -> ServerSecAgg:
         """Build it from a run's config. Raises ConfigError if the roster cannot be read."""
-        return cls(exchange, server.SecAggCoordinator(run, secagg_config_of(config), read_roster(config.roster)), claim)
+        coordinator = server.SecAggCoordinator(run, secagg_config_of(config), read_roster(config.roster))
+        return cls(exchange, coordinator, config, claim)
+
+    def plan_entries(self, cohort: Sequence[str], ctx: RoundContext) -> EntryTable | None:
+        """Return the table of who sends which entries in a round, drawn with the server's context of the round."""
+        return entry_plan.plan_entries(self.exchange, self.config, cohort, ctx)
 
     def distribute_keys(self, requests: SecAggRequests) -> dict[str, str]:
         """Distribute keys to every connected site. Return the reasons of the sites that have none."""
