@@ -19,7 +19,7 @@ from fedveil.wire.header import TURN
 
 _MOST_SECONDS = 30 * 86_400.0
 _LONGEST = 100_000  # characters of a method's fields, which may contain lists
-_LONGEST_PLAN = 8 << 20  # characters of a plan or a roster, which name every site
+_LONGEST_PLAN = 8 << 20  # characters of a plan, a roster or a table of entries, which name every site
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class TrainInstruction:
         secure: the plan of a sum of masked uploads (fedveil/federation/secagg/plan.py), as text; "" for uploads in the
             clear.
         roster: the signing keys of all sites that the plan refers to, as text; "" for none.
+        entries: the table of who sends which entries of the sum (fedveil/contract/entry_table.py), as text; "" for
+            none.
         seconds: time after which the server stops waiting for the upload; the client round then ends too.
     """
 
@@ -56,6 +58,7 @@ class TrainInstruction:
     seconds: float = 86_400.0
     secure: str = ""
     roster: str = ""
+    entries: str = ""
 
     @property
     def address(self) -> MessageAddress:
@@ -141,7 +144,7 @@ def _require_form(order: TrainInstruction) -> None:
             getattr(order, field.name),
             {"int": int, "bool": bool, "str": str, "float": float}[str(field.type)],
         )
-        most = _LONGEST_PLAN if field.name in ("secure", "roster") else _LONGEST
+        most = _LONGEST_PLAN if field.name in ("secure", "roster", "entries") else _LONGEST
         if type(value) is not kind or (isinstance(value, str) and len(value) > most):
             raise WireError(
                 f"order: {field.name}: expected {field.type} of at most {most} characters, found {sanitize(value, 80)}"

@@ -28,6 +28,7 @@ from fedveil import encrypted_files, paths
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
 from fedveil.client_app.state.client_state import SECURE, ClientStateStore, safe_file_name, state_folder_of, state_role
+from fedveil.contract.entry_table import EntryTable
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
@@ -131,6 +132,8 @@ def read_attempt_plan(assignment: ClientAssignment) -> AttemptPlan | None:
         asked = "a plan" if config.enabled else "none"
         raise WireError(f"order: secure: expected {asked}, as secure.enabled requires, found {order.secure[:20]!r}")
     if not order.secure:
+        if order.entries:
+            raise WireError("order: entries: expected no table for an upload in the clear, found one")
         return None
     return AttemptPlan.from_bytes(order.secure.encode())
 
@@ -158,6 +161,8 @@ def round_terms(assignment: ClientAssignment) -> RoundTerms:
         config=config_digest(config.flat(), order.method, order.fields),
         app=assignment.app,
         roster=order.roster,
+        table=order.entries,
+        has_table=method.plans_entries,
         is_alike=method.sends_same_broadcast,
         state=continued if method.keeps_private_state else "none",
     )
@@ -165,11 +170,16 @@ def round_terms(assignment: ClientAssignment) -> RoundTerms:
 
 @dataclass(frozen=True)
 class SecureClientRound:
-    """A client round with a masked upload."""
+    """A client round with a masked upload.
+
+    Attributes:
+        entries: the table of who sends which entries; None: the server sent none.
+    """
 
     site: SecAggSite
     plan: AttemptPlan
     terms: RoundTerms
+    entries: EntryTable | None = None
 
     def require_broadcast(self, digest: str) -> None:
         """T10. The message with this digest is the one that the plan names. Raises WireError."""
@@ -184,7 +194,7 @@ def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> Secu
         return None
     site, terms = open_secagg_site(assignment, policy), round_terms(assignment)
     site.begin(plan, terms)
-    return SecureClientRound(site, plan, terms)
+    return SecureClientRound(site, plan, terms, EntryTable.from_text(terms.table) if terms.table else None)
 
 
 def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> bytes:

@@ -375,6 +375,7 @@ def round_instruction(
     order["attempt"], order["last"] = ctx.address.attempt, last
     order["method"], order["fields"], order["log"] = exchange.name, fields, anchor
     order["seconds"] = float(deadline)
+    order["entries"] = ctx.entries.to_text() if ctx.entries else ""
     return order
 
 

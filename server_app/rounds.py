@@ -249,10 +249,13 @@ class RoundLoop:
             except QuorumError as error:
                 tally.failed |= dict.fromkeys(chosen, str(error))
                 chosen = []
+        server_ctx = RoundContext(round_, "", False, self._secret, settings.deterministic)
+        if secagg:
+            server_ctx = replace(server_ctx, entries=secagg.plan_entries(chosen, server_ctx))
         contexts = [
-            RoundContext(
-                round_, site, site not in self._participated, self._secret, settings.deterministic,
-                replace(address, site=site), device=self._device,
+            replace(
+                server_ctx, client=site, is_new=site not in self._participated, address=replace(address, site=site),
+                device=self._device,
             )
             for site in chosen
         ]  # fmt: skip
@@ -262,8 +265,7 @@ class RoundLoop:
             self._last, tally=tally,
         )  # fmt: skip
         if secagg and requests:
-            ctx = RoundContext(round_, "", False, self._secret, settings.deterministic)
-            attempt = secagg.mask(attempt, requests, ctx)
+            attempt = secagg.mask(attempt, requests, server_ctx)
         messages = attempt.build_messages(nodes, deadline, config)
         mmap_tensors.evict(self.server.tensors)
         return attempt, messages

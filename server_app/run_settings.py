@@ -52,6 +52,7 @@ class RunSettings:
         """Raise ConfigError for a rule that the method or the cohort does not allow."""
         aggregation_rules.check_rule(exchange, self.aggregate)
         aggregation_rules.check_cohort(self.secure, self.aggregate, self.cohort)
+        aggregation_rules.check_entries(exchange.method, self.secure, self.cohort)
 
     @classmethod
     def from_config(cls, config: RunConfig, name: str, choice: ModelSelection | None = None) -> RunSettings:

@@ -22,7 +22,7 @@ site. The sites of a sum sign the list of its sites first, unless it is the whol
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from logging import WARNING
 from pathlib import Path
@@ -33,13 +33,14 @@ from typing_extensions import override
 
 from fedveil.config import SecureConfig
 from fedveil.contract.codec import Buffer
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.layout import Payload
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.errors import ConfigError, QuorumError, WireError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg import server
+from fedveil.federation.secagg import entry_plan, server
 from fedveil.federation.secagg.flatten import FixedPointSums
 from fedveil.federation.secagg.in_process import secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
@@ -102,11 +103,14 @@ class SecureRoundAttempt(RoundAttempt):
         try:
             if len(attempt.uploads) < quorum:
                 raise QuorumError(f"expected at least {quorum} uploads, found {len(attempt.uploads)}")
+            if self.server_ctx.entries is not None:
+                self.server_ctx.entries.require_sum(attempt.plan.cohort, attempt.uploads, attempt.plan.least)
             attempt.close()
             return self.exchange.method.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
-            if attempt.in_sum:  # some of its sites may have agreed to a sum of this round
+            # Its sites may have agreed to a sum of the round, or mask once a round, because they send different entries.
+            if attempt.in_sum or attempt.plan.entries:
                 tally.unseen["lost"] = True
             log(WARNING, "round %s: no sum: %s", self.round + 1, tally.unseen["reason"])
             for site, reason in attempt.faulty.items():
@@ -197,11 +201,13 @@ class ServerSecAgg:
 
     Attributes:
         coordinator: manages the sites' keys.
+        config: the run's section `secure`.
         claim: the privacy claim of the run, whose noise may be in the sum.
     """
 
     exchange: MessageExchange
     coordinator: server.SecAggCoordinator
+    config: SecureConfig
     claim: PrivacyGuarantee | None = None
 
     @classmethod
@@ -215,9 +221,14 @@ class ServerSecAgg:
         app: str,
     ) -> ServerSecAgg:
         """Build it from a run's config. Raises ConfigError if the roster cannot be read."""
-        roster = read_roster(config.roster)
-        settings = secagg_config_of(config)
-        return cls(exchange, server.SecAggCoordinator(run, settings, config_digest, roster, app), claim)
+        coordinator = server.SecAggCoordinator(
+            run, secagg_config_of(config), config_digest, read_roster(config.roster), app
+        )
+        return cls(exchange, coordinator, config, claim)
+
+    def plan_entries(self, cohort: Sequence[str], ctx: RoundContext) -> EntryTable | None:
+        """Return the table of who sends which entries in a round, drawn with the server's context of the round."""
+        return entry_plan.plan_entries(self.exchange, self.config, cohort, ctx)
 
     def distribute_keys(self, requests: SecAggRequests) -> dict[str, str]:
         """Ask every connected site without an unused prekey for one. Return the reasons of the sites without."""
@@ -270,7 +281,10 @@ class ServerSecAgg:
             parts = self.exchange.packed(clear.server, contexts[0]).parts
             broadcast = broadcast_digest(header.digest_of_parts(parts))
             del parts
-        attempt = coordinator.attempt(clear.round, number, cohort, broadcast)
+        table = server_ctx.entries
+        attempt = coordinator.attempt(
+            clear.round, number, cohort, broadcast, table.to_text() if table else "", table.digest if table else ""
+        )
         requests.address = address
         codec = MaskedUploadCodec.from_exchange(self.exchange, clear.round, attempt.plan.bits, self.claim)
         own = {f.name: getattr(clear, f.name) for f in fields(RoundAttempt)}

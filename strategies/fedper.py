@@ -33,6 +33,7 @@ layer, and the server's lower layers never change again. The server has seen the
 | `layers` at or above the number of layers | FedAvg, bit for bit |
 | client that trained in round 0 | its next participation starts from W_L,1, not from its own lower layers of round 0 |
 | round 0 is repeated at a site whose upload is in the server's state | the site sends only its top layers |
+| the same under secure aggregation | the site sends nothing, because a lower layer could come from too few sites
 | round 0 is repeated because that upload was lost | the same upload again: a site accepts no other message for round 0,
   so it sends its lower layers in one form only; W_L,1 is the mean over clients whose first upload was accepted |
 | newcomer in a later round | gets the current top layers and W_L,1 |
@@ -105,6 +106,11 @@ class FedPer(Method):
     def keeps_private_state(self) -> bool:
         """Return True: the lower layers stay at the site."""
         return True
+
+    @property
+    def has_single_site_entries(self) -> bool:
+        """Return False: under secure aggregation, a site that would send only its top layers in round 0 refuses."""
+        return False
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return the adapter's initial weights; no client has W_L,1 yet."""

@@ -24,7 +24,8 @@ A client shares: the change that training made to the received proxy. With it st
 model, and sends that proxy: some columns are missing, the rest is rounded to a few levels.
 
 The client learns: its proxies, and so which columns are missing; over the rounds it sees all columns that the server
-does not mask.
+does not mask. Under secure aggregation it gets the seeds of all masks of the round, and so the positions of all
+missing columns, though not their weights.
 The server learns: each client's update of the visible columns, in full.
 
 Formal guarantees: none (epsilon is infinite). By construction:
@@ -39,6 +40,8 @@ Formal guarantees: none (epsilon is infinite). By construction:
   mask |
 | an upload that names other columns than the client received | server-masked columns are never counted |
 | no upload | everything stays |
+| secure aggregation, a cohort below 20 | one M^c for all sites, drawn in each round |
+| secure aggregation, a column that too few sites of the cohort see | no site gets or sends it in this round |
 | a tensor of more than two axes without a known location (fused experts) | ConfigError: it would be sent unprotected |
 
 Differences from the paper: its code sends all weights and masks activations on the client; here the weights, with their
@@ -50,8 +53,9 @@ is not hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast, final
 
 import torch
@@ -59,19 +63,22 @@ from torch import Tensor
 
 from fedveil.adapters.all_weights import AllWeightsAdapter
 from fedveil.contract.contributions import AggregateSums, ClientContributions, Contribution
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.layout import Direction, MessageLayout, Payload
 from fedveil.contract.method import FederatedState, Method, RoundContext, Sends
 from fedveil.contract.param_spec import ParamLocation, ParamSpec, Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, WireError
 from fedveil.ops.masked_weights import MaskedWeightsCodec
 from fedveil.ops.quantization import BlockQuantizer
 from fedveil.rng import RandomStream
+from fedveil.sanitize import sanitize
 from fedveil.wire.payloads import WireDtype, as_spec, lazy_spec
 
 __all__ = ["FedQSN"]
 
 _VISIBLE = "visible."  # a layer's columns on the wire, one bit each
+_LEAST_OWN_MASKS = 20  # sites of a cohort; with fewer, own masks would leave out up to half of the columns
 
 
 @final
@@ -128,6 +135,11 @@ class FedQSN(Method):
     def has_partial_uploads(self) -> bool:
         """Return whether clients see different columns; those that the server masks are the same for all."""
         return self.client_rate > 0.0
+
+    @property
+    def plans_entries(self) -> bool:
+        """Return whether columns are masked: the table then has the seeds from which every site computes all masks."""
+        return self.server_rate > 0.0 or self.client_rate > 0.0
 
     @property
     def on_device(self) -> bool:
@@ -191,9 +203,38 @@ class FedQSN(Method):
             )
         return FederatedState(dict(weights), {"places": {n: asdict(t.place) for n, t in spec.items() if t.place}})
 
+    def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
+        """Return the seeds of M^s and of each site's M^c; a small cohort has one M^c for all, drawn for the round."""
+        draws = {site: replace(ctx, client=site if len(cohort) >= _LEAST_OWN_MASKS else "") for site in cohort}
+        return EntryTable(
+            seeds={site: draw.rng("client mask").key.hex() for site, draw in draws.items()},
+            common_seed=_server_mask_stream(ctx.secret).key.hex(),
+            fewest=fewest,
+        )
+
+    def _planned(self, veil: MaskedWeightsCodec, table: EntryTable, site: str) -> dict[str, Tensor]:
+        """Return M^s o M^c of a site, without the columns that fewer than `fewest` sites of the table see.
+
+        Raises WireError for a table without a seed of this site.
+        """
+        if site not in table.seeds:
+            raise WireError("entries: expected a seed of this site, from which it computes its columns, found none")
+        shown = self._shown_of(veil, RandomStream(bytes.fromhex(table.common_seed)))
+        counts = {layer: torch.zeros(len(mask), dtype=torch.int32) for layer, mask in shown.items()}
+        own: dict[str, Tensor] = {}
+        for seed, times in Counter(table.seeds.values()).items():
+            stream = RandomStream(bytes.fromhex(seed))
+            visible = {layer: self._visible(mask, stream) for layer, mask in shown.items()}
+            for layer, mask in visible.items():
+                counts[layer] += times * mask
+            own = visible if seed == table.seeds[site] else own
+        return {layer: mask & (counts[layer] >= table.fewest) for layer, mask in own.items()}
+
     def _shown(self, veil: MaskedWeightsCodec, secret: bytes) -> dict[str, Tensor]:
         """Return M^s by layer, the same for every client and round."""
-        stream = RandomStream.derive(secret, 0, "", "server mask")
+        return self._shown_of(veil, _server_mask_stream(secret))
+
+    def _shown_of(self, veil: MaskedWeightsCodec, stream: RandomStream) -> dict[str, Tensor]:
         return {layer: stream.bernoulli(1.0 - self.server_rate, (n,)) for layer, n in veil.columns.items()}
 
     def _visible(self, shown: Tensor, stream: RandomStream) -> Tensor:
@@ -207,7 +248,10 @@ class FedQSN(Method):
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """Return W~ (Eq. 1 to 3), this client's proxy: masked, scaled, then quantised."""
         veil, stream = self._veil(_spec(server), "down"), ctx.rng("client mask")
-        visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
+        if ctx.entries is None:
+            visible = {layer: self._visible(m, stream) for layer, m in self._shown(veil, ctx.secret).items()}
+        else:
+            visible = self._planned(veil, ctx.entries, ctx.site)
         return Payload(veil.close(server.tensors, visible, self.scale, ctx.device))
 
     def client(
@@ -215,6 +259,13 @@ class FedQSN(Method):
     ) -> tuple[FederatedState | None, Payload]:
         """Train the proxy with missing columns held at zero, send the visible columns, and keep no state."""
         veil = self._veil(trainer.spec, "down")
+        if ctx.entries is not None:
+            for layer, planned in self._planned(veil, ctx.entries, ctx.site).items():
+                if not torch.equal(planned, veil.visible(down)[layer]):
+                    raise WireError(
+                        f"{_VISIBLE}{sanitize(layer, 80)}: expected the columns that follow from the table of entries, "
+                        "found others"
+                    )
         visible, received = veil.visible(down), lazy_spec(veil.opened(down, ctx.device), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}
         trained = dict((trainer.train(received, frozen) if frozen else trainer.train(received)).weights)
@@ -269,6 +320,10 @@ class FedQSN(Method):
     def layout(self, spec: Spec) -> MessageLayout:
         """Declare, both ways: one bit per column, the visible columns, and all other tensors whole."""
         return MessageLayout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
+
+
+def _server_mask_stream(secret: bytes) -> RandomStream:
+    return RandomStream.derive(secret, 0, "", "server mask")
 
 
 def _spec(server: FederatedState) -> Spec:

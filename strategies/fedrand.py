@@ -19,7 +19,7 @@ factors that it gets, and likewise the B factors.
     send A^(k) if a_k = 1 else B^(k), after E local epochs on both                      (Algorithm 2)
     A_{r+1} = sum_{a_k=1} n_k / (alpha m_r) A^(k),  B_{r+1} = sum_{a_k=0} n_k / (beta m_r) B^(k)   (Algorithm 1)
 
-A client shares: one LoRA factor, which the client draws in each round. With it stays: the other factor.
+A client shares: one LoRA factor, drawn in each round. With it stays: the other factor.
 
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
 The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets both
@@ -28,7 +28,9 @@ participation.
 
 Formal guarantees: none (epsilon is infinite). By construction:
 1. No upload contains both factors, or the partner of a factor sent in the same participation.
-2. The client draws from its own secret, which the server does not have.
+2. In the clear the client draws from its own secret, which the server does not have.
+3. Under secure aggregation the server draws, and every site knows the draw: each factor is summed over none or over
+   at least `secure.min-sites` sites. In a small cohort all sites send the same factor in a round.
 
 | case | result |
 |---|---|
@@ -51,7 +53,7 @@ ablations "w/o past parameters" and "w/o normalization".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast, final
 
@@ -60,11 +62,12 @@ from torch import Tensor
 
 from fedveil.adapters.lora import LoraAdapter
 from fedveil.contract.contributions import AggregateSums, ClientContributions, weighted_contributions
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.layout import MessageLayout, Payload, ScalarField
 from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.contract.param_spec import Spec, Weights
 from fedveil.contract.trainer import Trainer
-from fedveil.errors import ConfigError, StateError
+from fedveil.errors import ConfigError, StateError, WireError
 from fedveil.ops.lora_algebra import FACTORS, Factor, factor_modules, factor_name, parse_factor_name
 from fedveil.ops.weight_averaging import WeightAveragingMethod
 from fedveil.rng import RandomStream
@@ -121,8 +124,13 @@ class FedRand(WeightAveragingMethod):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether sites draw their factor: then a single site may be the only one to send it."""
+        """Return whether sites draw their factor; with rho = 0 or 1 all of them send the same one."""
         return 0.0 < self.rho < 1.0
+
+    @property
+    def plans_entries(self) -> bool:
+        """Return True: under secure aggregation the server draws the factors, so that each has enough senders."""
+        return True
 
     @property
     def keeps_past(self) -> bool:
@@ -158,20 +166,58 @@ class FedRand(WeightAveragingMethod):
     def _down_variant(self, server: FederatedState, ctx: RoundContext) -> str:
         if ctx.is_new:
             return "cold" if self.cold == "initial" and ctx.round > 0 else "both"
+        if self.downlink == "both":
+            return "both"
+        if ctx.entries is not None:
+            return _planned_factor(ctx.entries, ctx.site, _factors(server.tensors))
         announced = cast("Mapping[str, str]", server.scalars["next_factor"])
-        return announced.get(ctx.client, "both") if self.downlink == "selected" else "both"
+        return announced.get(ctx.client, "both")
+
+    def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
+        """Draw each site's factor with rho, and move sites at random until `fewest` of them send each factor.
+
+        A cohort below 2 `fewest` sends one factor, drawn with rho for all.
+        """
+        if len(cohort) < 2 * fewest or not self.has_partial_uploads:
+            one = self._draw(ctx, "factor of all")
+            drawn = dict.fromkeys(cohort, one)
+        else:
+            drawn = {site: self._draw(replace(ctx, client=site), "factor") for site in cohort}
+            for side, other in (FACTORS, FACTORS[::-1]):
+                others = [site for site in cohort if drawn[site] == other]
+                lacking = max(0, fewest - (len(cohort) - len(others)))
+                moved = ctx.rng(f"moved to {side}").choice(len(others), lacking)
+                drawn |= {others[i]: side for i in moved}
+        senders = {side: tuple(sorted(site for site in cohort if drawn[site] == side)) for side in FACTORS}
+        return EntryTable(blocks={name: senders[factor_name(name)] for name in spec}, fewest=fewest)
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
         """Apply eq. 5 and 6, train both factors, and send one of them (Algorithm 2)."""
-        shared = _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")  # Eq. 5
+        shared = self._shared(down, trainer.spec, ctx)
         start = self._start(shared, private, down, trainer.spec, ctx)  # Eq. 6
         trained = trainer.train(start).weights
-        scalars = {"next_factor": self._draw(ctx, "next factor")} if self.downlink == "selected" else {}
+        # Under secure aggregation the server draws the next factor too: this word then repeats the current one.
+        upcoming = self._draw(ctx, "next factor") if ctx.entries is None else shared
+        scalars = {"next_factor": upcoming} if self.downlink == "selected" else {}
         return FederatedState(dict(trained)), Payload(
             self._uploads.sent(parse_factor_name(trained, shared)), shared, scalars
         )
+
+    def _shared(self, down: Payload, spec: Spec, ctx: RoundContext) -> Factor:
+        """Return the factor to send: the announced one, or a draw (Eq. 5); under secure aggregation the table's.
+
+        Raises WireError if the server sent another factor than that of the table.
+        """
+        if ctx.entries is None:
+            return _side(down.variant) if down.variant in FACTORS else self._draw(ctx, "factor")
+        shared = _planned_factor(ctx.entries, ctx.site, spec)
+        if down.variant in FACTORS and down.variant != shared:
+            raise WireError(
+                f"variant: expected {shared}, which the table of entries gives this site, found {down.variant}"
+            )
+        return shared
 
     def _draw(self, ctx: RoundContext, purpose: str) -> Factor:
         return "A" if bool(ctx.rng(purpose).bernoulli(self.rho, ())) else "B"
@@ -208,6 +254,7 @@ class FedRand(WeightAveragingMethod):
         if not self.normalise:
             new = {n: w * (sums.weight(n) / sums.examples) if n in sums else w for n, w in new.items()}
         next_factors = cast("Mapping[str, str]", server.scalars["next_factor"])
+        announced = announced if ctx.entries is None else {}
         return FederatedState({**server.tensors, **new}, {"next_factor": {**next_factors, **announced}})
 
     def models(
@@ -249,6 +296,15 @@ def _side(text: object) -> Factor:
         if text == side:
             return side
     raise ConfigError(f'factor: expected "A" or "B", found {text!r}')
+
+
+def _planned_factor(table: EntryTable, site: str, names: Collection[str]) -> Factor:
+    """Return the factor that a table gives a site. Raises WireError unless it is all of A or all of B, and no more."""
+    planned = table.names_of(site) or frozenset()
+    for side in FACTORS:
+        if planned == frozenset(name for name in names if factor_name(name) == side):
+            return side
+    raise WireError("entries: expected a table that gives this site one factor of every layer, found another")
 
 
 def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

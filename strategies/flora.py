@@ -39,8 +39,8 @@ R has no gradient, and no upload contains it.
 | newcomer, a site that skipped rounds, or one that lost its files | gets the whole R |
 | a site in the last sums | gets factors of D, of rank at most sum_k r_k; the whole R if they would be no smaller |
 | an upload of another rank than the site's | refused |
-| secure aggregation | a site's vector has B_k A_k, d_out x d_in per layer. A rank above all others' may
-  still show in the sum, and then parts of the sum come from one site |
+| secure aggregation | a site's vector has B_k A_k, d_out x d_in per layer. A rank that too few sites of the cohort
+  have is neither trained nor sent in that round, because it would show in the sum |
 | `fedveil audit` | the broadcasts reveal R and A_t: a site's start and its trained model are known to the bit |
 | the same under secure aggregation | only products are summed: the audit skips attacks on gradients, with the reason |
 | `final/` | one pair per layer, of the rank of R: up to the smaller of the layer's widths |
@@ -117,7 +117,7 @@ class FLoRA(HeterogeneousRankMethod):
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
         """Apply eq. 1, send a pair of the site's rank, and keep R_t, because the server sends its changes."""
-        rank, spec = self.rank_of(ctx.site), factor_names(trainer.spec)
+        rank, spec = self.rank_in_round(ctx.site, ctx), factor_names(trainer.spec)
         drawn = parse_factor_name({name: w for name, w in payload_tensors(down).items() if name in spec}, "A")
         zero = {name: torch.zeros(tensor.shape) for name, tensor in parse_factor_name(spec, "B").items()}
         pairs = heterogeneous_ranks.pad_to_rank(heterogeneous_ranks.cut_to_rank({**drawn, **zero}, rank), spec)
@@ -138,7 +138,7 @@ class FLoRA(HeterogeneousRankMethod):
         """Apply eqs. 3 and 4, and draw a new A."""
         shapes = {name: tuple(w.shape) for name, w in factor_names(residual_aggregation.server_model(server)).items()}
         pairs = self.adapter.draw(shapes, ctx.rng("A"), {})
-        stacked = sum(self.rank_of(site) for site in sums.clear)
+        stacked = sum(self.rank_in_round(site, ctx) for site in sums.clear)
         return residual_aggregation.settle_residual(server, sums, pairs, subtracted=False, ranks=stacked, ctx=ctx)
 
     def models(

@@ -34,6 +34,7 @@ Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `f
 | weights "norm", a site that makes its factors large | has proportionally more weight: set `cohort.max-norm-ratio` |
 | weights "norm" under secure aggregation | the site refuses: secure weights are whole numbers of examples |
 | an upload of another rank than the site's | refused |
+| secure aggregation | a rank that too few sites of the cohort have is neither trained nor sent in that round |
 
 Differences from the paper: a row of A and column of B that no client in the cohort has stay unchanged. By (3) they
 would become 0, and once both are 0, neither has a gradient again. The paper weights by "norm". Here the default is
@@ -103,15 +104,15 @@ class HetLoRA(HeterogeneousRankMethod):
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:
         """Return the factors for a client of this rank (eq. 1)."""
-        rank = self.rank_of(ctx.client)
+        rank = self.rank_in_round(ctx.site, ctx)
         return Payload(cast_to(heterogeneous_ranks.cut_to_rank(server.tensors, rank), self.wire_dtype))
 
     def client(
         self, private: FederatedState | None, down: Payload, trainer: Trainer, ctx: RoundContext
     ) -> tuple[FederatedState | None, Payload]:
         """Apply eq. 2: train and send a pair of the site's rank, and keep no state."""
-        rank, spec = self.rank_of(ctx.site), trainer.spec
-        heterogeneous_ranks.check_upload(down, self.ranks, ctx.site, self.adapter.rank)
+        rank, spec = self.rank_in_round(ctx.site, ctx), trainer.spec
+        heterogeneous_ranks.check_upload(down, rank, ctx.site, self.adapter.rank)
         start = as_spec(self.starting_weights(payload_tensors(down), spec), spec)
         trained = trainer.train(start, heterogeneous_ranks.rows_beyond(spec, rank)).weights
         return None, Payload(self._uploads.sent(heterogeneous_ranks.cut_to_rank(trained, rank)))
@@ -127,7 +128,7 @@ class HetLoRA(HeterogeneousRankMethod):
         """Apply eq. 3; entries beyond the rank of every site in the sums do not change."""
         new = sums.means(server.tensors)
         for name, unseen in heterogeneous_ranks.rows_beyond(
-            server.tensors, max(map(self.rank_of, sums.clear), default=0)
+            server.tensors, max((self.rank_in_round(site, ctx) for site in sums.clear), default=0)
         ).items():
             new[name] = torch.where(unseen, server.tensors[name], new[name])
         return FederatedState(new)

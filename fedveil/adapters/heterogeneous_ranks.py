@@ -3,11 +3,14 @@
 The run config gives each site a rank, from 1 to the adapter's. All sites have tensors of the adapter's shapes.
 Entries beyond a site's rank are zero and stay zero, which is equivalent to pairs of that rank. This saves upload
 bytes but no computation. A site cannot choose its rank: the server refuses an upload of another rank.
+
+Ranks are nested: all sites send the first ranks, and fewer sites the later ones. Under secure aggregation a rank that
+too few sites of the cohort have is left out of the round: nobody trains or sends it (`plan_ranks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,7 +20,9 @@ from torch import Tensor
 from fedveil.adapters.lora import LoraAdapter
 from fedveil.adapters.residual_lora import ResidualLoraAdapter
 from fedveil.contract.codec import QuantizedTensor
+from fedveil.contract.entry_table import EntryTable, slice_name
 from fedveil.contract.layout import Payload, WireField
+from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import Spec
 from fedveil.errors import ConfigError, WireError
 from fedveil.ops.lora_algebra import factor_modules, factor_name
@@ -81,14 +86,33 @@ def _open(field: WireField) -> WireField:
     return replace(field, shape=(None, b) if factor_name(field.name) == "A" else (a, None), most=(a, b))
 
 
-def check_upload(payload: Payload, ranks: Ranks, site: str, most: int) -> None:
-    """Raise WireError unless every factor of an upload has the rank that the run assigns to this site.
+def plan_ranks(names: Iterable[str], ranks: Mapping[str, int], fewest: int) -> EntryTable:
+    """Return the table of a round: each site sends its first ranks, as far as at least `fewest` sites have them.
 
-    If `site` is empty, all factors must have the same rank, from 1 to the adapter's.
+    Args:
+        names: names of the vector.
+        ranks: rank of each site of the cohort.
+        fewest: number of sites that must send a rank, at most the number of sites.
+    """
+    most = sorted(ranks.values(), reverse=True)[fewest - 1]
+    ends = sorted({min(rank, most) for rank in ranks.values()})
+    senders = {end: tuple(sorted(site for site, rank in ranks.items() if min(rank, most) >= end)) for end in ends}
+    blocks = {
+        slice_name(name, first, end): senders[end]
+        for name in names
+        for first, end in zip([0, *ends], ends, strict=False)
+    }
+    return EntryTable(blocks=blocks, fewest=fewest)
+
+
+def check_upload(payload: Payload, rank: int | None, site: str, most: int) -> None:
+    """Raise WireError unless every factor of a message has this rank.
+
+    If `rank` is None, all factors must have the same rank, from 1 to the adapter's.
     """
     shapes = {name: _shape(value) for name, value in payload.fields.items()}
     first = f"{factor_modules(shapes)[0]}.lora_A"
-    wanted = rank_of_site(ranks, site, most) if site else shapes[first][0]
+    wanted = shapes[first][0] if rank is None else rank
     for name, shape in shapes.items():
         factor_rank = shape[0 if factor_name(name) == "A" else 1]
         if factor_rank != wanted or not 1 <= factor_rank <= most:
@@ -122,17 +146,58 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether ranks differ: entries beyond the other sites' ranks may then come from one site."""
+        """Return whether ranks differ: in the clear, only the sites with the largest rank send the last ranks."""
         return any(rank < self.adapter.rank for rank in self.ranks.values())
+
+    @property
+    def plans_entries(self) -> bool:
+        """Return whether ranks differ: the table then leaves out ranks that too few sites have."""
+        return self.has_partial_uploads
 
     def rank_of(self, site: str) -> int:
         """Return a site's rank."""
         return rank_of_site(self.ranks, site, self.adapter.rank)
 
+    def rank_in_round(self, site: str, ctx: RoundContext) -> int:
+        """Return the rank that a site trains and sends in a round: its own, or under secure aggregation the table's.
+
+        Raises WireError for a table that gives the site no rank, another one for each tensor, or more than its own.
+        """
+        own = self.rank_of(site)
+        if ctx.entries is None:
+            return own
+        ranks = {ctx.entries.first_ranks(name, site) for name in ctx.entries.slices}
+        if len(ranks) != 1 or not 1 <= max(ranks) <= own:
+            raise WireError(
+                f"entries: expected one rank for all factors of site {sanitize(site, 80)}, from 1 to {own}, found "
+                f"{sorted(ranks)}"
+            )
+        return max(ranks)
+
+    def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
+        """Return the ranks that at least `fewest` sites of the cohort have; there is nothing to draw."""
+        names = self.aggregate_shapes(spec, ctx.round)
+        return plan_ranks(names, {site: self.rank_of(site) for site in cohort}, fewest)
+
+    def check_entries(self, sites: int, drawn: int, fewest: int) -> None:
+        """Raise ConfigError if the largest rank could never be sent because too few sites have it."""
+        named = sorted(self.ranks.values(), reverse=True)
+        unnamed = sites - len(named)
+        if unnamed < 0:  # not known which of the named sites take part
+            return
+        ranks = sorted([*named, *[self.adapter.rank] * unnamed], reverse=True)
+        have = ranks.count(ranks[0])
+        if min(have, drawn) < fewest:
+            raise ConfigError(
+                f"ranks: expected at least {fewest} of {drawn} sites in a round with the largest rank, {ranks[0]}, as "
+                f"secure.enabled requires for each rank, found {have} of {sites} sites; lower adapter.rank and ranks "
+                f"to at most {ranks[fewest - 1]}"
+            )
+
     def check(self, payload: Payload, spec: Spec) -> None:
         """Raise WireError unless all factors have the same rank, from 1 to the adapter's."""
-        check_upload(payload, self.ranks, "", self.adapter.rank)
+        check_upload(payload, None, "", self.adapter.rank)
 
     def check_site(self, payload: Payload, spec: Spec, site: str) -> None:
         """Raise WireError unless the factors have the site's own rank."""
-        check_upload(payload, self.ranks, site, self.adapter.rank)
+        check_upload(payload, self.rank_of(site), site, self.adapter.rank)

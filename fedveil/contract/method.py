@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -24,6 +24,7 @@ import torch
 from fedveil.contract import held_out_report
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.contributions import AggregateSums, ClientContributions
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.layout import MessageLayout, Payload
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.param_spec import Spec, Weights
@@ -73,6 +74,8 @@ class RoundContext:
         noise_in_sum: True if noise is added to the sum outside the method (secure.noise), which then adds
             none to it.
         device: where a method with `on_device` quantizes, masks and packs; None means where the tensors are.
+        entries: who sends which entries under secure aggregation; None in the clear, or if the method plans
+            none.
     """
 
     round: int
@@ -83,6 +86,7 @@ class RoundContext:
     address: MessageAddress = MessageAddress()
     noise_in_sum: bool = False
     device: torch.device | None = None
+    entries: EntryTable | None = field(default=None, repr=False)
 
     @property
     def site(self) -> str:
@@ -153,7 +157,7 @@ class Method(ABC):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether sites of a round may send different entries, so that a summed entry may come from one site."""
+        """Return whether sites of a round may send different entries, in a run in the clear."""
         return self.has_masked_terms
 
     @property
@@ -169,6 +173,16 @@ class Method(ABC):
     def keeps_private_state(self) -> bool:
         """Return whether `client` returns a state that stays at the site."""
         return False
+
+    @property
+    def plans_entries(self) -> bool:
+        """Return whether, under secure aggregation, the server draws who sends which entries (`plan_entries`)."""
+        return False
+
+    @property
+    def has_single_site_entries(self) -> bool:
+        """Return whether an entry of a secure sum may come from one site: sites draw for themselves what they send."""
+        return self.has_partial_uploads and not self.plans_entries
 
     @property
     def keeps_past(self) -> bool:
@@ -218,6 +232,27 @@ class Method(ABC):
     @abstractmethod
     def server_update(self, server: FederatedState, sums: AggregateSums, ctx: RoundContext) -> FederatedState:
         """Return the server's next state, from sums over at least one client. The server's `ctx` names no client."""
+
+    def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
+        """Draw who sends which entries of a round under secure aggregation, where `plans_entries` is True.
+
+        The server's and the sites' contexts of the round then have the table, and both halves follow it.
+
+        Args:
+            cohort: the round's sites, sorted, at least `fewest`.
+            fewest: every block needs no site or at least so many.
+            ctx: the server's context of the round, which names no client.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: plans_entries is True, so it needs plan_entries")
+
+    def check_entries(self, sites: int, drawn: int, fewest: int) -> None:  # noqa: B027  # most methods always can
+        """Raise ConfigError if some entry can never have enough senders under secure aggregation.
+
+        Args:
+            sites: number of sites of the federation.
+            drawn: number of sites of a cohort.
+            fewest: number of a cohort's sites that must send an entry.
+        """
 
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None

@@ -24,9 +24,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from fedveil.config import AggregateConfig, CohortConfig, SecureConfig
-from fedveil.contract.method import AcceptedUpload
+from fedveil.contract.entry_table import fewest_senders
+from fedveil.contract.method import AcceptedUpload, Method
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.plan import quorum_of
 from fedveil.ops.krum import MultiKrumAggregator, min_uploads
 from fedveil.ops.robust_means import RobustAggregator
 from fedveil.ops.running_sums import RunningSums
@@ -90,6 +92,26 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
             raise ConfigError(f"{key}: expected {expected!r} with secure.enabled ({why}), found {value!r}")
     if secure.threshold == 1 or 0 < secure.graph_degree < secure.threshold:
         raise ConfigError(f"secure.threshold: expected 0, or from 2 to the number of holders, found {secure.threshold}")
+
+
+def check_entries(method: Method, secure: SecureConfig, cohort: CohortConfig, sites: int = 0) -> None:
+    """Raise ConfigError for a secure run in which some entry could never be summed over enough sites.
+
+    Args:
+        sites: number of sites of the federation; 0: cohort.sites, if the run config has it.
+    """
+    if not (secure.enabled and method.plans_entries):
+        return
+    if secure.min_sites - secure.max_colluders < 2:
+        raise ConfigError(
+            f"secure.min-sites: expected at least {secure.max_colluders + 2} for this method, whose sites send "
+            f"different entries, with secure.max-colluders = {secure.max_colluders}, found {secure.min_sites}; raise it"
+        )
+    if sites := sites or cohort.sites:
+        drawn = cohort_size(cohort.fraction, sites)
+        if drawn >= secure.min_sites:
+            quorum = quorum_of(secure.threshold, drawn, secure.max_colluders)
+            method.check_entries(sites, drawn, fewest_senders(drawn, secure.min_sites, quorum))
 
 
 def check_count(aggregate: AggregateConfig, field: str, found: int) -> None:

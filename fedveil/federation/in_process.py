@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fedveil.config import RunConfig
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.privacy import check_seeded
@@ -19,6 +20,7 @@ from fedveil.federation import aggregation_rules
 from fedveil.federation.aggregation_rules import bound_weights
 from fedveil.federation.client_states import ClientStateCache
 from fedveil.federation.exchange import MessageExchange, Participate
+from fedveil.federation.secagg import entry_plan
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.federation.secagg.plan_checks import SiteRequirements
@@ -76,6 +78,7 @@ class InProcessFederation:
         check_seeded(self._claim.budget if self._claim else None, self.config.run.deterministic)
         aggregation_rules.check_rule(self.exchange, self.config.aggregate)
         aggregation_rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)
+        aggregation_rules.check_entries(self.exchange.method, self.config.secure, self.config.cohort, len(self.sites))
         secure = self.config.secure
         self.unseen = (
             InProcessSecureSums(
@@ -124,24 +127,31 @@ class InProcessFederation:
             yield AcceptedUpload(message.payload, message.num_examples, ctx, message.report)
 
     def _summed_unseen(self, unseen: InProcessSecureSums, round_: int, chosen: list[str]) -> FederatedState:
-        attempt, clear = unseen.begin(round_, 0, chosen), dict[str, Mapping[str, str]]()
+        server_ctx = replace(self._context(round_, "", self._server_secret), is_new=False)
+        entries = entry_plan.plan_entries(self.exchange, self.config.secure, chosen, server_ctx)
+        attempt, clear = unseen.begin(round_, 0, chosen, entries), dict[str, Mapping[str, str]]()
         summed = MaskedUploadCodec.from_exchange(self.exchange, round_, attempt.plan.bits, self._claim)
         for site in chosen:
-            up = self._turn(round_, site, summed.of_site(unseen.sites[site], attempt.plan, unseen.terms(attempt.plan)))
+            masked = summed.of_site(unseen.sites[site], attempt.plan, unseen.terms(attempt))
+            up = self._turn(round_, site, masked, entries)
             message, vector, attached = summed.receive(up)
             attempt.add(site, vector, attached)
             clear[site] = message.payload.scalars
-        ctx = replace(self._context(round_, "", self._server_secret), is_new=False)
+        if entries is not None:
+            entries.require_sum(chosen, attempt.uploads, attempt.plan.least)
+        ctx = replace(server_ctx, entries=entries)
         return self.exchange.method.server_update(self.server, unseen.sums(attempt, summed, clear), ctx)
 
-    def _context(self, round_: int, site: str, secret_: bytes) -> RoundContext:
+    def _context(self, round_: int, site: str, secret_: bytes, entries: EntryTable | None = None) -> RoundContext:
         is_new, in_sum = site not in self.participated, self.config.secure.noise == "sum"
-        return RoundContext(round_, site, is_new, secret_, self.config.run.deterministic, noise_in_sum=in_sum)
+        return RoundContext(
+            round_, site, is_new, secret_, self.config.run.deterministic, noise_in_sum=in_sum, entries=entries
+        )
 
-    def _turn(self, round_: int, site: str, participate: Participate) -> bytes:
+    def _turn(self, round_: int, site: str, participate: Participate, entries: EntryTable | None = None) -> bytes:
         """Run one client round; return its upload. Count and record the bytes of broadcast and upload."""
-        down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret))
-        ctx = self._context(round_, site, self._client_secrets[site])
+        down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret, entries))
+        ctx = self._context(round_, site, self._client_secrets[site], entries)
         trainer = self.trainer_for(site, ctx)
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)

@@ -9,9 +9,11 @@ import torch
 
 from fedveil import strategies
 from fedveil.config import SecureConfig
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.entry_plan import plan_entries
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
@@ -74,8 +76,12 @@ class Both:
         bound = {"dp_fpl": 256.0, "fedex_lora": 4096.0, "flora": 4096.0}.get(exchange.name, 16.0)
         config = SecureConfig(enabled=True, max_weight=MOST_EXAMPLES, clip_bound=bound, ring_bits=ring_bits)
         self.exchange, self.server, self.bits = exchange, start(exchange), ring_bits
-        self.local = InProcessSecureSums("run-31415", secagg_config_of(config), SITES)
+        self.local, self.config = InProcessSecureSums("run-31415", secagg_config_of(config), SITES), config
         self.private: dict[str, FederatedState | None] = {}
+
+    def entries(self, round_: int) -> EntryTable | None:
+        """Who sends what in a round, in the clear too: both sums are of the same uploads."""
+        return plan_entries(self.exchange, self.config, SITES, RoundContext(round_, "", False, SECRET, True))
 
     def attempt(self, round_: int, silent: str, seeded: bool = True):
         """One attempt's uploads, of both kinds: the attempt, what is summed, uploads in the clear, words in clear."""
@@ -83,13 +89,13 @@ class Both:
             self.local.begin(round_, 0, SITES),
             MaskedUploadCodec.from_exchange(self.exchange, round_, self.bits),
         )
-        uploads, clear = [], {}
+        uploads, clear, entries = [], {}, self.entries(round_)
         for i, site in enumerate(SITES):
             if site in silent:
                 continue
             private, is_new = self.private.get(site), site not in self.private
-            ours = RoundContext(round_, site, is_new, SECRET, seeded)
-            theirs = RoundContext(round_, site, is_new, bytes([i + 7]) * 32, seeded)
+            ours = RoundContext(round_, site, is_new, SECRET, seeded, entries=entries)
+            theirs = RoundContext(round_, site, is_new, bytes([i + 7]) * 32, seeded, entries=entries)
             down = self.exchange.broadcast(self.server, ours)
             trainer = ToyTrainer(self.exchange.spec, 3 + i, 0.25 + 0.375 * i)
             _, parts = self.exchange.participate(down, private, trainer, theirs)
@@ -108,7 +114,7 @@ class Both:
         sums.check(1e6)
         wanted = self.exchange.aggregate(self.server, uploads)
         secure_state = self.exchange.method.server_update(
-            self.server, sums, RoundContext(round_, "", False, SECRET, True)
+            self.server, sums, RoundContext(round_, "", False, SECRET, True, entries=self.entries(round_))
         )
         self.server = secure_state
         return secure_state, wanted, len(SITES) / (2 * FixedPointRing.from_plan(attempt.plan).scale)
@@ -165,9 +171,10 @@ def test_an_upload_says_nothing_beside_its_sum(name):
     exchange = exchange_of(name, {})
     both, sizes = Both(exchange), set()
     attempt, summed = both.local.begin(0, 0, SITES), MaskedUploadCodec.from_exchange(exchange, 0, 32)
+    entries = both.entries(0)
     for i, site in enumerate(SITES):
-        down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True))
-        ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True)
+        down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True, entries=entries))
+        ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True, entries=entries)
         turn = summed.of_site(both.local.sites[site], attempt.plan)
         _, parts = turn(down, None, ToyTrainer(exchange.spec, 3 + i), ctx, "")
         message, vector, _ = summed.receive(b"".join(parts))

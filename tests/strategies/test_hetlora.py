@@ -197,8 +197,8 @@ def test_norms_are_no_weights_of_a_sum_unseen():
     run, _ = federation(HetLoRA(weights="norm", adapter=adapter()), "abcd", **secure)
     with pytest.raises(ConfigError, match="whole weight"):
         run.run()
-    run, _ = federation(HetLoRA(ranks={"b": 1}, adapter=adapter()), "abcd", **secure)
-    clear, _ = federation(HetLoRA(ranks={"b": 1}, adapter=adapter()), "abcd")
+    run, _ = federation(HetLoRA(ranks={"b": 1}, adapter=adapter()), "abcdefg", **secure)
+    clear, _ = federation(HetLoRA(ranks={"b": 1}, adapter=adapter()), "abcdefg")
     run.run()
     clear.run()
     for n in SPEC:

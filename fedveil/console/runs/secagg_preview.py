@@ -46,6 +46,7 @@ class MaskedUploadPreview:
             raise ConfigError(
                 f"--sites: expected at least {fewest}, the minimum for the run to start, found {sites}; raise it"
             )
+        aggregation_rules.check_entries(exchange.method, secure, cohort, count)
         settings = secagg_config_of(secure)
         holders = settings.holders(count)
         threshold = settings.shares(holders)

@@ -9,6 +9,7 @@ which hides the omission.
 | case | result |
 |---|---|
 | a term under another name, of another shape, or with a mask of finer weights than declared | ConfigError at the site |
+| other names than those that the site must send | PolicyError: nothing is sent |
 | clear scalars that are not the payload's own | ConfigError: this method does not support secure aggregation |
 | an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
 | sums of weights that honest sites cannot send (more than K M, masks of more than all examples) | WireError |
@@ -29,10 +30,11 @@ from torch import Tensor
 from fedveil.contract.contributions import Contribution
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import RoundContext
-from fedveil.errors import ConfigError, WireError
+from fedveil.errors import ConfigError, PolicyError, WireError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.mask_streams import Integers
+from fedveil.sanitize import sanitize
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,32 @@ class VectorLayout:
         return cls(tuple(slots))
 
     @property
+    def names(self) -> frozenset[str]:
+        """Return the names of the slots."""
+        return frozenset(slot.name for slot in self.slots)
+
+    @property
     def length(self) -> int:
         """Return the number of integers of a vector."""
         return (self.slots[-1].end if self.slots else 0) + 1
 
     def vector(
-        self, exchange: MessageExchange, payload: Payload, examples: int, round_: int, ring: FixedPointRing
+        self,
+        exchange: MessageExchange,
+        payload: Payload,
+        examples: int,
+        round_: int,
+        ring: FixedPointRing,
+        names: frozenset[str] | None = None,
     ) -> tuple[Integers, int]:
         """Return an upload's vector, not yet masked, and how many entries were clipped to the bound.
 
+        Args:
+            names: the names that the upload must have, no more and no fewer (entry_plan.py); None: any.
+
         Raises:
             ConfigError: the method's terms are not what it declares, or their values are not finite.
+            PolicyError: the upload has other names than `names`.
         """
         counted = min(examples, ring.most_weight)
         terms = exchange.method.contributions(payload, counted, exchange.spec, RoundContext(round_, "", False, b""))
@@ -108,6 +125,13 @@ class VectorLayout:
             except ValueError as error:
                 raise ConfigError(f"{term.name}: {error}; see the site's training") from None
             vector[slot.start + slot.values : slot.end] = _weights(term, slot).flatten().numpy() * weight
+        sent = self.names - slots.keys()
+        if names is not None and sent != names:
+            raise PolicyError(
+                f"entries: expected to send {len(names)} tensors, which other sites send too, found {len(sent)}, with "
+                f"a difference in {sanitize(min(sent ^ names), 80)}; nothing is sent: some entries of the sum could "
+                "come from too few sites"
+            )
         vector[-1] = counted
         return vector, clipped
 

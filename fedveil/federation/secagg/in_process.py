@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fedveil.config import SecureConfig
+from fedveil.contract.entry_table import EntryTable
 from fedveil.federation.secagg import crypto, derivations, mask_streams
 from fedveil.federation.secagg.flatten import FixedPointSums
 from fedveil.federation.secagg.mask_streams import Integers
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.federation.secagg.messages import UploadAttachment
-from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
 from fedveil.federation.secagg.roster import SigningKeyRoster
 from fedveil.federation.secagg.schema import SecAggMessage
@@ -61,26 +61,29 @@ class InProcessSecureSums:
         self.roster = SigningKeyRoster(signing_keys=roster).to_bytes().decode()
         self.coordinator = SecAggCoordinator(self.run, self.settings, _CONFIG, roster)
 
-    def begin(self, round_: int, attempt: int, cohort: Collection[str]) -> UnmaskingAttempt:
-        """Begin an attempt with these sites, all of which have prekeys."""
+    def begin(
+        self, round_: int, attempt: int, cohort: Collection[str], entries: EntryTable | None = None
+    ) -> UnmaskingAttempt:
+        """Begin an attempt with these sites, which are asked for prekeys first, and a table of who sends what."""
         for name in cohort:
             if name not in self.coordinator.ready:
                 self.coordinator.admit(name, self.sites[name].ready(self.coordinator.request()))
-        self.last = self.coordinator.attempt(round_, attempt, cohort, broadcast="")
+        table, digest = (entries.to_text(), entries.digest) if entries else ("", "")
+        self.last = self.coordinator.attempt(round_, attempt, cohort, broadcast="", table=table, entries=digest)
         return self.last
 
-    def terms(self, plan: AttemptPlan) -> RoundTerms:
+    def terms(self, attempt: UnmaskingAttempt) -> RoundTerms:
         """Return what every site here knows of a client round."""
-        settings = self.settings
+        settings, plan = self.settings, attempt.plan
         return RoundTerms(
             self.run, plan.round, plan.attempt, settings.bits, settings.most_weight, settings.bound, settings.noise,
             settings.least, settings.colluding, settings.threshold, settings.neighbours, _CONFIG,
-            roster=self.roster, is_alike=False,
+            roster=self.roster, table=attempt.table, has_table=bool(attempt.table), is_alike=False,
         )  # fmt: skip
 
-    def mask(self, site: str, plan: AttemptPlan, vector: Integers) -> UploadAttachment:
+    def mask(self, site: str, attempt: UnmaskingAttempt, vector: Integers) -> UploadAttachment:
         """Mask a site's vector in place. Raises as `SecAggSite.mask`."""
-        return self.sites[site].mask(plan, self.terms(plan), vector)
+        return self.sites[site].mask(attempt.plan, self.terms(attempt), vector)
 
     def pair_masks(self, site: str) -> dict[str, mask_streams.MaskStream]:
         """Return, by partner, what removes each pairwise mask of the site in the last attempt; call it before masking.

@@ -28,6 +28,7 @@ from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
 from fedveil.federation.exchange import MessageExchange, Participate
 from fedveil.federation.secagg.distributed_noise import DistributedNoise, require_the_step_alone
+from fedveil.federation.secagg.entry_plan import names_to_send, require_table
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.flatten import VectorLayout
 from fedveil.federation.secagg.mask_streams import Integers
@@ -114,13 +115,15 @@ class MaskedUploadCodec:
             data: Buffer, private: FederatedState | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
         ) -> tuple[FederatedState | None, list[Buffer]]:
             site.begin(plan, terms)
+            method = self.exchange.method
+            require_table(method, ctx.entries)
             ring = self.ring(plan)
             received = [self.exchange.opened(data, ctx)]
             del data
             private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
-            vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring)
+            names = names_to_send(method, ctx.entries, ctx.site, self.slots.names)
+            vector, clipped = self.slots.vector(self.exchange, payload, trainer.num_examples, self.round, ring, names)
             if self.noise:
-                method = self.exchange.method
                 added = method.contributions(payload, ring.most_weight, self.exchange.spec, ctx)
                 require_the_step_alone(trainer, private, payload, added, ring.bound, method.aggregate_divisor)
                 self.noise.add(vector, ring, ctx.noise("noise in the sum"))

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fedveil.errors import PolicyError, WireError
+from fedveil.contract.entry_table import EntryTable
+from fedveil.errors import PolicyError, QuorumError, WireError
 from fedveil.federation.secagg import crypto, graph_connectivity
 from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, quorum_of
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
@@ -48,6 +49,8 @@ class RoundTerms:
         app: SHA-256 of the bundle as this site determined it; "" = it did not.
         config: digest of run config, method and fields, as this site computes it.
         roster: text of the federation's signing keys that came with the plan; "" = none.
+        table: text of the table of entries that came with the plan; "" = none.
+        has_table: the method sends different entries from different sites, by such a table.
         is_alike: the method sends every site of an attempt the same message.
         state: whether the client round goes on from private state.
     """
@@ -66,6 +69,8 @@ class RoundTerms:
     config: str
     app: str = ""
     roster: str = ""
+    table: str = ""
+    has_table: bool = False
     is_alike: bool = True
     state: StateUse = NO_STATE
 
@@ -200,6 +205,33 @@ def require_connected(plan: AttemptPlan, sites: Collection[str]) -> None:
             f"secure.graph-degree: expected masks that connect the {len(sites)} sites without any {plan.colluding} of "
             "them, found a group that those would cut off; raise it"
         )
+
+
+def require_entries(plan: AttemptPlan, terms: RoundTerms) -> None:
+    """T8. The table of entries is the plan's, and each entry has enough sites of the cohort, or none."""
+    if bool(plan.entries) != terms.has_table:
+        asked = "a table" if terms.has_table else "none"
+        raise WireError(f"secure plan: entries: expected {asked} for this method, found {plan.entries or 'none'}")
+    if plan.entries:
+        table = _read_table(plan, terms.table)
+        table.require_cohort(plan.cohort, plan.least, plan.quorum, plan.colluding)
+
+
+def require_entries_of_sum(plan: AttemptPlan, text: str, in_sum: Collection[str]) -> None:
+    """A5. Each entry has enough sites of the list, or none."""
+    if not plan.entries:
+        return
+    try:
+        _read_table(plan, text).require_sum(plan.cohort, in_sum, plan.least)
+    except QuorumError as error:
+        raise PolicyError(f"secure: {error}; no share is opened") from None
+
+
+def _read_table(plan: AttemptPlan, text: str) -> EntryTable:
+    table = EntryTable.from_text(text)
+    if table.digest != plan.entries:
+        raise WireError("secure plan: entries: expected the table with the plan's digest, found another")
+    return table
 
 
 def require_later(plan: AttemptPlan, state: SiteSecAggState) -> None:

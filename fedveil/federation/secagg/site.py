@@ -88,6 +88,7 @@ class SecAggSite:
         plan_checks.require_unspent(plan, self.name, self._prekey_of(state))
         plan_checks.require_numbers(plan, self.demands)
         plan_checks.require_graph(plan)
+        plan_checks.require_entries(plan, terms)
         plan_checks.require_later(plan, state)
         plan_checks.require_continued_state(terms, state)
 
@@ -167,7 +168,7 @@ class SecAggSite:
             state = self._load()
             live = self._live(state, plan)
             if live.phase == "masked":
-                self._check_list(plan, asked.in_sum)
+                self._check_list(plan, asked.table, asked.in_sum)
                 live = live.model_copy(update={"phase": "signed", "list": listed})
                 self._save_agreed(state, plan, live)
             elif live.list != listed:
@@ -191,7 +192,7 @@ class SecAggSite:
             if live.answer is not None:
                 return live.answer
             if live.phase == "masked":  # to open is to agree
-                self._check_list(plan, asked.in_sum)
+                self._check_list(plan, asked.table, asked.in_sum)
             plan_checks.require_certificate(plan, asked.in_sum, listed, asked.agreed)
             plan_checks.require_rows(plan, asked.in_sum, self.name, asked.rows)
             answer = self._opened(live, asked, listed)
@@ -229,9 +230,10 @@ class SecAggSite:
         response = OpenResponse(plan=p, list=listed, own=own, pairs=pairs, unread=tuple(unread), signature="0" * 128)
         return sign_statement(response, self.name, self.signing_key)
 
-    def _check_list(self, plan: AttemptPlan, in_sum: Collection[str]) -> None:
+    def _check_list(self, plan: AttemptPlan, table: str, in_sum: Collection[str]) -> None:
         plan_checks.require_listed(plan, in_sum, self.name, self.demands)
         plan_checks.require_connected(plan, in_sum)
+        plan_checks.require_entries_of_sum(plan, table, in_sum)
 
     def _save_agreed(self, state: SiteSecAggState, plan: AttemptPlan, live: LivePlan) -> None:
         fence = state.fence.model_copy(update={"signed": plan.round})

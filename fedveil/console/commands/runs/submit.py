@@ -82,6 +82,7 @@ def _require_possible(config: RunConfig) -> None:
     optimizers.check_optimizer(method, config)
     ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
     aggregation_rules.check_cohort(config.secure, config.aggregate, config.cohort)
+    aggregation_rules.check_entries(method, config.secure, config.cohort)
 
 
 def _require_new(federation: Path, run: RunSection) -> None:

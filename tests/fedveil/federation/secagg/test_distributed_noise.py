@@ -78,7 +78,7 @@ def noise_of(run: InProcessFederation, round_: int = 0, summands: int = 4) -> tu
 
 def shares(run: InProcessFederation, round_: int = 0) -> dict[str, torch.Tensor]:
     """The sum of all sites' noise by name, in units of the mean, drawn once more."""
-    noise, ring = noise_of(run, round_)
+    noise, ring = noise_of(run, round_, len(run.sites))
     total = np.zeros(noise.slots.length, ring.dtype)
     for site in run.sites:
         noise.add(total, ring, run._context(round_, site, run._client_secrets[site]).noise("noise in the sum"))
@@ -211,15 +211,15 @@ def test_only_methods_that_send_trained_weights_as_they_are_have_noise_in_the_su
 
 def test_sites_of_lower_ranks_send_their_zeros_with_noise_and_what_nobody_trains_stays():
     """Every site masks the shapes of the adapter, so no sum has less noise than another."""
-    method = replace(
-        strategies.create_method("hetlora"), adapter=LoraAdapter(rank=4), ranks={"a": 1, "b": 2, "c": 3, "d": 3}
-    )
+    sites = list("abcdefgh")  # rank 3 needs six of them: two may be silent, and four must be in the sum
+    ranks = {"a": 1, "b": 2, **dict.fromkeys("cdefgh", 3)}
+    method = replace(strategies.create_method("hetlora"), adapter=LoraAdapter(rank=4), ranks=ranks)
     noisy, clear = (
-        federation("hetlora", method=method, **changes)
+        federation("hetlora", method=method, sites=sites, **changes)
         for changes in ({}, {"secure__enabled": False, "secure__noise": "site", "dp__noise_multiplier": 0.0})
     )
     before, expected, noise = dict(noisy.server.tensors), clear.run().tensors, shares(noisy)
-    _, ring = noise_of(noisy)
+    _, ring = noise_of(noisy, summands=len(sites))
     after = noisy.run().tensors
     for name, unseen in heterogeneous_ranks.rows_beyond(after, 3).items():
         wanted = torch.where(unseen, before[name].double(), expected[name].double() + noise[name])

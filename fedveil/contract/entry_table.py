@@ -1,0 +1,186 @@
+"""Tables that say which sites send which entries of a secure sum, so that no entry is summed over too few sites.
+
+Under secure aggregation an entry is summed over 0 or at least `least` sites of the sum (secure.min-sites). Where not
+every site sends every entry, the server draws before the round who sends what, and every site checks the table before
+it trains. The table is no secret. It has one of two forms:
+
+| form | says | methods |
+|---|---|---|
+| `blocks` | the sites that send each block: a name of the vector, or a slice `name[first:end]` of its ranks or columns | FedRand, HetLoRA, FLoRA |
+| `seeds` | a seed per site, from which everybody computes which columns each site sees; a column that fewer than `fewest`
+  sites see is left out by everybody | FedQSN |
+
+Of a cohort of m sites, a sum has at least max(q, least) sites (q: `secagg.plan.quorum_of`). So a block that
+least + m - max(q, least) sites of the cohort send is in every sum of at least `least` of them.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedveil.errors import PolicyError, QuorumError, WireError
+from fedveil.sanitize import sanitize
+
+__all__ = ["MAX_TABLE_CHARACTERS", "EntryTable", "fewest_senders", "slice_name"]
+
+MAX_TABLE_CHARACTERS = 8 << 20
+_MAX_SITES = 10_000
+_SLICE = re.compile(r"(.+)\[(0|[1-9]\d{0,8}):([1-9]\d{0,8})\]")
+
+Site = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Block = Annotated[str, Field(pattern=r"^[!-~]{1,300}$")]
+Seed = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def fewest_senders(cohort: int, least: int, quorum: int) -> int:
+    """Return how many of the cohort's sites must send a block so that each sum has `least` of them."""
+    return least + max(0, cohort - max(quorum, least))
+
+
+def slice_name(name: str, first: int, end: int) -> str:
+    """Return the block of the ranks or columns from `first` to before `end` of a name of the vector."""
+    return f"{name}[{first}:{end}]"
+
+
+class EntryTable(BaseModel):
+    """Which sites of a cohort send which entries in one round.
+
+    Attributes:
+        blocks: the sites that send each block, sorted; entries that are in no block are sent by no site.
+        seeds: each site's seed, as 64 hex digits.
+        common_seed: seed of what all sites have in common; "" without `seeds`.
+        fewest: the number of sites that an entry needs in the cohort; all sites leave out an entry that has fewer.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    blocks: dict[Block, Annotated[tuple[Site, ...], Field(max_length=_MAX_SITES, strict=False)]] = {}
+    seeds: dict[Site, Seed] = Field({}, max_length=_MAX_SITES)
+    common_seed: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
+    fewest: int = Field(ge=1, le=_MAX_SITES)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EntryTable:
+        if bool(self.blocks) == bool(self.seeds) or bool(self.common_seed) != bool(self.seeds):
+            raise ValueError("expected either blocks, or seeds with their common one")
+        for sites in self.blocks.values():
+            if list(sites) != sorted(set(sites)):
+                raise ValueError("expected each site of a block once, sorted")
+        for name, slices in self.slices.items():
+            ends = [0]
+            for first, end, _ in slices:
+                if first >= end or first < ends[-1]:
+                    raise ValueError(f"expected blocks that do not overlap, found two of {sanitize(name, 80)}")
+                ends.append(end)
+        return self
+
+    @cached_property
+    def slices(self) -> dict[str, list[tuple[int, int, tuple[str, ...]]]]:
+        """Return the blocks of each name: first, end and sites. A whole name ends beyond every slice."""
+        by_name: dict[str, list[tuple[int, int, tuple[str, ...]]]] = {}
+        for block, sites in self.blocks.items():
+            parts = _SLICE.fullmatch(block)
+            name, first, end = (parts[1], int(parts[2]), int(parts[3])) if parts else (block, 0, 10**9)
+            by_name.setdefault(name, []).append((first, end, sites))
+        return {name: sorted(slices) for name, slices in by_name.items()}
+
+    def to_text(self) -> str:
+        """Return the canonical JSON."""
+        return json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str) -> EntryTable:
+        """Parse a table. Raises WireError unless the text is the canonical JSON of one."""
+        if len(text) > MAX_TABLE_CHARACTERS:
+            raise WireError(f"entries: expected at most {MAX_TABLE_CHARACTERS} characters, found {len(text)}")
+        try:
+            table = cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = sanitize(".".join(map(str, first["loc"])), 100)
+            raise WireError(
+                f"entries: {where}: expected a table of sites by block, found another form ({first['type']})"
+            ) from None
+        if table.to_text() != text:
+            raise WireError(
+                "entries: expected the table's canonical JSON, found another text; the digests would differ"
+            )
+        return table
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the SHA-256 of the text, which a plan names as `entries`."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
+
+    def names_of(self, site: str) -> frozenset[str] | None:
+        """Return the names of the vector of which a site sends anything; None in a table of seeds: all names."""
+        if self.seeds:
+            return None
+        return frozenset(name for name, slices in self.slices.items() if any(site in sites for _, _, sites in slices))
+
+    def first_ranks(self, name: str, site: str) -> int:
+        """Return how many ranks of a name a site sends. Raises WireError unless these are its first ones."""
+        ranks = 0
+        for first, end, sites in self.slices.get(name, []):
+            if site in sites:
+                if first != ranks:
+                    raise WireError(
+                        f"entries: {name}: expected the first ranks at {sanitize(site, 80)}, found {first} to {end - 1}"
+                        f" after {ranks}"
+                    )
+                ranks = end
+        return ranks
+
+    def require_cohort(self, cohort: Collection[str], least: int, quorum: int, colluding: int) -> None:
+        """Check the table for a cohort, before a site trains (rule T8). Raises PolicyError.
+
+        Args:
+            cohort: all sites of the plan.
+            least: minimum number of sites in a sum.
+            quorum: q, the number of sites that must sign the list of a sum.
+            colluding: c, the sites that may work with the server.
+        """
+        if least - colluding < 2:
+            raise PolicyError(
+                f"entries: expected sums of at least {colluding + 2} sites, of which {colluding} may collude with the "
+                f"server, where not every site sends every entry, found {least}; raise secure.min-sites"
+            )
+        sites = set(cohort)
+        fewest = fewest_senders(len(sites), least, quorum)
+        if self.fewest < fewest:
+            raise PolicyError(
+                f"entries: expected at least {fewest} of {len(sites)} sites behind each entry, found a table for "
+                f"{self.fewest}"
+            )
+        if self.seeds and self.seeds.keys() != sites:
+            raise PolicyError("entries: expected a seed of each site of the cohort, found other sites")
+        for block, senders in self.blocks.items():
+            if not sites.issuperset(senders):
+                raise PolicyError(f"entries: {block}: expected sites of the cohort, found others")
+            if 0 < len(senders) < self.fewest:
+                raise PolicyError(
+                    f"entries: {block}: expected none or at least {self.fewest} sites, found {len(senders)}: the sum "
+                    "could show entries of too few sites"
+                )
+
+    def require_sum(self, cohort: Collection[str], in_sum: Iterable[str], least: int) -> None:
+        """Check the table for the sites of a sum, before a share is opened (rule A5). Raises QuorumError."""
+        summed = set(in_sum)
+        missing = len(set(cohort) - summed)
+        if self.seeds and missing > self.fewest - least:
+            raise QuorumError(
+                f"entries: expected at most {self.fewest - least} silent sites, found {missing}: some entries of the "
+                f"sum would be of fewer than {least} sites"
+            )
+        for block, senders in self.blocks.items():
+            if 0 < (count := len(summed.intersection(senders))) < least:
+                raise QuorumError(
+                    f"entries: {block}: expected none or at least {least} sites in the sum, found {count}"
+                )

@@ -1,0 +1,54 @@
+"""Plan who sends which entries of a round's secure sum (fedveil/contract/entry_table.py).
+
+| a method whose sites ... | in a round |
+|---|---|
+| all send every entry | has no table; a site that would leave out an entry refuses |
+| send different entries, which the server can draw (`Method.plans_entries`) | has a table |
+| draw entries themselves (`Method.has_single_site_entries`) | has none: some entries may come from a single site |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from fedveil.config import SecureConfig
+from fedveil.contract.entry_table import EntryTable, fewest_senders
+from fedveil.errors import WireError
+from fedveil.federation.secagg.plan import quorum_of
+
+if TYPE_CHECKING:  # these import torch, which a site's client process does without
+    from fedveil.contract.method import Method, RoundContext
+    from fedveil.federation.exchange import MessageExchange
+
+
+def plan_entries(
+    exchange: MessageExchange, secure: SecureConfig, cohort: Collection[str], ctx: RoundContext
+) -> EntryTable | None:
+    """Draw the table of a round with the server's context; None if the method needs none, or the cohort is too small.
+
+    Raises:
+        PolicyError: a site would refuse the table that the method draws.
+    """
+    if not exchange.method.plans_entries or len(cohort) < secure.min_sites:
+        return None
+    quorum = quorum_of(secure.threshold, len(cohort), secure.max_colluders)
+    fewest = fewest_senders(len(cohort), secure.min_sites, quorum)
+    table = exchange.method.plan_entries(exchange.spec, sorted(cohort), fewest, ctx)
+    table.require_cohort(cohort, secure.min_sites, quorum, secure.max_colluders)
+    return table
+
+
+def require_table(method: Method, table: EntryTable | None) -> None:
+    """Raise WireError unless a site gets a table exactly where the method needs one."""
+    if method.plans_entries != (table is not None):
+        asked = "a table of who sends what" if method.plans_entries else "none"
+        raise WireError(f"order: entries: expected {asked} for this method, found {'one' if table else 'none'}")
+
+
+def names_to_send(method: Method, table: EntryTable | None, site: str, names: Collection[str]) -> frozenset[str] | None:
+    """Return which names of a vector a site must send; None where the site itself draws what it sends."""
+    if method.has_single_site_entries:
+        return None
+    planned = table.names_of(site) if table else None
+    return frozenset(names) if planned is None else planned
