@@ -7,15 +7,16 @@ from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
-from fedveil.federation.secagg import crypto, shamir
+from fedveil.federation.secagg import crypto, messages
 from fedveil.federation.secagg.in_process import InProcessSecureSums
-from fedveil.federation.secagg.messages import AttemptPlan, UnmaskRequest, UploadAttachment
-from fedveil.federation.secagg.schema import SecAggMessage
+from fedveil.federation.secagg.messages import AgreeRequest, OpenRequest, UploadAttachment
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey
+from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.federation.secagg.server import SecAggConfig
-from fedveil.federation.secagg.site import SiteRequirements
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 
 RUN = "run-31415"
+Uploads = Mapping[str, tuple[np.ndarray, UploadAttachment]]
 
 
 def names(count: int) -> list[str]:
@@ -40,21 +41,19 @@ def masked(
     uploads = {}
     for site, vector in vectors.items():
         hidden = vector.copy()
-        uploads[site] = (hidden, local.sites[site].mask(attempt.plan, hidden))
+        uploads[site] = (hidden, local.mask(site, attempt.plan, hidden))
     return uploads
 
 
-def add(attempt: UnmaskingAttempt, uploads: Mapping[str, tuple[np.ndarray, UploadAttachment]]) -> None:
+def add(attempt: UnmaskingAttempt, uploads: Uploads) -> None:
     """Adds them up."""
     for site, (hidden, attached) in uploads.items():
         attempt.add(site, hidden, attached)
 
 
 def unmasked(local: InProcessSecureSums, attempt: UnmaskingAttempt, deaf: Iterable[str] = ()) -> np.ndarray:
-    """The sum, from what all holders but the deaf ones answer."""
-    for holder, asked in attempt.questions().items():
-        if holder not in deaf:
-            attempt.answer(holder, local.sites[holder].unmask(asked))
+    """The sum, from what all sites of the list but the deaf ones answer."""
+    local.unmask(attempt, deaf)
     return attempt.total()
 
 
@@ -63,30 +62,39 @@ def changed(statement, **update):
     return type(statement).from_bytes(type(statement).model_validate(statement.model_dump() | update).to_bytes())
 
 
-def signed(statement: SecAggMessage, key: bytes, text: bytes):
-    """The same with a signature."""
-    return changed(statement, signature=crypto.sign_bytes(key, text).hex())
+def signed(statement, site: str, key: bytes):
+    """An upload or an opening with this signature, whatever it says."""
+    return messages.sign_statement(statement, site, key)
 
 
-def question(
-    plan: AttemptPlan, attempt: UnmaskingAttempt, holder: str, in_sum: Collection[str], uploads
-) -> UnmaskRequest:
+def signed_prekey(prekey: Prekey, key: bytes, run_: str = RUN) -> Prekey:
+    """A prekey with the signature of this key for a run."""
+    return changed(prekey, signature=crypto.sign_bytes(key, prekey.text(run_)).hex())
+
+
+def with_members(plan: AttemptPlan, **instead: Prekey | None) -> AttemptPlan:
+    """The plan with other prekeys; None leaves a site out."""
+    members = [instead.get(member.site, member) for member in plan.members]
+    return changed(plan, members=[member.model_dump() for member in members if member is not None])
+
+
+def agree_request(plan: AttemptPlan, in_sum: Collection[str], table: str = "") -> AgreeRequest:
+    """The request to sign a list."""
+    return AgreeRequest(plan=plan, table=table, in_sum=tuple(sorted(in_sum)))
+
+
+def agreed(local: InProcessSecureSums, plan: AttemptPlan, in_sum: Collection[str], *by: str) -> dict[str, str]:
+    """Signatures of a list, by these sites or all of it."""
+    asked = agree_request(plan, in_sum)
+    return {site: local.sites[site].agree(asked).signature for site in by or sorted(in_sum)}
+
+
+def open_request(
+    plan: AttemptPlan, holder: str, in_sum: Collection[str], uploads: Uploads, agreed: Mapping[str, str] = {}
+) -> OpenRequest:
     """What a server that has these uploads asks a holder, if it says that `in_sum` are the ones in the sum."""
-    of = attempt.membership.holders
-    mine = [site for site in plan.cohort if holder in of(site)]
-    return UnmaskRequest(
-        plan=plan,
-        in_sum=tuple(sorted(in_sum)),
-        heard={s: uploads[s][1].shares.closed[holder] for s in mine if s in in_sum and s in uploads},
-        silent={s: attempt.bundles[s].shares.closed[holder] for s in mine if s not in in_sum},
-    )
-
-
-def combined(attempt: UnmaskingAttempt, site: str, shares: Mapping[str, str]) -> bytes:
-    """What shares of `site` by holder open."""
-    places = {holder: i + 1 for i, holder in enumerate(attempt.membership.holders(site))}
-    first = list(shares.items())[: attempt.membership.threshold]
-    return shamir.combine_shares({places[holder]: bytes.fromhex(share) for holder, share in first})
+    rows = {s: uploads[s][1].rows[holder] for s in sorted(in_sum) if s in uploads and holder in uploads[s][1].rows}
+    return OpenRequest(plan=plan, table="", in_sum=tuple(sorted(in_sum)), agreed=dict(agreed), rows=rows)
 
 
 def stranger() -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from fedveil.errors import WireError
 from fedveil.federation.secagg import crypto
+from fedveil.federation.secagg.derivations import protocol_context
 
 PARTS = st.lists(st.one_of(st.text(max_size=5), st.integers(0, 99)), max_size=4)
 
@@ -23,6 +25,13 @@ def test_other_parts_are_another_text(one, two):
     same = [(type(p), p) for p in one] == [(type(p), p) for p in two]
     assert (crypto.context_bytes("x", *one) == crypto.context_bytes("x", *two)) == same
     assert crypto.context_bytes("x", *one) != crypto.context_bytes("y", *one)
+
+
+@given(parts=st.lists(st.one_of(st.text(), st.integers()), max_size=4))
+def test_the_text_of_the_protocol_is_json_of_a_list(parts):
+    wanted = json.dumps(["fedveil secure aggregation 2", "x", *parts], separators=(",", ":"), ensure_ascii=True)
+    assert protocol_context("x", *parts) == wanted.encode("ascii")
+    assert protocol_context("x", *parts) != crypto.context_bytes("x", *parts)  # a roster's, which policies name
 
 
 def test_parts_cannot_run_into_each_other():
@@ -47,14 +56,18 @@ def test_both_ends_agree_on_a_key_for_one_purpose():
 @pytest.mark.parametrize("salt", [b"", b"salt"])
 def test_derivation_is_that_of_another_library(salt):
     secret = os.urandom(32)
-    assert crypto.derive_key(secret, b"purpose", salt) == HKDF(secret, 32, salt, SHA256, context=b"purpose")
+    for length in (16, 32):
+        wanted = HKDF(secret, length, salt, SHA256, context=b"purpose")
+        assert crypto.derive_key(secret, b"purpose", salt, length) == wanted
+    assert len(crypto.derive_key(secret, b"purpose", salt)) == 32
 
 
-def test_the_private_key_of_a_seed_is_derived():
-    seed = bytes(range(16))
-    assert crypto.private_key_from(seed) == HKDF(seed, 32, b"", SHA256, context=crypto.context_bytes("prekey"))
-    assert crypto.public_key_of(crypto.private_key_from(seed)) != crypto.public_key_of(
-        crypto.private_key_from(bytes(16))
+def test_a_key_of_both_ends_is_derived_from_x25519():
+    alice, bob = os.urandom(32), os.urandom(32)
+    shared = crypto.exchange_keys(alice, crypto.public_key_of(bob))
+    assert shared == crypto.exchange_keys(bob, crypto.public_key_of(alice))
+    assert crypto.agree_secret(alice, crypto.public_key_of(bob), b"for", b"salt") == crypto.derive_key(
+        shared, b"for", b"salt"
     )
 
 
@@ -85,8 +98,9 @@ def test_nothing_is_opened_of_another_key_purpose_or_byte():
 def test_nobody_agrees_by_a_point_of_low_order(u):
     point = u.to_bytes(32, "little")
     assert not crypto.is_point(point)
-    with pytest.raises(WireError, match="low order"):
-        crypto.agree_secret(os.urandom(32), point, b"for")
+    for refused in (lambda key: crypto.agree_secret(key, point, b"for"), lambda key: crypto.exchange_keys(key, point)):
+        with pytest.raises(WireError, match="low order"):
+            refused(os.urandom(32))
     assert crypto.is_point(crypto.public_key_of(os.urandom(32)))
 
 

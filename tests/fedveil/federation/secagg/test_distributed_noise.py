@@ -26,8 +26,7 @@ from fedveil.federation.secagg.distributed_noise import DistributedNoise, requir
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.flatten import VectorLayout, VectorSlot
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
-from fedveil.federation.secagg.messages import UnmaskRequest
-from fedveil.federation.secagg.site import SiteRequirements
+from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.privacy import discrete_gaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import guarantee_of
@@ -153,7 +152,7 @@ def test_sums_of_noise_under_names_that_no_site_has_sent_are_believed_and_have_n
     clear = {}
     for site in SITES:
         message, vector, attached = summed.receive(
-            run._turn(0, site, summed.of_site(run.unseen.sites[site], attempt.plan))
+            run._turn(0, site, summed.of_site(run.unseen.sites[site], attempt.plan, run.unseen.terms(attempt.plan)))
         )
         attempt.add(site, vector, attached)
         clear[site] = message.payload.scalars
@@ -175,20 +174,25 @@ def test_a_sum_below_the_sites_that_are_counted_on_is_opened_by_nobody():
     attempt = run.unseen.begin(0, 0, SITES)
     summed = MaskedUploadCodec.from_exchange(run.exchange, 0, 32, run._claim)
     for site in SITES[:3]:
-        _, vector, attached = summed.receive(run._turn(0, site, summed.of_site(run.unseen.sites[site], attempt.plan)))
+        _, vector, attached = summed.receive(
+            run._turn(0, site, summed.of_site(run.unseen.sites[site], attempt.plan, run.unseen.terms(attempt.plan)))
+        )
         attempt.add(site, vector, attached)
-    with pytest.raises(QuorumError, match="secure.min-sites: expected a sum of at least 4 sites, found 3"):
-        attempt.questions()
+    with pytest.raises(QuorumError, match="expected a sum of at least 4 sites, found 3"):
+        attempt.close()
     uploads = {site: (None, attached) for site, attached in attempt.uploads.items()}
-    for holder in SITES:
-        asked = few.question(attempt.plan, attempt, holder, SITES[:3], uploads)
-        with pytest.raises(PolicyError, match="expected a sum of at least 4 sites"):
-            run.unseen.sites[holder].unmask(UnmaskRequest.from_bytes(asked.to_bytes()))
-    assert not attempt._opened
+    for site in SITES[:3]:
+        with pytest.raises(PolicyError, match="expected at least 4 sites in a sum"):
+            run.unseen.sites[site].agree(few.agree_request(attempt.plan, SITES[:3]))
+        with pytest.raises(PolicyError, match="expected at least 4 sites in a sum"):
+            run.unseen.sites[site].open(few.open_request(attempt.plan, site, SITES[:3], uploads))
+        assert run.unseen.sites[site].store.load().live.phase == "masked"
 
 
 def test_a_cohort_below_the_sites_that_are_counted_on_is_refused():
-    with pytest.raises(QuorumError, match="secure.min-sites: expected at least 4 sites with keys, found 3"):
+    with pytest.raises(
+        QuorumError, match="secure.min-sites, secure.threshold: expected at least 4 sites with keys, found 3"
+    ):
         federation(sites=SITES[:3]).run()
 
 
@@ -282,13 +286,12 @@ def test_the_noise_of_a_run_that_is_not_deterministic_is_the_operating_systems()
     assert all(not torch.equal(one[n], two[n]) for n in one)
 
 
-def test_sites_that_work_with_a_lying_server_must_open_no_secret():
-    """2 t > N + c: with c = 2 of N = 4, t = 3 is not enough."""
+def test_sites_that_work_with_a_lying_server_must_sign_no_two_lists():
+    """2 q > m + c: with c = 2 of m = 4, q = 3 is not enough."""
     few.run(SITES, SiteRequirements(colluding=1), threshold=3).begin(0, 0, SITES)
-    with pytest.raises(PolicyError, match="secure.threshold: this site permits at least 4 of 4 holders, found 3"):
-        few.run(SITES, SiteRequirements(colluding=2), threshold=3).begin(0, 0, SITES)
-    assert parse(FLAT | {"secure.max-colluders": 2}).secure.feared == 2
-    assert parse(FLAT | {"secure.noise": "site"}).secure.feared == 0
+    with pytest.raises(QuorumError, match=r"secure\.threshold: expected more than 3 of 4 sites, found 3"):
+        few.run(SITES, threshold=3, colluding=2, least=4).begin(0, 0, SITES)
+    few.run(SITES, threshold=4, colluding=2).begin(0, 0, SITES)
 
 
 def test_no_sum_wraps_whatever_is_drawn():

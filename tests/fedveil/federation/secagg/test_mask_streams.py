@@ -7,7 +7,7 @@ import pytest
 from Crypto.Cipher import AES
 
 from fedveil.federation.secagg.mask_streams import MaskStream, add_masks
-from fedveil.federation.secagg.pairwise_keys import negate_mask
+from fedveil.federation.secagg.unmasking import negate_mask
 from tests.fedveil.federation.secagg.sites import drawn
 
 AB, AC, BC = (MaskStream(bytes([i]) * 32, 1) for i in (1, 2, 3))

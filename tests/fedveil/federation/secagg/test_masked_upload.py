@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +15,10 @@ from fedveil.errors import PolicyError, WireError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
+from fedveil.federation.secagg.messages import UploadAttachment
+from fedveil.federation.secagg.plan import Prekey
+from fedveil.federation.secagg.plan_checks import SiteRequirements
+from fedveil.federation.secagg.schema import MOST_HOLDERS, MOST_ROW_BYTES
 from fedveil.rng import initial_stream
 from fedveil.strategies.fedavg import FedAvg
 from fedveil.wire.envelope import EnvelopeStamp, pack_message
@@ -21,22 +28,28 @@ from tests.fedveil.federation.secagg.sites import changed, names, run
 SPEC, SITES, SECRET = {"w": ParamSpec((5, 7))}, names(3), bytes(32)
 
 
+def _exchange() -> MessageExchange:
+    return MessageExchange(FedAvg(), "fedavg", SPEC)
+
+
 @pytest.fixture
 def turn():
-    """What one site needs for its turn, and what it is asked."""
-    exchange = MessageExchange(FedAvg(), "fedavg", SPEC)
-    local = run(SITES, most_weight=10, bound=4.0)
+    """What one site needs for its turn, and what it is asked. The site counts on one that works with the server."""
+    exchange = _exchange()
+    local = run(SITES, SiteRequirements(colluding=1), most_weight=10, bound=4.0)
     attempt = local.begin(0, 0, SITES)
     server = exchange.method.init(SPEC, {"w": torch.zeros(5, 7)}, initial_stream(0, "method init"))
     down = exchange.broadcast(server, RoundContext(0, "s00", True, SECRET))
     return exchange, local, attempt, down
 
 
-def upload(turn, step: float = 0.5, plan=None, trainer=None):
+def upload(turn, step: float = 0.5, trainer=None, **update):
+    """`update`: other numbers, in the plan and in the run config alike."""
     exchange, local, attempt, down = turn
     summed, ctx = MaskedUploadCodec.from_exchange(exchange, 0, 32), RoundContext(0, "s00", True, SECRET)
     trainer = trainer or ToyTrainer(SPEC, 3, step)
-    _, parts = summed.of_site(local.sites["s00"], plan or attempt.plan)(down, None, trainer, ctx, "")
+    plan, terms = changed(attempt.plan, **update), replace(local.terms(attempt.plan), **update)
+    _, parts = summed.of_site(local.sites["s00"], plan, terms)(down, None, trainer, ctx, "")
     return summed, b"".join(parts)
 
 
@@ -48,8 +61,9 @@ def test_an_upload_is_one_vector_and_what_is_attached(turn, caplog):
     message, vector, attached = summed.receive(data)
     assert set(message.payload.fields) == {"sum", "attached"}
     assert len(vector) == 5 * 7 + 1 + 1
-    assert attached.next.prekey.number == 1
-    assert attached.shares.closed.keys() == set(SITES)
+    assert attached.next.number == 1
+    assert attached.rows.keys() == set(SITES)
+    assert attached.vector == hashlib.sha256(vector.tobytes()).hexdigest()
 
 
 def test_entries_beyond_the_bound_are_counted_in_the_site_s_log(turn, caplog):
@@ -59,18 +73,31 @@ def test_entries_beyond_the_bound_are_counted_in_the_site_s_log(turn, caplog):
 
 
 def test_sums_of_so_many_that_no_scale_fits_are_not_trained_for(turn):
-    attempt = turn[2]
-    plan = changed(attempt.plan, most_weight=100_000_000, bits=64)
-    assert FixedPointRing.from_plan(plan).most_weight == 100_000_000
+    update = {"most_weight": 100_000_000, "bits": 64}
+    assert FixedPointRing.from_plan(changed(turn[2].plan, **update)).most_weight == 100_000_000
     with pytest.raises(WireError, match="bound"):
-        upload(turn, plan=changed(plan, bound=1e-300), trainer=object())
+        upload(turn, trainer=object(), **update, bound=1e-300)
 
 
 def test_a_plan_that_is_refused_is_not_trained_for(turn):
     trainer = ToyTrainer(SPEC)
-    with pytest.raises(PolicyError, match="min-sites"):
-        upload(turn, plan=changed(turn[2].plan, least=1), trainer=trainer)
+    with pytest.raises(PolicyError, match="max-colluders"):
+        upload(turn, trainer=trainer, colluding=0)
     assert trainer.started_from == []
+
+
+def test_the_largest_upload_has_room_for_as_many_rows_and_digests_as_a_site_may_have():
+    """254 neighbours, with names of the longest form."""
+    name, row = "n" * 61, "ab" * MOST_ROW_BYTES
+    sites = [f"{name}{i:03}" for i in range(MOST_HOLDERS)]
+    prekey = Prekey(site=sites[0], signing_key="ab" * 32, number=2**53 - 1, key="ab" * 32, signature="ab" * 64)
+    attached = UploadAttachment(
+        plan="ab" * 32, own="ab" * 32, pairs=dict.fromkeys(sites, "ab" * 32), rows=dict.fromkeys(sites, row),
+        shares=dict.fromkeys(sites, ("ab" * 16,) * (1 + MOST_HOLDERS)), vector="ab" * 32, next=prekey,
+        signature="ab" * 64,
+    )  # fmt: skip
+    field = next(f for f in MaskedUploadCodec.from_exchange(_exchange(), 0, 32).layout.fields if f.name == "attached")
+    assert field.most[0] - 100_000 < len(attached.to_bytes()) <= field.most[0]
 
 
 @pytest.mark.parametrize(

@@ -9,33 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import WireError
-from fedveil.federation.secagg.membership import EncryptedShares, PrekeyBundle, RoundPrekey, RunMember, RunMembership
 from fedveil.federation.secagg.messages import (
-    AttemptPlan,
-    MembershipRequest,
-    PrekeyRequest,
-    UnmaskRequest,
-    UnmaskResponse,
+    AgreeRequest,
+    AgreeResponse,
+    KeysRequest,
+    KeysResponse,
+    OpenRequest,
+    OpenResponse,
     UploadAttachment,
+    parse_request,
 )
-from fedveil.federation.secagg.state import SiteSecAggState
-from tests.fedveil.federation.secagg.sites import drawn, masked, names, question, run
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey, list_digest
+from fedveil.federation.secagg.roster import SigningKeyRoster
+from fedveil.federation.secagg.state import Fence, LivePlan, SiteSecAggState, UnspentPrekey
+from tests.fedveil.federation.secagg.sites import agree_request, agreed, drawn, masked, names, open_request, run
 
 KINDS = [
     UploadAttachment,
-    PrekeyBundle,
-    MembershipRequest,
+    Prekey,
+    KeysRequest,
+    KeysResponse,
     SiteSecAggState,
-    RunMember,
-    RunMembership,
-    UnmaskResponse,
+    LivePlan,
+    AgreeRequest,
+    AgreeResponse,
+    OpenRequest,
+    OpenResponse,
     AttemptPlan,
-    RoundPrekey,
-    PrekeyRequest,
-    EncryptedShares,
-    UnmaskRequest,
+    SigningKeyRoster,
 ]
-HEX64, HEX32, HEX88, HEX128 = ("ab" * n for n in (32, 16, 44, 64))
+HEX32, HEX64, HEX88, HEX128 = ("ab" * n for n in (16, 32, 44, 64))
 
 name = st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.-]{0,63}\Z")
 number = st.integers(0, (1 << 53) - 1)
@@ -47,25 +50,21 @@ def hexes(digits: int):
 
 @pytest.fixture(scope="module")
 def said():
-    """One genuine statement of each kind, from a round of four."""
+    """One genuine statement of each kind, from a round of four; the last one is silent."""
     sites = names(4)
     local = run(sites)
     attempt = local.begin(0, 0, sites)
     uploads = masked(local, attempt, {s: drawn(2, i) for i, s in enumerate(sites[:3])})
-    asked = question(attempt.plan, attempt, "s01", sites[:3], uploads)
-    site, attached = local.sites["s01"], uploads["s01"][1]
-    opened = site.unmask(asked)
-    setup = local.coordinator.settle_on(sites)
+    plan, in_sum, site = attempt.plan, sites[:3], local.sites["s01"]
+    asked = agree_request(plan, in_sum)
+    wanted = open_request(plan, "s01", in_sum, uploads, agreed(local, plan, in_sum))
+    opened = site.open(wanted)
+    state = site.store.load()
+    keys = local.coordinator.request()
     statements = [
-        attached,
-        attached.next,
-        attached.shares,
-        attached.next.prekey,
-        local.coordinator.hello(),
-        opened,
-        asked,
-    ]
-    statements += [setup, setup.membership, setup.membership.members[0], attempt.plan, site.store.load()]
+        uploads["s01"][1], plan, plan.members[0], keys, site.ready(keys), asked, site.agree(asked), wanted, opened,
+        state, state.live, SigningKeyRoster.from_bytes(local.roster.encode()),
+    ]  # fmt: skip
     return {type(statement): statement for statement in statements}
 
 
@@ -81,17 +80,24 @@ def test_a_statement_comes_back_and_its_digest_with_it(said, kind):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    prekey=st.builds(RoundPrekey, site=name, number=number, key=hexes(64), shares=hexes(64), signature=hexes(128)),
-    closed=st.dictionaries(name, hexes(88), max_size=4),
+    prekey=st.builds(Prekey, site=name, signing_key=hexes(64), number=number, key=hexes(64), signature=hexes(128)),
+    rows=st.dictionaries(name, hexes(88), max_size=4),
+    position=st.none() | st.tuples(number, number),
     bound=st.floats(1e-300, 1e9, exclude_min=True),
 )
-def test_any_value_of_the_form_comes_back(prekey, closed, bound):
-    bundle = PrekeyBundle(
-        prekey=prekey, shares=EncryptedShares(closed=closed, digests=dict.fromkeys(closed, "ab" * 16))
+def test_any_value_of_the_form_comes_back(prekey, rows, position, bound):
+    attached = UploadAttachment(
+        plan=HEX64, own=HEX64, pairs=dict.fromkeys(rows, HEX64), rows=rows, shares=dict.fromkeys(rows, (HEX32,)),
+        vector=HEX64, next=prekey, signature=HEX128,
+    )  # fmt: skip
+    plan = AttemptPlan(
+        run="r", round=0, attempt=1, roster="", app="", config=HEX64, broadcast="", entries="", bits=32, most_weight=1,
+        bound=bound, noise="site", least=1, colluding=0, quorum=1, threshold=1, neighbours=0, members=(prekey,),
+    )  # fmt: skip
+    state = SiteSecAggState(
+        next=UnspentPrekey(number=3, private=HEX64), number=4, fence=Fence(masked=position, signed=None, kept=True)
     )
-    plan = AttemptPlan(run="r", round=0, attempt=1, membership=HEX64, bits=32, most_weight=1, bound=bound, least=1,
-                prekeys=(prekey,))  # fmt: skip
-    for statement in (bundle, plan):
+    for statement in (attached, plan, state):
         again = type(statement).from_bytes(statement.to_bytes())
         assert again == statement
         assert again.digest == statement.digest
@@ -106,8 +112,8 @@ ODD = [
     b"{",
     b"{}" * 2,
     b"\xff\xfe",
-    b'{"kind": "hello", "run": "\xff"}',
-    b'{"kind": "hello", "run": "\\ud800"}',
+    b'{"kind": "keys", "run": "\xff"}',
+    b'{"kind": "keys", "run": "\\ud800"}',
     b"[" * 100_000,
     b'{"a":' * 100_000,
     b'{"run":' + b"[" * 5000 + b"]" * 5000 + b"}",
@@ -193,7 +199,7 @@ def test_a_field_too_many_or_too_few_is_refused(said, kind):
     whole = json.loads(said[kind].to_bytes())
     with pytest.raises(WireError, match="extra"):
         kind.from_bytes(json.dumps(whole | {"patients": 1}).encode())
-    defaults = {"kind", "prekeys", "seed", "membership", "answered"} if kind is SiteSecAggState else {"kind"}
+    defaults = {"next", "number", "live", "fence"} if kind is SiteSecAggState else {"kind"}
     for field in whole.keys() - defaults:
         with pytest.raises(WireError):
             kind.from_bytes(json.dumps({k: v for k, v in whole.items() if k != field}).encode())
@@ -201,60 +207,69 @@ def test_a_field_too_many_or_too_few_is_refused(said, kind):
 
 def test_of_a_key_said_twice_the_last_one_counts_and_it_is_what_the_digest_is_of():
     """So no two readers of a statement can read it as two: only what was read is digested."""
-    twice = MembershipRequest.from_bytes(b'{"kind": "hello", "run": "a", "run": "b"}')
-    assert twice == MembershipRequest(run="b")
-    assert twice.digest == MembershipRequest(run="b").digest
-    closed = EncryptedShares.from_bytes(
-        f'{{"closed": {{"a": "{HEX88}", "a": "{"cd" * 44}"}}, "digests": {{}}}}'.encode()
-    )
-    assert closed.closed == {"a": "cd" * 44}
+    twice = KeysRequest.from_bytes(b'{"kind": "keys", "run": "a", "run": "b"}')
+    assert twice == KeysRequest(run="b")
+    assert twice.digest == KeysRequest(run="b").digest
+    roster = SigningKeyRoster.from_bytes(f'{{"signing_keys": {{"a": "{HEX64}", "a": "{"cd" * 32}"}}}}'.encode())
+    assert roster.signing_keys == {"a": "cd" * 32}
+
+
+def test_a_number_of_another_form_is_digested_as_it_is_written_again(said):
+    plan = said[AttemptPlan]
+    whole = plan.to_bytes()
+    assert b'"bound":64.0' in whole
+    assert AttemptPlan.from_bytes(whole.replace(b'"bound":64.0', b'"bound": 64')).digest == plan.digest
 
 
 def test_a_statement_larger_than_any_is_refused_before_it_is_read():
-    with pytest.raises(WireError, match="expected at most"):
-        MembershipRequest.from_bytes(bytes((64 << 20) + 1))
+    for parse in (KeysRequest.from_bytes, parse_request):
+        with pytest.raises(WireError, match="expected at most"):
+            parse(bytes((64 << 20) + 1))
 
 
-def member(site: str, key: str = HEX64) -> dict:
-    return {"name": site, "signing_key": key, "run_key": key, "signature": HEX128}
+def test_a_request_is_read_by_its_kind_and_nothing_else_is_one(said):
+    for kind in (KeysRequest, AgreeRequest, OpenRequest):
+        assert parse_request(said[kind].to_bytes()) == said[kind]
+    for other in (said[OpenResponse].to_bytes(), said[AttemptPlan].to_bytes(), *ODD):
+        with pytest.raises(WireError):
+            parse_request(other)
 
 
 @pytest.mark.parametrize(
     "update",
     [
-        {"members": [member("b"), member("a"), member("c")]},
-        {"members": [member("a"), member("a"), member("c")]},
-        {"members": []},
         {"neighbours": 1},
+        {"neighbours": 3},
         {"neighbours": 4},
         {"neighbours": -2},
-        {"threshold": 4},
+        {"neighbours": 256},
         {"threshold": 0},
-        {"neighbours": 2, "threshold": 3},
+        {"quorum": 0},
+        {"colluding": -1},
+        {"most_weight": 0},
+        {"bound": 0.0},
+        {"roster": "ab" * 32},
+        {"config": ""},
+        {"noise": "both"},
     ],
 )
-def test_a_membership_that_cannot_be(update):
-    whole = {"run": "r", "neighbours": 0, "threshold": 2, "members": [member(s) for s in "abc"]}
-    assert RunMembership.from_bytes(json.dumps(whole).encode()).count == 3
+def test_a_plan_that_cannot_be(said, update):
+    whole = json.loads(said[AttemptPlan].to_bytes())
+    assert len(AttemptPlan.from_bytes(json.dumps(whole).encode()).members) == 4
     with pytest.raises(WireError):
-        RunMembership.from_bytes(json.dumps(whole | update).encode())
+        AttemptPlan.from_bytes(json.dumps(whole | update).encode())
 
 
 def test_a_plan_names_each_site_once_in_order(said):
     whole = json.loads(said[AttemptPlan].to_bytes())
-    first, second, *others = whole["prekeys"]
-    for prekeys in ([second, first, *others], [first, first], []):
+    first, second, *others = whole["members"]
+    for members in ([second, first, *others], [first, first], []):
         with pytest.raises(WireError):
-            AttemptPlan.from_bytes(json.dumps(whole | {"prekeys": prekeys}).encode())
+            AttemptPlan.from_bytes(json.dumps(whole | {"members": members}).encode())
 
 
-def test_the_context_of_a_question_is_its_plan_and_its_sum_in_any_order(said):
-    asked = said[UnmaskRequest]
-
-    def context(**update):
-        return UnmaskRequest.from_bytes(json.dumps(json.loads(asked.to_bytes()) | update).encode()).context
-
-    assert context() == context(in_sum=list(reversed(asked.in_sum)))
-    others = {context(in_sum=["s00"]), context(in_sum=["s00", "s02"]), context(in_sum=["s00s01"])}
-    others.add(context(plan=json.loads(asked.plan.to_bytes()) | {"attempt": 5}))
-    assert len({context(), *others}) == 5
+def test_the_digest_of_a_list_is_of_its_plan_and_its_sites_in_any_order():
+    listed = list_digest(HEX64, ["s00", "s01"])
+    assert listed == list_digest(HEX64, ["s01", "s00"])
+    others = {list_digest(HEX64, of) for of in (["s00"], ["s00", "s02"], ["s00s01"], ["s00,s01"], [])}
+    assert len({listed, list_digest("cd" * 32, ["s00", "s01"]), *others}) == 7

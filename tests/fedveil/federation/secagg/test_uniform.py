@@ -11,8 +11,9 @@ import torch
 from scipy import stats
 
 from fedveil.federation.secagg import mask_streams
+from fedveil.federation.secagg.derivations import own_mask
 from fedveil.federation.secagg.fixed_point import FixedPointRing
-from fedveil.federation.secagg.pairwise_keys import negate_mask, self_mask
+from fedveil.federation.secagg.unmasking import negate_mask
 from tests.fedveil.federation.secagg.sites import masked, names, run
 
 P, LENGTH, SITES = 1e-6, 200_000, names(4)
@@ -57,7 +58,7 @@ def seen():
         hidden.append({site: vector for site, (vector, _) in uploads.items()})
         plans.append(attempt.plan)
         for site, (_, attached) in uploads.items():
-            local.coordinator.keep(site, attached.next)
+            local.coordinator.keep(site, attempt.plan, attached.next)
     return clear, hidden, plans
 
 
@@ -99,6 +100,6 @@ def test_the_sum_of_some_sites_is_uniform_and_that_of_all_shows_the_clear_one_on
     total = some + hidden[0]["s03"]
     assert bytes_p(total) > P  # own masks of four sites
     wrong = total.copy()
-    mask_streams.add_masks(wrong, [negate_mask(self_mask(bytes(16), plans[0], site)) for site in SITES])
+    mask_streams.add_masks(wrong, [negate_mask(own_mask(bytes(16), plans[0].digest, site)) for site in SITES])
     assert bytes_p(wrong) > P
     assert bytes_p(sum(clear[0].values())) < P
