@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from fedveil.errors import PolicyError, WireError
+from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto, derivations, plan_checks
 from fedveil.federation.secagg.messages import AgreeRequest, KeysRequest, OpenRequest
 from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, list_digest
@@ -640,6 +640,17 @@ def test_lost_round_without_state_does_not_stop_a_new_beginning():
     plan = world.plan(round_=1)
     assert world.begin(plan, terms_of(plan, world.server.roster, state="begins"))
     assert not world.site.store.load().fence.kept
+
+
+def test_boot_id_that_cannot_be_read_is_found_before_training():
+    world = World()
+
+    def unreadable() -> str:
+        raise StateError("boot_id: expected to read it")
+
+    plan = world.plan()
+    with pytest.raises(StateError, match="boot_id"):
+        replace(world.site, boot=unreadable).begin(plan, terms_of(plan, world.server.roster))
 
 
 @pytest.mark.parametrize("wrong", ["plan", "holder", "dealer", "length", "garbage"])
