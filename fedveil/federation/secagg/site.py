@@ -75,6 +75,7 @@ class SecAggSite:
 
     def begin(self, plan: AttemptPlan, terms: RoundTerms) -> None:
         """Check a plan before training. Raises PolicyError, WireError, StateError."""
+        self.boot()  # T9: if it cannot be read, masking would fail, after training
         with self.store.alone():
             self._check_plan(self._load(), plan, terms)
 

@@ -1,0 +1,502 @@
+"""Real sites with their stores, and a server that asks them what it likes and adds up what it learns.
+
+What the server knows is computed from real answers. A masked vector is y_i = x_i + own mask + pair masks, and every
+mask is unknown until t of its secret's shares are known, or its secret. What is left is a system of linear equations;
+`Sums` are the combinations of the masked vectors in which no unknown mask remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from fedveil.errors import FedVeilError
+from fedveil.federation.secagg import crypto, derivations, mask_streams, shamir
+from fedveil.federation.secagg.messages import AgreeRequest, KeysRequest, OpenRequest, OpenResponse, UploadAttachment
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, list_digest, quorum_of
+from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
+from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.site import SecAggSite
+from fedveil.federation.secagg.state import MemorySecAggStore, SiteSecAggState
+from fedveil.records.atomic_files import write_atomic
+
+RUN = "run-27182"
+CONFIG = hashlib.sha256(b"the run config").hexdigest()
+TRUE = hashlib.sha256(b"the weights").hexdigest()
+POISON = hashlib.sha256(b"weights with which every site's vector is zero").hexdigest()
+GARBAGE = "00" * 44
+LENGTH = 4
+
+
+def names(count: int) -> list[str]:
+    """Return s00, s01, ..."""
+    return [f"s{i:02}" for i in range(count)]
+
+
+@dataclass(frozen=True)
+class FileStore:
+    """A site's state in a folder, written as `FileSecAggStore` does. Calls `after_save` once the state is on disk."""
+
+    folder: Path
+    after_save: Callable[[SiteSecAggState], None] = lambda state: None
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "secure.json"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with (self.folder / "secure.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def load(self) -> SiteSecAggState | None:
+        return SiteSecAggState.from_bytes(self.file.read_bytes()) if self.file.exists() else None
+
+    def save(self, kept: SiteSecAggState) -> None:
+        write_atomic(self.file, kept.to_bytes())
+        self.after_save(kept)
+
+
+def with_fields(statement, **changes):
+    """Return the statement with other values, checked as one that came over the wire."""
+    return type(statement).from_bytes(type(statement).model_validate(statement.model_dump() | changes).to_bytes())
+
+
+def terms_of(plan: AttemptPlan, roster: str = "", **changes) -> RoundTerms:
+    """Return what a site knows of the client round if the server wrote the run config to fit the plan."""
+    return replace(
+        RoundTerms(
+            plan.run, plan.round, plan.attempt, plan.bits, plan.most_weight, plan.bound, plan.noise, plan.least,
+            plan.colluding, plan.quorum, plan.neighbours, plan.config, plan.app, roster, bool(plan.broadcast),
+        ),
+        **changes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A masked vector that the server got, and the true one, which only the tests know."""
+
+    site: str
+    plan: AttemptPlan
+    vector: np.ndarray
+    attached: UploadAttachment
+    true: np.ndarray
+    sequence: int
+
+    @property
+    def unknown(self) -> tuple[str, int, str]:
+        """Return the unknown of the linear equations that the true vector is."""
+        return self.site, self.plan.round, self.plan.broadcast
+
+
+Share = tuple[int, str, str]  # the upload's number, the partner of the pair or "", the holder
+
+
+class LyingServer:
+    """A server, its colluding sites with their keys and stores, and honest sites that it can ask.
+
+    Attributes:
+        honest, colluders: names.
+        sites: real ones, colluders too.
+        uploads: all that the honest sites ever masked.
+        shares: by what they are of, all that were opened or that colluders hold.
+        asked: counts of requests, by kind and whether they were answered.
+    """
+
+    def __init__(
+        self,
+        honest: Collection[str],
+        colluders: Collection[str] = (),
+        demands: SiteRequirements | None = None,
+        stores: Mapping[str, object] | None = None,
+    ) -> None:
+        self.honest, self.colluders = sorted(honest), sorted(colluders)
+        self.names = sorted([*honest, *colluders])
+        keys = {name: hashlib.sha256(b"signing key of " + name.encode()).digest() for name in self.names}
+        listed = {name: crypto.verifying_key(key).hex() for name, key in keys.items()}
+        self.roster = SigningKeyRoster(signing_keys=listed).to_bytes().decode()
+        self.roster_digest = roster_digest(listed)
+        demands = demands or SiteRequirements(min_cohort=2, min_threshold=2, roster=self.roster_digest)
+        self.boots = dict.fromkeys(self.names, "boot-0")
+        self.sites = {
+            name: SecAggSite(
+                RUN, name, keys[name], (stores or {}).get(name) or MemorySecAggStore(), demands,
+                lambda name=name: self.boots[name],
+            )
+            for name in self.names
+        }  # fmt: skip
+        self.uploads: list[Upload] = []
+        self.shares: dict[Share, bytes] = {}
+        self.signatures: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+        self.asked: Counter[tuple[str, bool]] = Counter()
+        self._private: dict[str, bytes] = {}  # of colluders, by public half
+
+    # Plans
+
+    def prekey(self, site: str) -> Prekey:
+        """Return a site's unspent prekey; of a colluder the server takes the private half too."""
+        prekey = self.sites[site].ready(KeysRequest(run=RUN)).prekey
+        if site in self.colluders:
+            state = self.sites[site].store.load()
+            self._private[prekey.key] = bytes.fromhex(state.next.private)
+        return prekey
+
+    def plan(self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes) -> AttemptPlan:
+        """Return a plan for these sites with numbers as a server that keeps to the protocol would have them."""
+        members = tuple(self.prekey(site) for site in sorted(cohort or self.names))
+        colluding = changes.get("colluding", 1)
+        quorum = changes.get("quorum", quorum_of(0, len(members), colluding))
+        fields = {
+            "run": RUN, "round": round_, "attempt": attempt, "roster": self.roster_digest, "app": "", "config": CONFIG,
+            "broadcast": TRUE, "entries": "", "bits": 32, "most_weight": 1, "bound": 64.0, "noise": "site",
+            "least": min(3, len(members)), "colluding": colluding, "quorum": quorum, "threshold": quorum,
+            "neighbours": 0, "members": members,
+        }  # fmt: skip
+        return AttemptPlan(**(fields | changes))
+
+    # Requests
+
+    def mask(self, site: str, plan: AttemptPlan, terms: RoundTerms | None = None) -> Upload | None:
+        """Ask a site to mask its vector for a plan; None if it refuses."""
+        true = true_vector(site, plan)
+        hidden = true.copy()
+        try:
+            attached = self.sites[site].mask(plan, terms or terms_of(plan, self.roster), hidden)
+        except FedVeilError:
+            return self._count("mask", None)
+        upload = Upload(site, plan, hidden, attached, true, len(self.uploads))
+        if site in self.honest:
+            self.uploads.append(upload)
+            self._take_colluders_rows(upload)
+        return self._count("mask", upload)
+
+    def agree(self, site: str, plan: AttemptPlan, in_sum: Iterable[str]) -> str | None:
+        """Ask a site to sign a list; None if it refuses."""
+        in_sum = tuple(sorted(in_sum))
+        try:
+            answer = self.sites[site].agree(AgreeRequest(plan=plan, table="", in_sum=in_sum))
+        except FedVeilError:
+            return self._count("agree", None)
+        self.signatures[plan.digest, answer.list][site] = answer.signature
+        return self._count("agree", answer.signature)
+
+    def open(
+        self,
+        site: str,
+        plan: AttemptPlan,
+        in_sum: Iterable[str],
+        agreed: Mapping[str, str] | None = None,
+        rows: Mapping[str, str] | None = None,
+    ) -> OpenResponse | None:
+        """Ask a site for its shares; None if it refuses. The certificate is the best that the server has."""
+        in_sum = tuple(sorted(in_sum))
+        request = OpenRequest(
+            plan=plan,
+            table="",
+            in_sum=in_sum,
+            agreed=self.certificate(plan, in_sum) if agreed is None else agreed,
+            rows=self.rows(site, plan, in_sum) if rows is None else rows,
+        )
+        try:
+            answer = self.sites[site].open(request)
+        except FedVeilError:
+            return self._count("open", None)
+        self._take_opening(site, plan, answer)
+        return self._count("open", answer)
+
+    def _count(self, kind: str, answer):
+        self.asked[kind, answer is not None] += 1
+        return answer
+
+    def certificate(self, plan: AttemptPlan, in_sum: Collection[str]) -> dict[str, str]:
+        """Return the signatures of a list that honest sites gave, and those that the colluders make."""
+        listed = list_digest(plan.digest, in_sum)
+        text = agreed_text(plan, listed)
+        own = {
+            site: crypto.sign_bytes(self.sites[site].signing_key, text).hex()
+            for site in self.colluders
+            if site in in_sum
+        }
+        return own | self.signatures[plan.digest, listed]
+
+    def rows(
+        self, holder: str, plan: AttemptPlan, in_sum: Collection[str], source: AttemptPlan | None = None
+    ) -> dict[str, str]:
+        """Return the rows to a holder, from the uploads for a plan; garbage where there is none."""
+        wanted = (source or plan).digest
+        made = {upload.site: upload.attached.rows for upload in self.uploads if upload.plan.digest == wanted}
+        dealers = [dealer for dealer in plan.cohort if dealer in in_sum and holder in plan.holders(dealer)]
+        return {dealer: made.get(dealer, {}).get(holder, GARBAGE) for dealer in dealers}
+
+    # Knowledge
+
+    def _take_colluders_rows(self, upload: Upload) -> None:
+        plan, dealer = upload.plan, upload.site
+        for holder in self.colluders:
+            if holder not in plan.holders(dealer):
+                continue
+            private = self._private[plan.by_name[holder].key]
+            shared = crypto.exchange_keys(private, bytes.fromhex(plan.by_name[dealer].key))
+            key = derivations.row_key(shared, plan.digest, dealer, holder)
+            partners = ["", *plan.partners(dealer)]
+            row = upload.attached.rows[holder]
+            shares = derivations.decrypt_row(key, row, len(partners), plan.digest, dealer, holder)
+            self.shares |= {
+                (upload.sequence, other, holder): share for other, share in zip(partners, shares, strict=True)
+            }
+
+    def _take_opening(self, holder: str, plan: AttemptPlan, answer: OpenResponse) -> None:
+        for dealer, share in answer.own.items():
+            self._take_share(holder, dealer, "", plan, bytes.fromhex(share))
+        for dealer, pairs in answer.pairs.items():
+            for other, share in pairs.items():
+                self._take_share(holder, dealer, other, plan, bytes.fromhex(share))
+
+    def _take_share(self, holder: str, dealer: str, other: str, plan: AttemptPlan, share: bytes) -> None:
+        """Find the secret that a share is of by the dealer's digests: most likely as asked, but any plan's will do."""
+        of_dealer = [upload for upload in self.uploads if upload.site == dealer]
+        for upload in sorted(of_dealer, key=lambda upload: upload.plan.digest != plan.digest):
+            partners = ["", *upload.plan.partners(dealer)]
+            digests = upload.attached.shares.get(holder, ())
+            for partner in sorted(partners, key=lambda partner: partner != other):
+                digest = derivations.share_digest(share, upload.plan.digest, dealer, holder, partner)
+                if digests and digests[partners.index(partner)] == digest:
+                    self.shares[upload.sequence, partner, holder] = share
+                    return
+
+    def secret(self, upload: Upload, other: str) -> bytes | None:
+        """Return the secret of the upload's own mask ("") or of a pair, if t shares of it are known."""
+        plan = upload.plan
+        shares = {
+            plan.place(upload.site, holder): self.shares[upload.sequence, other, holder]
+            for holder in plan.holders(upload.site)
+            if (upload.sequence, other, holder) in self.shares
+        }
+        if len(shares) < plan.threshold:
+            return None
+        return shamir.combine_shares(dict(itertools.islice(shares.items(), plan.threshold)))
+
+    def pair_secret(self, upload: Upload, other: str) -> bytes | None:
+        """Return the secret of a pair from shares of either end, or because the other end works with the server."""
+        plan = upload.plan
+        if other in self.colluders:
+            private = self._private[plan.by_name[other].key]
+            shared = crypto.exchange_keys(private, bytes.fromhex(plan.by_name[upload.site].key))
+            return derivations.pair_secret(shared, plan.digest, upload.site, other)
+        ends = [(upload, other)]
+        ends += [(u, upload.site) for u in self.uploads if u.site == other and u.plan.digest == plan.digest]
+        return next((found for u, o in ends if (found := self.secret(u, o)) is not None), None)
+
+    def sums(self, is_counted: Callable[[Upload], bool] = lambda upload: True) -> Sums:
+        """Return the combinations of masked vectors in which no unknown mask remains."""
+        usable: dict[int, set[tuple[str, str, str]]] = {}
+        signs: dict[int, dict[tuple[str, str, str], int]] = {}
+        known: dict[tuple[str, str, str], bool] = {}
+        for upload in self.uploads:
+            if not is_counted(upload) or not self._is_known(upload, ""):
+                continue
+            p, site = upload.plan.digest, upload.site
+            for other in upload.plan.partners(site):
+                pair = (p, *sorted((site, other)))
+                if pair not in known:
+                    known[pair] = other in self.colluders or self._is_known(upload, other)
+                    known[pair] = known[pair] or any(
+                        self._is_known(u, site) for u in self.uploads if u.site == other and u.plan.digest == p
+                    )
+                if not known[pair]:
+                    usable.setdefault(upload.sequence, set()).add(pair)
+                    signs.setdefault(upload.sequence, {})[pair] = 1 if site < other else -1
+            usable.setdefault(upload.sequence, set())
+            signs.setdefault(upload.sequence, {})
+        return Sums(self, _null_space(signs))
+
+    def _is_known(self, upload: Upload, other: str) -> bool:
+        plan = upload.plan
+        shares = sum((upload.sequence, other, holder) in self.shares for holder in plan.holders(upload.site))
+        return shares >= plan.threshold
+
+    def unmasked(self, combination: Mapping[int, int]) -> np.ndarray:
+        """Return a combination of the masked vectors without the masks that are known, by the number of the upload."""
+        total = np.zeros(LENGTH, np.uint32)
+        for sequence, factor in combination.items():
+            upload, p = self.uploads[sequence], self.uploads[sequence].plan.digest
+            vector = upload.vector.copy()
+            own = self.secret(upload, "")
+            assert own is not None
+            assert derivations.own_secret_digest(own, p, upload.site) == upload.attached.own
+            masks = [derivations.own_mask(own, p, upload.site)]
+            for other in upload.plan.partners(upload.site):
+                if (secret := self.pair_secret(upload, other)) is not None:
+                    assert derivations.pair_secret_digest(secret, p, upload.site, other) == upload.attached.pairs[other]
+                    masks.append(derivations.pairwise_mask(secret, p, upload.site, other))
+            mask_streams.add_masks(vector, [replace(mask, sign=-mask.sign) for mask in masks])
+            total += vector * np.uint32(factor % (1 << 32))
+        return total
+
+
+def true_vector(site: str, plan: AttemptPlan) -> np.ndarray:
+    """Return a site's vector of a round: one that the server knows where it sent the site the poison."""
+    if plan.broadcast == POISON:
+        return np.zeros(LENGTH, np.uint32)
+    seed = hashlib.sha256(f"{site} {plan.round} {plan.broadcast}".encode()).digest()
+    return np.frombuffer(seed[: 4 * LENGTH], "<u4").copy()
+
+
+def _null_space(signs: Mapping[int, Mapping[tuple[str, str, str], int]]) -> list[dict[int, int]]:
+    """Return a basis of the combinations of uploads in which each unknown mask of a pair cancels.
+
+    First without the uploads with a mask that no other upload has. What is left falls into parts that have no mask in
+    common. A part in which each mask is in two uploads with opposite signs is a graph: only equal factors cancel it.
+    """
+    left = {upload: dict(masks) for upload, masks in signs.items()}
+    while True:
+        count = Counter(pair for masks in left.values() for pair in masks)
+        alone = [upload for upload, masks in left.items() if any(count[pair] == 1 for pair in masks)]
+        if not alone:
+            break
+        for upload in alone:
+            del left[upload]
+    by_pair: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for upload, masks in left.items():
+        for pair in masks:
+            by_pair[pair].append(upload)
+    basis, unseen = [], set(left)
+    while unseen:
+        part, queue = set(), [unseen.pop()]
+        while queue:
+            upload = queue.pop()
+            part.add(upload)
+            for pair in left[upload]:
+                queue += [u for u in by_pair[pair] if u in unseen]
+                unseen -= set(by_pair[pair])
+        pairs = sorted({pair for upload in part for pair in left[upload]})
+        if all(len(by_pair[pair]) == 2 and sum(left[u][pair] for u in by_pair[pair]) == 0 for pair in pairs):
+            basis.append(dict.fromkeys(sorted(part), 1))
+        else:
+            basis += _left_null_space(sorted(part), [[left[u].get(pair, 0) for pair in pairs] for u in sorted(part)])
+    return basis
+
+
+def _left_null_space(uploads: list[int], matrix: list[list[int]]) -> list[dict[int, int]]:
+    """Return a basis of the rational combinations of rows that are zero, in integers."""
+    size = len(uploads)
+    rows = [[Fraction(v) for v in row] + [Fraction(i == j) for j in range(size)] for i, row in enumerate(matrix)]
+    rank, width = 0, len(matrix[0])
+    for column in range(width):
+        pivot = next((r for r in range(rank, size) if rows[r][column]), None)
+        if pivot is None:
+            continue
+        rows[rank], rows[pivot] = rows[pivot], rows[rank]
+        for r in range(rank + 1, size):
+            if factor := rows[r][column] / rows[rank][column]:
+                rows[r] = [a - factor * b for a, b in zip(rows[r], rows[rank], strict=True)]
+        rank += 1
+    found = []
+    for row in rows[rank:]:
+        factors = row[width:]
+        scale = int(np.lcm.reduce([f.denominator for f in factors]))
+        found.append({u: int(f * scale) for u, f in zip(uploads, factors, strict=True) if f})
+    return found
+
+
+@dataclass
+class Sums:
+    """All combinations of masked vectors that the server can compute.
+
+    Attributes:
+        basis: of the combinations, by the number of the upload.
+        exempt: sites whose vectors the adversary is given: those whose state was set back.
+    """
+
+    server: LyingServer
+    basis: list[dict[int, int]]
+    exempt: frozenset[str] = field(default_factory=frozenset)
+
+    def lightest(self, exempt: Collection[str] = ()) -> tuple[int, dict[int, int]] | None:
+        """Return the smallest number of honest vectors in a combination that has one, and the combination."""
+        uploads = self.server.uploads
+        unknowns = sorted(
+            {
+                uploads[u].unknown
+                for combination in self.basis
+                for u in combination
+                if uploads[u].plan.broadcast != POISON and uploads[u].site not in exempt
+            }
+        )
+        place = {unknown: i for i, unknown in enumerate(unknowns)}
+        vectors, combinations = [], []
+        for combination in self.basis:
+            vector = [0] * len(unknowns)
+            for u, factor in combination.items():
+                if uploads[u].unknown in place:
+                    vector[place[uploads[u].unknown]] += factor
+            vectors.append(vector)
+            combinations.append(combination)
+        best = None
+        for factors in _candidates(vectors):
+            weight = sum(any_of_column(factors, column) for column in zip(*vectors, strict=True))
+            if weight and (best is None or weight < best[0]):
+                best = (weight, factors)
+        if best is None:
+            return None
+        total: Counter[int] = Counter()
+        for factor, combination in zip(best[1], combinations, strict=True):
+            for u, value in combination.items():
+                total[u] += factor * value
+        return best[0], {u: value for u, value in total.items() if value}
+
+    def attack(self, exempt: Collection[str] = ()) -> int:
+        """Return the smallest number of honest vectors, after the server has really computed their combination.
+
+        0 if it learns nothing.
+        """
+        found = self.lightest(exempt)
+        if found is None:
+            return 0
+        weight, combination = found
+        expected = np.zeros(LENGTH, np.uint32)
+        for u, factor in combination.items():
+            expected += self.server.uploads[u].true * np.uint32(factor % (1 << 32))
+        assert np.array_equal(self.server.unmasked(combination), expected)
+        return weight
+
+
+def any_of_column(factors: Collection[int], column: Collection[int]) -> bool:
+    """Return whether a combination has this unknown."""
+    return sum(f * v for f, v in zip(factors, column, strict=True)) != 0
+
+
+_MOST_EXACT = 4  # vectors of a basis up to which all combinations are searched
+
+
+def _candidates(vectors: list[list[int]]) -> Iterator[list[int]]:
+    """Yield factors, among them those of the combination with the fewest nonzero entries.
+
+    A lightest combination is zero in so many independent columns that these determine it. With more than four vectors
+    only combinations of up to three of them are searched, which finds fewer.
+    """
+    count = len(vectors)
+    for i in range(count):
+        yield [int(i == j) for j in range(count)]
+    for size in range(2, min(count, _MOST_EXACT if count <= _MOST_EXACT else 3) + 1):
+        for chosen in itertools.combinations(range(count), size):
+            columns = {tuple(vectors[i][c] for i in chosen) for c in range(len(vectors[0]))} - {(0,) * size}
+            for zeros in itertools.combinations(sorted(columns), size - 1):
+                matrix = [list(row) for row in zip(*zeros, strict=True)]  # of factors that make these columns zero
+                null = _left_null_space(list(range(size)), matrix)
+                if len(null) == 1:
+                    factors = [0] * count
+                    for i, value in null[0].items():
+                        factors[chosen[i]] = value
+                    yield factors
