@@ -109,7 +109,7 @@ class SecureRoundAttempt(RoundAttempt):
             return self.exchange.method.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
-            # Its sites may have agreed to a sum of the round, or mask once a round, because they send different entries.
+            # Its sites may have agreed to a sum, or mask once a round because they send different entries.
             if attempt.in_sum or attempt.plan.entries:
                 tally.unseen["lost"] = True
             log(WARNING, "round %s: no sum: %s", self.round + 1, tally.unseen["reason"])

@@ -132,7 +132,7 @@ class InProcessFederation:
         attempt, clear = unseen.begin(round_, 0, chosen, entries), dict[str, Mapping[str, str]]()
         summed = MaskedUploadCodec.from_exchange(self.exchange, round_, attempt.plan.bits, self._claim)
         for site in chosen:
-            masked = summed.of_site(unseen.sites[site], attempt.plan, unseen.terms(attempt))
+            masked = summed.of_site(unseen.sites[site], attempt.plan, unseen.terms(attempt.plan, attempt.table))
             up = self._turn(round_, site, masked, entries)
             message, vector, attached = summed.receive(up)
             attempt.add(site, vector, attached)

@@ -13,7 +13,7 @@ from fedveil.console.provisioning.federation_folder import SiteRegistry, roster_
 from fedveil.errors import FedVeilError
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.adversary_model import DEVIATING
-from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 
 _WEAKER = "only the server then vouches for the sites' keys, so it could substitute its own"
 

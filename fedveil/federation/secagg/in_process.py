@@ -15,6 +15,7 @@ from fedveil.federation.secagg.flatten import FixedPointSums
 from fedveil.federation.secagg.mask_streams import Integers
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.federation.secagg.messages import UploadAttachment
+from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
 from fedveil.federation.secagg.roster import SigningKeyRoster
 from fedveil.federation.secagg.schema import SecAggMessage
@@ -72,18 +73,18 @@ class InProcessSecureSums:
         self.last = self.coordinator.attempt(round_, attempt, cohort, broadcast="", table=table, entries=digest)
         return self.last
 
-    def terms(self, attempt: UnmaskingAttempt) -> RoundTerms:
-        """Return what every site here knows of a client round."""
-        settings, plan = self.settings, attempt.plan
+    def terms(self, plan: AttemptPlan, table: str = "") -> RoundTerms:
+        """Return what every site here knows of a client round, with the text of the plan's table of entries."""
+        settings = self.settings
         return RoundTerms(
             self.run, plan.round, plan.attempt, settings.bits, settings.most_weight, settings.bound, settings.noise,
             settings.least, settings.colluding, settings.threshold, settings.neighbours, _CONFIG,
-            roster=self.roster, table=attempt.table, has_table=bool(attempt.table), is_alike=False,
+            roster=self.roster, table=table, has_table=bool(table), is_alike=False,
         )  # fmt: skip
 
-    def mask(self, site: str, attempt: UnmaskingAttempt, vector: Integers) -> UploadAttachment:
+    def mask(self, site: str, plan: AttemptPlan, vector: Integers) -> UploadAttachment:
         """Mask a site's vector in place. Raises as `SecAggSite.mask`."""
-        return self.sites[site].mask(attempt.plan, self.terms(attempt), vector)
+        return self.sites[site].mask(plan, self.terms(plan), vector)
 
     def pair_masks(self, site: str) -> dict[str, mask_streams.MaskStream]:
         """Return, by partner, what removes each pairwise mask of the site in the last attempt; call it before masking.
