@@ -9,19 +9,21 @@ import torch
 
 from fedveil import strategies
 from fedveil.config import SecureConfig
+from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation.exchange import MessageExchange
+from fedveil.federation.secagg.entry_plan import plan_entries
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from tests.conftest import ToyTrainer
 from tests.contract.test_contract import METHODS, SECRET, as_upload, spec_for, start
 
-SITES = list("abcde")  # t = 4
+SITES = list("abcde")  # q = t = 4
 MOST_EXAMPLES = 10
-# Silent before the upload, deaf at the unmasking, round by round: nobody, some, as many as there may be.
-PATTERNS = [("", ""), ("b", ""), ("e", "b"), ("c", "c"), ("", "d")]
+# Silent before the upload, deaf afterwards, round by round: nobody, or one of them, as many as there may be.
+PATTERNS = [("", ""), ("b", ""), ("", "b"), ("c", "c"), ("", "d")]
 VARIANTS = {
     "fedavg": [{"wire_dtype": "bfloat16"}],
     "fedex_lora": [{"wire_dtype": "bfloat16"}, {"upload_bits": 4}],
@@ -74,27 +76,29 @@ class Both:
         bound = {"dp_fpl": 256.0, "fedex_lora": 4096.0, "flora": 4096.0}.get(exchange.name, 16.0)
         config = SecureConfig(enabled=True, max_weight=MOST_EXAMPLES, clip_bound=bound, ring_bits=ring_bits)
         self.exchange, self.server, self.bits = exchange, start(exchange), ring_bits
-        self.local = InProcessSecureSums("run-31415", secagg_config_of(config), SITES)
+        self.local, self.config = InProcessSecureSums("run-31415", secagg_config_of(config), SITES), config
         self.private: dict[str, FederatedState | None] = {}
+
+    def entries(self, round_: int) -> EntryTable | None:
+        """Who sends what in a round, in the clear too: both sums are of the same uploads."""
+        return plan_entries(self.exchange, self.config, SITES, RoundContext(round_, "", False, SECRET, True))
 
     def attempt(self, round_: int, silent: str, seeded: bool = True):
         """One attempt's uploads, of both kinds: the attempt, what is summed, uploads in the clear, words in clear."""
-        attempt, summed = (
-            self.local.begin(round_, 0, SITES),
-            MaskedUploadCodec.from_exchange(self.exchange, round_, self.bits),
-        )
-        uploads, clear = [], {}
+        uploads, clear, entries = [], {}, self.entries(round_)
+        attempt = self.local.begin(round_, 0, SITES, entries)
+        summed = MaskedUploadCodec.from_exchange(self.exchange, round_, self.bits)
         for i, site in enumerate(SITES):
             if site in silent:
                 continue
             private, is_new = self.private.get(site), site not in self.private
-            ours = RoundContext(round_, site, is_new, SECRET, seeded)
-            theirs = RoundContext(round_, site, is_new, bytes([i + 7]) * 32, seeded)
+            ours = RoundContext(round_, site, is_new, SECRET, seeded, entries=entries)
+            theirs = RoundContext(round_, site, is_new, bytes([i + 7]) * 32, seeded, entries=entries)
             down = self.exchange.broadcast(self.server, ours)
             trainer = ToyTrainer(self.exchange.spec, 3 + i, 0.25 + 0.375 * i)
             _, parts = self.exchange.participate(down, private, trainer, theirs)
             uploads.append(as_upload(self.exchange, b"".join(parts), ours))
-            turn = summed.of_site(self.local.sites[site], attempt.plan)
+            turn = summed.of_site(self.local.sites[site], attempt.plan, self.local.terms(attempt.plan, attempt.table))
             self.private[site], parts = turn(down, private, trainer, theirs, "")
             message, vector, attached = summed.receive(b"".join(parts))
             attempt.add(site, vector, attached)
@@ -108,7 +112,7 @@ class Both:
         sums.check(1e6)
         wanted = self.exchange.aggregate(self.server, uploads)
         secure_state = self.exchange.method.server_update(
-            self.server, sums, RoundContext(round_, "", False, SECRET, True)
+            self.server, sums, RoundContext(round_, "", False, SECRET, True, entries=self.entries(round_))
         )
         self.server = secure_state
         return secure_state, wanted, len(SITES) / (2 * FixedPointRing.from_plan(attempt.plan).scale)
@@ -153,10 +157,11 @@ def test_below_the_least_or_the_threshold_nothing_is_opened(name):
     attempt, summed, _, clear = both.attempt(0, "abc")
     with pytest.raises(QuorumError, match="min-sites"):
         both.local.sums(attempt, summed, clear)
-    assert all(site.store.load().answered == {} for site in both.local.sites.values())
+    assert all(both.local.sites[site].store.load().live.phase == "masked" for site in "de")
     attempt, summed, _, clear = both.attempt(1, "b")
     with pytest.raises(QuorumError, match="threshold"):
         both.local.sums(attempt, summed, clear, deaf="ab")
+    assert all(site.store.load().live.phase != "opened" for site in both.local.sites.values())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -164,11 +169,13 @@ def test_an_upload_says_nothing_beside_its_sum(name):
     """Neither examples nor report nor variant; and whatever the draw, as many bytes of payload."""
     exchange = exchange_of(name, {})
     both, sizes = Both(exchange), set()
-    attempt, summed = both.local.begin(0, 0, SITES), MaskedUploadCodec.from_exchange(exchange, 0, 32)
+    entries = both.entries(0)
+    attempt = both.local.begin(0, 0, SITES, entries)
+    summed = MaskedUploadCodec.from_exchange(exchange, 0, 32)
     for i, site in enumerate(SITES):
-        down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True))
-        ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True)
-        turn = summed.of_site(both.local.sites[site], attempt.plan)
+        down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True, entries=entries))
+        ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True, entries=entries)
+        turn = summed.of_site(both.local.sites[site], attempt.plan, both.local.terms(attempt.plan, attempt.table))
         _, parts = turn(down, None, ToyTrainer(exchange.spec, 3 + i), ctx, "")
         message, vector, _ = summed.receive(b"".join(parts))
         assert (message.num_examples, message.report, message.payload.variant) == (None, {}, "")
