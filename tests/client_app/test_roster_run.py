@@ -8,7 +8,7 @@ from fedveil.client_app import app as client
 from fedveil.config import parse
 from fedveil.errors import QuorumError
 from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.server_app.flower_strategy import MethodStrategy
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg

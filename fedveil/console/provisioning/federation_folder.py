@@ -61,7 +61,7 @@ from fedveil.console.flower.instruction_key_files import signers_file
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners, require_moment
 from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg.membership import SigningKeyRoster
+from fedveil.federation.secagg.roster import SigningKeyRoster
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 

@@ -24,7 +24,7 @@ from fedveil.console.provisioning import enrollment, instruction_keys, startup_k
 from fedveil.console.provisioning.federation_folder import FederationFile, SiteRegistry, roster_file
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
-from fedveil.federation.secagg.membership import SigningKeyRoster, roster_digest
+from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 

@@ -11,7 +11,7 @@ from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.console.main import main
 from fedveil.console.provisioning.federation_folder import SiteRegistry, roster_file
 from fedveil.errors import ConfigError
-from fedveil.federation.secagg.membership import roster_digest
+from fedveil.federation.secagg.roster import roster_digest
 from fedveil.server_app.secure_round import read_roster
 from tests.fedveil.console.provisioning.test_provision import enrolled, federation, public_signing, register  # noqa: F401
 
