@@ -130,8 +130,8 @@ class SecureRoundAttempt(RoundAttempt):
         attempt, unseen = self.unmasking, self.tally.unseen
         plan = attempt.plan
         unseen |= {
-            "sites": len(attempt.in_sum), "holders": plan.neighbours or len(plan.members), "quorum": plan.quorum,
-            "threshold": plan.threshold, "colluding": plan.colluding,
+            "sites": len(attempt.in_sum), "cohort": len(plan.members), "quorum": plan.quorum,
+            "threshold": plan.threshold, "neighbours": plan.neighbours, "colluding": plan.colluding,
         }  # fmt: skip
         seconds = max(SECONDS, self.settings.cohort.deadline_seconds)
         deaf: dict[str, str] = {}

@@ -76,7 +76,6 @@ def same_masks(monkeypatch) -> None:
     """Secure aggregation with the same masks in every run of a test: else one run in many finds something in noise."""
     drawn = np.random.default_rng(271828)
     monkeypatch.setattr(os, "urandom", drawn.bytes)
-    monkeypatch.setattr("Crypto.Protocol.SecretSharing.rng", drawn.bytes)  # shares are a part of a mask's context
 
 
 @dataclass

@@ -187,10 +187,13 @@ def not_protected(method: Method, config: RunConfig) -> list[str]:
         sentences.append(
             "Single uploads, from the server, with each site's number of examples and the losses it reported."
         )
-    elif exception := single_site(method.has_partial_uploads):
+    elif exception := single_site(method.has_single_site_entries):
         sentences.append(exception)
     if config.secure.enabled:
-        sentences.append("A site's upload, from a server that deviates from secure aggregation's protocol or lies.")
+        sentences.append(
+            "A site's upload, from a server that deviates from secure aggregation's protocol or lies, unless every "
+            "site's policy requires secure aggregation and names the roster of signing keys."
+        )
     if config.run.capture_messages:
         sentences.append(
             "What the server kept of the messages (run.capture-messages), which is as confidential as they are."

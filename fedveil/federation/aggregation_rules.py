@@ -85,13 +85,11 @@ def check_secure(secure: SecureConfig, aggregate: AggregateConfig, cohort: Cohor
         ("aggregate.rule", aggregate.rule, "mean", "other rules compare single uploads"),
         ("cohort.max-norm-ratio", cohort.max_norm_ratio, 0.0, "norms of single uploads are not known"),
     )
-    if secure.graph_degree:
-        asked += (("cohort.fraction", cohort.fraction, 1.0, "a cohort may leave out a site's neighbors"),)
     for key, value, expected, why in asked:
         if value != expected:
             raise ConfigError(f"{key}: expected {expected!r} with secure.enabled ({why}), found {value!r}")
-    if secure.threshold == 1 or 0 < secure.graph_degree < secure.threshold:
-        raise ConfigError(f"secure.threshold: expected 0, or from 2 to the number of holders, found {secure.threshold}")
+    if secure.threshold == 1:
+        raise ConfigError("secure.threshold: expected 0, or at least 2 sites that agree to a sum, found 1")
 
 
 def check_entries(method: Method, secure: SecureConfig, cohort: CohortConfig, sites: int = 0) -> None:

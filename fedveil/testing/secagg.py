@@ -8,12 +8,20 @@ from __future__ import annotations
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.mask_streams import KEY_BYTES, MaskStream, add_masks
-from fedveil.federation.secagg.messages import OpenRequest, OpenResponse
+from fedveil.federation.secagg.messages import (
+    AgreeRequest,
+    AgreeResponse,
+    OpenRequest,
+    OpenResponse,
+    sign_statement,
+)
 from fedveil.federation.secagg.server import SecAggConfig
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 
 __all__ = [
     "KEY_BYTES",
+    "AgreeRequest",
+    "AgreeResponse",
     "FixedPointRing",
     "InProcessSecureSums",
     "MaskStream",
@@ -22,4 +30,5 @@ __all__ = [
     "SecAggConfig",
     "UnmaskingAttempt",
     "add_masks",
+    "sign_statement",
 ]

@@ -48,7 +48,7 @@ def test_sites_that_know_each_other_give_the_sum(tmp_path, monkeypatch):
     (record,) = run(tmp_path, use_toy_task(monkeypatch))
     assert record.accepted == list(NAMES)
     assert record.unseen == {
-        "sites": 4, "holders": 4, "quorum": 3, "threshold": 3, "colluding": 1, "deaf": {},
+        "sites": 4, "cohort": 4, "quorum": 3, "threshold": 3, "neighbours": 0, "colluding": 1, "deaf": {},
     }  # fmt: skip
     assert record.reports == {}
 

@@ -20,10 +20,10 @@ from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from tests.conftest import ToyTrainer
 from tests.contract.test_contract import METHODS, SECRET, as_upload, spec_for, start
 
-SITES = list("abcde")  # t = 4
+SITES = list("abcde")  # q = t = 4
 MOST_EXAMPLES = 10
-# Silent before the upload, deaf at the unmasking, round by round: nobody, some, as many as there may be.
-PATTERNS = [("", ""), ("b", ""), ("e", "b"), ("c", "c"), ("", "d")]
+# Silent before the upload, deaf afterwards, round by round: nobody, or one of them, as many as there may be.
+PATTERNS = [("", ""), ("b", ""), ("", "b"), ("c", "c"), ("", "d")]
 VARIANTS = {
     "fedavg": [{"wire_dtype": "bfloat16"}],
     "fedex_lora": [{"wire_dtype": "bfloat16"}, {"upload_bits": 4}],
@@ -85,11 +85,9 @@ class Both:
 
     def attempt(self, round_: int, silent: str, seeded: bool = True):
         """One attempt's uploads, of both kinds: the attempt, what is summed, uploads in the clear, words in clear."""
-        attempt, summed = (
-            self.local.begin(round_, 0, SITES),
-            MaskedUploadCodec.from_exchange(self.exchange, round_, self.bits),
-        )
         uploads, clear, entries = [], {}, self.entries(round_)
+        attempt = self.local.begin(round_, 0, SITES, entries)
+        summed = MaskedUploadCodec.from_exchange(self.exchange, round_, self.bits)
         for i, site in enumerate(SITES):
             if site in silent:
                 continue
@@ -100,7 +98,7 @@ class Both:
             trainer = ToyTrainer(self.exchange.spec, 3 + i, 0.25 + 0.375 * i)
             _, parts = self.exchange.participate(down, private, trainer, theirs)
             uploads.append(as_upload(self.exchange, b"".join(parts), ours))
-            turn = summed.of_site(self.local.sites[site], attempt.plan)
+            turn = summed.of_site(self.local.sites[site], attempt.plan, self.local.terms(attempt.plan, attempt.table))
             self.private[site], parts = turn(down, private, trainer, theirs, "")
             message, vector, attached = summed.receive(b"".join(parts))
             attempt.add(site, vector, attached)
@@ -159,10 +157,11 @@ def test_below_the_least_or_the_threshold_nothing_is_opened(name):
     attempt, summed, _, clear = both.attempt(0, "abc")
     with pytest.raises(QuorumError, match="min-sites"):
         both.local.sums(attempt, summed, clear)
-    assert all(site.store.load().answered == {} for site in both.local.sites.values())
+    assert all(both.local.sites[site].store.load().live.phase == "masked" for site in "de")
     attempt, summed, _, clear = both.attempt(1, "b")
     with pytest.raises(QuorumError, match="threshold"):
         both.local.sums(attempt, summed, clear, deaf="ab")
+    assert all(site.store.load().live.phase != "opened" for site in both.local.sites.values())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -170,12 +169,13 @@ def test_an_upload_says_nothing_beside_its_sum(name):
     """Neither examples nor report nor variant; and whatever the draw, as many bytes of payload."""
     exchange = exchange_of(name, {})
     both, sizes = Both(exchange), set()
-    attempt, summed = both.local.begin(0, 0, SITES), MaskedUploadCodec.from_exchange(exchange, 0, 32)
     entries = both.entries(0)
+    attempt = both.local.begin(0, 0, SITES, entries)
+    summed = MaskedUploadCodec.from_exchange(exchange, 0, 32)
     for i, site in enumerate(SITES):
         down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True, entries=entries))
         ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True, entries=entries)
-        turn = summed.of_site(both.local.sites[site], attempt.plan)
+        turn = summed.of_site(both.local.sites[site], attempt.plan, both.local.terms(attempt.plan, attempt.table))
         _, parts = turn(down, None, ToyTrainer(exchange.spec, 3 + i), ctx, "")
         message, vector, _ = summed.receive(b"".join(parts))
         assert (message.num_examples, message.report, message.payload.variant) == (None, {}, "")

@@ -120,7 +120,7 @@ def test_a_run_whose_uploads_nobody_sees_ends_as_one_in_the_clear_to_the_roundin
     assert [r.accepted for r in history] == [r.accepted for r in open_history] == [SITES] * 3
     assert all(r.reports for r in open_history)
     assert not any(r.reports or r.failed or r.unseen["deaf"] for r in history)
-    expected = {"sites": 5, "holders": 5, "quorum": 4, "threshold": 4, "colluding": 1, "deaf": {}}
+    expected = {"sites": 5, "cohort": 5, "quorum": 4, "threshold": 4, "neighbours": 0, "colluding": 1, "deaf": {}}
     assert history[0].unseen == expected
 
 

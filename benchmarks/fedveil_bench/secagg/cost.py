@@ -1,11 +1,12 @@
 """Measure the costs of secure aggregation: at a site, at the server, on the wire, and over gRPC against a clear run.
 
-The keys and shares of all sites are real, and so is one site's masked vector and the whole unmasking. The other sites'
-vectors are zeros: what the server adds up, rebuilds and takes off does not depend on what is in them.
+The keys, shares and signatures of all sites are real, and so is one site's masked vector and the whole unmasking. The
+other sites' vectors are zeros: what the server adds up, rebuilds and takes off does not depend on what is in them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -25,14 +26,17 @@ from fedveil.attacks.statistics import confidence_interval
 from fedveil.errors import ConfigError
 from fedveil.testing.secagg import (
     KEY_BYTES,
+    AgreeRequest,
+    AgreeResponse,
     FixedPointRing,
     InProcessSecureSums,
     MaskStream,
+    OpenRequest,
+    OpenResponse,
     SecAggConfig,
     UnmaskingAttempt,
-    UnmaskRequest,
-    UnmaskResponse,
     add_masks,
+    sign_statement,
 )
 from fedveil_bench.runner import BenchOptions, BenchOutcome
 
@@ -44,7 +48,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
     rows = [_masking(settings["weights"][-1])]
     for weights in settings["weights"]:
         for sites in settings["sites"]:
-            for silent in sorted({0, 1, (sites - 1) // 3}):  # no holder opens a sum with more of them missing
+            for silent in sorted({0, 1, (sites - 1) // 3}):  # no site agrees to a sum with more of them missing
                 if sites - silent >= 3:
                     rows.append(_apart(sites, weights, silent))
                     options.say(json.dumps(rows[-1]))
@@ -98,20 +102,23 @@ def measure_attempt(sites: int, weights: int, silent: int) -> dict[str, float]:
     values, vector = torch.zeros(weights), np.zeros(weights, FixedPointRing.from_plan(plan).dtype)
     started = time.process_time()
     FixedPointRing.from_plan(plan).encode(values, 1, None, vector)
-    attached = {first: local.sites[first].mask(plan, vector)}
+    attached = {first: local.mask(first, plan, vector)}
     site = time.process_time() - started
     del values
-    empty, small = np.zeros(weights, vector.dtype), np.zeros(1, vector.dtype)
+    empty = np.zeros(weights, vector.dtype)
+    of_zeros = {"vector": hashlib.sha256(empty.data).hexdigest()}
     before = _memory_mb()
     added: list[float] = []
     for name in names[: sites - silent]:
         if name not in attached:
-            attached[name] = local.sites[name].mask(plan, small)
+            unsigned = local.mask(name, plan, np.zeros(1, vector.dtype)).model_copy(update=of_zeros)
+            attached[name] = sign_statement(unsigned, name, local.sites[name].signing_key)
         started = time.process_time()
         attempt.add(name, vector if name == first else empty, attached[name])
         added.append(time.process_time() - started)
     memory = _memory_mb() - before
-    opened, holder = _opened(local, attempt)
+    agree_bytes, agree_seconds = _agreed(local, attempt)
+    open_bytes, open_seconds = _opened(local, attempt)
     started = time.process_time()
     attempt.total()
     unmasked = time.process_time() - started
@@ -123,22 +130,39 @@ def measure_attempt(sites: int, weights: int, silent: int) -> dict[str, float]:
         "upload_bytes_beyond_the_vector": upload - vector.nbytes,
         "plan_bytes": len(plan.to_bytes()),
         "add_seconds_an_upload": statistics.median(added),
-        "holder_seconds": holder,
-        "unmask_bytes_a_holder": opened,
+        "agree_seconds_a_site": agree_seconds,
+        "agree_bytes_a_site": agree_bytes,
+        "open_seconds_a_site": open_seconds,
+        "open_bytes_a_site": open_bytes,
         "unmask_seconds": unmasked,
         "server_memory_mb": memory,
     }
 
 
-def _opened(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[float, float]:
-    """All holders open their shares. Returns the bytes of one's question and answer, and its CPU seconds: medians."""
-    sizes, seconds = [], []
-    for holder, asked in attempt.questions().items():
+def _agreed(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[float, float]:
+    """All sites of the list sign it, where a site is missing. Returns as `_opened`; zeros if nobody is asked."""
+    attempt.close()
+    sizes, seconds = [0], [0.0]
+    for site, asked in attempt.agree_requests().items() if attempt.needs_agreement else ():
         data = asked.to_bytes()
         started = time.process_time()
-        answer = local.sites[holder].unmask(UnmaskRequest.from_bytes(data)).to_bytes()
+        answer = local.sites[site].agree(AgreeRequest.from_bytes(data)).to_bytes()
         seconds.append(time.process_time() - started)
-        attempt.answer(holder, UnmaskResponse.from_bytes(answer))
+        attempt.take_agreement(site, AgreeResponse.from_bytes(answer))
+        sizes.append(len(data) + len(answer))
+    return statistics.median(sizes), statistics.median(seconds)
+
+
+def _opened(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[float, float]:
+    """All sites of the list open their shares. Returns the bytes of one's request and answer, and its CPU seconds:
+    medians."""
+    sizes, seconds = [], []
+    for holder, asked in attempt.open_requests().items():
+        data = asked.to_bytes()
+        started = time.process_time()
+        answer = local.sites[holder].open(OpenRequest.from_bytes(data)).to_bytes()
+        seconds.append(time.process_time() - started)
+        attempt.take_opening(holder, OpenResponse.from_bytes(answer))
         sizes.append(len(data) + len(answer))
     return statistics.median(sizes), statistics.median(seconds)
 

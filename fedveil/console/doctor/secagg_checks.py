@@ -10,9 +10,10 @@ from fedveil.client_app.secure_round import read_key
 from fedveil.console.doctor.checks import CheckResult
 from fedveil.console.provisioning.enrollment import SIGNING_KEY, short_key
 from fedveil.console.provisioning.federation_folder import SiteRegistry, roster_file
+from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.errors import FedVeilError
 from fedveil.federation.secagg import crypto
-from fedveil.federation.secagg.adversary_model import DEVIATING
+from fedveil.federation.secagg.adversary_model import EnforcedBounds
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 
 _WEAKER = "only the server then vouches for the sites' keys, so it could substitute its own"
@@ -34,7 +35,7 @@ def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
 
 
 def check_roster(site: SiteConfig) -> CheckResult:
-    """Check that the policy names the other sites' keys and requires secure aggregation if it sets its bounds."""
+    """Check that the policy names the other sites' keys, and what holds against a server that lies with its bounds."""
     name = "roster"
     if not site.policy:
         return CheckResult(name, "warn", f"no policy: {_WEAKER}")
@@ -45,7 +46,21 @@ def check_roster(site: SiteConfig) -> CheckResult:
         )
     if not policy.roster:
         return CheckResult(name, "warn" if policy.require_secure else "ok", f"the policy names no roster: {_WEAKER}")
-    return CheckResult(name, "ok", f"{policy.roster}, which must be the same at the other sites. {DEVIATING}")
+    if not site.site:
+        return CheckResult(
+            name, "warn", "the policy names a roster, but the node config no site: this site refuses masked runs, as "
+            "the server could name another folder for its state; set site",
+        )  # fmt: skip
+    enforced = EnforcedBounds.from_requirements(site_requirements(policy))
+    assert enforced is not None  # there is a roster
+    same = f"{policy.roster}, which must be the same at the other sites"
+    if not policy.min_cohort:
+        honest = enforced.least - enforced.colluding
+        return CheckResult(
+            name, "warn", f"{same}. Without min-cohort the policy permits cohorts of {enforced.least} sites, and sums "
+            f"with {honest} honest sites: set min-cohort",
+        )  # fmt: skip
+    return CheckResult(name, "ok", f"{same}. {enforced.words}")
 
 
 def check_registered_key(folder: Path) -> CheckResult:

@@ -44,9 +44,10 @@ require-signed-instructions = true      # signed by the server's key of instruct
 # delta = 1e-5                          # delta of the site's privacy ledger, next to what a run claims
 # adjacency = "replace-one"
 # hours = ["20:00-06:00"]
-# require-secure = true                 # uploads leave this site masked: for a server that keeps to the protocol
+# require-secure = true                 # uploads leave this site masked; with a roster also for a server that lies
 # min-cohort = 5                        # minimum number of sites in a sum
-# min-threshold = 4                     # number of sites that must help before any secret of this one is opened
+# min-threshold = 4                     # number of sites that must agree to a sum with this site
+# min-colluders = 1                     # sites that may work with a server that lies
 # roster = "sha256:5f0c..."             # fedveil members roster; compare it with the other sites, not with the server
 # [permits]                             # all other keys of the run config; this table comes last in the file
 # "train.batch-size" = {min = 8, max = 64}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedveil.config import RunConfig, SecureConfig
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import NOT_BOUND, AdversaryModel
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import secagg_config_of
-from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
-from fedveil.federation.secagg.schema import HOLDER_CHARACTERS
+from fedveil.federation.secagg.masked_upload import MaskedUploadCodec, most_attached
+from fedveil.federation.secagg.plan_checks import SiteRequirements
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,25 @@ class MaskedUploadPreview:
 
     Attributes:
         sites: number of participating sites.
+        neighbours: number of sites with which a site shares masks; 0 = all.
+        quorum: sites that must agree to a sum.
+        threshold: shares that open a secret.
         length: number of integers in a vector.
         in_clear: names of the values that the method's payload carries unmasked.
-        partial: the method's `has_partial_uploads`.
+        partial: an entry of a sum may come from one site.
+        broadcasts_bound: the method sends every site the same, and sites keep no private state.
     """
 
     secure: SecureConfig
     sites: int
-    holders: int
+    neighbours: int
+    quorum: int
     threshold: int
     ring: FixedPointRing
     length: int
     in_clear: tuple[str, ...]
     partial: bool
+    broadcasts_bound: bool
 
     @classmethod
     def from_exchange(cls, exchange: MessageExchange, config: RunConfig, sites: int = 0) -> MaskedUploadPreview:
@@ -48,13 +54,11 @@ class MaskedUploadPreview:
             )
         aggregation_rules.check_entries(exchange.method, secure, cohort, count)
         settings = secagg_config_of(secure)
-        holders = settings.holders(count)
-        threshold = settings.shares(holders)
-        if threshold > holders:
-            raise ConfigError(
-                f"secure.threshold: expected at most {holders}, the holders among {count} sites, found {threshold}; "
-                "lower it, or set the number of sites with --sites"
-            )
+        try:
+            settings.check_cohort(count)
+            neighbours, threshold = settings.graph(count)
+        except QuorumError as error:
+            raise ConfigError(f"{error}; or set the number of sites with --sites") from None
         try:
             ring = FixedPointRing(secure.ring_bits, count, secure.max_weight, secure.clip_bound)
         except ValueError as error:
@@ -63,24 +67,29 @@ class MaskedUploadPreview:
         return cls(
             secure,
             count,
-            holders,
+            neighbours,
+            settings.quorum(count),
             threshold,
             ring,
             length,
             tuple(sorted(word.name for word in exchange.layout.scalars if word.direction == "up")),
-            exchange.method.has_partial_uploads,
+            exchange.method.has_single_site_entries,
+            exchange.method.sends_same_broadcast and not exchange.method.keeps_private_state,
         )
 
     @property
     def bytes(self) -> int:
         """Return the maximum size of an upload's fields."""
-        return self.length * self.ring.bits // 8 + self.holders * HOLDER_CHARACTERS
+        partners = self.neighbours or self.sites - 1
+        return self.length * self.ring.bits // 8 + most_attached(self.neighbours or self.sites, partners)
 
-    @property
-    def words(self) -> list[str]:
-        """Return sentences on what leaves the site, and against which adversaries that holds."""
+    def words(self, demands: SiteRequirements) -> list[str]:
+        """Return sentences on what leaves the site, and against which adversaries that holds with its policy."""
         secure, ring = self.secure, self.ring
-        claim = AdversaryModel(self.holders, self.threshold, secure.min_sites, self.partial)
+        claim = AdversaryModel(
+            self.quorum, self.threshold, secure.min_sites, secure.max_colluders, self.neighbours, self.partial,
+            self.broadcasts_bound, demands,
+        )  # fmt: skip
         clear = f"; and the scalars {', '.join(self.in_clear)}" if self.in_clear else ""
         counts = (
             "every site counts equally, regardless of its number of examples (secure.max-weight = 1)"
@@ -94,7 +103,7 @@ class MaskedUploadPreview:
             "  not sent: its number of examples, and the losses, steps and seconds of its training",
             f"  values are clipped to +-{secure.clip_bound:g} here; rounding changes a mean by at most {ring.step:.2g}",
             f"  {counts}",
-            f"With {self.sites} sites, of which {self.holders} hold shares of a site's secrets and {self.threshold} "
-            f"can open one, and sums of at least {secure.min_sites} sites:",
+            f"With {self.sites} sites, of which {self.quorum} must agree to a sum before its masks are removed, and "
+            f"sums of at least {claim.least_in_sum} sites:",
             *(f"  {line}" for line in (*claim.words, NOT_BOUND)),
         ]

@@ -13,9 +13,16 @@ from fedveil.client_app.state.client_state import SECURE
 from fedveil.console.runs.retained_state import RetainedRunState
 from fedveil.console.runs.run_reader import Row, RunView
 from fedveil.console.runs.site_notes import read_site_note
+from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.federation.secagg.adversary_model import NOT_BOUND, AdversaryModel, single_site, weakest_adversary
+from fedveil.federation.secagg.adversary_model import (
+    NOT_BOUND,
+    TWO_ROUNDS,
+    single_site,
+    weakest_adversary,
+    words_for_lying_server,
+)
 from fedveil.sanitize import sanitize
 
 NOT_SEEN = (
@@ -25,55 +32,55 @@ NOT_SEEN = (
 
 
 def secagg_note(unseen: Mapping[str, Any]) -> str:
-    """Describe an attempt briefly: "sum of 3 sites, 3 of 4 holders can open it; unresponsive: west"."""
+    """Describe an attempt briefly: "sum of 3 of 4 sites, 3 must agree to it; unresponsive: west"."""
     parts = []
     if "sites" in unseen:
-        parts.append(
-            f"sum of {unseen['sites']} sites, {unseen['threshold']} of {unseen['holders']} holders can open it"
-        )
+        parts.append(f"sum of {unseen['sites']} of {unseen['cohort']} sites, {unseen['quorum']} must agree to it")
     if deaf := unseen.get("deaf"):
         parts.append(
             "unresponsive: " + ", ".join(f"{sanitize(site, 80)} ({sanitize(why, 200)})" for site, why in deaf.items())
         )
     if reason := unseen.get("reason"):
-        parts.append(f"NO SUM, discarded: {sanitize(reason)}")
+        lost = "NO SUM, round lost" if unseen.get("lost") else "NO SUM, discarded"
+        parts.append(f"{lost}: {sanitize(reason)}")
     return "; ".join(parts)
 
 
 def attempt_rows(run: RunView) -> list[list[object]]:
-    """Return a row per attempt: round and attempt from 1, sites in the sum, share holders, threshold, and reasons.
+    """Return a row per attempt: round and attempt from 1, sites in the sum, of the cohort, quorum, and reasons.
 
-    The reasons are why holders revealed no shares, and why there is no sum.
+    The reasons are why sites signed no list or revealed no shares, and why there is no sum.
     """
     return [[a["round"] + 1, a.get("attempt", 0) + 1, *_of_attempt(a["unseen"])] for a in run.unseen]
 
 
 def _of_attempt(unseen: Row) -> list[object]:
     deaf = "; ".join(f"{site}: {why}" for site, why in (unseen.get("deaf") or {}).items())
-    return [*(unseen.get(key) for key in ("sites", "holders", "threshold")), deaf or None, unseen.get("reason")]
+    return [*(unseen.get(key) for key in ("sites", "cohort", "quorum")), deaf or None, unseen.get("reason")]
 
 
 def secagg_claims(run: RunView) -> list[str]:
     """Return the run's security claims, based on its weakest attempt."""
     least = int(run.config.get("config", {}).get("secure.min-sites", 2))
-    adversary = weakest_adversary((attempt["unseen"] for attempt in run.unseen), least, _partial(run))
+    adversary = weakest_adversary((attempt["unseen"] for attempt in run.unseen), least, *_exceptions(run))
     return [*adversary.words, NOT_BOUND] if adversary else []
 
 
 def not_seen(run: RunView) -> str:
     """Return `NOT_SEEN`, with the exception for the run's method."""
-    return " ".join(filter(None, [NOT_SEEN, single_site(_partial(run))]))
+    return " ".join(filter(None, [NOT_SEEN, single_site(_exceptions(run)[0])]))
 
 
-def _partial(run: RunView) -> bool | None:
-    """Return the method's `has_partial_uploads`; None if this version cannot create the run's method."""
+def _exceptions(run: RunView) -> tuple[bool | None, bool | None]:
+    """Return `partial` and `broadcasts_bound` of the run's method; None if this version cannot create it."""
     from fedveil import strategies  # imports torch, only for a secure run's pages
 
     try:
         fields = run.config["method"]["fields"]
-        return strategies.create_from_json(run.method, json.dumps(fields)).has_partial_uploads
+        method = strategies.create_from_json(run.method, json.dumps(fields))
     except (ConfigError, KeyError, TypeError):
-        return None
+        return None, None
+    return method.has_single_site_entries, method.sends_same_broadcast and not method.keeps_private_state
 
 
 def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key_file: str = "") -> list[str]:
@@ -92,11 +99,16 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
         )
     except (FedVeilError, OSError, ValueError) as error:
         return [f"secure aggregation: cannot read its keys: {sanitize(error)}"]
-    if secagg_state is None or secagg_state.membership is None:
-        return ["secure aggregation: key made, but no membership joined yet"]
-    holders, threshold = secagg_state.membership.count, secagg_state.membership.threshold
-    claim = AdversaryModel(
-        holders, threshold, site_policy.min_cohort or 2, partial=None
-    )  # a site does not record the method
-    about = f"secure aggregation: {threshold} of {holders} holders open a secret; sums of at least {claim.least} sites"
-    return [f"{about}, by this site's policy", *claim.words, NOT_BOUND]
+    if secagg_state is None or secagg_state.fence.masked is None:
+        return ["secure aggregation: key made, but nothing masked yet"]
+    round_, attempt = secagg_state.fence.masked
+    signed = secagg_state.fence.signed
+    agreed = "agreed to no sum yet" if signed is None else f"agreed to a sum last in round {signed + 1}"
+    words = words_for_lying_server(site_requirements(site_policy), broadcasts_bound=None)  # the method is not recorded
+    return [
+        f"secure aggregation: masked last for round {round_ + 1}, attempt {attempt + 1}; {agreed}",
+        *words,
+        single_site(None),
+        TWO_ROUNDS,
+        NOT_BOUND,
+    ]

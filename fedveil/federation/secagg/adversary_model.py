@@ -1,17 +1,23 @@
-"""State which adversary a run of secure aggregation holds against today.
+"""State which adversary a run of secure aggregation holds against.
 
-A site's secrets have N holders, and any t holders can reconstruct one; a sum has at least K sites; c
-sites collude with the server.
+A cohort has m sites, q of them sign the list of a sum, t shares open a secret, a sum has at least K sites,
+and c sites work with the server. L = max(q, K).
 
-| adversary | learns only the sum of the other sites' uploads |
-|---|---|
-| a server that keeps to the protocol (honest but curious), and c sites | if c < t and c <= K - 2: where one other site
-  alone is in it, the sum is that site's upload |
-| a server that deviates from the protocol or lies | not claimed, with a roster or without |
+| adversary | sees of the other sites' uploads no more than | if |
+|---|---|---|
+| a server that keeps to the protocol (honest but curious), and c sites | one sum of each round | c < t, c <= L - 2;
+  with neighbors c <= secure.max-colluders, for which every site checks the graph |
+| a server that lies, and c sites | one sum of a plan, with at least L - c honest sites; of all sums of a round together
+  nothing with fewer than q - c honest sites | every site's policy names one roster and requires secure aggregation,
+  2 q > m + c, t > c, L - c >= 2 |
+| a server that lies, without a roster | everything | - |
 
-Where not every site sends every entry (`Method.has_partial_uploads`), some entries of the sum may come
-from one site. The table is about one sum. Two sums of nearly the same sites from the same weights differ
-by the uploads of the sites that are not in both.
+A server that lies chooses the run config, the cohort and the plan. So what a site can count on is the least that its
+policy accepts: `EnforcedBounds`. That leaves c sites, those of the policy's min-colluders: with c of them every plan
+that passes has 2 q > m + c, t > c and L >= c + 2, and some plan has no more.
+
+Not claimed: entries that fewer sites send (`Method.has_single_site_entries`); broadcasts, if the method's messages
+differ by site or sites keep private state; what the sums of two rounds show by their difference.
 """
 
 from __future__ import annotations
@@ -20,7 +26,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedveil.federation.secagg.plan_checks import SiteRequirements
+
 DEVIATING = "Does not hold against a server that deviates from the protocol or lies."
+POLICIES_DECIDE = (
+    "Against a server that deviates from the protocol or lies, it holds only as far as the sites' policies enforce it, "
+    "which this record does not show; fedveil explain --policy and fedveil site status show it at each site."
+)
 SINGLE_SITE = (
     "With this method not every site sends every entry, so some entries of the sum may come from one site alone: its "
     "values and its weight."
@@ -28,6 +40,18 @@ SINGLE_SITE = (
 SINGLE_SITE_METHODS = (
     "If the method does not have every site send every entry, some entries of the sum may come from one site alone "
     "(fedveil explain shows whether they do)."
+)
+BROADCASTS = (
+    "With this method, sites keep private state or get different messages: a server that lies can send some sites "
+    "weights or instructions that leave one site's update alone in the sum."
+)
+BROADCASTS_METHODS = (
+    "If sites keep private state with the method, or get different messages, a server that lies can send some sites "
+    "weights or instructions that leave one site's update alone in the sum (fedveil explain shows whether they do)."
+)
+TWO_ROUNDS = (
+    "Two rounds' sums of nearly the same sites from the same weights differ by the uploads of the sites that are not "
+    "in both; only noise (dp.*) limits what that shows."
 )
 NOT_BOUND = (
     "A registered site can answer in the name of another site, and can end the run: a reply is not yet bound to the "
@@ -52,56 +76,137 @@ def server_learns(partial: bool | None) -> str:
 
 
 @dataclass(frozen=True)
-class AdversaryModel:
-    """The adversaries against which a membership protects.
+class EnforcedBounds:
+    """What a site can count on, whatever plan a server makes that the site's policy accepts.
 
     Attributes:
-        holders: N.
-        threshold: t.
-        least: K.
-        partial: the method's `has_partial_uploads`; None where the method is not known.
+        colluding: c, sites that may work with a server that lies.
+        least: the smallest L, which is also the smallest cohort.
+        quorum: the smallest q.
     """
 
-    holders: int
+    colluding: int
+    least: int
+    quorum: int
+
+    @classmethod
+    def from_requirements(cls, demands: SiteRequirements) -> EnforcedBounds | None:
+        """Return the bounds; None without a roster, since the server could then be every other site."""
+        if not demands.roster:
+            return None
+        colluding = demands.colluding
+        least = max(demands.min_cohort, demands.min_threshold, colluding + 2)
+        quorum = max(demands.min_threshold, (least + colluding) // 2 + 1)
+        return cls(colluding, least, quorum)
+
+    @property
+    def words(self) -> str:
+        """Return the guarantee against a server that lies."""
+        return (
+            f"Holds against a server that lies {_with(self.colluding)}, if every site's policy names this roster, "
+            "requires secure aggregation and admits known code alone: each sum has at least "
+            f"{self.least - self.colluding} honest sites, and all sums of a round together show nothing of fewer than "
+            f"{self.quorum - self.colluding} (min-cohort, min-threshold, min-colluders)."
+        )
+
+
+@dataclass(frozen=True)
+class AdversaryModel:
+    """The adversaries against which an attempt protects.
+
+    Attributes:
+        quorum: q.
+        threshold: t.
+        least: K.
+        colluding: sites for which every site checks a graph of neighbors.
+        neighbours: 0 = all pairs.
+        partial: the method's `has_single_site_entries`; None where the method is not known.
+        broadcasts_bound: every site of an attempt gets the same message and keeps no private state; None where the
+            method is not known.
+        demands: of the site for which this is stated; None where no site's policy is known, as at the server.
+    """
+
+    quorum: int
     threshold: int
     least: int
+    colluding: int
+    neighbours: int
     partial: bool | None
+    broadcasts_bound: bool | None
+    demands: SiteRequirements | None
 
     def __post_init__(self) -> None:
-        if not (1 <= self.threshold <= self.holders and self.least >= 2):
-            raise ValueError(
-                f"expected a threshold of 1 to {self.holders} holders, and sums of 2 or more sites, found {self}"
-            )
+        if self.threshold < 1 or self.least_in_sum < 2:
+            raise ValueError(f"expected a threshold of 1 or more shares, and sums of 2 or more sites, found {self}")
+
+    @property
+    def least_in_sum(self) -> int:
+        """Return L."""
+        return max(self.quorum, self.least)
 
     @property
     def curious(self) -> int:
         """Return the maximum number of sites that may collude with a server that follows the protocol."""
-        return min(self.threshold - 1, self.least - 2)
+        opened = min(self.threshold - 1, self.colluding) if self.neighbours else self.threshold - 1
+        return min(opened, self.least_in_sum - 2)
+
+    @property
+    def deviating(self) -> EnforcedBounds | None:
+        """Return what holds against a server that lies; None if nothing does, or no policy is known."""
+        return EnforcedBounds.from_requirements(self.demands) if self.demands is not None else None
 
     @property
     def words(self) -> list[str]:
-        """Return the guarantee, then what it does not cover."""
-        sentences = [f"Holds against an honest but curious server {_with(self.curious)}.", DEVIATING]
+        """Return the guarantees, then what they do not cover."""
+        sentences = [f"Holds against an honest but curious server {_with(self.curious)}."]
+        sentences += words_for_lying_server(self.demands, self.broadcasts_bound)
         if exception := single_site(self.partial):
             sentences.append(exception)
-        if self.least - 2 < self.threshold - 1:
+        if self.curious == self.least_in_sum - 2:
             sentences.append(
-                f"Does not hold against {_sites(self.least - 1)} with the server: a sum may have {self.least} sites, "
-                "and two of them must be honest (secure.min-sites, min-cohort)."
+                f"Does not hold against {_sites(self.least_in_sum - 1)} with the server: a sum may have "
+                f"{self.least_in_sum} sites, and two of them must be honest (secure.threshold, secure.min-sites)."
             )
-        return sentences
+        return [*sentences, TWO_ROUNDS]
 
 
-def weakest_adversary(attempts: Iterable[Mapping[str, Any]], least: int, partial: bool | None) -> AdversaryModel | None:
-    """Return the claim of a run's weakest attempt; None without attempts.
+def words_for_lying_server(demands: SiteRequirements | None, broadcasts_bound: bool | None) -> list[str]:
+    """Return what holds against a server that lies; `demands` and `broadcasts_bound` as in `AdversaryModel`."""
+    if demands is None:
+        sentence = POLICIES_DECIDE
+    else:
+        enforced = EnforcedBounds.from_requirements(demands)
+        if enforced is None:
+            return [DEVIATING]
+        sentence = enforced.words
+    if broadcasts_bound is None:
+        return [sentence, BROADCASTS_METHODS]
+    return [sentence] if broadcasts_bound else [sentence, BROADCASTS]
+
+
+def weakest_adversary(
+    attempts: Iterable[Mapping[str, Any]], least: int, partial: bool | None, broadcasts_bound: bool | None
+) -> AdversaryModel | None:
+    """Return the claim of a run's weakest attempt, as the server's record shows it; None without attempts.
 
     Args:
         attempts: what each noted as `unseen` (server_app/run_folder.py).
         least: secure.min-sites.
-        partial: the method's `has_partial_uploads`; None where the method is not known.
+        partial, broadcasts_bound: as in `AdversaryModel`.
     """
     adversary_models = [
-        AdversaryModel(int(a["holders"]), int(a["threshold"]), least, partial) for a in attempts if "holders" in a
+        AdversaryModel(
+            quorum=int(a["quorum"]),
+            threshold=int(a["threshold"]),
+            least=least,
+            colluding=int(a["colluding"]),
+            neighbours=int(a["neighbours"]),
+            partial=partial,
+            broadcasts_bound=broadcasts_bound,
+            demands=None,
+        )
+        for a in attempts
+        if "quorum" in a
     ]
     return min(adversary_models, key=lambda claim: claim.curious, default=None)
 

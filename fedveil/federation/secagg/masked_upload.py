@@ -35,7 +35,8 @@ from fedveil.federation.secagg.mask_streams import Integers
 from fedveil.federation.secagg.messages import UploadAttachment
 from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.plan_checks import RoundTerms
-from fedveil.federation.secagg.schema import MOST_HOLDERS, MOST_ROW_BYTES
+from fedveil.federation.secagg.schema import MOST_HOLDERS, MOST_NEIGHBORS
+from fedveil.federation.secagg.shamir import SECRET_BYTES
 from fedveil.federation.secagg.site import SecAggSite
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.wire import integers
@@ -48,11 +49,17 @@ log = getLogger("fedveil.secure")
 _SUM, _ATTACHED = "sum", "attached"
 _NAME_BYTES = 64 + 8  # with quotes and punctuation
 _SHARE_DIGEST_BYTES = 32 + 3
-# For each holder a row in hex and the digests of its shares; for each partner a digest; and the rest.
-_MOST_ATTACHED = (
-    MOST_HOLDERS * (2 * MOST_ROW_BYTES + (1 + MOST_HOLDERS) * _SHARE_DIGEST_BYTES + 2 * _NAME_BYTES + 64 + _NAME_BYTES)
-    + 4096
-)
+_ROW_OVERHEAD = 12 + 16  # nonce and tag
+
+
+def most_attached(holders: int, partners: int) -> int:
+    """Return the maximum size in bytes of an attachment with so many holders and partners of its site.
+
+    For each holder a row in hex and the digests of its shares; for each partner a digest; and the rest.
+    """
+    shares = 1 + partners
+    row = 2 * (_ROW_OVERHEAD + SECRET_BYTES * shares) + shares * _SHARE_DIGEST_BYTES + 2 * _NAME_BYTES
+    return holders * row + partners * (64 + _NAME_BYTES) + 4096
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,14 @@ class MaskedUploadCodec:
         down = tuple(field for field in self.exchange.layout.fields if field.direction == "down")
         up = (
             WireField(_SUM, "up", integers.IntegerCodec(self.bits), (self.slots.length,), "masked integer"),
-            WireField(_ATTACHED, "up", RawBytesCodec(), (None,), "byte of keys", most=(_MOST_ATTACHED,)),
+            WireField(
+                _ATTACHED,
+                "up",
+                RawBytesCodec(),
+                (None,),
+                "byte of keys",
+                most=(most_attached(MOST_HOLDERS, MOST_NEIGHBORS),),
+            ),
         )
         return MessageLayout((*down, *up), self.exchange.layout.scalars)
 

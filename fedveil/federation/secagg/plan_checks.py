@@ -1,7 +1,7 @@
 """The rules by which a site judges a plan, a list of a sum's sites, and a request for its shares.
 
 Each rule is one function, and a test that fails without it. The numbers are those of the protocol's description in
-docs/secure_aggregation.md. All raise PolicyError, or WireError where the server contradicts its own instruction.
+docs/deploy/secure-aggregation.md. All raise PolicyError, or WireError where the server contradicts its own instruction.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from fedveil.cards import collect, digests, hub_readme, markdown
 from fedveil.cards.card import DeclaredFacts
 from fedveil.contract.privacy import UNTIMED
 from fedveil.errors import StateError
-from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND
+from fedveil.federation.secagg.adversary_model import NOT_BOUND, POLICIES_DECIDE
 from fedveil.models import bundled
 from fedveil.records import audit_log
 from tests.fedveil.cards.made import DP, SITES, attempts, card, messages
@@ -181,17 +181,23 @@ def test_keys_shares_and_refused_uploads_count_with_their_site_also_one_in_no_co
     assert cards.parse_card(privacy_card.to_bytes(), "card") == privacy_card
 
 
+UNSEEN = {
+    "sites": 3, "cohort": 3, "quorum": 3, "threshold": 3, "neighbours": 0, "colluding": 1, "deaf": {},
+}  # fmt: skip
+
+
 def test_a_secure_run_says_what_nobody_saw_and_what_it_holds_against(tmp_path):
     attempt_records = attempts(("a", "b", "c"))
     for row in attempt_records:
-        row |= {"reports": {}, "unseen": {"sites": 3, "holders": 3, "threshold": 3, "deaf": {}}}
+        row |= {"reports": {}, "unseen": dict(UNSEEN)}
     privacy_card = card(tmp_path, attempts=attempt_records, **{"secure.enabled": True})
     server = privacy_card.parties[0]
     (learned,) = [line for line in server.saw if line.startswith("The server learns: ")]
     assert "a server that follows the protocol learns no single site's values" in learned
     assert "and n_k" in next(line for line in server.saw if line.startswith("Without secure aggregation it would be: "))
     assert any(line.startswith("Holds against an honest but curious server") for line in server.trusted)
-    assert DEVIATING in server.trusted
+    assert POLICIES_DECIDE in server.trusted
+    assert "Up to 1 of them may work with the server; the claim allows for that." in privacy_card.parties[2].saw
     assert any(
         "a server that deviates from secure aggregation's protocol or lies" in x for x in privacy_card.not_protected
     )
@@ -203,7 +209,7 @@ def test_a_secure_run_says_what_nobody_saw_and_what_it_holds_against(tmp_path):
 def test_noise_in_the_sum_holds_while_some_sites_are_honest_and_a_ledger_bounds_what_the_server_cannot_see(tmp_path):
     attempt_records = attempts(("a", "b", "c"))
     for row in attempt_records:
-        row |= {"reports": {}, "unseen": {"sites": 3, "holders": 3, "threshold": 3, "deaf": {}}}
+        row |= {"reports": {}, "unseen": dict(UNSEEN)}
     secure = {"secure.enabled": True, "secure.noise": "sum", "train.max-steps": 1}
     guarantee = card(tmp_path, attempts=attempt_records, **DP, **secure).guarantee
     assert guarantee.formal

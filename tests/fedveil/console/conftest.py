@@ -172,7 +172,10 @@ def masked(folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     first, *rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        row["unseen"] = {"sites": len(row["accepted"]), "holders": 4, "threshold": 3, "deaf": {}}
+        row["unseen"] = {
+            "sites": len(row["accepted"]), "cohort": 4, "quorum": 3, "threshold": 3, "neighbours": 0, "colluding": 1,
+            "deaf": {},
+        }  # fmt: skip
         row["reports"] = {}
         row["upload_bytes"] += 4111  # of questions
     rows[1]["unseen"]["deaf"] = {"site-3": "no answer within <120> s"}

@@ -22,6 +22,7 @@ from fedveil.config import RunConfig, parse
 from fedveil.console.flower.app_bundle import build_bundle
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.secagg_preview import MaskedUploadPreview
+from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.contract import held_out_report
 from fedveil.contract.layout import Direction
 from fedveil.contract.method import REPORT_FIELDS, hyperparameters_of
@@ -103,7 +104,7 @@ def explain_run(
     lines = [
         f"{exchange.name} on {config.task.name}, base model {config.task.model}: {rounds} rounds, this site {often}.",
         "",
-        *(masked.words if masked else _in_the_clear(exchange, policy)),
+        *(masked.words(site_requirements(policy)) if masked else _in_the_clear(exchange, policy)),
         "This site would receive:",
         *_variants(exchange, "down"),
         "",

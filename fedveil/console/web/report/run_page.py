@@ -207,9 +207,9 @@ def _unseen(runs: Sequence[RunView]) -> list[object]:
         "round",
         "attempt",
         "sites in the sum",
-        "holders",
-        "needed to open it",
-        "sent no shares",
+        "of the cohort",
+        "must agree to it",
+        "did not agree or sent no shares",
         "reason for no sum",
     ]
     parts = [

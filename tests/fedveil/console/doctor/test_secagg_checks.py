@@ -10,7 +10,6 @@ from fedveil.client_app.node_config import SiteConfig
 from fedveil.console.doctor import checks, secagg_checks
 from fedveil.console.main import main
 from fedveil.console.provisioning.federation_folder import roster_file
-from fedveil.federation.secagg.adversary_model import DEVIATING
 from tests.fedveil.console.provisioning.test_provision import enrolled, federation, register  # noqa: F401
 
 ROSTER = f'roster = "sha256:{"ab" * 32}"'
@@ -38,14 +37,36 @@ def test_a_signing_key_must_be_there_and_its_owners_alone(tmp_path):
         ("require-secure = true", "warn", "the policy names no roster"),
         (ROSTER, "warn", "permits unmasked runs"),
         ("min-cohort = 3", "warn", "permits unmasked runs"),
-        (f"require-secure = true\n{ROSTER}", "ok", f"which must be the same at the other sites. {DEVIATING}"),
+        (
+            f"require-secure = true\n{ROSTER}",
+            "warn",
+            "Without min-cohort the policy permits cohorts of 2 sites, and sums with 2 honest sites",
+        ),
+        (
+            f"require-secure = true\nmin-colluders = 1\n{ROSTER}",
+            "warn",
+            "Without min-cohort the policy permits cohorts of 3 sites, and sums with 2 honest sites",
+        ),
+        (
+            f"require-secure = true\nmin-cohort = 5\nmin-colluders = 1\n{ROSTER}",
+            "ok",
+            "which must be the same at the other sites. Holds against a server that lies and up to 1 site with it",
+        ),
     ],
 )
-def test_the_weaker_claim_is_said_in_words(policy, verdict, words, tmp_path):
+def test_what_holds_against_a_server_that_lies_is_said_in_words(policy, verdict, words, tmp_path):
     if policy is not None:
         (tmp_path / "p.toml").write_text(policy)
-    result = secagg_checks.check_roster(SiteConfig(policy="" if policy is None else str(tmp_path / "p.toml")))
+    site = SiteConfig(site="north", policy="" if policy is None else str(tmp_path / "p.toml"))
+    result = secagg_checks.check_roster(site)
     assert (result.verdict, words in result.text) == (verdict, True), result
+
+
+def test_a_roster_without_a_site_in_the_node_config_is_warned_of(tmp_path):
+    (tmp_path / "p.toml").write_text(f"require-secure = true\nmin-cohort = 5\n{ROSTER}")
+    result = secagg_checks.check_roster(SiteConfig(policy=str(tmp_path / "p.toml")))
+    assert (result.verdict, "the node config no site" in result.text) == ("warn", True), result
+    assert secagg_checks.check_roster(SiteConfig(site="north", policy=str(tmp_path / "p.toml"))).verdict == "ok"
 
 
 def test_the_servers_roster_must_fit_the_registry(federation, capsys):  # noqa: F811

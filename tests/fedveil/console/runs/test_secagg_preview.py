@@ -13,7 +13,7 @@ from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND, SINGLE_SITE
+from fedveil.federation.secagg.adversary_model import BROADCASTS, DEVIATING, NOT_BOUND, SINGLE_SITE, TWO_ROUNDS
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
@@ -34,12 +34,13 @@ def test_bytes_and_threshold_are_those_of_a_real_upload(config, lora_spec, lora_
     names = ["a", "b", "c", "d", "e"]
     sums = InProcessSecureSums("r", secagg_config_of(config.secure), names)
     attempt = sums.begin(0, 0, names)
-    assert (attempt.membership.count, attempt.membership.threshold) == (masked.holders, masked.threshold)
+    plan = attempt.plan
+    assert (plan.neighbours, plan.quorum, plan.threshold) == (masked.neighbours, masked.quorum, masked.threshold)
     assert FixedPointRing.from_plan(attempt.plan) == masked.ring
     summed = MaskedUploadCodec.from_exchange(exchange, 0, config.secure.ring_bits)
     state = exchange.method.init(param_specs_of(lora_weights), lora_weights, rng.initial_stream(0, "weights"))
     ctx = RoundContext(0, "a", True, b"s" * 32)
-    turn = summed.of_site(sums.sites["a"], attempt.plan)
+    turn = summed.of_site(sums.sites["a"], plan, sums.terms(plan))
     _, parts = turn(exchange.broadcast(state, ctx), None, ToyTrainer(lora_spec), ctx)
     fields = sum(map(len, parts)) - 1000
     assert masked.length * config.secure.ring_bits // 8 < sum(map(len, parts))
@@ -76,11 +77,13 @@ def test_in_plain_words(tmp_path, capsys):
     for words in (
         "masked, for a sum with other sites", "not sent: its number of examples",
         "values are clipped to +-8 here; rounding changes a mean by at most 1.3e-08", "every site counts equally",
-        "With 7 sites, of which 7 hold shares of a site's secrets and 5 can open one, and sums of at least 5 sites",
+        "With 7 sites, of which 5 must agree to a sum before its masks are removed, and sums of at least 5 sites",
         "Holds against an honest but curious server and up to 3 sites with it.",
-        "policy permits it", DEVIATING, NOT_BOUND,
+        "Holds against a server that lies alone, if every site's policy names this roster",
+        "policy permits it", TWO_ROUNDS, NOT_BOUND,
     ):  # fmt: skip
         assert words in stdout, words
+    assert not any(words in stdout for words in (DEVIATING, BROADCASTS))
     assert "plus the number of examples" not in stdout
     assert SINGLE_SITE not in stdout
     policy.write_text(permits.replace("[permits]", '[permits]\n"secure.enabled" = true\n"secure.min-sites" = 5\n'
@@ -95,7 +98,9 @@ def test_in_plain_words(tmp_path, capsys):
 @pytest.mark.parametrize(
     "config,sites,reason",
     [
-        ({"secure.threshold": 4}, 3, "secure.threshold: expected at most 3, the holders among 3 sites, found 4"),
+        ({"secure.threshold": 4}, 3, "secure.threshold: expected at least 4 sites with keys, found 3; .* with --sites"),
+        ({"secure.threshold": 3}, 6, r"secure\.threshold: expected more than 3 of 6 sites, found 3"),
+        ({"secure.max-colluders": 3}, 4, r"2 sites more than the 3 that may collude \(secure\.max-colluders\)"),
         ({}, 2, "--sites: expected at least 3, the minimum for the run to start, found 2"),
         ({"aggregate.rule": "median"}, 0, "aggregate.rule: expected 'mean' with secure.enabled"),
         ({"secure.max-weight": 1_000_000}, 2000, "secure.ring-bits: expected at most"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -18,9 +20,18 @@ from fedveil.console.runs.retained_state import list_retained
 from fedveil.console.runs.run_reader import load_run
 from fedveil.console.web.report import privacy_section, run_page
 from fedveil.encrypted_files import FileSeal, make_key
-from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND, SINGLE_SITE, SINGLE_SITE_METHODS
+from fedveil.federation.secagg.adversary_model import (
+    BROADCASTS,
+    BROADCASTS_METHODS,
+    DEVIATING,
+    NOT_BOUND,
+    POLICIES_DECIDE,
+    SINGLE_SITE_METHODS,
+    TWO_ROUNDS,
+)
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.server import SecAggConfig
+from fedveil.federation.secagg.state import SiteSecAggState
 from tests.fedveil.console.conftest import masked
 
 NEVER_SEEN = ("examples", "loss received", "loss trained", "train seconds")
@@ -35,9 +46,8 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert not any(f">{name}</th>" in page for name in NEVER_SEEN)
     assert "A server that kept to the protocol could not see a single site" in page
     assert "Holds against an honest but curious server and up to 1 site with it." in page
-    assert DEVIATING in page
-    assert SINGLE_SITE in page
-    assert NOT_BOUND in page
+    for words in (POLICIES_DECIDE, BROADCASTS, TWO_ROUNDS, NOT_BOUND):
+        assert html.escape(words) in page
     assert "site-3: no answer within &lt;120&gt; s" in page
     assert "expected 3, found &lt;1&gt;" in page
     assert "round 3: PolicyError: it gave no keys, so it was in no cohort" in page
@@ -83,16 +93,17 @@ def test_watch_says_the_sum_who_was_deaf_and_why_an_attempt_was_thrown_away(make
     with RunProgress(Console(file=out, width=400), folder, "fedrand", 5) as progress:
         progress.tick({"state": "running"})
     text = out.getvalue()
-    assert "sum of 4 sites, 3 of 4 holders can open it" in text
+    assert "sum of 4 of 4 sites, 3 must agree to it" in text
     assert "unresponsive: site-3 (no answer within <120> s)" in text
     assert "NO SUM, discarded: expected 3, found <1>" in text
 
 
 @pytest.fixture
 def state(tmp_path):
-    """A site that has joined a membership of five in one run."""
+    """A site that has masked for the second attempt at the third round of a run, in a cohort of five."""
     sums = InProcessSecureSums("pilot-0a1b2c3d", SecAggConfig(3), ("a", "b", "c", "d", "north"))
-    sums.begin(0, 0, ["a", "b", "c"])
+    plan = sums.begin(2, 1, ["a", "b", "c", "d", "north"]).plan
+    sums.mask("north", plan, np.zeros(3, "<u4"))
     site_state = sums.sites["north"].store.load()
     folder = tmp_path / "pilot-0a1b2c3d" / "north"
     with FileSecAggStore(folder).alone():
@@ -107,17 +118,32 @@ def said(capsys, folder, *options: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_site_says_what_it_joined_and_what_its_own_policy_makes_of_it(state, tmp_path, capsys):
+def test_a_site_says_what_it_did_and_what_its_own_policy_makes_of_it(state, tmp_path, capsys):
     stdout = said(capsys, state[0])
-    assert "secure aggregation: 4 of 5 holders open a secret; sums of at least 2 sites" in stdout
-    assert "Holds against an honest but curious server alone." in stdout
-    assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS, NOT_BOUND))
-    (tmp_path / "policy.toml").write_text(f'min-cohort = 4\nroster = "sha256:{"ab" * 32}"')
+    assert "secure aggregation: masked last for round 3, attempt 2; agreed to no sum yet" in stdout
+    assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS, TWO_ROUNDS, NOT_BOUND))
+    policy = f'min-cohort = 4\nmin-colluders = 1\nroster = "sha256:{"ab" * 32}"'
+    (tmp_path / "policy.toml").write_text(policy)
+    assert DEVIATING in said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))  # a run in the clear passes
+    (tmp_path / "policy.toml").write_text(f"require-secure = true\n{policy}")
     stdout = said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))
-    assert "Holds against an honest but curious server and up to 2 sites with it." in stdout
-    assert DEVIATING in stdout  # with a roster too
+    assert "Holds against a server that lies and up to 1 site with it, if every site's policy names this" in stdout
+    assert (
+        "each sum has at least 3 honest sites, and all sums of a round together show nothing of fewer than 2" in stdout
+    )
+    assert BROADCASTS_METHODS in stdout
+    assert DEVIATING not in stdout
     (tmp_path / "north.toml").write_text(f'site = "north"\npolicy = "{tmp_path / "policy.toml"}"')  # by site start
     assert said(capsys, state[0]) == stdout
+
+
+def test_a_site_says_in_which_round_it_agreed_to_a_sum_last_and_when_it_only_made_a_key(state, capsys):
+    folder, site_state = state
+    store = FileSecAggStore(folder / "pilot-0a1b2c3d" / "north")
+    store.save(site_state.model_copy(update={"fence": site_state.fence.model_copy(update={"signed": 2})}))
+    assert "attempt 2; agreed to a sum last in round 3" in said(capsys, folder)
+    store.save(SiteSecAggState(next=site_state.next, number=1))
+    assert "secure aggregation: key made, but nothing masked yet" in said(capsys, folder)
 
 
 def test_sealed_keys_need_the_key_and_a_run_in_the_clear_has_no_line(state, tmp_path, capsys):
@@ -126,7 +152,7 @@ def test_sealed_keys_need_the_key_and_a_run_in_the_clear_has_no_line(state, tmp_
     store = FileSecAggStore(folder / "pilot-0a1b2c3d" / "north", FileSeal.from_key_file(str(tmp_path / "state.key")))
     store.save(site_state)
     assert "cannot read its keys" in said(capsys, folder)
-    assert "5 holders" in said(capsys, folder, "--key-file", str(tmp_path / "state.key"))
+    assert "masked last for round 3" in said(capsys, folder, "--key-file", str(tmp_path / "state.key"))
     store._file.unlink()
     (run,) = list_retained(folder)
     assert secagg_summary.secagg_of_site(folder, run) == []

@@ -1,0 +1,16 @@
+"""The figures of one attempt: all of them there, and a sum that was really opened."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil_bench.secagg import cost
+
+
+@pytest.mark.parametrize(("sites", "silent"), [(3, 0), (4, 1)])
+def test_an_attempt_is_measured_with_and_without_silent_sites(sites, silent):
+    found = cost.measure_attempt(sites, 1000, silent)
+    assert found["upload_bytes"] - found["upload_bytes_beyond_the_vector"] == 4 * 1000
+    assert (found["agree_bytes_a_site"] > found["plan_bytes"]) == (silent > 0)
+    assert found["open_bytes_a_site"] > found["plan_bytes"] > 300 * sites
+    assert all(value >= 0 for name, value in found.items() if name != "server_memory_mb")

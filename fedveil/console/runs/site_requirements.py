@@ -1,0 +1,21 @@
+"""A site policy as the conditions under which the site takes part in secure sums."""
+
+from __future__ import annotations
+
+from fedveil.client_app.policy.site_policy import SitePolicy
+from fedveil.federation.secagg.plan_checks import SiteRequirements
+
+
+def site_requirements(policy: SitePolicy | None) -> SiteRequirements:
+    """Return what a policy requires of plans; a roster counts only if the policy also requires secure aggregation.
+
+    Without that, a server that lies asks for a run in the clear. None: a site without a policy.
+    """
+    if policy is None:
+        return SiteRequirements()
+    return SiteRequirements(
+        min_cohort=max(policy.min_cohort or 2, 2),
+        min_threshold=policy.min_threshold or 1,
+        roster=policy.roster or "" if policy.require_secure else "",
+        colluding=policy.min_colluders or 0,
+    )
