@@ -214,7 +214,7 @@ def secagg_views(
 
 def secagg_notes(view: MaskedUploadView, sums: SecureSumView | None) -> list[str]:
     """Return report sentences on what a protocol-following server could not see in a secure run."""
-    method, exception = view.exchange.name, single_site(view.exchange.method.has_partial_uploads)
+    method, exception = view.exchange.name, single_site(view.exchange.method.has_single_site_entries)
     exceptions = [exception] if exception else []
     return [
         "Secure aggregation: a server that kept to the protocol could NOT see a single upload, nor its norm, its "

@@ -21,7 +21,7 @@ def disclosure_parties(
     """Return the parties of a run. The card lists the messages' fields and bytes separately."""
     words = disclosure_summary.what_is_learned(config.method.name)
     words = (
-        disclosure_summary.what_is_learned_in_sum(words, server_learns(method.has_partial_uploads))
+        disclosure_summary.what_is_learned_in_sum(words, server_learns(method.has_single_site_entries))
         if config.secure.enabled
         else words
     )
@@ -90,7 +90,7 @@ def _server_trusted(attempts: Sequence[Mapping[str, Any]], config: RunConfig, me
     if not config.secure.enabled:
         return [*sentences, "With every single upload: only the method itself keeps the server from attacking one."]
     noted = (attempt["unseen"] for attempt in attempts if attempt.get("unseen"))
-    claim = weakest_adversary(noted, config.secure.min_sites, method.has_partial_uploads)
+    claim = weakest_adversary(noted, config.secure.min_sites, method.has_single_site_entries)
     words = claim.words if claim else ["No attempt at a round produced a sum."]
     return [*sentences, *words]
 

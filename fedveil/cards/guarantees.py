@@ -187,7 +187,7 @@ def not_protected(method: Method, config: RunConfig) -> list[str]:
         sentences.append(
             "Single uploads, from the server, with each site's number of examples and the losses it reported."
         )
-    elif exception := single_site(method.has_partial_uploads):
+    elif exception := single_site(method.has_single_site_entries):
         sentences.append(exception)
     if config.secure.enabled:
         sentences.append("A site's upload, from a server that deviates from secure aggregation's protocol or lies.")

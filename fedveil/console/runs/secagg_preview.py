@@ -23,7 +23,7 @@ class MaskedUploadPreview:
         sites: number of participating sites.
         length: number of integers in a vector.
         in_clear: names of the values that the method's payload carries unmasked.
-        partial: the method's `has_partial_uploads`.
+        partial: the method's `has_single_site_entries`.
     """
 
     secure: SecureConfig
@@ -46,7 +46,7 @@ class MaskedUploadPreview:
             raise ConfigError(
                 f"--sites: expected at least {fewest}, the minimum for the run to start, found {sites}; raise it"
             )
-        aggregation_rules.check_entries(exchange.method, secure, cohort, count)
+        aggregation_rules.check_entries(exchange.method, secure, cohort, sites)
         settings = secagg_config_of(secure)
         holders = settings.holders(count)
         threshold = settings.shares(holders)
@@ -68,7 +68,7 @@ class MaskedUploadPreview:
             ring,
             length,
             tuple(sorted(word.name for word in exchange.layout.scalars if word.direction == "up")),
-            exchange.method.has_partial_uploads,
+            exchange.method.has_single_site_entries,
         )
 
     @property

@@ -66,12 +66,12 @@ def not_seen(run: RunView) -> str:
 
 
 def _partial(run: RunView) -> bool | None:
-    """Return the method's `has_partial_uploads`; None if this version cannot create the run's method."""
+    """Return the method's `has_single_site_entries`; None if this version cannot create the run's method."""
     from fedveil import strategies  # imports torch, only for a secure run's pages
 
     try:
         fields = run.config["method"]["fields"]
-        return strategies.create_from_json(run.method, json.dumps(fields)).has_partial_uploads
+        return strategies.create_from_json(run.method, json.dumps(fields)).has_single_site_entries
     except (ConfigError, KeyError, TypeError):
         return None
 

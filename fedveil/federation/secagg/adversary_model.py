@@ -9,9 +9,10 @@ sites collude with the server.
   alone is in it, the sum is that site's upload |
 | a server that deviates from the protocol or lies | not claimed, with a roster or without |
 
-Where not every site sends every entry (`Method.has_partial_uploads`), some entries of the sum may come
-from one site. The table is about one sum. Two sums of nearly the same sites from the same weights differ
-by the uploads of the sites that are not in both.
+Where sites draw for themselves which entries they send (`Method.has_single_site_entries`), some entries of the
+sum may come from one site; else each entry is summed over at least K sites, or over none. The table is about
+one sum. Two sums of nearly the same sites from the same weights differ by the uploads of the sites that are
+not in both.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 
 DEVIATING = "Does not hold against a server that deviates from the protocol or lies."
 SINGLE_SITE = (
-    "With this method not every site sends every entry, so some entries of the sum may come from one site alone: its "
-    "values and its weight."
+    "With this method each site draws which entries it sends, so some entries of the sum may come from one site alone: "
+    "its values and its weight."
 )
 SINGLE_SITE_METHODS = (
-    "If the method does not have every site send every entry, some entries of the sum may come from one site alone "
-    "(fedveil explain shows whether they do)."
+    "If each site draws which entries it sends, some entries of the sum may come from one site alone (fedveil explain "
+    "shows whether they do)."
 )
 NOT_BOUND = (
     "A registered site can answer in the name of another site, and can end the run: a reply is not yet bound to the "
@@ -59,7 +60,7 @@ class AdversaryModel:
         holders: N.
         threshold: t.
         least: K.
-        partial: the method's `has_partial_uploads`; None where the method is not known.
+        partial: the method's `has_single_site_entries`; None where the method is not known.
     """
 
     holders: int
@@ -98,7 +99,7 @@ def weakest_adversary(attempts: Iterable[Mapping[str, Any]], least: int, partial
     Args:
         attempts: what each noted as `unseen` (server_app/run_folder.py).
         least: secure.min-sites.
-        partial: the method's `has_partial_uploads`; None where the method is not known.
+        partial: the method's `has_single_site_entries`; None where the method is not known.
     """
     adversary_models = [
         AdversaryModel(int(a["holders"]), int(a["threshold"]), least, partial) for a in attempts if "holders" in a
