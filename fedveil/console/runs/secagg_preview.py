@@ -26,7 +26,7 @@ class MaskedUploadPreview:
         threshold: shares that open a secret.
         length: number of integers in a vector.
         in_clear: names of the values that the method's payload carries unmasked.
-        partial: an entry of a sum may come from one site.
+        partial: the method's `has_single_site_entries`.
         broadcasts_bound: the method sends every site the same, and sites keep no private state.
     """
 
@@ -52,7 +52,7 @@ class MaskedUploadPreview:
             raise ConfigError(
                 f"--sites: expected at least {fewest}, the minimum for the run to start, found {sites}; raise it"
             )
-        aggregation_rules.check_entries(exchange.method, secure, cohort, count)
+        aggregation_rules.check_entries(exchange.method, secure, cohort, sites)
         settings = secagg_config_of(secure)
         try:
             settings.check_cohort(count)

@@ -16,8 +16,9 @@ A server that lies chooses the run config, the cohort and the plan. So what a si
 policy accepts: `EnforcedBounds`. That leaves c sites, those of the policy's min-colluders: with c of them every plan
 that passes has 2 q > m + c, t > c and L >= c + 2, and some plan has no more.
 
-Not claimed: entries that fewer sites send (`Method.has_single_site_entries`); broadcasts, if the method's messages
-differ by site or sites keep private state; what the sums of two rounds show by their difference.
+Each entry is summed over at least K sites, or over none. Not claimed: entries where sites draw for themselves which
+ones they send (`Method.has_single_site_entries`); broadcasts, if the method's messages differ by site or sites keep
+private state; what the sums of two rounds show by their difference.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ POLICIES_DECIDE = (
     "which this record does not show; fedveil explain --policy and fedveil site status show it at each site."
 )
 SINGLE_SITE = (
-    "With this method not every site sends every entry, so some entries of the sum may come from one site alone: its "
-    "values and its weight."
+    "With this method each site draws which entries it sends, so some entries of the sum may come from one site alone: "
+    "its values and its weight."
 )
 SINGLE_SITE_METHODS = (
-    "If the method does not have every site send every entry, some entries of the sum may come from one site alone "
-    "(fedveil explain shows whether they do)."
+    "If each site draws which entries it sends, some entries of the sum may come from one site alone (fedveil explain "
+    "shows whether they do)."
 )
 BROADCASTS = (
     "With this method, sites keep private state or get different messages: a server that lies can send some sites "

@@ -124,9 +124,12 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     [
         ("fedavg", "", False),
         ("ffa_lora", "", False),
-        ("fedrand", "", False),  # the server draws who sends what
-        ("fedqsn", "", False),
+        ("fedrand", "", False),
+        ("fedrand", "rho = 1.0", False),
         ("hetlora", "", False),
+        ("hetlora", "ranks = {north = 4}", False),
+        ("flora", "ranks = {north = 4}", False),
+        ("fedqsn", "", False),
         ("fedper", "", False),
         ("random_binary", "", True),
     ],
@@ -138,6 +141,20 @@ def test_entries_of_one_site_are_named_for_each_method_that_has_them(name, field
     assert stdout.count(SINGLE_SITE) == (2 if partial else 0)  # of the claim, and of what the server learns
     assert DEVIATING in stdout
     assert NOT_BOUND in stdout
+
+
+def test_ranks_that_could_never_be_sent_are_refused_for_the_sites_that_are_asked_about(capsys):
+    about = [
+        "--set",
+        "method.name=hetlora",
+        "--set",
+        "method.params=ranks = {north = 4}",
+        "--set",
+        "secure.enabled=true",
+    ]
+    assert main(["explain", "--sites", "3", *about]) != 0
+    assert "ranks: expected at least 3 of 3 sites in a round with the largest rank" in capsys.readouterr().err
+    assert main(["explain", "--sites", "5", *about]) == 0
 
 
 def test_under_secure_aggregation_the_server_learns_a_sum_and_no_site_s_own_values(capsys):

@@ -48,9 +48,18 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert "Holds against an honest but curious server and up to 1 site with it." in page
     for words in (POLICIES_DECIDE, BROADCASTS, TWO_ROUNDS, NOT_BOUND):
         assert html.escape(words) in page
+    assert SINGLE_SITE not in page  # FedRand: the server draws who sends what
     assert "site-3: no answer within &lt;120&gt; s" in page
     assert "expected 3, found &lt;1&gt;" in page
     assert "round 3: PolicyError: it gave no keys, so it was in no cohort" in page
+
+
+def test_the_report_of_a_method_whose_sites_draw_says_that_entries_may_be_of_one_site(make_run):
+    folder = masked(make_run())
+    content = json.loads((folder / "config.json").read_text())
+    content["method"] = {"name": "random_binary", "fields": {}}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert SINGLE_SITE in run_page.run_page_html([load_run(folder)])
 
 
 def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):

@@ -154,11 +154,11 @@ def test_broadcasts_are_left_out_for_methods_with_private_state_or_messages_that
 def test_entries_of_one_site_are_named_where_sites_may_leave_entries_out():
     descriptions = {partial: " ".join(claim(4, 4, 5, partial=partial).words) for partial in (True, False, None)}
     assert (
-        "With this method not every site sends every entry, so some entries of the sum may come from one site"
+        "With this method each site draws which entries it sends, so some entries of the sum may come from one site"
         in descriptions[True]
     )
     assert "from one site" not in descriptions[False]
-    assert "If the method does not have every site send every entry" in descriptions[None]
+    assert "If each site draws which entries it sends" in descriptions[None]
     assert single_site(True) in server_learns(True)
     assert server_learns(False).endswith("values, number of examples, losses or norm.")
 
