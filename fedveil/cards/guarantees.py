@@ -11,7 +11,7 @@ from fedveil.cards.card import Epsilon, PrivacyGuaranteeEntry, SiteCost, card_te
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
 from fedveil.contract.privacy import PrivacyGuarantee, stated_guarantee
-from fedveil.federation.secagg.adversary_model import NOT_BOUND, single_site
+from fedveil.federation.secagg.adversary_model import single_site
 from fedveil.privacy import gdp
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
@@ -169,7 +169,6 @@ def not_protected(method: Method, config: RunConfig) -> list[str]:
     claim = guarantee_of(method, config)
     sentences = [
         LYING,
-        NOT_BOUND,
         "A person with several rows, or with rows at several sites: the unit is one row, so their bound is several "
         "times that.",
         "Properties of a site's rows as a whole: how many there are, what they are about, how well the model fits "

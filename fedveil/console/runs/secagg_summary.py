@@ -15,7 +15,7 @@ from fedveil.console.runs.run_reader import Row, RunView
 from fedveil.console.runs.site_notes import read_site_note
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.federation.secagg.adversary_model import NOT_BOUND, AdversaryModel, single_site, weakest_adversary
+from fedveil.federation.secagg.adversary_model import AdversaryModel, single_site, weakest_adversary
 from fedveil.sanitize import sanitize
 
 NOT_SEEN = (
@@ -57,7 +57,7 @@ def secagg_claims(run: RunView) -> list[str]:
     """Return the run's security claims, based on its weakest attempt."""
     least = int(run.config.get("config", {}).get("secure.min-sites", 2))
     adversary = weakest_adversary((attempt["unseen"] for attempt in run.unseen), least, _partial(run))
-    return [*adversary.words, NOT_BOUND] if adversary else []
+    return adversary.words if adversary else []
 
 
 def not_seen(run: RunView) -> str:
@@ -99,4 +99,4 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
         holders, threshold, site_policy.min_cohort or 2, partial=None
     )  # a site does not record the method
     about = f"secure aggregation: {threshold} of {holders} holders open a secret; sums of at least {claim.least} sites"
-    return [f"{about}, by this site's policy", *claim.words, NOT_BOUND]
+    return [f"{about}, by this site's policy", *claim.words]

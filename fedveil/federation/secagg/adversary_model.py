@@ -29,10 +29,6 @@ SINGLE_SITE_METHODS = (
     "If the method does not have every site send every entry, some entries of the sum may come from one site alone "
     "(fedveil explain shows whether they do)."
 )
-NOT_BOUND = (
-    "A registered site can answer in the name of another site, and can end the run: a reply is not yet bound to the "
-    "site that sent it."
-)
 
 
 def single_site(partial: bool | None) -> str:

@@ -13,7 +13,7 @@ from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND, SINGLE_SITE
+from fedveil.federation.secagg.adversary_model import DEVIATING, SINGLE_SITE
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
@@ -78,7 +78,7 @@ def test_in_plain_words(tmp_path, capsys):
         "values are clipped to +-8 here; rounding changes a mean by at most 1.3e-08", "every site counts equally",
         "With 7 sites, of which 7 hold shares of a site's secrets and 5 can open one, and sums of at least 5 sites",
         "Holds against an honest but curious server and up to 3 sites with it.",
-        "policy permits it", DEVIATING, NOT_BOUND,
+        "policy permits it", DEVIATING,
     ):  # fmt: skip
         assert words in stdout, words
     assert "plus the number of examples" not in stdout

@@ -18,7 +18,7 @@ from fedveil.console.runs.retained_state import list_retained
 from fedveil.console.runs.run_reader import load_run
 from fedveil.console.web.report import privacy_section, run_page
 from fedveil.encrypted_files import FileSeal, make_key
-from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND, SINGLE_SITE, SINGLE_SITE_METHODS
+from fedveil.federation.secagg.adversary_model import DEVIATING, SINGLE_SITE, SINGLE_SITE_METHODS
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.server import SecAggConfig
 from tests.fedveil.console.conftest import masked
@@ -37,7 +37,6 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert "Holds against an honest but curious server and up to 1 site with it." in page
     assert DEVIATING in page
     assert SINGLE_SITE in page
-    assert NOT_BOUND in page
     assert "site-3: no answer within &lt;120&gt; s" in page
     assert "expected 3, found &lt;1&gt;" in page
     assert "round 3: PolicyError: it gave no keys, so it was in no cohort" in page
@@ -111,7 +110,7 @@ def test_a_site_says_what_it_joined_and_what_its_own_policy_makes_of_it(state, t
     stdout = said(capsys, state[0])
     assert "secure aggregation: 4 of 5 holders open a secret; sums of at least 2 sites" in stdout
     assert "Holds against an honest but curious server alone." in stdout
-    assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS, NOT_BOUND))
+    assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS))
     (tmp_path / "policy.toml").write_text(f'min-cohort = 4\nroster = "sha256:{"ab" * 32}"')
     stdout = said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))
     assert "Holds against an honest but curious server and up to 2 sites with it." in stdout
