@@ -17,6 +17,7 @@ from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.privacy.guarantee_source import guarantee_of, untimed
 from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
+from fedveil.records import disclosure_summary
 
 NONE = "There is NO formal guarantee"
 UNIT = "one row of one site's data set, in this run alone"
@@ -164,8 +165,11 @@ def _assumptions(claim: PrivacyGuarantee) -> list[str]:
     return sentences
 
 
-def not_protected(method: Method, config: RunConfig) -> list[str]:
-    """Return sentences on what a reader must not assume to be protected."""
+def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return sentences on what a reader must not assume to be protected.
+
+    `attempts` are those of `formal_guarantees`.
+    """
     claim = guarantee_of(method, config)
     sentences = [
         LYING,
@@ -190,11 +194,23 @@ def not_protected(method: Method, config: RunConfig) -> list[str]:
         sentences.append(exception)
     if config.secure.enabled:
         sentences.append("A site's upload, from a server that deviates from secure aggregation's protocol or lies.")
+    if unsigned := _unsigned(attempts):
+        sentences.append(unsigned)
     if config.run.capture_messages:
         sentences.append(
             "What the server kept of the messages (run.capture-messages), which is as confidential as they are."
         )
     return sentences
+
+
+def _unsigned(attempts: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence on the uploads whose sites did not sign them; "" if there are none."""
+    count = sum(len(disclosure_summary.unsigned_sites(attempt)) for attempt in attempts)
+    accepted = sum(len(attempt.get("accepted") or []) for attempt in attempts)
+    if not count:
+        return ""
+    which = "of every upload" if count == accepted else f"of {count} of {accepted} uploads"
+    return f"The origin {which}: the site did not sign it, so only the server's SuperLink vouches for the sender."
 
 
 def _number(value: float) -> Epsilon:
