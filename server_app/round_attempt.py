@@ -107,6 +107,7 @@ class AttemptTally:
     reports: dict[str, dict[str, float]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    unsigned: list[str] = field(default_factory=list)
     unseen: dict[str, Any] = field(default_factory=dict)
     turns: dict[str, str] = field(default_factory=dict)
 
@@ -206,7 +207,7 @@ class RoundAttempt:
         record = RoundRecord(
             self.round, self.address.attempt, [ctx.client for ctx in self.contexts], tally.accepted, tally.failed,
             tally.upload_bytes, tally.download_bytes, tally.unlisted, tally.reports, tally.cut, tally.left_out,
-            tally.unseen,
+            tally.unsigned, tally.unseen,
         )  # fmt: skip
         has_quorum = len(tally.accepted) >= self.settings.quorum
         turns = {site: tally.turns[site] for site in tally.accepted}
@@ -346,6 +347,8 @@ class RoundAttempt:
         site = upload.ctx.client
         self.recorder.record_accepted(upload.ctx, judged.disclosed, judged.data, judged.site_log, judged.signed)
         self.tally.accepted.append(site)
+        if not judged.signed:
+            self.tally.unsigned.append(site)
         self.tally.reports |= {site: report} if (report := self._report(upload)) else {}
 
     def _report(self, upload: AcceptedUpload) -> dict[str, float]:

@@ -20,6 +20,7 @@ class RoundRecord:
         reports: what each accepted site reported, with its num_examples.
         cut: the counted examples, for a site that claimed more than cohort.max-weight-fraction allows.
         left_out: accepted sites whose uploads the rule did not select (aggregate.rule = "multi-krum").
+        unsigned: accepted sites that did not sign their upload; only the SuperLink vouches for these senders.
         unseen: for secure aggregation: sites in the sum, share holders and threshold, holders that revealed no shares
             and why, and why there is no sum, if there is none; {} if uploads are added up in the clear.
         weights: digest of the models' weights after the round.
@@ -36,6 +37,7 @@ class RoundRecord:
     reports: dict[str, dict[str, float]] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    unsigned: list[str] = field(default_factory=list)
     unseen: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     weights: str = ""

@@ -10,8 +10,8 @@ lock                      held while the ServerApp lives (fedveil/records/proces
                           (fedveil/records/audit_log.py)
 id                        8 hex digits that distinguish this run from others of its name, and their checksum
 flower-run                Flower's number of the run
-metrics.jsonl             one line per attempt at a round: cohort, accepted, failed with reasons, bytes, reports,
-                          scores; one line per resume, which voids earlier lines of that round or a later one
+metrics.jsonl             one line per attempt at a round: cohort, accepted, unsigned, failed with reasons, bytes,
+                          reports, scores; one line per resume, which voids earlier lines of that round or a later one
 disclosure.jsonl          data that left each side: one line per message (fedveil/records/disclosure_ledger.py)
 checkpoint.safetensors    the server's state after the last complete round; replaced whole
 checkpoint-before.safetensors   the previous checkpoint

@@ -107,13 +107,17 @@ class SentMessages(_Part):
 
 
 class SiteTraffic(_Part):
-    """One site's messages in the server's record, including keys and shares of secure aggregation."""
+    """One site's messages in the server's record, including keys and shares of secure aggregation.
+
+    `unsigned`: number of accepted uploads that the site did not sign.
+    """
 
     site: Short
     up: Count
     up_bytes: Count
     down: Count
     down_bytes: Count
+    unsigned: Count
 
 
 class DisclosureParty(_Part):

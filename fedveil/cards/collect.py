@@ -99,7 +99,7 @@ def collect_card(
         ],
         guarantee=guarantees.formal_guarantees(method, config, run.attempts, run.sites, whole),
         audited=audited,
-        not_protected=guarantees.not_protected(method, config),
+        not_protected=guarantees.not_protected(method, config, run.attempts),
         digests=RunDigests(
             base=digests.digest_base_model(task, base),
             app=app,

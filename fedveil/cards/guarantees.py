@@ -11,12 +11,13 @@ from fedveil.cards.card import Epsilon, PrivacyGuaranteeEntry, SiteCost, card_te
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
 from fedveil.contract.privacy import PrivacyGuarantee, stated_guarantee
-from fedveil.federation.secagg.adversary_model import NOT_BOUND, single_site
+from fedveil.federation.secagg.adversary_model import single_site
 from fedveil.privacy import gdp
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.privacy.guarantee_source import guarantee_of, untimed
 from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
+from fedveil.records import disclosure_summary
 
 NONE = "There is NO formal guarantee"
 UNIT = "one row of one site's data set, in this run alone"
@@ -164,12 +165,14 @@ def _assumptions(claim: PrivacyGuarantee) -> list[str]:
     return sentences
 
 
-def not_protected(method: Method, config: RunConfig) -> list[str]:
-    """Return sentences on what a reader must not assume to be protected."""
+def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return sentences on what a reader must not assume to be protected.
+
+    `attempts` are those of `formal_guarantees`.
+    """
     claim = guarantee_of(method, config)
     sentences = [
         LYING,
-        NOT_BOUND,
         "A person with several rows, or with rows at several sites: the unit is one row, so their bound is several "
         "times that.",
         "Properties of a site's rows as a whole: how many there are, what they are about, how well the model fits "
@@ -194,11 +197,23 @@ def not_protected(method: Method, config: RunConfig) -> list[str]:
             "A site's upload, from a server that deviates from secure aggregation's protocol or lies, unless every "
             "site's policy requires secure aggregation and names the roster of signing keys."
         )
+    if unsigned := _unsigned(attempts):
+        sentences.append(unsigned)
     if config.run.capture_messages:
         sentences.append(
             "What the server kept of the messages (run.capture-messages), which is as confidential as they are."
         )
     return sentences
+
+
+def _unsigned(attempts: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence on the uploads whose sites did not sign them; "" if there are none."""
+    count = sum(len(disclosure_summary.unsigned_sites(attempt)) for attempt in attempts)
+    accepted = sum(len(attempt.get("accepted") or []) for attempt in attempts)
+    if not count:
+        return ""
+    which = "of every upload" if count == accepted else f"of {count} of {accepted} uploads"
+    return f"The origin {which}: the site did not sign it, so only the server's SuperLink vouches for the sender."
 
 
 def _number(value: float) -> Epsilon:

@@ -137,11 +137,13 @@ def _sent(sent: Sequence[SentMessages], traffic: Sequence[SiteTraffic]) -> list[
         markdown_table(head, rows),
         "`privacy.json` lists every field with its codec, shape and bytes, under `sent`.",
     ]
-    of_sites = [[s.site, s.up, s.up_bytes, s.down, s.down_bytes] for s in traffic]
+    of_sites = [[s.site, s.up, s.up_bytes, s.down, s.down_bytes, s.unsigned] for s in traffic]
     return [
         *blocks,
         BY_SITE,
-        markdown_table(["site", "messages up", "bytes up", "messages down", "bytes down"], of_sites),
+        markdown_table(
+            ["site", "messages up", "bytes up", "messages down", "bytes down", "unsigned uploads"], of_sites
+        ),
     ]
 
 

@@ -64,12 +64,16 @@ def message_kinds(messages: Sequence[Mapping[str, Any]]) -> list[DisclosureKind]
 
 @dataclass
 class TrafficSummary:
-    """The number and bytes of one site's messages in each direction, regardless of content."""
+    """The number and bytes of one site's messages in each direction, regardless of content.
+
+    `unsigned`: number of accepted uploads that the site did not sign.
+    """
 
     up: int = 0
     up_bytes: int = 0
     down: int = 0
     down_bytes: int = 0
+    unsigned: int = 0
 
 
 def site_traffic(
@@ -90,7 +94,18 @@ def site_traffic(
         of = traffic[site]
         of.up, of.up_bytes = of.up + more.up, of.up_bytes + more.up_bytes
         of.down, of.down_bytes = of.down + more.down, of.down_bytes + more.down_bytes
+    for attempt in attempts:
+        for site in unsigned_sites(attempt):
+            traffic[site].unsigned += 1
     return dict(traffic)
+
+
+def unsigned_sites(attempt: Mapping[str, Any]) -> list[str]:
+    """Return the accepted sites of an attempt that did not sign their upload.
+
+    A line of version 0.1 does not say so, and no site signed then.
+    """
+    return [str(site) for site in attempt.get("unsigned", attempt.get("accepted") or [])]
 
 
 def unlisted_messages(attempts: Sequence[Mapping[str, Any]]) -> dict[str, TrafficSummary]:

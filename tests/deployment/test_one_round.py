@@ -14,6 +14,7 @@ import pytest
 
 from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
+from fedveil.console.runs.run_reader import load_run
 from fedveil.federation.message_signatures import claims
 from fedveil.federation.message_signatures.claims import InstructionClaims, ReplyClaims
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys, SiteSigners
@@ -39,6 +40,8 @@ def test_a_round_over_real_processes_ends_in_the_weights_of_one_process(tmp_path
     assert json.loads((tmp_path / "fedavg" / "status.json").read_text())["state"] == "completed"
     assert federation.processes.alive() == []
     check_evidence(tmp_path, tmp_path / "federation", [site.name for site in sites])
+    (attempt,) = load_run(tmp_path / "fedavg").attempts
+    assert (sorted(attempt["accepted"]), attempt["unsigned"]) == ([site.name for site in sites], [])
 
 
 def check_evidence(runs: Path, folder: Path, sites: list[str]) -> None:

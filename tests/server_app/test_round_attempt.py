@@ -43,10 +43,10 @@ class ListRecorder:
 class Trial:
     """An attempt over three sites, of which some give no reply."""
 
-    def __init__(self, monkeypatch, tmp_path, lost=()) -> None:
+    def __init__(self, monkeypatch, tmp_path, lost=(), max_norm_ratio: float = 0.0) -> None:
         task = use_toy_task(monkeypatch)
         grid = LocalGrid(app, ["east", "north", "south"], tmp_path, tamper=dict.fromkeys(lost, lambda *_: None))
-        cohort = CohortConfig(min_sites=2, wait_seconds=0.1)
+        cohort = CohortConfig(min_sites=2, wait_seconds=0.1, max_norm_ratio=max_norm_ratio)
         self.loop = MethodStrategy(FedAvg(), RunSettings(cohort, deterministic=True)).rounds
         self.loop.initialise(task.initial(rng.initial_stream(9, "weights")))
         opened, _ = self.loop.open_attempt(grid, 0, 0, 1.0, ConfigRecord())
@@ -86,6 +86,20 @@ def test_an_attempt_changes_nothing_of_the_run_until_the_loop_records_it(monkeyp
     assert trial.loop.record_attempt(result, started=0.0)
     assert (trial.loop.server is result.state, len(trial.loop.history), trial.loop.course.done) == (True, 1, 0)
     assert trial.loop.history[0].weights
+
+
+@pytest.mark.parametrize("max_norm_ratio", [0.0, 1e9])
+def test_the_record_names_each_accepted_site_that_did_not_sign(monkeypatch, tmp_path, max_norm_ratio):
+    trial = Trial(monkeypatch, tmp_path, lost=["south"], max_norm_ratio=max_norm_ratio)
+    poll = trial.reception.poll_replies
+
+    def signed_by_north(only: str = "") -> Iterator:
+        for reply in poll(only):
+            yield replace(reply, signed={"signature": "ab"}) if reply.site == "north" else reply
+
+    monkeypatch.setattr(trial.reception, "poll_replies", signed_by_north)
+    record = trial.run().record
+    assert (record.accepted, record.unsigned, list(record.failed)) == (["east", "north"], ["east"], ["south"])
 
 
 def test_the_result_of_too_few_uploads_has_no_state(monkeypatch, tmp_path):

@@ -99,6 +99,14 @@ def _require_private(key: Path) -> None:
 def _require_signing(members: SiteRegistry) -> None:
     """Raise ConfigError if the federation has instruction keys and the server could not sign with the current one."""
     if not members.instruction_keys:
+        if (
+            members.federation.signatures == "required"
+            and not instruction_key_files.current_file(members.folder).is_file()
+        ):
+            raise ConfigError(
+                "signatures: expected instruction keys, which signatures = required needs, found none in "
+                f"{members.folder}; make them and a site's new kit with fedveil members kit {members.folder} NAME"
+            )
         return
     file = instruction_key_files.current_file(members.folder)
     if not file.is_file():

@@ -197,14 +197,14 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
     return RegistrationRequest(content["site"], public_key, content["signing"], content.get("instructions", ""))
 
 
-def require_instruction_keys(request: RegistrationRequest, digest: str, signs: bool) -> None:
+def require_instruction_keys(request: RegistrationRequest, digest: str, must_sign: bool) -> None:
     """Raise ConfigError if the site pins other instruction keys than the registry's.
 
     Args:
         digest: SHA-256 of the registry's keys.
-        signs: the site's kit names the keys, so a request without them is refused too.
+        must_sign: the site's kit names the keys, or signatures are required: a request without keys is refused too.
     """
-    if request.instructions == digest or (not request.instructions and not signs):
+    if request.instructions == digest or (not request.instructions and not must_sign):
         return
     expected, found = digest or "none", sanitize(request.instructions, 80) or "none"
     raise ConfigError(

@@ -247,6 +247,36 @@ class SiteRegistry:
         """Return whether the site's kit names the instruction keys."""
         return self.entry(site).get("signs") is True
 
+    def require_signatures(self) -> None:
+        """Count only signed replies from now on. Raises ConfigError if a registered site cannot sign."""
+        if missing := {site: why for site in sorted(self.sites) if (why := self._unable_to_sign(site))}:
+            sites = "; ".join(f"{site}: {why}" for site, why in missing.items())
+            raise ConfigError(
+                f"require-signatures: expected every registered site to sign its replies, found {len(missing)} that "
+                f"cannot: {sites}"
+            )
+        if not self.instruction_keys:
+            raise ConfigError(
+                f"require-signatures: expected instruction keys, found none; fedveil members kit {self.folder} NAME "
+                "makes them, and a site's kit that names them"
+            )
+        self.federation = self.federation.model_copy(update={"signatures": "required"})
+        self.save()
+
+    def _unable_to_sign(self, site: str) -> str:
+        """Return why a registered site cannot sign and the next step; "" if it can, or is not registered."""
+        entry = self.sites[site]
+        if entry["state"] != "registered":
+            return ""
+        if not _usable_key(entry.get("signing")):
+            return (
+                "it has registered no usable signing key; run fedveil site init --renew there, then fedveil members "
+                "register here"
+            )
+        if not self.signs(site):
+            return f"its kit has no instruction keys; run fedveil members kit {self.folder} {site}"
+        return ""
+
     def require_new(self, site: str, public: str) -> None:
         """Raise ConfigError for a key that was revoked or replaced, or belongs to another site."""
         if public in self.retired:

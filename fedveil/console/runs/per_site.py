@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fedveil.console.runs.run_reader import Row, RunView
 from fedveil.contract import held_out_report
+from fedveil.records import disclosure_summary
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,15 @@ _MOST = 1e12  # largest value a site may report, so that sums stay finite
 
 @dataclass
 class SiteRecord:
-    """One site's part in a run. `failures` are (round, reason); losses are those of the last accepted upload."""
+    """One site's part in a run. `failures` are (round, reason); losses are those of the last accepted upload.
+
+    `unsigned`: number of accepted uploads that the site did not sign.
+    """
 
     name: str
     asked: int = 0
     accepted: int = 0
+    unsigned: int = 0
     examples: int | None = None
     loss_received: float | None = None
     loss_trained: float | None = None
@@ -53,6 +58,8 @@ def records_by_site(run: RunView) -> list[SiteRecord]:
             report = attempt.get("reports", {}).get(name, {})
             _report(records[name], report)
             records[name].held_out = held_out_scores(int(attempt["round"]), report) or records[name].held_out
+        for name in [] if attempt.get("void") else disclosure_summary.unsigned_sites(attempt):
+            records[name].unsigned += 1
         for name, (up, down, *_) in (attempt.get("unlisted") or {}).items():
             records[name].up += int(up)
             records[name].down += int(down)

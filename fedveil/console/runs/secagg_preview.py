@@ -8,7 +8,7 @@ from fedveil.config import RunConfig, SecureConfig
 from fedveil.errors import ConfigError, QuorumError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg.adversary_model import NOT_BOUND, AdversaryModel
+from fedveil.federation.secagg.adversary_model import AdversaryModel
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec, most_attached
@@ -105,5 +105,5 @@ class MaskedUploadPreview:
             f"  {counts}",
             f"With {self.sites} sites, of which {self.quorum} must agree to a sum before its masks are removed, and "
             f"sums of at least {claim.least_in_sum} sites:",
-            *(f"  {line}" for line in (*claim.words, NOT_BOUND)),
+            *(f"  {line}" for line in claim.words),
         ]

@@ -17,7 +17,6 @@ from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.federation.secagg.adversary_model import (
-    NOT_BOUND,
     TWO_ROUNDS,
     single_site,
     weakest_adversary,
@@ -63,7 +62,7 @@ def secagg_claims(run: RunView) -> list[str]:
     """Return the run's security claims, based on its weakest attempt."""
     least = int(run.config.get("config", {}).get("secure.min-sites", 2))
     adversary = weakest_adversary((attempt["unseen"] for attempt in run.unseen), least, *_exceptions(run))
-    return [*adversary.words, NOT_BOUND] if adversary else []
+    return adversary.words if adversary else []
 
 
 def not_seen(run: RunView) -> str:
@@ -110,5 +109,4 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
         *words,
         single_site(None),
         TWO_ROUNDS,
-        NOT_BOUND,
     ]

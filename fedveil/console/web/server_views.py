@@ -170,8 +170,8 @@ class ServerViews:
         for place, run in loaded_runs:
             for site in per_site.records_by_site(run):
                 of = self._members.whose(place.federation), site.name
-                figures = (1, site.asked, site.accepted, len(site.failures), site.up, site.down)
-                sums[of] = [a + b for a, b in zip(sums.get(of, [0] * 6), figures, strict=True)]
+                figures = (1, site.asked, site.accepted, site.unsigned, len(site.failures), site.up, site.down)
+                sums[of] = [a + b for a, b in zip(sums.get(of, [0] * 7), figures, strict=True)]
                 if site.failures:
                     round_, reason = site.failures[-1]
                     why.setdefault(of, (f"{place.key}, round {round_ + 1}", sanitize(reason)))
@@ -179,12 +179,13 @@ class ServerViews:
             [*([of[0] or "not known"] if self._column() else []), of[1],
              *([online.get(of, "not known")] if self.federations else []),
              format_time(last[of]) if of in last else _NOT_IN_LOG if figures[2] else None,
-             *figures[:3], failure_count(figures[3]), *figures[4:],
+             *figures[:4], failure_count(figures[4]), *figures[5:],
              ": ".join(why.get(of, ()))]
             for of, figures in sorted(sums.items())
         ]  # fmt: skip
         head = [*self._column(), "site", *(["online"] if self.federations else []), "last upload (UTC)", "runs",
-                "asked", "accepted", "refused or failed", "upload bytes", "download bytes", "last reason"]  # fmt: skip
+                "asked", "accepted", "unsigned", "refused or failed", "upload bytes", "download bytes",
+                "last reason"]  # fmt: skip
         spent = [(place.key, self._privacy(place, run)) for place, run in loaded_runs if _claims(run)]
         about = {
             "head": head,
@@ -264,8 +265,9 @@ class ServerViews:
             "charts": [one for one in charts if one],
             "at_sites": run_page.SITES_NOTE if at_sites else "", "held_out": disclosure_section.held_out(run, sites),
             "failures": failed[:: -1][: safe_files.MOST_LINES],
-            "sites": [[s.name, s.asked, s.accepted, failure_count(len(s.failures)), s.loss_trained, s.train_seconds,
-                       s.up, s.down] for s in sites],
+            "sites": [[s.name, s.asked, s.accepted, s.unsigned, failure_count(len(s.failures)), s.loss_trained,
+                       s.train_seconds, s.up, s.down] for s in sites],
+            "unsigned": disclosure_section.UNSIGNED_NOTE if any(s.unsigned for s in sites) else "",
             "disclosed": disclosure_section.exchange_section(run), "words": disclosure.what_was_learned(run),
             "symbols": disclosure.SYMBOLS,
             "reported": [sanitize(name, 80) for name in disclosure.reported_metrics(run)],

@@ -54,10 +54,6 @@ TWO_ROUNDS = (
     "Two rounds' sums of nearly the same sites from the same weights differ by the uploads of the sites that are not "
     "in both; only noise (dp.*) limits what that shows."
 )
-NOT_BOUND = (
-    "A registered site can answer in the name of another site, and can end the run: a reply is not yet bound to the "
-    "site that sent it."
-)
 
 
 def single_site(partial: bool | None) -> str:

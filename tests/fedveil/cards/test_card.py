@@ -18,7 +18,7 @@ from fedveil.cards import collect, digests, hub_readme, markdown
 from fedveil.cards.card import DeclaredFacts
 from fedveil.contract.privacy import UNTIMED
 from fedveil.errors import StateError
-from fedveil.federation.secagg.adversary_model import NOT_BOUND, POLICIES_DECIDE
+from fedveil.federation.secagg.adversary_model import POLICIES_DECIDE
 from fedveil.models import bundled
 from fedveil.records import audit_log
 from tests.fedveil.cards.made import DP, SITES, attempts, card, messages
@@ -169,15 +169,15 @@ def test_keys_shares_and_refused_uploads_count_with_their_site_also_one_in_no_co
     attempt_records[1]["unlisted"] = {"north": [7, 0, 1, 0], "east": [9, 0]}
     privacy_card = card(tmp_path, attempts=attempt_records)
     assert [site.model_dump() for site in privacy_card.traffic] == [
-        {"site": "east", "up": 0, "up_bytes": 9, "down": 0, "down_bytes": 0},
-        {"site": "north", "up": 1 + 4, "up_bytes": 100 + 1007, "down": 1 + 4, "down_bytes": 300 + 20},
-        {"site": "south", "up": 1, "up_bytes": 100, "down": 1, "down_bytes": 300},
-        {"site": "west", "up": 1, "up_bytes": 496, "down": 1, "down_bytes": 5},
+        {"site": "east", "up": 0, "up_bytes": 9, "down": 0, "down_bytes": 0, "unsigned": 0},
+        {"site": "north", "up": 1 + 4, "up_bytes": 100 + 1007, "down": 1 + 4, "down_bytes": 300 + 20, "unsigned": 2},
+        {"site": "south", "up": 1, "up_bytes": 100, "down": 1, "down_bytes": 300, "unsigned": 2},
+        {"site": "west", "up": 1, "up_bytes": 496, "down": 1, "down_bytes": 5, "unsigned": 0},
     ]
     assert any(
         line.startswith("7 messages from sites to the server, 1712 bytes;") for line in privacy_card.parties[0].saw
     )
-    assert "| north | 5 | 1107 | 5 | 320 |" in markdown.card_page(privacy_card)
+    assert "| north | 5 | 1107 | 5 | 320 | 2 |" in markdown.card_page(privacy_card)
     assert cards.parse_card(privacy_card.to_bytes(), "card") == privacy_card
 
 
@@ -201,7 +201,6 @@ def test_a_secure_run_says_what_nobody_saw_and_what_it_holds_against(tmp_path):
     assert any(
         "a server that deviates from secure aggregation's protocol or lies" in x for x in privacy_card.not_protected
     )
-    assert NOT_BOUND in privacy_card.not_protected
     assert not any("Single uploads" in line for line in privacy_card.not_protected)
     assert any("Single uploads" in line for line in card(tmp_path).not_protected)
 
@@ -225,6 +224,21 @@ def test_the_card_says_what_its_own_signatures_are_worth(tmp_path):
     page = markdown.card_page(card(tmp_path))
     assert "The server wrote this card and can write anything." in page
     assert "A site that also signs vouches only for what it saw itself" in page
+
+
+def test_uploads_that_a_site_did_not_sign_are_counted_and_named_as_not_protected(tmp_path):
+    first, second = attempts()
+    origin = "The origin of {}: the site did not sign it, so only the server's SuperLink vouches for the sender."
+    signed = card(tmp_path, attempts=[first | {"unsigned": []}, second | {"unsigned": []}])
+    assert not any(line.startswith("The origin") for line in signed.not_protected)
+    assert {site.unsigned for site in signed.traffic} == {0}
+    mixed = card(tmp_path, attempts=[first | {"unsigned": ["north"]}, second | {"unsigned": []}])
+    assert origin.format(f"1 of {2 * len(SITES)} uploads") in mixed.not_protected
+    assert {site.site: site.unsigned for site in mixed.traffic if site.unsigned} == {"north": 1}
+    assert "| unsigned uploads |" in markdown.card_page(mixed)
+    none = card(tmp_path)  # of lines that do not say so
+    assert origin.format("every upload") in none.not_protected
+    assert {site.unsigned for site in none.traffic} == {2}
 
 
 def test_anchors_and_app_are_those_of_this_run_in_the_log(tmp_path):

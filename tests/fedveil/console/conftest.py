@@ -19,7 +19,7 @@ def write_run(
     state: str = "completed",
     site_names: tuple[str, ...] = SITES,
 ) -> Path:
-    """A run whose uploads alternate between the factors, and in which one site fails once.
+    """A run whose uploads alternate between the factors, in which one site fails once and another does not sign.
 
     One that has failed ends with an attempt of which nothing was accepted.
     """
@@ -56,6 +56,7 @@ def write_run(
                 "attempt": 0,
                 "cohort": list(site_names),
                 "accepted": accepted,
+                "unsigned": [site_names[2]],
                 "failed": failed,
                 "upload_bytes": sum(m["bytes"] for m in sent if m["direction"] == "up"),
                 "download_bytes": sum(m["bytes"] for m in sent if m["direction"] == "down"),
@@ -114,6 +115,7 @@ def _nothing_accepted(round_: int, sites: tuple[str, ...], down: int) -> dict[st
         "attempt": 0,
         "cohort": list(sites),
         "accepted": [],
+        "unsigned": [],
         "failed": dict(zip(sites, reasons, strict=False)),
         "upload_bytes": REFUSED_BYTES,
         "download_bytes": down,
@@ -181,6 +183,7 @@ def masked(folder: Path) -> Path:
     rows[1]["unseen"]["deaf"] = {"site-3": "no answer within <120> s"}
     void = rows[1] | {
         "accepted": ["site-0"],
+        "unsigned": [],
         "weights": "",
         "scores": {},
         "unseen": {"reason": "expected 3, found <1>"},

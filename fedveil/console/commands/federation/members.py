@@ -59,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "renew-instruction-key", help="sign with the standby key from now on, draw a new one, and write all kits again"
     )
     instruction.set_defaults(run=_changing(_renew_instruction_key))
-    for action in (listed, add, kit, register, revoke, expire, sync, roster, renew, instruction):
+    require = actions.add_parser(
+        "require-signatures", help="count only signed replies; refused while a registered site cannot sign"
+    )
+    require.set_defaults(run=_changing(_require_signatures))
+    for action in (listed, add, kit, register, revoke, expire, sync, roster, renew, instruction, require):
         action.add_argument("folder", type=Path, help="the folder made by fedveil provision")
     roster.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write; default: server/roster/roster.json in FOLDER"
@@ -196,6 +200,15 @@ def _renew_instruction_key(args: argparse.Namespace, members: SiteRegistry) -> i
     return 0
 
 
+def _require_signatures(args: argparse.Namespace, members: SiteRegistry) -> int:
+    members.require_signatures()
+    print(f"{args.folder}: the server counts only signed replies, and asks no site that does not sign")
+    for site, entry in sorted(members.sites.items()):
+        if entry["state"] != "registered" and not members.signs(site):
+            print(f"{site}: {entry['state']}; before it registers, it needs the kit of fedveil members kit")
+    return 0
+
+
 def _certificate(file: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(file.read_bytes())
@@ -216,7 +229,8 @@ def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     site = asked.site
     before = members.entry(site).get("signing", "")
     keys = instruction_keys.pinned_keys(members)
-    enrollment.require_instruction_keys(asked, keys.digest if keys.keys else "", members.signs(site))
+    must_sign = members.signs(site) or members.federation.signatures == "required"
+    enrollment.require_instruction_keys(asked, keys.digest if keys.keys else "", must_sign)
     members.require_new(site, asked.key)
     members.require_new_signing(site, asked.signing)
     if args.fingerprint not in ("-", asked.fingerprint):

@@ -24,6 +24,9 @@ LEDGER_NOTE = (
     "about its training. Refused uploads, and the keys and shares of secure aggregation, share one line without "
     "fields. The lines of a direction add up to the bytes in the summary."
 )
+UNSIGNED_NOTE = (
+    "Unsigned: accepted uploads without their site's signature. Only the server's SuperLink vouches for their sender."
+)
 LOSSES_NOTE = (
     "Loss received: loss of the received model, before training at the site, on the first "
     "train.received-loss-examples examples. Loss trained: the mean over all training steps, on all examples, with "
@@ -136,13 +139,14 @@ def exchange_section(run: RunView) -> list[list[object]]:
 def sites_section(run: RunView) -> Html:
     """Return each site's client rounds, reported values, bytes and failures."""
     report_columns = [] if run.unseen else ["examples", "loss received", "loss trained", "train seconds"]
-    head = ["site", "accepted", "asked", *report_columns, "upload bytes", "download bytes", "failures"]
+    head = ["site", "accepted", "unsigned", "asked", *report_columns, "upload bytes", "download bytes", "failures"]
     rows, records = [], per_site.records_by_site(run)
     for s in records:
         report_values = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
         why = join_markup((f"round {round_ + 1}: {reason}" for round_, reason in s.failures), "; ") or None
-        rows.append([s.name, s.accepted, s.asked, *report_values, s.up, s.down, why])
-    notes = [_not_by_site(run, records), *([] if run.unseen else [html_tag("p", LOSSES_NOTE, "note")])]
+        rows.append([s.name, s.accepted, s.unsigned, s.asked, *report_values, s.up, s.down, why])
+    unsigned = [html_tag("p", UNSIGNED_NOTE, "note")] if any(s.unsigned for s in records) else []
+    notes = [_not_by_site(run, records), *unsigned, *([] if run.unseen else [html_tag("p", LOSSES_NOTE, "note")])]
     return join_markup(
         [
             html_tag("h3", section_heading(run)),

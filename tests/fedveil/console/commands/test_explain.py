@@ -13,7 +13,7 @@ from fedveil.contract.param_spec import param_specs_of
 from fedveil.contract.privacy import UNTIMED, Adjacency
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg.adversary_model import DEVIATING, NOT_BOUND, SINGLE_SITE, server_learns
+from fedveil.federation.secagg.adversary_model import DEVIATING, SINGLE_SITE, server_learns
 from fedveil.privacy import accounting
 from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.records.disclosure_summary import what_is_learned, what_is_learned_in_sum
@@ -140,7 +140,6 @@ def test_entries_of_one_site_are_named_for_each_method_that_has_them(name, field
     stdout = capsys.readouterr().out
     assert stdout.count(SINGLE_SITE) == (2 if partial else 0)  # of the claim, and of what the server learns
     assert DEVIATING in stdout
-    assert NOT_BOUND in stdout
 
 
 def test_ranks_that_could_never_be_sent_are_refused_for_the_sites_that_are_asked_about(capsys):

@@ -128,6 +128,10 @@ def test_the_app_process_is_told_where_the_key_and_the_signers_are(pilot, monkey
     assert main(["server", "start", str(pilot)]) == 2
     assert expected in capsys.readouterr().err  # the key is there: instructions stay signed
     (own / "instruct" / "instruction.key").unlink()
+    assert main(["server", "start", str(pilot)]) == 2  # signatures are required, and nothing could sign
+    assert "signatures: expected instruction keys, which signatures = required needs" in capsys.readouterr().err
+    content["federation"]["signatures"] = "optional"
+    file.write_text(json.dumps(content))
     assert main(["server", "start", str(pilot)]) == 2
     assert "started None None" in capsys.readouterr().err
 

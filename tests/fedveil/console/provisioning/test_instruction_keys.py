@@ -327,6 +327,65 @@ def test_a_renewal_in_an_old_folder_draws_keys_and_names_the_sites_that_now_sign
     assert public_key(current_file(federation)) == members.instruction_keys[0]
 
 
+def test_signatures_are_required_once_every_registered_site_can_sign(federation, capsys):
+    command = ["members", "require-signatures", str(federation)]
+    make_old(federation)
+    for site in ("north", "south"):
+        kit, _ = enrolled(federation, capsys, site)
+        (kit / "instruction-keys.toml").unlink()
+        assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
+        assert register(federation, kit, "-") == 0
+    members = SiteRegistry(federation)
+    del members.sites["south"]["signing"]
+    members.save()
+    before = (federation / "registry" / "members.json").read_bytes()
+    capsys.readouterr()
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "found 2 that cannot: " in error
+    assert f"north: its kit has no instruction keys; run fedveil members kit {federation} north" in error
+    assert "south: it has registered no usable signing key; run fedveil site init --renew there" in error
+    assert (federation / "registry" / "members.json").read_bytes() == before
+
+    assert main(["members", "kit", str(federation), "north"]) == 0
+    assert main(["members", "kit", str(federation), "south"]) == 0
+    capsys.readouterr()
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "found 1 that cannot: south" in error
+    assert "north" not in error.replace(str(federation), "")
+    assert not signers(federation).required
+
+    kit, _ = enrolled(federation, capsys, "south", "--renew")
+    assert register(federation, kit, "-") == 0
+    assert main(command) == 0
+    assert SiteRegistry(federation).federation.signatures == "required"
+    assert signers(federation).required
+    assert set(signers(federation).sites) == {"north", "south"}
+
+
+def test_a_site_that_is_not_registered_hinders_no_requirement_and_needs_a_new_kit(federation, capsys):
+    make_old(federation)
+    kit, _ = enrolled(federation, capsys)
+    (kit / "instruction-keys.toml").unlink()
+    assert main(["site", "init", "--kit", str(kit), "--renew"]) == 0
+    assert main(["members", "revoke", str(federation), "south", "--offline"]) == 0
+    capsys.readouterr()
+    command = ["members", "require-signatures", str(federation)]
+    assert main(command) == 2
+    assert "require-signatures: expected instruction keys, found none" in capsys.readouterr().err
+    assert main(["members", "add", str(federation), "west"]) == 0
+    capsys.readouterr()
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "north: invited; before it registers, it needs the kit of fedveil members kit" in output
+    assert "south: revoked; before it registers, it needs the kit of fedveil members kit" in output
+    assert "west" not in output
+    assert signers(federation).required
+    assert register(federation, kit, "-") == 2  # of the old kit
+    assert "north: instructions: expected the SHA-256" in capsys.readouterr().err
+
+
 def test_of_two_commands_at_once_the_second_waits_and_undoes_nothing(federation, monkeypatch, capsys):
     monkeypatch.setattr(federation_folder, "_WAIT_SECONDS", 0.1)
     parser = argparse.ArgumentParser()
@@ -357,7 +416,7 @@ def test_every_command_that_changes_the_registry_locks_it(federation, monkeypatc
     for action in (
         ["add", "FOLDER", "west"], ["kit", "FOLDER", "north"], ["register", "FOLDER", "r.json", "--fingerprint", "-"],
         ["revoke", "FOLDER", "north"], ["expire", "FOLDER"], ["sync", "FOLDER"], ["renew-server", "FOLDER"],
-        ["renew-instruction-key", "FOLDER"],
+        ["renew-instruction-key", "FOLDER"], ["require-signatures", "FOLDER"],
     ):  # fmt: skip
         with pytest.raises(LockedError):
             main(["members", *[str(federation) if word == "FOLDER" else word for word in action]])

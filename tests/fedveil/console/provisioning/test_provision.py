@@ -543,6 +543,10 @@ def test_a_request_without_instruction_keys_is_taken_only_from_a_site_that_does_
     members = SiteRegistry(federation)
     members.sites["north"] = {"state": "invited"}
     members.save()
+    without_instructions(kit)
+    assert register(federation, kit, fingerprint) == 2  # signatures are required
+    members.federation = members.federation.model_copy(update={"signatures": "optional"})
+    members.save()
     without_instructions(kit, instructions="ab" * 32)
     assert register(federation, kit, fingerprint) == 2
     without_instructions(kit)

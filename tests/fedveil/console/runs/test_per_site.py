@@ -86,6 +86,20 @@ def test_a_refused_upload_counts_in_the_summary_the_ledger_and_at_its_site(make_
     assert "refused uploads</td>" in page
 
 
+def test_the_report_says_which_site_did_not_sign(make_run):
+    folder = make_run(state="failed")
+    records = {site.name: site.unsigned for site in per_site.records_by_site(load_run(folder))}
+    assert records == {"site-0": 0, "site-1": 0, "site-2": 3, "site-3": 0}
+    note = disclosure_section.UNSIGNED_NOTE.replace("'", "&#x27;")
+    page = run_page.run_page_html([load_run(folder)])
+    assert ">unsigned</th>" in page
+    assert note in page
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"unsigned": []} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert note not in run_page.run_page_html([load_run(folder)])
+
+
 def test_bytes_that_a_record_does_not_have_by_site_are_named(make_run):
     page = run_page.run_page_html([load_run(masked(make_run()))])
     assert "keys and shares of secure aggregation</td>" in page

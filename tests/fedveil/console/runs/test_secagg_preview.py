@@ -13,7 +13,7 @@ from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
-from fedveil.federation.secagg.adversary_model import BROADCASTS, DEVIATING, NOT_BOUND, SINGLE_SITE, TWO_ROUNDS
+from fedveil.federation.secagg.adversary_model import BROADCASTS, DEVIATING, SINGLE_SITE, TWO_ROUNDS
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_config_of
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
@@ -80,7 +80,7 @@ def test_in_plain_words(tmp_path, capsys):
         "With 7 sites, of which 5 must agree to a sum before its masks are removed, and sums of at least 5 sites",
         "Holds against an honest but curious server and up to 3 sites with it.",
         "Holds against a server that lies alone, if every site's policy names this roster",
-        "policy permits it", TWO_ROUNDS, NOT_BOUND,
+        "policy permits it", TWO_ROUNDS,
     ):  # fmt: skip
         assert words in stdout, words
     assert not any(words in stdout for words in (DEVIATING, BROADCASTS))

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedveil.console.web import safe_files
+from fedveil.console.web.report import disclosure_section
 from fedveil.records import audit_log, process_exit
 from tests.fedveil.console.conftest import REFUSED_BYTES, unscored, write_run
 from tests.fedveil.console.web.conftest import EVIL, opened
@@ -120,6 +121,7 @@ def test_a_run_shows_its_figures_its_sites_and_what_each_disclosed(runs):
     assert "expected a norm of at most 1e+06, found 3.2e+07" in last
     assert "no reply within 900 s" in last
     assert "epsilon infinite" in text
+    assert disclosure_section.UNSIGNED_NOTE.replace("'", "&#x27;") in text
 
 
 def test_a_run_that_is_not_scored_shows_what_its_sites_told(runs):
@@ -188,9 +190,11 @@ def test_sites_over_all_runs(runs):
     north = re.search(r'<tr><td data-label="site">north</td>.*?</tr>', text)[0]
     when = audit_log.read_log(runs / audit_log.NAME)[20]["time"]  # of round 3
     assert f"<span>{when[:10]}</span> {when[11:19]}" in north
-    assert re.findall(r">(\d+)<", north)[:4] == ["1", "4", "3", "1"]
+    assert re.findall(r">(\d+)<", north)[:5] == ["1", "4", "3", "0", "1"]
     south = re.search(r'<tr><td data-label="site">south</td>.*?</tr>', text)[0]
-    assert re.findall(r">(\d+)<", south)[:4] == ["1", "4", "2", "2"]
+    assert re.findall(r">(\d+)<", south)[:5] == ["1", "4", "2", "0", "2"]
+    west = re.search(r'<tr><td data-label="site">west</td>.*?</tr>', text)[0]
+    assert re.findall(r">(\d+)<", west)[:5] == ["1", "4", "3", "3", "1"]
     assert '<span class="failed">2</span>' in south
     assert "fedrand, round 4: PolicyError: train.batch-size: expected at most 8, found 16" in south
     assert "newest 3 runs" in text
