@@ -82,7 +82,7 @@ check: $(TESTED) ## Run ruff, mypy, the import rules, and pyright for imports th
 	@$(BIN)/python tools/find_imports.py $(VENV)/check/bin/basedpyright --pythonpath $(BIN)/python
 
 mutate: $(TESTED) ## Break a package and see which breaks no test notices: make mutate PACKAGE=ops ARGS="--sample 40"
-	@test -n "$(PACKAGE)" || { echo "error: PACKAGE: expected strategies, ops, wire, privacy or guard; run: make mutate PACKAGE=ops" >&2; exit 1; }
+	@test -n "$(PACKAGE)" || { echo "error: PACKAGE: expected strategies, ops, wire, privacy, guard, client_app, server_app or secagg; run: make mutate PACKAGE=ops" >&2; exit 1; }
 	@$(BIN)/python tools/mutate.py $(PACKAGE) --workers $(WORKERS) $(ARGS)
 
 build: $(READY) ## Build the wheel and the source archive into dist/

@@ -41,6 +41,9 @@ ROOMS = {  # name: (its code, its tests)
     "wire": (["fedveil/wire"], ["tests/fedveil/wire", "tests/contract"]),
     "privacy": (["fedveil/privacy"], ["tests/fedveil/privacy", "tests/contract"]),
     "guard": (["fedveil/guard", "fedveil/relay"], ["tests/fedveil/guard", "tests/fedveil/relay"]),
+    "client_app": (["client_app"], ["tests/client_app"]),
+    "server_app": (["server_app"], ["tests/server_app"]),
+    "secagg": (["fedveil/federation/secagg"], ["tests/fedveil/federation/secagg"]),
 }
 _IDLE = ("@final", "@abstractmethod", "@override", "if TYPE_CHECKING")
 

@@ -1,22 +1,34 @@
 """Check the first weights that a client round trains from, under any method, before any example is read.
 
-    <state-dir>/<run>/<site>/received.json    of the last completed client round: a secret key, and for every tensor
-                                              a sketch under that key of the weights trained from, and the largest norm
+    <state-dir>/<run>/<site>/received.json    of the last completed client round: a secret key, and sketches under that
+                                              key of the run's first weights and of the weights last trained from, each
+                                              with the norm that it is measured by, for every tensor
 
     norm   = |w|                                       all trained tensors together
     change = max over tensors of  rms(w - last) / max(rms so far of this tensor, rms so far of all together)
+    drift  = max over tensors of  rms(w - first) / max(rms of first of this tensor, rms of first of all together)
 
-"So far" means the largest value that this site has trained from in this run. The guard tracks it per tensor, so
-that one hostile layer among many does not go unnoticed. A B that is zero is measured against all tensors together.
+`first` are the weights that `run.seed` gives, which every site computes itself: a server can choose the first weights
+that it sends, but not these. `last` are the weights that the site last trained from. "So far" means the largest value
+that this site has trained from in this run. Both are measured per tensor, so that one hostile layer among many does
+not go unnoticed. A B that is zero is measured against all tensors together.
+
+The scale of a drift is that of the first weights, so a server that increases the weights does not increase the bound
+with them. That is why small steps in many rounds do not pass: each is below max-broadcast-change, but not their sum.
 
 | case | what happens |
 |---|---|
 | a value that is not finite | PolicyError |
-| norm above max-broadcast-norm, or change above max-broadcast-change | PolicyError |
-| the first client round in a run | `last` is the initial state from `run.seed`, which every site can compute |
-| the first client round of a late site | the same: everything learned by others until then counts as change |
-| `last` is zero everywhere, and so was all before | only the norm is checked |
-| other tensors than the last time | as in the first client round |
+| norm, change or drift above max-broadcast-norm, max-broadcast-change, max-broadcast-drift | PolicyError |
+| the first client round in a run | `last` is `first`: change and drift are equal, and both bounds hold |
+| the first client round of a late site | the same: everything learned by others until then counts |
+| the file is lost, or the site's folder | the same: the site computes `first` again, and no bound is wider |
+| the run is resumed, or its name, round or `is-new` is another | the file is by run; nothing else is read |
+| `run.seed` is another than in the first client round | `first` stays |
+| other tensors than the last time, or of other sizes | as in the first client round |
+| other tensors than the run trains | PolicyError |
+| `first` is zero everywhere | no drift; the norm and the change are checked |
+| `last` is zero everywhere, and so was all before | the norm is checked, and the drift |
 | a client round fails or is refused | `last` stays |
 | a factor or prompt that stays at the site | it is trained too, and checked with the rest |
 | the file is damaged | StateError |
@@ -34,7 +46,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -58,7 +70,7 @@ from fedveil.contract.trainer import (
 )
 from fedveil.contract.trainer_wrappers import TrainerWrapper, WrappedGradientSource
 from fedveil.encrypted_files import FileSeal
-from fedveil.errors import StateError
+from fedveil.errors import PolicyError, StateError
 from fedveil.ops.count_sketch import SIZE, count_sketch
 from fedveil.records.atomic_files import write_atomic
 
@@ -68,49 +80,72 @@ log = logging.getLogger("fedveil.site")
 
 
 @dataclass(frozen=True)
+class SketchedTensor:
+    """What a site stores of a tensor that it trained from.
+
+    Attributes:
+        norm: the norm that distances from it are measured by.
+        entries: its number of entries.
+        sketch: of shape (SIZE,), under the reference's key.
+    """
+
+    norm: float
+    entries: int
+    sketch: Tensor
+
+
+@dataclass(frozen=True)
 class BroadcastReference:
-    """A compact record of the weights that a site last trained from.
+    """A compact record of the run's first weights and of those that a site last trained from.
 
     Attributes:
         key: secret key of the sketches; never leaves the site.
-        sketches: a sketch of shape (SIZE,) for every tensor.
-        norms: the largest norm so far of every tensor.
+        first: the run's first weights.
+        last: the weights last trained from, with the largest norm so far of every tensor.
     """
 
     key: bytes
-    sketches: Weights
-    norms: Mapping[str, float]
+    first: Mapping[str, SketchedTensor]
+    last: Mapping[str, SketchedTensor]
 
     @classmethod
     def from_weights(cls, weights: Weights, key: bytes = b"") -> BroadcastReference:
-        """Build a reference from weights, with a new key if none is given."""
+        """Build the reference of a run that begins with these weights, with a new key if none is given."""
         key = key or os.urandom(_KEY_BYTES)
-        return cls(
-            key, {n: count_sketch(w, key, n) for n, w in weights.items()}, {n: _norm(w) for n, w in weights.items()}
-        )
+        first = _sketch_weights(weights, key)
+        return cls(key, first, first)
 
     def then(self, weights: Weights) -> BroadcastReference:
-        """Return the next reference, with the same key."""
-        new = BroadcastReference.from_weights(weights, self.key)
-        return BroadcastReference(
-            self.key, new.sketches, {n: max(norm, self.norms[n]) for n, norm in new.norms.items()}
-        )
+        """Return the next reference, with the same key and first weights."""
+        now = _sketch_weights(weights, self.key)
+        last = {n: replace(tensor, norm=max(tensor.norm, self.last[n].norm)) for n, tensor in now.items()}
+        return BroadcastReference(self.key, self.first, last)
 
     def fits(self, weights: Weights) -> bool:
-        """Return whether the reference has the same tensor names as `weights`."""
-        return set(self.sketches) == set(weights)
+        """Return whether the reference has the same tensors as `weights`, by name and number of entries."""
+        return {n: w.numel() for n, w in weights.items()} == {n: t.entries for n, t in self.last.items()}
 
-    def change(self, weights: Weights) -> float:
-        """Return the largest change of a tensor by the module's formula; 0 if everything was zero so far."""
-        entries = sum(w.numel() for w in weights.values())
-        of_all = math.hypot(*self.norms.values()) / math.sqrt(entries)
-        changes = [0.0]
-        for name, w in weights.items():
-            root = math.sqrt(max(1, w.numel()))
-            moved = float(torch.linalg.vector_norm(count_sketch(w, self.key, name) - self.sketches[name])) / root
-            if scale := max(of_all, self.norms[name] / root):
-                changes.append(moved / scale)
-        return max(changes)
+    def distances(self, weights: Weights) -> tuple[float, float]:
+        """Return change and drift by the module's formulas; 0 from a reference that is zero everywhere."""
+        now = {name: count_sketch(w, self.key, name) for name, w in weights.items()}
+        return _distance(now, self.last), _distance(now, self.first)
+
+
+def _sketch_weights(weights: Weights, key: bytes) -> dict[str, SketchedTensor]:
+    return {n: SketchedTensor(_norm(w), w.numel(), count_sketch(w, key, n)) for n, w in weights.items()}
+
+
+def _distance(now: Mapping[str, Tensor], reference: Mapping[str, SketchedTensor]) -> float:
+    """Return the largest distance of a sketch from the reference's; NaN if one of them is."""
+    entries = sum(tensor.entries for tensor in reference.values())
+    of_all = math.hypot(*(tensor.norm for tensor in reference.values())) / math.sqrt(max(1, entries))
+    distances = [0.0]
+    for name, tensor in reference.items():
+        root = math.sqrt(max(1, tensor.entries))
+        moved = float(torch.linalg.vector_norm(now[name] - tensor.sketch)) / root
+        if scale := max(of_all, tensor.norm / root):
+            distances.append(moved / scale)
+    return math.nan if any(map(math.isnan, distances)) else max(distances)
 
 
 def weights_norm(weights: Weights) -> float:
@@ -119,7 +154,7 @@ def weights_norm(weights: Weights) -> float:
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    return float(torch.linalg.vector_norm(tensor.double()))
 
 
 @dataclass(frozen=True)
@@ -148,14 +183,10 @@ class BroadcastReferenceStore:
             return None
         try:
             content = json.loads(self.seal.read(self._file, state_role(self._file)))
-            tensors = content["tensors"]
-            reference = BroadcastReference(
-                bytes.fromhex(content["key"]),
-                {name: _unpacked(text) for name, (_, text) in tensors.items()},
-                {name: float(norm) for name, (norm, _) in tensors.items()},
-            )
-            if len(reference.key) == _KEY_BYTES and all(map(math.isfinite, reference.norms.values())):
-                return reference
+            first, last = _unpack(content["first"]), _unpack(content["last"])
+            key = bytes.fromhex(content["key"])
+            if len(key) == _KEY_BYTES and first.keys() == last.keys():
+                return BroadcastReference(key, first, last)
             reason = "another length"
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = type(error).__name__
@@ -166,20 +197,31 @@ class BroadcastReferenceStore:
 
     def save(self, reference: BroadcastReference) -> None:
         """Save the reference atomically. Raises StateError, e.g. on a full disk."""
-        packed = {n: base64.b64encode(values.numpy().tobytes()).decode() for n, values in reference.sketches.items()}
-        tensors = {name: [reference.norms[name], text] for name, text in packed.items()}
-        content = {"key": reference.key.hex(), "tensors": tensors}
+        content = {"key": reference.key.hex(), "first": _pack(reference.first), "last": _pack(reference.last)}
         try:
             write_atomic(self._file, self.seal.closed([json.dumps(content).encode()], state_role(self._file)))
         except OSError as error:
             raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
 
 
-def _unpacked(text: str) -> Tensor:
+def _pack(tensors: Mapping[str, SketchedTensor]) -> dict[str, tuple[float, int, str]]:
+    """Return norm, entries and sketch of each tensor as JSON can hold them."""
+    return {
+        name: (tensor.norm, tensor.entries, base64.b64encode(tensor.sketch.numpy().tobytes()).decode())
+        for name, tensor in tensors.items()
+    }
+
+
+def _unpack(packed: Mapping[str, tuple[float, int, str]]) -> dict[str, SketchedTensor]:
+    """Return what `_pack` was given. Raises ValueError, TypeError or AttributeError for anything else."""
+    return {name: _unpack_tensor(*parts) for name, parts in packed.items()}
+
+
+def _unpack_tensor(norm: float, entries: int, text: str) -> SketchedTensor:
     values = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.float64)
-    if len(values) != SIZE:
+    if len(values) != SIZE or not math.isfinite(norm) or not bool(values.isfinite().all()):
         raise ValueError
-    return values
+    return SketchedTensor(float(norm), int(entries), values)
 
 
 @final
@@ -189,7 +231,7 @@ class BroadcastGuard(TrainerWrapper):
     Args:
         policy: the site's policy, with the bounds.
         received: the site's reference.
-        initial: returns the initial weights of the run; called only in the first client round.
+        initial: returns the run's first weights, from `run.seed`; called only without a reference.
     """
 
     def __init__(
@@ -204,14 +246,19 @@ class BroadcastGuard(TrainerWrapper):
         if self._next is not None:
             return
         norm = weights_norm(weights)
-        decisions.check_broadcast(self._policy, norm, 0.0)  # before any difference of non-finite values
-        last = self._received.load()
-        if last is None or not last.fits(weights):
-            last = BroadcastReference.from_weights(self._initial())
-        change = last.change(weights)
-        log.info("weights to train from: norm %.6g, change %.6g", norm, change)
-        decisions.check_broadcast(self._policy, norm, change)
-        self._next = last.then(weights)
+        decisions.check_broadcast(self._policy, norm, 0.0, 0.0)  # before any difference of non-finite values
+        reference = self._received.load()
+        if reference is None or not reference.fits(weights):
+            reference = BroadcastReference.from_weights(self._initial())
+        if not reference.fits(weights):
+            raise PolicyError(
+                f"broadcast: expected weights for {len(reference.first)} tensors, those that this run trains, found "
+                f"{len(weights)} or others; correct the method"
+            )
+        change, drift = reference.distances(weights)
+        log.info("weights to train from: norm %.6g, change %.6g, drift %.6g", norm, change, drift)
+        decisions.check_broadcast(self._policy, norm, change, drift)
+        self._next = reference.then(weights)
 
     def keep(self) -> None:
         """Save this client round's starting weights as the reference for the next. Raises StateError."""

@@ -27,7 +27,7 @@ and the site's ledger checks privacy charges (fedveil/privacy/charged_gradients.
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
 | too many bytes or too few examples, known only after training | the site withholds the upload and sends the reason |
 | scores of held-out rows that are not permitted, or too many | the round continues without them, and reports why |
-| norm or change above the two bounds of a broadcast | the client round ends before it reads an example |
+| norm, change or drift above the three bounds of a broadcast | the client round ends before it reads an example |
 | hours "22:00-06:00" | the window spans midnight, from 22:00 to before 06:00; "00:00-24:00" is always |
 
 The server's bundle contains this file too. The site's installed copy enforces the policy;
@@ -167,7 +167,7 @@ def open_replay_guard(assignment: ClientAssignment) -> ReplayGuard:
     return ReplayGuard.open(assignment.site.state_dir, assignment.order.run, assignment.name)
 
 
-def check_broadcast(policy: SitePolicy, norm: float, change: float) -> None:
+def check_broadcast(policy: SitePolicy, norm: float, change: float, drift: float) -> None:
     """Check the weights that the client round starts from (broadcast_guard.py).
 
     Raises PolicyError without the numbers, because they depend on the site's private data.
@@ -176,7 +176,11 @@ def check_broadcast(policy: SitePolicy, norm: float, change: float) -> None:
         raise PolicyError(
             "broadcast: expected finite values, found others in the weights to train from; correct the run"
         )
-    asked = (("norm", norm, policy.max_broadcast_norm), ("change", change, policy.max_broadcast_change))
+    asked = (
+        ("norm", norm, policy.max_broadcast_norm),
+        ("change", change, policy.max_broadcast_change),
+        ("drift", drift, policy.max_broadcast_drift),
+    )
     for key, found, limit in asked:
         if limit is not None and not found <= limit:
             raise PolicyError(

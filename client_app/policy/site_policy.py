@@ -15,7 +15,8 @@ min-batch = 8                            # examples in each step behind an uploa
 max-scores = 20                          # scores of received weights on held-out examples, in one run; default 0
 report-received-loss = false             # such a score also as loss_received; default: no loss of received weights
 max-broadcast-norm = 50.0                # norm of the weights that a client round starts from (broadcast_guard.py)
-max-broadcast-change = 10.0              # their change since this site last trained; default 10
+max-broadcast-change = 1.0               # their change since this site last trained; default 2
+max-broadcast-drift = 1.5                # their distance from the run's first weights; default 2
 require-signed-instructions = true       # by a key of the kit's instruction-keys.toml; default: true with that file
 require-secure = true                    # uploads leave this site masked (secure.enabled)
 min-cohort = 5                           # sites in a cohort, and in a sum
@@ -71,7 +72,8 @@ class SitePolicy(BaseModel):
     max_scores: int = Field(0, ge=0)
     report_received_loss: bool = False
     max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
-    max_broadcast_change: float = Field(10.0, gt=0, allow_inf_nan=False)
+    max_broadcast_change: float = Field(2.0, gt=0, allow_inf_nan=False)
+    max_broadcast_drift: float = Field(2.0, gt=0, allow_inf_nan=False)
     require_signed_instructions: bool | None = None
     require_secure: bool = False
     min_cohort: int | None = Field(None, ge=2)
@@ -122,9 +124,14 @@ class SitePolicy(BaseModel):
         return None if self.signers is None else [" ".join(key.split()[:2]) for key in self.signers]
 
 
+# Without a policy the server's own code runs unchecked, so these bounds find mistakes only.
+# Noisy steps may move by more than 2.
+_TRIAL = {"max-broadcast-change": 10.0, "max-broadcast-drift": 10.0}
+
+
 def load_policy(site: SiteConfig) -> SitePolicy:
-    """Return the site's policy; the defaults if it names none."""
-    return policy_of_site(site) if site.policy else SitePolicy()
+    """Return the site's policy; if it names none, the defaults with wide bounds on a broadcast."""
+    return policy_of_site(site) if site.policy else SitePolicy.model_validate(_TRIAL)
 
 
 def policy_of_site(site: SiteConfig) -> SitePolicy:

@@ -4,7 +4,7 @@
     <state-dir>/<run>/<site>/secret                 32 bytes that seed the client's random draws, and their checksum
     <state-dir>/<run>/<site>/served.json            the last rounds that were served (replay_guard.py)
     <state-dir>/<run>/<site>/turn.lock              held during a client round of the run
-    <state-dir>/<run>/<site>/received.json          sketch of the weights it last trained from (broadcast_guard.py)
+    <state-dir>/<run>/<site>/received.json          sketches of the run's first and last weights (broadcast_guard.py)
     <state-dir>/<run>/<site>/secure.json            its keys in secure aggregation (secure_round.py)
     <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
     <state-dir>/.held-out/<site>.json               the held-out rows and their scores (held_out_record.py)

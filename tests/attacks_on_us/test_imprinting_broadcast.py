@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fedveil import paths
 from fedveil.attacks.reconstruction import imprint
@@ -29,14 +28,31 @@ def test_a_site_with_a_bound_of_one_refuses_it_before_it_looks_at_a_row(tmp_path
     assert server.send(server.initial)
 
 
+def test_a_site_without_a_bound_of_its_own_refuses_it_too(tmp_path):
+    server = Server(tmp_path, **LORA)
+    with pytest.raises(PolicyError, match="max-broadcast-change"):
+        server.send(hostile(server))
+    assert server.looked == 0
+
+
 @pytest.mark.long
-def test_what_the_check_does_not_stop_a_site_that_sets_no_bound_and_a_ramp(tmp_path):
-    """Not defended, and said so in docs/pitfalls.md: it fails on the day when it is."""
-    server = Server(tmp_path, "max-broadcast-change = 1.0", **LORA, **{"run.rounds": 40})
+@pytest.mark.parametrize("steps", [8, 16])
+def test_a_ramp_is_refused_once_it_is_too_far_from_the_first_weights(steps, tmp_path):
+    """Every step is below the bound of a change."""
+    server = Server(tmp_path, "max-broadcast-change = 5.0\nmax-broadcast-drift = 1.5", **LORA)
     sent = hostile(server)
-    parts = torch.linspace(0, 1, 17).tolist()
-    for round_, part in enumerate(parts):
-        assert server.send({n: w + part * (sent[n] - w) for n, w in server.initial.items()}, round_)
-    unbounded = tmp_path / "unbounded"
-    unbounded.mkdir()
-    assert Server(unbounded, **LORA).send(sent)
+
+    def ramp(part: float) -> dict:
+        return {n: w + part * (sent[n] - w) for n, w in server.initial.items()}
+
+    permitted = steps // 8  # an eighth of the whole pair, whose drift is about 5.8
+    for round_ in range(permitted + 1):
+        assert server.send(ramp(round_ / steps), round_)
+    with pytest.raises(PolicyError, match="max-broadcast-drift"):
+        server.send(ramp((permitted + 1) / steps + 0.25), permitted + 1)
+    assert server.send(ramp(permitted / steps), permitted + 1)
+
+
+def test_a_site_that_bounds_nothing_trains_from_it(tmp_path):
+    server = Server(tmp_path, "max-broadcast-change = 1e9\nmax-broadcast-drift = 1e9", **LORA)
+    assert server.send(hostile(server))

@@ -223,7 +223,8 @@ def rounds(tmp_path, monkeypatch):
         config = {"run.deterministic": True, "run.seed": 9, "run.rounds": 6, "method.name": "fedavg"}
         grid = LocalGrid(app, names[:sites], tmp_path / "state", config, tamper={"east": poisoned})
         policy = tmp_path / "policy.toml"
-        policy.write_text(f"max-broadcast-change = 1e9\n{run_config_rules.permits_for_run(parse(grid.run_config))}")
+        bounds = "max-broadcast-change = 1e9\nmax-broadcast-drift = 1e9\n"
+        policy.write_text(f"{bounds}{run_config_rules.permits_for_run(parse(grid.run_config))}")
         grid.node_config = {site: {"policy": str(policy)} for site in names[:sites]}
         quick = {"min_sites": 2, "deadline_seconds": 1.0, "wait_seconds": 1.0} | cohort
         settings = RunSettings(CohortConfig(**quick), aggregate, 9, True, tap=folder is not None)

@@ -65,6 +65,7 @@ class Named:
         flat = flat | {"secure.roster": str(self.at / "roster.json")}
         needed = run_config_rules.permits_for_run(parse(flat | {"run.dir": str(at), "run.name": flat["method.name"]}))
         demands = f'require-secure = true\nmin-cohort = 3\nroster = "{digest or roster_digest(self.roster)}"\n'
+        demands += "max-broadcast-change = 100.0\nmax-broadcast-drift = 100.0\n"  # NOISY's noise is 30 times the clip
         self.policy.write_text(f'{demands}methods = ["fedavg", "fedrand"]\n{needed}\n')
         return over_grpc(self.federation, at, flat), flat
 

@@ -5,7 +5,7 @@
 | honest broadcast | the run's initial weights; the attack must lose |
 | crafted | the imprinting pair in one layer, with a steep gate; the attack must win under FedAvg |
 | crafted, within c | the steepest gate that a site with max-broadcast-change = c accepts in the first client round |
-| crafted, after a ramp of c | the whole pair, reached over rounds with changes of c each |
+| crafted, after a ramp of c | the whole pair, reached over rounds with changes of c each; no bound on the drift |
 | others | the crafted broadcast, and another run: more steps, more examples, another method, noise |
 
 "rows" is the share of the batch's examples whose beginning (the tokens at the chosen positions) was recovered exactly;
@@ -90,6 +90,57 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
     return out
 
 
+class BroadcastCase:
+    """A run, the gate of its server's crafted pair, and what one upload reveals.
+
+    Args:
+        gate: the direction of `imprint.gate_direction`, which depends only on the base; None computes it.
+    """
+
+    def __init__(
+        self, config: RunConfig, settings: dict[str, Any], options: BenchOptions, gate: Tensor | None = None
+    ) -> None:
+        self._config, self._settings = config, settings
+        self.task = task_of(TextGeneration, config, options)
+        method = strategies.create_method(config.method.name, config.method.params)
+        self._exchange = MessageExchange(method, config.method.name, self.task.spec)
+        self.initial = self.task.initial(rng.initial_stream(config.run.seed, "weights"))
+        folder = data.find_data_folder(settings["data"])
+        self._rows = self.task.encode(self.task.examples(folder, "train"))
+        self._public: Any = self.task.encode(self.task.examples(folder, "test"))[: settings["public"]]
+        self._positions = range(*settings["positions"])
+        if gate is None:
+            gate = imprint.gate_direction(self.task, self.initial, settings["layer"], self._positions, self._public)
+        self.gate = gate
+
+    def measure_batches(self, sent: Weights, seed: int) -> list[dict[str, float]]:
+        """Return "rows" and "false" for each batch of the site's examples, trained from `sent`."""
+        size = self._config.train.batch_size * max(1, self._config.train.max_steps)
+        drawn = rng.RandomStream.derive(bytes(32), seed, "", "batches").choice(
+            len(self._rows), size * self._settings["batches"]
+        )
+        starts = range(0, len(drawn), size)
+        return [self._measured(sent, [self._rows[i] for i in drawn[n : n + size]], f"site-{n}") for n in starts]
+
+    def _measured(self, sent: Weights, rows: Rows, site: str) -> dict[str, float]:
+        """Return one upload's metrics. Each batch has its own site: a site's private part depends on its name too."""
+        layer, length, config = self._settings["layer"], self._positions.stop, self._config
+        prefix = tuple(self._public[0].ids[: self._positions.start])
+        with tempfile.TemporaryDirectory() as folder:
+            tap = MessageCapture(Path(folder))
+            create_federation(self._exchange, config, self.task, {site: rows}, sent, tap).round(0)
+            view = AdversaryView.server(tap, self._exchange)
+            upload = next(view.uploads(site))
+            asked = view.answered(upload)
+            assert asked is not None
+            received, answered = payload_tensors(asked.payload), view.added(upload)
+            rate, decay = config.train.learning_rate, config.train.weight_decay
+            learned = imprint.recover_gradient(received, answered, layer, rate, decay, adamw=config.dp.clip_norm == 0)
+            found = imprint.recover_prefixes(self.task, self.initial, layer, learned, prefix, length)
+        truth = [tuple(row.ids[:length]) for row in rows]
+        return {"rows": sum(t in found for t in truth) / len(truth), "false": float(len(found - set(truth)))}
+
+
 class _Case:
     """One row of the table: a run, and its server's broadcast."""
 
@@ -101,23 +152,14 @@ class _Case:
         options: BenchOptions,
         gate: Tensor | None,
     ) -> None:
-        self._config, self._settings, self._row = config, settings, row
-        self._task = task_of(TextGeneration, config, options)
-        method = strategies.create_method(config.method.name, config.method.params)
-        self._exchange = MessageExchange(method, config.method.name, self._task.spec)
-        self._initial = self._task.initial(rng.initial_stream(config.run.seed, "weights"))
-        folder = data.find_data_folder(settings["data"])
-        self._rows = self._task.encode(self._task.examples(folder, "train"))
-        self._public: Any = self._task.encode(self._task.examples(folder, "test"))[: settings["public"]]
-        self._positions = range(*settings["positions"])
-        if gate is None:
-            gate = imprint.gate_direction(self._task, self._initial, settings["layer"], self._positions, self._public)
-        self.gate = gate
+        self._settings, self._row = settings, row
+        self._run = BroadcastCase(config, settings, options, gate)
+        self._initial, self.gate = self._run.initial, self._run.gate
         self._sent = self._initial if row.get("honest") else self._crafted()
 
     def _crafted(self) -> Weights:
         """Return the broadcast; with `within`, use the steepest gate whose change a site with that bound accepts."""
-        layer, task, gate = self._settings["layer"], self._task, self.gate
+        layer, task, gate = self._settings["layer"], self._run.task, self.gate
         within = self._row.get("within")
         if within is None:
             return imprint.craft_broadcast(task, self._initial, layer, gate, self._settings["slope"])
@@ -129,19 +171,14 @@ class _Case:
         return imprint.craft_broadcast(task, self._initial, layer, gate, low, plain=False)
 
     def batches(self, seed: int) -> list[dict[str, float]]:
-        """Yield the metrics of each batch of the site's examples."""
+        """Return the metrics of each batch of the site's examples."""
         more = {
             "change": _first_change(self._initial, self._sent),
             "norm": weights_norm(self._sent) / weights_norm(self._initial),
         }
         if (step := self._row.get("ramp")) is not None:
             more |= {"change": step, "ramp rounds": float(self._ramp(step))}
-        size = self._config.train.batch_size * max(1, self._config.train.max_steps)
-        drawn = rng.RandomStream.derive(bytes(32), seed, "", "batches").choice(
-            len(self._rows), size * self._settings["batches"]
-        )
-        starts = range(0, len(drawn), size)
-        return [self._measured([self._rows[i] for i in drawn[n : n + size]], f"site-{n}") | more for n in starts]
+        return [batch | more for batch in self._run.measure_batches(self._sent, seed)]
 
     def _ramp(self, most: float) -> int:
         """Return the round, from 1, in which a site that accepts changes of `most` trains from the crafted pair."""
@@ -153,24 +190,6 @@ class _Case:
             norms = {n: max(norm, norms[n]) for n, norm in now.items()}
             rounds += 1
         return rounds
-
-    def _measured(self, rows: Rows, site: str) -> dict[str, float]:
-        """Return one upload's metrics. Each batch has its own site: a site's private part depends on its name too."""
-        layer, length, config = self._settings["layer"], self._positions.stop, self._config
-        prefix = tuple(self._public[0].ids[: self._positions.start])
-        with tempfile.TemporaryDirectory() as folder:
-            tap = MessageCapture(Path(folder))
-            create_federation(self._exchange, config, self._task, {site: rows}, self._sent, tap).round(0)
-            view = AdversaryView.server(tap, self._exchange)
-            upload = next(view.uploads(site))
-            asked = view.answered(upload)
-            assert asked is not None
-            sent, answered = payload_tensors(asked.payload), view.added(upload)
-            rate, decay = config.train.learning_rate, config.train.weight_decay
-            learned = imprint.recover_gradient(sent, answered, layer, rate, decay, adamw=config.dp.clip_norm == 0)
-            found = imprint.recover_prefixes(self._task, self._initial, layer, learned, prefix, length)
-        truth = [tuple(row.ids[:length]) for row in rows]
-        return {"rows": sum(t in found for t in truth) / len(truth), "false": float(len(found - set(truth)))}
 
 
 def _norms(weights: Weights) -> dict[str, float]:

@@ -143,6 +143,9 @@ def test_the_kits_compose_file_is_isolated_and_its_policy_permits_nothing(federa
 
     policy = SitePolicy.model_validate(tomllib.loads((kit / "site-policy.toml").read_text()))
     assert (policy.methods, policy.tasks, policy.models, policy.app_digests) == ([], [], [], [])
+    assert {"max_broadcast_change", "max_broadcast_drift"} <= policy.model_fields_set
+    assert policy.max_broadcast_change <= SitePolicy().max_broadcast_change
+    assert policy.max_broadcast_drift <= SitePolicy().max_broadcast_drift
 
 
 def test_the_servers_compose_file_publishes_the_fleet_port_alone(federation):
