@@ -218,7 +218,7 @@ class TrainConfig(ConfigSection):
         0,
         ge=0,
         le=1024,
-        description="text-generation: round a batch's length up to a multiple of it; 0 = 8 on a GPU, else 1",
+        description="text-generation: pad a batch to a length that is a multiple of this; 0 = 8 on a GPU, else 1",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     received_loss_examples: int = Field(
@@ -327,7 +327,7 @@ class SecureConfig(ConfigSection):
 
     enabled: bool = Field(False, description="a server that keeps to the protocol gets only sums of uploads")
     threshold: int = Field(
-        0, ge=0, le=10_000, description="share holders needed to open a secret; 0 = more than two thirds"
+        0, ge=0, le=10_000, description="share holders needed to reconstruct a secret; 0 = more than two thirds"
     )
     min_sites: int = Field(3, ge=2, le=10_000, description="minimum number of sites in a sum")
     ring_bits: Literal[32, 64] = Field(32, description="bits of each integer sent instead of a weight")
@@ -337,7 +337,9 @@ class SecureConfig(ConfigSection):
         le=10_000,
         description="number of sites, even, that each site shares masks with; 0 = all, or 32 if more than 32",
     )
-    clip_bound: float = Field(64.0, gt=0, le=1e9, description="sites clip values to it; smaller is more precise")
+    clip_bound: float = Field(
+        64.0, gt=0, le=1e9, description="bound to which sites clip values; a smaller bound is more precise"
+    )
     roster: str = Field("", description="file at the server: all sites' signing keys (fedveil members roster)")
     max_weight: int = Field(1, ge=1, le=1_000_000, description="maximum weight of one site; 1 = all count equally")
     noise: Literal["site", "sum"] = Field(
@@ -449,7 +451,7 @@ def _line(error: Any) -> str:
     key = sanitize(".".join(str(part) for part in error["loc"]), 100)
     if error["type"] == "extra_forbidden":
         if new := renamed(key):
-            return f"{key}: this key is now called {new}, found its old name; rename it"
+            return f"{key}: this key is now called {new}; rename it"
         section, _, name = key.partition(".")
         known = {
             one: [config_key(n) for n in field.annotation.model_fields] if field.annotation else []

@@ -145,4 +145,7 @@ def _require_local(config: RunConfig) -> None:
     given, plain = config.flat(), RunConfig().flat()
     for key in _ELSEWHERE:
         if given[key] != plain[key]:
-            raise ConfigError(f"{key}: expected {plain[key]!r} in one process, found {given[key]!r}; submit such a run")
+            raise ConfigError(
+                f"{key}: expected {plain[key]!r} for a run in one process, found {given[key]!r}; leave it out, or "
+                "submit the run"
+            )

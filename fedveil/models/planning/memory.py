@@ -182,7 +182,7 @@ def _before(
 ) -> dict[str, tuple[MemoryPart, ...]]:
     phases: dict[str, tuple[MemoryPart, ...]] = {"loading": (*under, loaded, file)}
     if adapter.trains_base:
-        phases["first turn"] = (*under, loaded, MemoryPart("copy of the base, for comparison", loaded.nbytes))
+        phases["first local round"] = (*under, loaded, MemoryPart("copy of the base, for comparison", loaded.nbytes))
     return phases
 
 
@@ -237,8 +237,8 @@ def _require_planned(settings: ModelConfig, config: RunConfig, adapter: Adapter)
         )
     if config.dp.clip_norm:
         raise ConfigError(
-            "dp.clip-norm: expected 0, found per-row gradients, which memory planning does not support; plan without "
-            "them"
+            "dp.clip-norm: expected 0, found per-example gradients, which memory planning does not support; plan "
+            "without them"
         )
     if config.train.compile:
         raise ConfigError(
