@@ -118,7 +118,7 @@ def test_sites_whose_keys_are_in_the_roster_give_a_sum_and_know_whom_it_holds_ag
     for site in SITES:
         status = ("fedveil", "site", "status", "--state-dir", "/state", "--policy", "/secret/site-policy.toml")
         stdout = trial("exec", "-T", f"{site}-clientapp", *status, check=False).stdout
-        assert "secure aggregation: 3 of 3 holders open a secret" in stdout
+        assert "secure aggregation: 3 of 3 holders reconstruct a secret" in stdout
         assert DEVIATING in stdout
 
 
