@@ -46,7 +46,7 @@ require-signed-instructions = true      # signed by the server's key of instruct
 # hours = ["20:00-06:00"]
 # require-secure = true                 # uploads leave this site masked: for a server that keeps to the protocol
 # min-cohort = 5                        # minimum number of sites in a sum
-# min-threshold = 4                     # number of sites that must help before any secret of this one is opened
+# min-threshold = 4                     # number of sites needed to reconstruct a secret of this one
 # roster = "sha256:5f0c..."             # fedveil members roster; compare it with the other sites, not with the server
 # [permits]                             # all other keys of the run config; this table comes last in the file
 # "train.batch-size" = {min = 8, max = 64}
@@ -92,7 +92,7 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
 | make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
-| take new keys of the server | `fedveil site trust FILE --kit . --fingerprint SHA256:...` |
+| accept the server's new instruction keys | `fedveil site trust FILE --kit . --fingerprint SHA256:...` |
 | the same with containers | after that, `docker compose restart clientapp` |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
@@ -101,11 +101,11 @@ The server's certificate is signed by the operator's own CA. The SHA-256 of ca.c
 
     {ca}
 
-The server signs what it asks of you. Its public keys are in instruction-keys.toml.
+The server signs its instructions to you. Its public keys are in instruction-keys.toml.
 
 Confirm both with the operator by telephone before you trust them. Compare what `sha256sum ca.crt` prints, and the
-fingerprint of the instruction keys that `fedveil site init` or `fedveil doctor --kit .` prints: whoever changed the kit
-on its way could change this page too.
+fingerprint of the instruction keys that `fedveil site init` or `fedveil doctor --kit .` prints: anyone who changed the
+kit on its way could have changed this page too.
 """
 
 

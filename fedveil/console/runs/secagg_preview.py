@@ -89,11 +89,11 @@ class MaskedUploadPreview:
         return [
             "This site would send each time, masked, for a sum with other sites:",
             f"  {self.length:,} integers modulo 2^{ring.bits}: at most {self.bytes:,} bytes, including the keys",
-            f"  unmasked: that it takes part, public keys, and shares that only one site each can decrypt{clear}",
+            f"  unmasked: that it takes part, public keys, and shares that only their recipients can decrypt{clear}",
             "  not sent: its number of examples, and the losses, steps and seconds of its training",
             f"  values are clipped to +-{secure.clip_bound:g} here; rounding changes a mean by at most {ring.step:.2g}",
             f"  {counts}",
-            f"With {self.sites} sites, of which {self.holders} hold shares of a site's secrets and {self.threshold} "
-            f"can open one, and sums of at least {secure.min_sites} sites:",
+            f"With {self.sites} sites, {self.holders} of them holders of a site's shares, {self.threshold} holders "
+            f"needed to reconstruct a secret, and sums of at least {secure.min_sites} sites:",
             *(f"  {line}" for line in (*claim.words, NOT_BOUND)),
         ]

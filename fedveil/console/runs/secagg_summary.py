@@ -25,11 +25,11 @@ NOT_SEEN = (
 
 
 def secagg_note(unseen: Mapping[str, Any]) -> str:
-    """Describe an attempt briefly: "sum of 3 sites, 3 of 4 holders can open it; unresponsive: west"."""
+    """Describe an attempt briefly: "sum of 3 sites, 3 of 4 holders can unmask it; unresponsive: west"."""
     parts = []
     if "sites" in unseen:
         parts.append(
-            f"sum of {unseen['sites']} sites, {unseen['threshold']} of {unseen['holders']} holders can open it"
+            f"sum of {unseen['sites']} sites, {unseen['threshold']} of {unseen['holders']} holders can unmask it"
         )
     if deaf := unseen.get("deaf"):
         parts.append(
@@ -98,5 +98,8 @@ def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key
     claim = AdversaryModel(
         holders, threshold, site_policy.min_cohort or 2, partial=None
     )  # a site does not record the method
-    about = f"secure aggregation: {threshold} of {holders} holders open a secret; sums of at least {claim.least} sites"
+    about = (
+        f"secure aggregation: {threshold} of {holders} holders reconstruct a secret; sums of at least {claim.least} "
+        "sites"
+    )
     return [f"{about}, by this site's policy", *claim.words, NOT_BOUND]

@@ -208,7 +208,7 @@ def _unseen(runs: Sequence[RunView]) -> list[object]:
         "attempt",
         "sites in the sum",
         "holders",
-        "needed to open it",
+        "needed to unmask",
         "sent no shares",
         "reason for no sum",
     ]

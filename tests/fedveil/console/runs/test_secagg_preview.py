@@ -76,7 +76,10 @@ def test_in_plain_words(tmp_path, capsys):
     for words in (
         "masked, for a sum with other sites", "not sent: its number of examples",
         "values are clipped to +-8 here; rounding changes a mean by at most 1.3e-08", "every site counts equally",
-        "With 7 sites, of which 7 hold shares of a site's secrets and 5 can open one, and sums of at least 5 sites",
+        (
+        "With 7 sites, 7 of them holders of a site's shares, 5 holders needed to reconstruct a secret, and sums of "
+        "at least 5 sites"
+        ),
         "Holds against an honest but curious server and up to 3 sites with it.",
         "policy permits it", DEVIATING, NOT_BOUND,
     ):  # fmt: skip

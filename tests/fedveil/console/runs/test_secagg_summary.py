@@ -83,7 +83,7 @@ def test_watch_says_the_sum_who_was_deaf_and_why_an_attempt_was_thrown_away(make
     with RunProgress(Console(file=out, width=400), folder, "fedrand", 5) as progress:
         progress.tick({"state": "running"})
     text = out.getvalue()
-    assert "sum of 4 sites, 3 of 4 holders can open it" in text
+    assert "sum of 4 sites, 3 of 4 holders can unmask it" in text
     assert "unresponsive: site-3 (no answer within <120> s)" in text
     assert "NO SUM, discarded: expected 3, found <1>" in text
 
@@ -109,7 +109,7 @@ def said(capsys, folder, *options: str) -> str:
 
 def test_a_site_says_what_it_joined_and_what_its_own_policy_makes_of_it(state, tmp_path, capsys):
     stdout = said(capsys, state[0])
-    assert "secure aggregation: 4 of 5 holders open a secret; sums of at least 2 sites" in stdout
+    assert "secure aggregation: 4 of 5 holders reconstruct a secret; sums of at least 2 sites" in stdout
     assert "Holds against an honest but curious server alone." in stdout
     assert all(words in stdout for words in (DEVIATING, SINGLE_SITE_METHODS, NOT_BOUND))
     (tmp_path / "policy.toml").write_text(f'min-cohort = 4\nroster = "sha256:{"ab" * 32}"')
