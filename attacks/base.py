@@ -190,7 +190,7 @@ class AdversaryView:
             yield
         except FedVeilError as error:
             raise type(error)(
-                f"{self.tap.folder / seen.file}: {error}; is this tap from another method or base?"
+                f"{self.tap.folder / seen.file}: {error}; were these messages captured with another method or base?"
             ) from error
 
 

@@ -60,7 +60,8 @@ class AuditDataSource:
     def __post_init__(self) -> None:
         if self.most < LEAST:
             raise ConfigError(
-                f"--max-rows: expected at least {LEAST}, found {self.most}; an interval over fewer rows is meaningless"
+                f"--max-rows: expected at least {LEAST}, found {self.most}; an interval over fewer examples is "
+                "meaningless"
             )
 
     def some(self, rows: Examples) -> Examples:
@@ -86,7 +87,7 @@ def draw_samples(
     if min(count, len(rest.rows)) < LEAST:
         raise ConfigError(
             f"--data, --non-members: expected at least {LEAST} members and non-members, found {count} and "
-            f"{len(rest.rows)}; an interval over fewer rows is meaningless"
+            f"{len(rest.rows)}; an interval over fewer examples is meaningless"
         )
     return prepared, rest
 
@@ -102,8 +103,8 @@ def site_members(
     data = _data(source, config)
     if data is None:
         raise ConfigError(
-            "--data: expected the folder of the sites' rows, found none (the run's sites named their own); give "
-            "--data, or --site NAME=FOLDER for each site whose rows you have"
+            "--data: expected the folder of the sites' examples, found none (the run's sites named their own); "
+            "give --data, or --site NAME=FOLDER for each site whose examples you have"
         )
     every = sorted(asked, key=_natural)
     return {site: task.examples(data, "train", DatasetShard(every.index(site), len(every))) for site in took_part}
@@ -122,7 +123,9 @@ def draw_non_members(
             raise ConfigError(f"--non-members: {str(error).removeprefix('task.data: ')}") from error
     data = _data(source, config)
     if data is None:
-        raise ConfigError("--non-members: expected a folder or file with rows that no site has, found none; name one")
+        raise ConfigError(
+            "--non-members: expected a folder or file with examples that no site has, found none; name one"
+        )
     if config.task.examples_per_site and not source.sites:
         used = {row.origin for rows in members.values() for row in rows}
         every = (row for i in range(sites) for row in task.examples(data, "train", DatasetShard(i, sites)))

@@ -222,9 +222,9 @@ def secagg_notes(view: MaskedUploadView, sums: SecureSumView | None) -> list[str
         "Findings under a site's name come from the masked vectors, read as if they were not masked: they should "
         "equal the controls to lose, and any other finding is a fault.",
         *exceptions,
-        "The tap lacks the shares that sites opened, so each site's own mask remains here; the server itself can "
-        "remove it, which leaves the masks that pairs of sites share (`fedveil bench secure/attacks` removes it and "
-        "attacks the rest).",
+        "The captured messages lack the shares that sites revealed, so each site's own mask remains here; the "
+        "server itself can remove it, which leaves the masks that pairs of sites share (`fedveil bench "
+        "secure/attacks` removes it and attacks the rest).",
         '"<site>, the sum" is what remains: the round\'s sum, as the next broadcast shows it, attacked as if it '
         "were the upload of that site. The sum and the model give no protection by themselves: the fewer sites, the "
         "more they reveal."

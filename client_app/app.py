@@ -51,10 +51,10 @@ def train_app(message: Message, context: Context) -> Message:
     try:
         upload = _take_part(message, context)
     except Exception as error:
-        log(ERROR, "this site's turn failed", exc_info=error)
+        log(ERROR, "this site's local round failed", exc_info=error)
         failure_reason.note_failure(*private_reason(error))
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
-    log(INFO, "turn of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
+    log(INFO, "local round of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
     return _reply(message, upload)
 
 
@@ -65,7 +65,7 @@ def secure_(message: Message, context: Context) -> Message:
         record, assignment = _records(message, context)
         answer = _answered(record, assignment)
     except Exception as error:
-        log(ERROR, "this site's answer failed", exc_info=error)
+        log(ERROR, "this site could not answer", exc_info=error)
         failure_reason.note_failure(*private_reason(error))
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
     return _reply(message, list(chunking.slice_message([answer])))
@@ -172,4 +172,4 @@ def public_reason(error: Exception) -> str:
         return f"{_ENDED}: {process_exit.ExitCause.MEMORY}"
     if isinstance(error, PolicyError | WireError) or kind in _PUBLIC:
         return f"{kind}: {error}"
-    return f"{kind} at the site; its log has the text"
+    return f"{kind} at the site; see the site's log"

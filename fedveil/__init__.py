@@ -2,7 +2,7 @@
 
 There is one import name. `strategies`, `server_app`, `client_app` and `attacks` are folders at the top of the
 repository and links inside this package: they are imported as `fedveil.strategies` and so on. A wheel has them inside
-the package. Flower's bundle has no links and the folders beside it, as has an archive that was unpacked without links.
+the package. Flower's bundle, like an archive unpacked without links, has the folders next to the package instead.
 """
 
 from pathlib import Path as _Path

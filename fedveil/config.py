@@ -218,7 +218,7 @@ class TrainConfig(ConfigSection):
         0,
         ge=0,
         le=1024,
-        description="text-generation: round a batch's length up to a multiple of it; 0 = 8 on a GPU, else 1",
+        description="text-generation: pad a batch to a length that is a multiple of this; 0 = 8 on a GPU, else 1",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations: less memory, more time")
     received_loss_examples: int = Field(
@@ -337,7 +337,9 @@ class SecureConfig(ConfigSection):
         le=10_000,
         description="number of sites, even, that each site shares masks with; 0 = all up to 100",
     )
-    clip_bound: float = Field(64.0, gt=0, le=1e9, description="sites clip values to it; smaller is more precise")
+    clip_bound: float = Field(
+        64.0, gt=0, le=1e9, description="bound to which sites clip values; a smaller bound is more precise"
+    )
     roster: str = Field("", description="file at the server: all sites' signing keys (fedveil members roster)")
     max_weight: int = Field(1, ge=1, le=1_000_000, description="maximum weight of one site; 1 = all count equally")
     noise: Literal["site", "sum"] = Field(
@@ -444,7 +446,7 @@ def _line(error: Any) -> str:
     key = sanitize(".".join(str(part) for part in error["loc"]), 100)
     if error["type"] == "extra_forbidden":
         if new := renamed(key):
-            return f"{key}: this key is now called {new}, found its old name; rename it"
+            return f"{key}: this key is now called {new}; rename it"
         section, _, name = key.partition(".")
         known = {
             one: [config_key(n) for n in field.annotation.model_fields] if field.annotation else []

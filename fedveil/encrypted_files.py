@@ -1,4 +1,4 @@
-"""Files that are sealed under a key of their owner: what a site keeps, where it names a key file.
+"""Files sealed under a key of their owner: the state of a site whose node config names a key file.
 
     magic | key's id | salt | length of role | role       16, 8, 32, 2 and some bytes: the head, in the clear
     chunk | tag | chunk | tag | ... | last chunk | tag    1 MiB a chunk, the last one shorter; 16 bytes a tag
@@ -10,9 +10,9 @@ A role says what the file is and whose: "state/RUN/SITE". The reader says which 
 Hoang, Reyhanitabar, Rogaway and Vizar, "Online Authenticated-Encryption and its Nonce-Reuse Misuse-Resistance", 2015
 (STREAM). The key file holds 32 bytes and nothing else; it is never written to by this module.
 
-Formal guarantees, for a key that nobody else has:
+Formal guarantees, as long as only the owner has the key:
 - without the key a file shows its length, its role and which key sealed it, and nothing of its content;
-- what `read` returns was written under that role by somebody with the key, whole and in order.
+- bytes that `read` returns were written under that role by a holder of the key, complete and in order.
 
 | case | result of `read` |
 |---|---|

@@ -8,10 +8,10 @@
     local.run()
     local.evaluate("rows/test")                   # the server's model
     local.evaluate("rows/test", site="north")     # that of one site
-    local.federation.upload_bytes                 # what has crossed the wire
+    local.federation.upload_bytes                 # bytes sent by the sites
 
-Neither Flower nor any other process takes part, and no site has a policy or a ledger of its own. What is encoded,
-drawn and added up is what a run over gRPC encodes, draws and adds up (`fedveil.federation.in_process`).
+Neither Flower nor any other process takes part, and no site has a policy or a ledger of its own. It encodes, draws and
+sums the same values as a run over gRPC (`fedveil.federation.in_process`).
 """
 
 from __future__ import annotations
@@ -145,4 +145,7 @@ def _require_local(config: RunConfig) -> None:
     given, plain = config.flat(), RunConfig().flat()
     for key in _ELSEWHERE:
         if given[key] != plain[key]:
-            raise ConfigError(f"{key}: expected {plain[key]!r} in one process, found {given[key]!r}; submit such a run")
+            raise ConfigError(
+                f"{key}: expected {plain[key]!r} for a run in one process, found {given[key]!r}; leave it out, or "
+                "submit the run"
+            )

@@ -1,14 +1,13 @@
-"""Parts that are found by their name: a file of a package, or what another installed package brings.
+"""Find plugins by name: a file of a package, or an entry point of another installed package.
 
-| name | found |
+| the name is that of | result |
 |---|---|
-| of a file of the package | that file, whatever other packages say: no package can take the place of a part of FedVeil
-  |
-| of an entry point of one package | the module that the entry point names; it looks as a file of the package does |
-| of entry points of two packages | refused: nothing says which of them is meant |
+| a file of the package | that file: no other package can replace a part of FedVeil |
+| an entry point of one package | the module that the entry point names, with the content of such a file |
+| entry points of two packages | refused, because the name is ambiguous |
 
-Flower's bundle carries FedVeil's own packages alone. A package that brings a part must be installed on every machine of
-a run.
+Flower's bundle contains only FedVeil's own packages. A package that provides a plugin must be installed on every
+machine of a run.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Randomness as named streams.
+"""Random numbers as named streams.
 
 A stream is a keyed generator: BLAKE2b of (secret, round, client, purpose) gives the key, and AES-256 in counter mode
-gives the bytes. Nobody can predict them without the secret; with it, the same call gives the same draws on every
+gives the bytes. They cannot be predicted without the secret; with it, the same call gives the same draws on every
 machine. Cohorts, columns, keys and seeds are drawn from the stream itself; such a key is expanded to masks over entries
 of tensors by another cipher (`fedveil.ops.chacha20`). `torch_generator` is for initial weights and batch order, which
 need not be secret.
 
 Noise that protects people comes from the operating system (`fedveil.privacy`), never from a stream, except in a
-deterministic run, which makes no promise.
+deterministic run, which guarantees nothing.
 """
 
 from __future__ import annotations

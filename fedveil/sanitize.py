@@ -1,7 +1,7 @@
-"""Text that somebody else wrote, made fit to be shown: in a terminal, a log, a page or an error's message.
+"""Make text of another party safe to show: in a terminal, a log, a page or an error message.
 
-What a server, a site or a file sends may hold escape codes that rewrite a terminal, line breaks that forge a line of a
-log, marks that turn the direction of writing, or 20 MB. This module imports neither torch nor Flower.
+Text from a server, a site or a file may contain escape codes that rewrite a terminal, line breaks that forge a line of
+a log, marks that reverse the direction of writing, or 20 MB. This module imports neither torch nor Flower.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def repair_folder(folder: Path) -> dict[str, Any]:
     try:
         status = dict(json.loads((folder / "status.json").read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        ended = f"nobody knows: its status.json cannot be read ({type(error).__name__})"
+        ended = f"unknown: its status.json cannot be read ({type(error).__name__})"
     else:
         ended = f"{status.get('state')}: {status.get('reason') or ''}"
         if status.get("state") == "running":
@@ -81,7 +81,7 @@ def newest_checkpoint(folder: Path) -> tuple[FederatedState, str]:
         try:
             state = load_state(folder / BEFORE)
         except StateError as second:
-            raise StateError(f"{error}; nor can the one before be read ({second}): start a new run") from None
+            raise StateError(f"{error}; the one before it cannot be read either ({second}): start a new run") from None
         if (folder / CHECKPOINT).exists():
             (folder / CHECKPOINT).replace(folder / _DAMAGED)
         return state, f"went back to the checkpoint before the last one: {error}"
@@ -152,7 +152,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise StateError(
                 f"{path}, line {number}: expected a JSON object with a round, found {line[:40]!r}; it was damaged: "
-                "mend it, or move the file away to resume without these records"
+                "repair it, or move the file away to resume without these records"
             ) from None
     return rows
 

@@ -86,7 +86,9 @@ class BestRoundTracker:
         if self.done >= rounds - 1:
             return ""
         if self.told:
-            return f"stopped early, after round {self.done + 1}: should_stop, given to start(), said so"
+            return (
+                f"stopped early, after round {self.done + 1}: should_stop, which was passed to start(), returned true"
+            )
         return self.best.stopped(self._choice, self.done) if self._choice else ""
 
     def scores(self, attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

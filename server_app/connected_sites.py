@@ -131,11 +131,11 @@ def suggest_remedy(before: RoundRecord | None) -> str:
     if not refused:
         if failed and not any(_SILENT.match(why) for why in failed.values()):
             return (
-                "mend what these say. A resumed run repeats the round, which a site refuses whose policy's max-retries "
-                "it has reached: then submit anew, under another name"
+                "correct these causes. A resumed run repeats the round, and a site refuses it after the "
+                "max-retries of its policy: then submit a new run under another name"
             )
         return "start the missing sites, see the sites' logs, or lower cohort.min-sites"
     named = [f"{site}, refused by {by}" for site, by in refused.items()]
     named[_NAMED:] = [f"and {len(named) - _NAMED} more"] * (len(named) > _NAMED)
-    step = "mend it and submit again, or resume; " * (_POLICY in refused.values())
+    step = "correct it and submit again, or resume; " * (_POLICY in refused.values())
     return f"out of this run: {'; '.join(named)}; {step}see the sites' logs, or lower cohort.min-sites"

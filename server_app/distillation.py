@@ -42,7 +42,7 @@ class ServerDistillation:
                     f"adapter: expected a prefix {'with' if has_cells else 'without'} cells, found another"
                 )
         if not rows:
-            raise TaskError("task.server-data: expected at least one row to distil on, found none; add rows")
+            raise TaskError("task.server-data: expected at least one example to distill on, found none; add examples")
         self._proxy, self._model, self._rows, self._rng = proxy, model, rows, rng
 
     def distil(self, weights: Weights, steps: int, learning_rate: float) -> Weights:

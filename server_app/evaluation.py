@@ -102,11 +102,13 @@ class ModelSelection:
         if not config.task.evaluation:
             raise ConfigError(f"task.evaluation: expected the server's test data with {why}, found none; name a folder")
         if not asked.every:
-            raise ConfigError(f"evaluate.every: expected 1 or more with {why}, found 0: the last round has no rival")
+            raise ConfigError(
+                f"evaluate.every: expected 1 or more with {why}, found 0, which evaluates only the last round"
+            )
         if metrics[name].generated and asked.generate != "always":
             raise ConfigError(
-                f'evaluate.generate: expected "always" with evaluate.metric = "{name}", which is of generated texts, '
-                f'found "{asked.generate}"; set it, or take another metric'
+                f'evaluate.generate: expected "always" with evaluate.metric = "{name}", which scores generated '
+                f'texts, found "{asked.generate}"; set it, or take another metric'
             )
         return cls(name, metrics[name], asked.select_model == "best", asked.patience, asked.min_delta)
 

@@ -159,7 +159,9 @@ class MethodStrategy(Strategy):
     ) -> Iterable[Message]:
         """Return the messages of one round (Flower counts from 1). The first call takes its weights from `arrays`."""
         if self.rounds.settings.secure.enabled:
-            raise ConfigError("secure.enabled: expected false in a loop of the caller's own, found true; call start()")
+            raise ConfigError(
+                "secure.enabled: expected false where the caller runs the rounds, found true; call start() instead"
+            )
         if not self._initialised:
             self._initialise(arrays)
         nodes = connected_sites.wait_for(grid, self.cohort.min_sites, self.cohort.wait_seconds)
@@ -176,7 +178,8 @@ class MethodStrategy(Strategy):
         """
         if self._open is None:
             raise ConfigError(
-                "aggregate_train: expected after configure_train of the same round, found none; call it first"
+                "aggregate_train: expected a call of configure_train for the same round before it, found none; "
+                "call that first"
             )
         (attempt, nodes), self._open, started = self._open, None, time.monotonic()
         if not self.rounds.record_attempt(attempt.run(attempt.iter_given_uploads(replies, nodes)), started):

@@ -111,7 +111,9 @@ class MessageSigner:
             return None
         if not key or not signers:
             missing = SIGNERS_VARIABLE if key else KEY_VARIABLE
-            raise ConfigError(f"{missing}: expected a file beside the other of the two variables, found none; set both")
+            raise ConfigError(
+                f"{missing}: expected a file, because the other of the two variables names one, found none; set both"
+            )
         if (measured := os.environ.get(APP_DIGEST_VARIABLE, "")) != app:
             raise ConfigError(
                 f"app digest: expected the SuperLink to name the bundle that runs here, {measured or 'not measured'}, "

@@ -43,7 +43,7 @@ from fedveil.server_app.reply_content import ReplyContent, ReplyError
 from fedveil.server_app.reply_sources import MessageReader, ReplyHead, ReplySource, open_reply_source
 
 MAX_DROPPED_LINES = 20
-_NOT_TAKEN = "the SuperLink did not take the message to it"
+_NOT_TAKEN = "the SuperLink did not accept the message to it"
 _OBJECT_LOST = 3  # Flower's ErrorCode.MESSAGE_UNAVAILABLE, which its own grid gives for such a reply
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds between two tries to read a reply that is not whole
 _MAX_TEXT = 80  # characters of what a stranger wrote, in a line of the audit log
@@ -51,7 +51,7 @@ _MAX_TEXT = 80  # characters of what a stranger wrote, in a line of the audit lo
 
 @dataclass(frozen=True)
 class ArrivedReply:
-    """A reply with an upload, of which nothing has been judged but its form.
+    """A reply with an upload. Only its form has been checked.
 
     Attributes:
         site_log: the head of the site's audit log; "" if the reply has none.

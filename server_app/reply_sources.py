@@ -77,7 +77,7 @@ class ReplyReader(Protocol):
         ...
 
     def read_content(self) -> ReplyContent | ReplyError:
-        """Return the content of the reply. Raises whatever reading untrusted bytes may raise."""
+        """Return the content of the reply. Raises any error that reading untrusted bytes can cause."""
         ...
 
 
@@ -208,12 +208,12 @@ class RuntimePortSource:
         """Wait before the next attempt. Raises UnreachableError after 120 s without an answer."""
         if self._answers_otherwise():  # then only this reply fails, whose site could otherwise end the run
             self._unanswered_since = None
-            log(WARNING, "the SuperLink cannot say whether a reply has come: %s", error)
+            log(WARNING, "the SuperLink cannot say whether a reply has arrived: %s", error)
             return
         now = time.monotonic()
         self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
         failing = now - self._unanswered_since
-        log(WARNING, "the SuperLink did not say which replies have come: %s", error)
+        log(WARNING, "the SuperLink did not say which replies have arrived: %s", error)
         if failing > UNREACHABLE_SECONDS:
             raise self._unreachable(error) from error
         time.sleep(min(0.1 + failing / 4, _UNREACHABLE_PAUSE))
@@ -229,7 +229,7 @@ class RuntimePortSource:
     @staticmethod
     def _unreachable(error: Exception) -> UnreachableError:
         return UnreachableError(
-            f"SuperLink: expected an answer of its runtime port within {UNREACHABLE_SECONDS:g} s, found {error}; "
+            f"SuperLink: its runtime port has not answered for {UNREACHABLE_SECONDS:g} s ({error}); "
             "start it again, then resume the run"
         )
 
@@ -238,9 +238,9 @@ class RuntimePortSource:
         request = PullObjectRequest(node=self._node, run_id=self._grid.run.run_id, object_id=object_id)
         answer = self._ask_for_object(request)
         if not answer.object_found:
-            raise LostObjectError("reply: expected all of its objects, found one that the SuperLink has no more")
+            raise LostObjectError("reply: expected all of its objects, found one that the SuperLink no longer has")
         if not answer.object_available:
-            raise IncompleteReplyError("reply: expected all of its objects, found one that has not come")
+            raise IncompleteReplyError("reply: expected all of its objects, found one that has not arrived")
         return bytes(answer.object_content)
 
     def _ask_for_object(self, request: PullObjectRequest) -> Any:

@@ -54,11 +54,11 @@ _GRACE_SECONDS = 60.0  # a message outlives its round, so that the round reports
 REASON_CHARACTERS = 300
 _FEWEST_FOR_A_MEDIAN = 3
 _LOST = {  # by Flower's ErrorCode
-    3: "its message was lost before all of it had come: the site ended while it sent, or was removed from the "
-    "federation, or the SuperLink's state was",
-    4: "its reply was lost, or came too late",
-    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process is gone",
-    8: "its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log",
+    3: "its message was lost before all of it had arrived: the site ended while sending, or the site or the "
+    "SuperLink's state was removed",
+    4: "its reply was lost, or arrived too late",
+    5: "its SuperNode has shown no sign of life for a minute: its machine, its network or the process has failed",
+    8: "its client process (flwr-clientapp) ended without a message: killed, perhaps for lack of memory; see its log",
 }
 
 
@@ -224,7 +224,7 @@ class RoundAttempt:
         if tally.cut:
             log(
                 WARNING,
-                "round %s: cohort.max-weight-fraction cut the examples that count: %s",
+                "round %s: cohort.max-weight-fraction reduced the examples that count: %s",
                 self.round + 1,
                 tally.cut,
             )

@@ -131,4 +131,4 @@ class RoundProgressFile:
             partial.replace(self._file)
         except OSError as error:
             self._writes = False
-            log(WARNING, "%s: expected to write it, found %s; the rounds go on without it", self._file, error)
+            log(WARNING, "%s: cannot be written (%s); the rounds continue without it", self._file, error)

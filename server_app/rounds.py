@@ -129,14 +129,14 @@ class RoundLoop:
     def _begun(self) -> MessageExchange:
         """Return the method with its layout. Raises ConfigError before `initialise`."""
         if self._exchange is None:
-            raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
+            raise ConfigError("initial_arrays: not set before the first round; call start() first")
         return self._exchange
 
     @property
     def server(self) -> FederatedState:
         """Return the server's state. Raises ConfigError before `initialise`."""
         if self._server is None:
-            raise ConfigError("initial_arrays: expected before the first round, found none; call start() first")
+            raise ConfigError("initial_arrays: not set before the first round; call start() first")
         return self._server
 
     def models(self) -> Weights:

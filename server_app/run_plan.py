@@ -81,8 +81,8 @@ class RunPlan:
         model = tasks.load_task(config, method.server_adapter)
         if not (config.task.server_data and isinstance(task, TextGeneration) and isinstance(model, TextGeneration)):
             raise ConfigError(
-                f"task.server-data: expected a folder of the server's own rows, on which {config.method.name} trains "
-                f'before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
+                f"task.server-data: expected a folder of the server's own examples, on which {config.method.name} "
+                f'trains before round 0, found "{config.task.server_data}"; name one, or set distil_steps = 0'
             )
         with tables.columns_named_by("task.server-data"):
             rows = task.encode(task.examples(Path(config.task.server_data), "train"))

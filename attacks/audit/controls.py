@@ -183,6 +183,6 @@ def _trained(
 def _scored(trainer: Trainer, weights: Weights, rows: Rows) -> float:
     if not isinstance(trainer, ScoresExamples):
         raise TypeError(
-            f"task.trainer: expected a trainer that scores rows (mean_loss), found {type(trainer).__name__}"
+            f"task.trainer: expected a trainer that scores examples (mean_loss), found {type(trainer).__name__}"
         )
     return trainer.mean_loss(weights, rows)

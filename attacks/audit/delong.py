@@ -46,7 +46,7 @@ class PlacementValues:
         """Return the difference from another area of the same examples. Raises ValueError if their numbers differ."""
         mine, theirs = self._rows, other._rows
         if mine != theirs:
-            raise ValueError(f"expected scores of the same rows, found {mine} and {theirs}")
+            raise ValueError(f"expected scores of the same examples, found {mine} and {theirs}")
         pairs = zip(self.of_members, other.of_members, strict=True)
         return PlacementValues([a - b for a, b in pairs], self.of_others - other.of_others)
 
@@ -89,7 +89,9 @@ def placement_values(sites: Sequence[Sides]) -> PlacementValues:
     """
     sizes = [(len(members), len(others)) for members, others in sites]
     if not sizes or min(map(min, sizes)) < 2 or len({others for _, others in sizes}) > 1:
-        raise ValueError(f"expected two rows or more on each side, and as many non-members at each site, found {sizes}")
+        raise ValueError(
+            f"expected two examples or more on each side, and as many non-members at each site, found {sizes}"
+        )
     if any(np.isnan(side).any() for sides in sites for side in sides):
         raise ValueError("expected scores that are numbers, found NaN")
     of_others = [1 - _above(others, members) for members, others in sites]

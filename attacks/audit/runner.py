@@ -66,12 +66,13 @@ _UNREAD: Mapping[str, Sequence[str]] = {
 }
 _NEVER = (
     "Left out of every audit: LiRA and shadow models (they train dozens of models), imprinting (a server that "
-    "deviates), property inference (the auditor would have to name the property), inference of which sites were in a "
-    "round (the auditor would need rows of sites that were not), recovery by clients from a proxy; fedveil bench has "
-    "most of them."
+    "deviates), property inference (the auditor would have to name the property), inference of which sites were in "
+    "a round (the auditor would need examples of sites that were not), recovery by clients from a proxy; fedveil "
+    "bench has most of them."
 )
 _NO_PICTURES = (
-    "Left out: pictures reconstructed from gradients: the sites of this run send none, or their rows are not pictures."
+    "Left out: pictures reconstructed from gradients: the sites of this run send none, or their examples are not "
+    "pictures."
 )
 
 

@@ -217,7 +217,7 @@ class AuditScorer:
         usable = {(self.kinds.get(f.attack), f.model) for f in found if f.attack in reliable_attacks and not f.is_blind}
         descriptions = {"model": "its model", "uploads": "its uploads"}
         return [
-            f"{on}: no attack on {descriptions[kind]} was tried whose controls hold"
+            f"{on}: no attack on {descriptions[kind]} whose controls hold was tried"
             for kind, on in targets
             if (kind, on) not in usable
         ]

@@ -79,7 +79,7 @@ def decide_gate(audit: AuditReport, limit: LeakageThreshold) -> GateDecision:
             f"at least {read(first)[1]:.3f}.",
         )
     if audit.undecided or not findings:
-        why = "; ".join(audit.undecided) or "no attack was tried whose controls hold"
+        why = "; ".join(audit.undecided) or "no attack whose controls hold was tried"
         return GateDecision(CANNOT_TELL, f"Gate: CANNOT TELL, which is not a pass. {why}.")
     most = max(read(f)[2] for f in findings)
     ruled = f"values up to {most:.3f} are not ruled out" if math.isfinite(most) else "no value is ruled out"

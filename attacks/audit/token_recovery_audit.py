@@ -38,7 +38,7 @@ def explain_misfit(view: AdversaryView, task: Task, config: RunConfig) -> str:
     """Return why tokens cannot be recovered from a run, as text to follow a colon; "" if the attack applies."""
     method, dp = view.exchange.method, config.dp
     if not isinstance(task, TextGeneration):
-        return "the sites' rows are not texts"
+        return "the sites' examples are not texts"
     if view.is_unseen:
         return "the server saw only sums of the uploads"
     if method.upload_kind == "changes":
@@ -113,15 +113,15 @@ def _words(
 ) -> list[str]:
     whole, beside = (sum(share >= _WHOLE for share in shares) for shares in (mine, others))
     sentence = (
-        f"Tokens recovered from the span of one step, the first {positions} of a row: {whole} of {len(mine)} uploads "
-        f"spell out a row of their site (to {100 * _WHOLE:.0f} % or more; mean of the nearest row "
+        f"Tokens recovered from the span of one step, the first {positions} of an example: {whole} of {len(mine)} "
+        f"uploads spell out an example of their site (to {100 * _WHOLE:.0f} % or more; mean of the nearest example "
         f"{statistics.fmean(mine):.2f}), and {beside} one that no site trained on ({statistics.fmean(others):.2f}, "
-        f"the control to lose). One step on one row gives {statistics.fmean(control):.2f} (the control to win)."
+        f"the control to lose). One step on one example gives {statistics.fmean(control):.2f} (the control to win)."
     )
     if statistics.fmean(control) < _WHOLE:
         sentence += (
-            f" NOT usable here: it does not win on one row. A row has as many distinct tokens as the rank ({rank}) "
-            "or more, or B still has too few directions."
+            " NOT usable here: it does not win on one example. An example has as many distinct tokens as the rank "
+            f"({rank}) or more, or B still has too few directions."
         )
     elif not whole:
         sentence += (

@@ -35,7 +35,9 @@ def explain_unusable(found: Sequence[AttackFinding], attack: str) -> list[str]:
     failed = [f for f in lost if f.verdict == "above" or (f.verdict == "below" and not is_control_name(f.attack))]
     if not lost or failed:
         details = ", ".join(f"{f.model}: {_shown(f)}" for f in failed) or "no control that could fail was tried"
-        reasons.append(f"it separates rows that were not trained on there ({details}): the rows differ by themselves")
+        reasons.append(
+            f"it separates examples that were not trained on there ({details}): the examples differ by themselves"
+        )
     return reasons
 
 
@@ -66,10 +68,10 @@ def audit_verdict(found: Sequence[AttackFinding]) -> str:
             f"succeed.{aside}"
         )
     first, open_ = above[0], [f for f in above if in_band(found, f)]
-    but = f", {len(open_)} of them no higher than their controls reach on untrained rows" if open_ else ""
+    but = f", {len(open_)} of them no higher than their controls reach on untrained examples" if open_ else ""
     return (
         f"Membership shows in {len(above)} of {count}{but}. Strongest: {first.attack} on {first.model} ranks a "
-        f"trained row above another one {100 * first.auroc[0]:.0f} times in 100 (a coin: 50).{aside}"
+        f"trained example above an untrained one {100 * first.auroc[0]:.0f} times in 100 (a coin: 50).{aside}"
     )
 
 
@@ -109,7 +111,9 @@ def control_notes(
             else f"{control_note} Membership shows in none of {len(models)} models."
         )
         if blind:
-            notes.append(f"{attack}: it scores all rows alike on {', '.join(blind)}, so it says NOTHING about them.")
+            notes.append(
+                f"{attack}: it scores all examples alike on {', '.join(blind)}, so it says NOTHING about them."
+            )
     return notes
 
 

@@ -88,7 +88,7 @@ def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], c
     pairs = len(coins)
     if not LEAST <= pairs <= MOST or 2 * pairs > len(rows):
         raise ConfigError(
-            f"--pairs: expected {LEAST} to {MOST}, and at most half of the {len(rows)} rows, found {pairs}"
+            f"--pairs: expected {LEAST} to {MOST}, and at most half of the {len(rows)} examples, found {pairs}"
         )
     drawn = choice.sample(range(len(rows)), 2 * pairs)
     # Each takes the target of the one before; the first takes that of the last.

@@ -66,7 +66,7 @@ def train_shadows(
         ValueError: `count` is odd or below 2, or the pool has fewer than 2 examples.
     """
     if count < 2 or count % 2 or pool < 2:
-        raise ValueError(f"expected an even number of shadows, 2 or more, and 2 rows, found {count} and {pool}")
+        raise ValueError(f"expected an even number of shadows, 2 or more, and 2 examples, found {count} and {pool}")
     members = np.zeros((count, pool), dtype=bool)
     for first in range(0, count, 2):  # two shadows divide the pool
         half = rng.permutation(pool)[: pool // 2]
@@ -91,7 +91,7 @@ def lira_scores(target: Numbers, shadows: Numbers, members: NDArray[np.bool_]) -
     mean_in, std_in = _gaussian(shadows, members)
     mean_out, std_out = _gaussian(shadows, ~members)
     if np.isnan(mean_out).any() and np.isnan(mean_in[np.isnan(mean_out)]).any():
-        raise ValueError("expected shadows that score every row, found a row without any")
+        raise ValueError("expected shadows that score every example, found an example without any")
     both = _log_normal(target, mean_in, std_in) - _log_normal(target, mean_out, std_out)
     only_out = log_cdf((target - mean_out) / std_out)
     only_in = log_cdf((target - mean_in) / std_in)

@@ -77,7 +77,7 @@ def _together(task: Any, weights: dict[str, Tensor], rows: Rows) -> Iterator[dic
     try:
         gradients = per_example.gradients_of_examples(task, task.samples(rows), task.spec, weights).gradients
     except RuntimeError as error:
-        warnings.warn(f"gradients of rows, one row at a time: {first_line(error)}", stacklevel=2)
+        warnings.warn(f"computing per-example gradients one example at a time: {first_line(error)}", stacklevel=2)
         yield from (row_gradient(task, row) for row in rows)
         return
     for place, count in enumerate(terms):  # without targets there is no mean, and the sum is 0

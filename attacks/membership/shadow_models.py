@@ -176,14 +176,16 @@ def target_outputs(
     seen, pooled = {id(row) for row in trained_on}, {id(row) for row in pool}
     if strange := sum(id(row) not in seen for row in members[0]):
         raise ValueError(
-            f"members: expected rows that the target was trained on, found {strange} others; use its own rows"
+            f"members: expected examples that the target was trained on, found {strange} others; use its own examples"
         )
     if known := sum(id(row) in seen for row in others[0]):
         raise ValueError(
-            f"others: expected rows that the target was not trained on, found {known} training rows; drop them"
+            f"others: expected examples that the target was not trained on, found {known} training examples; drop them"
         )
     if shared := sum(id(row) in pooled for row in [*members[0], *others[0]]):
-        raise ValueError(f"pool: expected no row of the target, found {shared}; give the adversary its own rows")
+        raise ValueError(
+            f"pool: expected no example of the target, found {shared}; give the adversary its own examples"
+        )
     return TargetOutputs(
         says(weights, members[0]), says(weights, others[0]), np.asarray(members[1]), np.asarray(others[1])
     )  # fmt: skip
@@ -244,7 +246,9 @@ def _balanced(at: TargetOutputs, rng: np.random.Generator) -> TargetOutputs:
         for side, into in zip(sides, indices, strict=True):
             into += sorted(rng.permutation(side)[:count].tolist())
     if not indices[0]:
-        raise ValueError("expected a class with members and non-members, found none; score rows of the same classes")
+        raise ValueError(
+            "expected a class with members and non-members, found none; score examples of the same classes"
+        )
     m, o = indices
     return TargetOutputs(at.members[m], at.others[o], at.member_labels[m], at.other_labels[o])
 

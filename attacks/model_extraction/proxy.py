@@ -136,7 +136,7 @@ def read_proxy(
     except _Started:
         return ProxyModel(reader.weights, reader.frozen, scale)
     raise ValueError(
-        f"method: expected a client half that trains, found {type(method).__name__}, which did not train; this "
+        f"method: expected a method whose client trains, found {type(method).__name__}, which did not train; this "
         "attack is for methods with a proxy"
     )
 

@@ -85,8 +85,8 @@ def _again(
     """Return the site's private state after that client round, and the weights it started from."""
     if part.down is None:
         raise StateError(
-            f"tap: expected the broadcast that site {sanitize(part.up.site, 80)} answered in round {part.up.round}, "
-            "found none; audit a run with a complete tap"
+            f"captured messages: expected the broadcast that site {sanitize(part.up.site, 80)} answered in round "
+            f"{part.up.round}, found none; audit a run whose messages were all captured"
         )
     still = _Still(view.exchange.spec)
     ctx = RoundContext(part.up.round, part.up.site, False, bytes(32), address=MessageAddress(site=part.up.site))

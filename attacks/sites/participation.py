@@ -125,7 +125,10 @@ def participation_scores(
             turn_sites.append((round_, {site}))
             values.append([score_along(direction, turn) for direction in pulls[start]])
     if not turn_sites:
-        raise ValueError("view: expected an upload or a sum in which rows have a gradient, found none; check the tap")
+        raise ValueError(
+            "view: expected an upload or a sum in which examples have a gradient, found none; check the captured "
+            "messages"
+        )
     return ParticipationScores([(r, frozenset(sites)) for r, sites in turn_sites], list(candidates), np.array(values))
 
 

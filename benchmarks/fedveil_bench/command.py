@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, metavar="N",
         help=
-            "start no further training after N minutes, and make the table from what is there; 0: from earlier runs "
-            "only",
+            "start no further training after N minutes, and make the table from the results so far; 0: from "
+            "earlier runs only",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     parser.add_argument(

@@ -1,6 +1,7 @@
 """Check whether a preset can run here, and how long its last run took. Nothing is loaded, trained or written.
 
-A runner may name what it reads (`preset_needs`, see `common/data.py`) and packages beyond FedVeil's own (`PACKAGES`).
+A runner may declare the data that it reads (`preset_needs`, see `common/data.py`) and packages beyond FedVeil's own
+(`PACKAGES`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class PresetReadiness:
-    """The parts that are there and those that are missing, each with the next step, and a sentence on the time."""
+    """Available parts, missing parts with the next step for each, and a sentence on the time."""
 
     there: Sequence[str]
     missing: Sequence[str]
@@ -59,7 +60,11 @@ def preset_needs(preset: Mapping[str, Any]) -> list[data.DataRequirement]:
 
 
 def check_ready(name: str, options: BenchOptions, results: Path) -> PresetReadiness:
-    """Folders, packages, device and time of one preset; `results` is the folder of results. Raises ConfigError."""
+    """Check folders, packages, device and time of one preset; `results` is the folder of results.
+
+    Raises:
+        ConfigError: there is no such preset or form.
+    """
     preset = runner.read_preset(name, options.form)
     there, missing = _found(preset)
     from fedveil.models import loading  # torch
@@ -74,17 +79,17 @@ def check_ready(name: str, options: BenchOptions, results: Path) -> PresetReadin
 
 
 def require_ready(name: str, options: BenchOptions) -> None:
-    """Raises ConfigError where a folder or package of a preset is missing; it says where each one comes from."""
+    """Raise ConfigError if a folder or package of a preset is missing; say where to get each."""
     if missing := _found(runner.read_preset(name, options.form))[1]:
         form = "" if options.form == "full" else f" --{options.form}"
         raise ConfigError(
-            f"{name}: expected all of its inputs, found that {len(missing)} are missing: {'; '.join(missing)}; check "
-            f"again with fedveil bench {name}{form} --dry-run, which runs nothing"
+            f"{name}: {len(missing)} of its inputs are missing: {'; '.join(missing)}; check again with fedveil "
+            f"bench {name}{form} --dry-run, which runs nothing"
         )
 
 
 def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Folders and packages that are there, and those that are missing, each with the way to it."""
+    """Return the folders and packages that are available, and those that are missing with the way to get each."""
     there: list[str] = []
     missing: list[str] = []
     for need in preset_needs(preset):
@@ -94,12 +99,12 @@ def _found(preset: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             missing.append(f"{error}. From: {SOURCES.get(need.name, 'your own preset')}")
     for package in getattr(runner.load_runner(preset), "PACKAGES", ()):
         if importlib.util.find_spec(package) is None:
-            missing.append(f"package {package}: expected it to be installed, found none. From: {SOURCES[package]}")
+            missing.append(f"package {package}: not installed. From: {SOURCES[package]}")
     return there, missing
 
 
 def recorded_time(name: str, settings: Mapping[str, Any], options: BenchOptions, results: Path, device: str) -> str:
-    """Return how long the last run with a result took, and what follows for this one."""
+    """Describe how long the last run with a result took, and what to expect of this one."""
     found = _last(results, name, device, options.form)
     if found is None:
         return f"time: unknown, no result of {name} is in {results}"
@@ -129,7 +134,7 @@ def _count(seeds: int) -> str:
 
 
 def recorded_seeds(result: Mapping[str, Any]) -> int | None:
-    """Return how many seeds the sentences of a result count; None where they count none."""
+    """Return the number of seeds that the sentences of a result state, or None if they state none."""
     for text in [*result["differences"], *result["verdicts"]]:
         if said := re.search(r"\b(\d+) seeds", text):
             return int(said[1])
@@ -137,7 +142,7 @@ def recorded_seeds(result: Mapping[str, Any]) -> int | None:
 
 
 def _last(results: Path, name: str, device: str, form: runner.Form) -> dict[str, Any] | None:
-    """The result of the preset; that of a quick run, or of `make gpu`, before others where it is asked for."""
+    """Return the preset's last result; for a quick run, or one of `make gpu`, prefer the result of its own form."""
     file = f"{name.replace('/', '_')}.json"
     folders = [*(["gpu"] if device == "cuda" else []), *(["quick"] if form == "quick" else []), ""]
     for place in (results / folder / file for folder in folders):

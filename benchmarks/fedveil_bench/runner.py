@@ -1,14 +1,14 @@
-"""Runs one preset: a TOML file in `presets/<paper>/<table>.toml` that names its runner and its settings.
+"""Run one preset: a TOML file `presets/<paper>/<table>.toml` that names its runner and its settings.
 
-| form | its settings | what for |
+| form | its settings | purpose |
 |---|---|---|
-| full | `[settings]` | the paper's base where it has one |
-| small | those of `[small]` over them, where there are any | the bundled base: what was measured without a GPU |
-| quick | those of `[quick]` over either | to see it work, in less than four minutes on two cores |
+| full | `[settings]` | the paper's base, if it has one |
+| small | `[settings]` with those of `[small]` over them, if there are any | the bundled base: measured without a GPU |
+| quick | either, with those of `[quick]` over them | a trial, in less than four minutes on two cores |
 
-One that differs from another in a few settings names it (`like = "<paper>/<table>"`) and has those alone.
+A preset that differs from another in a few settings names it (`like = "<paper>/<table>"`) and has only those.
 
-A runner is a module below this folder with `run(preset, options) -> Outcome`. The result has one schema for all:
+A runner is a module below this folder with `run(preset, options) -> Outcome`. All results have the same schema:
 
     {"preset", "form", "seconds", "commit", "environment",
      "rows": [{"name", "metrics": {name: {mean, low, high, n}}, ...}], "paper": {row: {metric: value}},
@@ -39,13 +39,13 @@ class BenchOptions:
 
     Attributes:
         form: which of the preset's settings replace the full ones.
-        seeds: how many; 0 = as many as the preset says.
+        seeds: number of seeds; 0 = the preset's own.
         device: "auto", "cpu" or "cuda".
         launch: the module that starts a real federation (`fedveil.testing.deployment`), for presets that need one.
         simulation: the class that runs the app on Flower's simulation engine (`fedveil.testing.simulation`).
         say: gets progress, one line at a time.
         pieces: the file of a preset that runs in pieces; None = all at once.
-        minutes: after these no further piece is begun; None = all of them.
+        minutes: after this time no further piece is started; None = run all pieces.
     """
 
     form: Form = "full"
@@ -58,7 +58,7 @@ class BenchOptions:
     minutes: float | None = None
 
     def after(self, seconds: float) -> BenchOptions:
-        """The same once so many seconds have passed: with fewer minutes, where there is a bound."""
+        """Return the options with the bound of `minutes`, if there is one, reduced by these seconds."""
         return self if self.minutes is None else replace(self, minutes=max(0.0, self.minutes - seconds / 60))
 
 
@@ -67,10 +67,10 @@ class BenchOutcome:
     """The result of a runner.
 
     Attributes:
-        rows: of the table, as the result file has them.
+        rows: rows of the table, as in the result file.
         verdicts: sentences that are computed from the rows' intervals.
         differences: sentences on where this run differs from the paper's setting.
-        files: files beside the result, by suffix.
+        files: further files to write with the result, by suffix.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -80,13 +80,13 @@ class BenchOutcome:
 
 
 def list_presets() -> list[str]:
-    """Names of all presets, "<paper>/<table>"."""
+    """Return the names of all presets, "<paper>/<table>"."""
     presets = folders.presets_folder()
     return sorted(str(p.relative_to(presets).with_suffix("")) for p in presets.glob("*/*.toml"))
 
 
 def read_preset(name: str, form: Form) -> dict[str, Any]:
-    """A preset as its file has it; "settings" and "differences" are those of the form asked for.
+    """Return a preset as in its file, with the "settings" and "differences" of the requested form.
 
     Raises:
         ConfigError: no such preset, or it has no such form.
@@ -104,12 +104,15 @@ def read_preset(name: str, form: Form) -> dict[str, Any]:
         settings = _merged(settings, preset.get(part, {}))
         differences += preset.get(f"{part}_differences", [])
     if form == "quick" and "small" in preset:
-        differences.append("the quick form, to see it work: too few rows, rounds and seeds for its figures to say much")
+        differences.append(
+            "the quick form, which only shows that it works: it has too few rows, rounds and seeds for meaningful "
+            "figures"
+        )
     return preset | {"settings": settings, "differences": differences}
 
 
 def check_forms(name: str) -> list[Form]:
-    """The forms that a preset has, the largest first."""
+    """Return the forms that a preset has, the largest first."""
     return _forms(_parsed(name))
 
 
@@ -119,21 +122,21 @@ def _forms(preset: Mapping[str, Any]) -> list[Form]:
 
 
 def _parsed(name: str) -> dict[str, Any]:
-    """Return the content of the file, over the content of the one that it is `like`."""
+    """Return the content of the file, merged over the preset that it names as `like`."""
     own = tomllib.loads((folders.presets_folder() / f"{name}.toml").read_text())
     return _merged(_parsed(own["like"]), own) if "like" in own else own
 
 
 def load_runner(preset: Mapping[str, Any]) -> ModuleType:
-    """The module that runs it."""
+    """Import the module that runs a preset."""
     return importlib.import_module(f"fedveil_bench.{preset['runner']}")
 
 
 def run_preset(name: str, options: BenchOptions) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The result of one preset, and the files beside it, by suffix.
+    """Run one preset; return its result and the further files, by suffix.
 
     Raises:
-        ConfigError: an unknown preset, or minutes for one that cannot end before it is whole.
+        ConfigError: an unknown preset, or minutes for a preset whose table cannot be partial.
     """
     preset = read_preset(name, options.form)
     if options.minutes is not None and not getattr(load_runner(preset), "IN_PIECES", False):
@@ -156,6 +159,6 @@ def run_preset(name: str, options: BenchOptions) -> tuple[dict[str, Any], dict[s
 
 
 def _merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Tables are merged, everything else is replaced."""
+    """Merge tables recursively; replace all other values."""
     nested = {k: _merged(settings.get(k, {}), v) for k, v in changes.items() if isinstance(v, dict)}
     return settings | changes | nested

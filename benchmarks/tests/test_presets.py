@@ -243,7 +243,7 @@ def test_a_quick_form_is_the_small_one_made_smaller_and_says_of_both_how_they_di
     assert [each["differences"] for each in found.values()] == [
         ["all"], ["all", "small"], ["all", "small", "quick", found["quick"]["differences"][-1]]
     ]  # fmt: skip
-    assert "to see it work" in found["quick"]["differences"][-1]
+    assert "only shows that it works" in found["quick"]["differences"][-1]
     assert run.read_preset("paper/other", "quick")["settings"] == {"a": 2}
     with pytest.raises(ConfigError, match="--small: expected a preset that has this form, found paper/other"):
         run.read_preset("paper/other", "small")

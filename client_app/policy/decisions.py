@@ -174,7 +174,7 @@ def check_broadcast(policy: SitePolicy, norm: float, change: float, drift: float
     """
     if not math.isfinite(norm):
         raise PolicyError(
-            "broadcast: expected finite values, found others in the weights to train from; correct the run"
+            "broadcast: expected finite values, found NaN or infinity in the received weights; correct the run"
         )
     asked = (
         ("norm", norm, policy.max_broadcast_norm),
@@ -197,8 +197,8 @@ def check_examples(policy: SitePolicy, distinct: int, least: int) -> None:
         if limit is not None and found < limit:
             # As in check_upload, the server must not learn the number.
             raise PolicyError(
-                f"{words} at least {limit} rows, found fewer in this turn ({key} of its policy); train on more rows, "
-                "or leave the site out"
+                f"{words} at least {limit} examples, found fewer in this round ({key} of its policy); train on more "
+                "examples, or leave the site out"
             )
 
 
@@ -215,7 +215,7 @@ def check_upload(
             f"{LOSS}: this site permits {load_policy(site).max_scores} per run (max-scores), found more; withheld"
         )
     if secure and num_examples is not None:
-        raise PolicyError("num_examples: expected none with a masked upload, found one; it is withheld")
+        raise PolicyError("num_examples: expected none with a masked upload, found one; the upload is withheld")
     if not site.policy:
         return
     policy = policy_of_site(site)
@@ -224,8 +224,8 @@ def check_upload(
     if not enough and not secure:  # there the client round itself has counted its examples (check_examples)
         # The server must not learn the number: it learns only that it is below the bound.
         raise PolicyError(
-            f"examples: this site takes part with at least {policy.min_examples} rows, found fewer (min-examples of "
-            "its policy); leave the site out"
+            f"examples: this site takes part with at least {policy.min_examples} examples, found fewer "
+            "(min-examples of its policy); leave the site out"
         )
 
 

@@ -78,7 +78,7 @@ def main() -> None:
         try:
             channel.say(RankMessage({"failed": sanitize(text, _REASON_CHARACTERS) + more}))
         except OSError:
-            log.info("rank 0 is gone")
+            log.info("rank 0 has ended")
         os._exit(1)
     os._exit(0)  # library threads must not keep the process alive
 

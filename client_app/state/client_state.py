@@ -154,8 +154,8 @@ class ClientStateStore:
             return None
         if not self._file(last).exists():
             raise StateError(
-                f"private state: expected that of turn {last} in {self.folder}, found none; this site continues as a "
-                "newcomer from the next turn, unless the folder is restored from a backup"
+                f"private state: expected that of local round {last} in {self.folder}, found none; this site "
+                "continues as a new site from the next round, unless the folder is restored from a backup"
             )
         return self._read(last)[0]
 
@@ -182,9 +182,7 @@ class ClientStateStore:
             saved_state = State_(state.tensors, {"state": dict(state.scalars), "after": last})
             save_state(saved_state, self._file(turn), self.seal, state_role(self._file(turn)))
         except OSError as error:
-            raise StateError(
-                f"{self._file(turn)}: expected to write the private state, found {error}; free space"
-            ) from error
+            raise StateError(f"{self._file(turn)}: cannot write the private state: {error}; free space") from error
 
     def _file(self, turn: str) -> Path:
         return self.folder / f"turn-{turn}.safetensors"

@@ -163,6 +163,7 @@ def _write_new(path: Path) -> None:
             os.close(folder)
     except OSError as error:
         raise ConfigError(
-            f"data-set: expected a name in the node config, or a data folder in which its id can be kept, found "
-            f"neither ({type(error).__name__} in {path.parent}); set data-set in the node config, and never change it"
+            "data-set: expected a name in the node config, or a data folder in which its id can be stored, found "
+            f"neither ({type(error).__name__} in {path.parent}); set data-set in the node config, and never change "
+            "it"
         ) from None

@@ -49,7 +49,7 @@ def bind_flower_run(state_dir: Path, flower_run: int, run: str) -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomic(file, [run.encode()])
     except OSError as error:
-        raise StateError(f"{file}: expected to write it, found {error}; free space") from error
+        raise StateError(f"{file}: cannot be written: {error}; free space") from error
 
 
 def _file_of(state_dir: Path, flower_run: int) -> Path:

@@ -143,7 +143,7 @@ class HeldOutRecord:
             return {str(name): _parse_choice(entry) for name, entry in sets.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(
-                f"{self.file}: expected the rows that this site holds out, found none that can be read "
+                f"{self.file}: expected the list of examples that this site holds out, found none that can be read "
                 f"({type(error).__name__}); restore it from a backup, or set evaluate.held-out = 0"
             ) from None
 
@@ -158,7 +158,7 @@ class HeldOutRecord:
         try:
             write_atomic(self.file, write_checksummed({"sets": sets}))
         except OSError as error:
-            raise StateError(f"{self.file}: expected to write it, found {error}; free space") from error
+            raise StateError(f"{self.file}: cannot be written: {error}; free space") from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -145,8 +145,8 @@ class ReplayGuard:
             now = state.round(round_)
             if now.message not in ("", message):
                 raise PolicyError(
-                    f"round: expected the message and last turn that this site received before for round {round_}, "
-                    "found others; start a new run"
+                    "round: expected the message and last local round that this site received before for round "
+                    f"{round_}, found others; start a new run"
                 )
             others = [other for other in state.rounds if other.number != round_]
             served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)
@@ -170,7 +170,7 @@ class ReplayGuard:
         try:
             self._write(kept)
         except OSError as error:
-            raise StateError(f"{self._file}: expected to write it, found {error}; free space") from error
+            raise StateError(f"{self._file}: cannot be written: {error}; free space") from error
 
     @property
     def ended(self) -> bool:

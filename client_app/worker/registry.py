@@ -90,7 +90,7 @@ class WorkerRegistry:
             with self.turns.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            log.warning("%s: expected to append a line, found %s; free space", self.turns, error)
+            log.warning("%s: cannot append a line: %s; free space", self.turns, error)
 
     def socket(self, worker: str) -> Path:
         """Return the socket path of a worker."""
@@ -261,14 +261,13 @@ class WorkerRegistry:
             if (code := started.poll()) is not None:
                 self.forget(worker)
                 cause, lower = process_exit.child_exit_cause(code, before)
-                problem = f"found that it ended with exit code {code}{lower}"
-                raise WorkerDiedError(cause, f"worker: expected it to start, {problem}; see {self.log}")
+                raise WorkerDiedError(
+                    cause, f"worker: it ended with exit code {code}{lower} before it was ready; see {self.log}"
+                )
             if time.monotonic() > deadline:
                 started.kill()
                 self.forget(worker)
-                raise WorkerError(
-                    f"worker: expected it to listen within {_START_SECONDS:g} s, found that it does not; see {self.log}"
-                )
+                raise WorkerError(f"worker: it does not listen after {_START_SECONDS:g} s; see {self.log}")
             time.sleep(0.02)
         self.write(card)
         return card

@@ -61,7 +61,7 @@ def _note(service: WorkerService, worker: str, last: dict[str, Any]) -> dict[str
         try:
             service.folder.note(worker, now)
         except OSError as error:  # a round may need no disk, and the older note is nearly the same
-            log.warning("%s: expected to note this worker's memory, found %s; free space", service.folder.path, error)
+            log.warning("%s: cannot record this worker's memory: %s; free space", service.folder.path, error)
     return now
 
 
@@ -70,7 +70,7 @@ def _reason_to_end(service: WorkerService, idle_seconds: float, terminated: thre
     if terminated.is_set():
         return "signal"
     if not service.owner.runs():
-        return f"its SuperNode, process {service.owner.pid}, is gone"
+        return f"its SuperNode, process {service.owner.pid}, has ended"
     if service.busy.locked():
         return ""
     if service.ending.is_set():

@@ -71,8 +71,8 @@ class PrefixAdapter(Adapter):
     def check(self, train: TrainConfig) -> None:
         if train.packing:
             raise ConfigError(
-                'train.packing: expected false with an adapter of kind "prefix", which is prepended to one row, '
-                "found true; set it to false"
+                'train.packing: expected false with an adapter of kind "prefix", which needs each '
+                "example in a row of its own, found true; set it to false"
             )
         if train.gradient_checkpointing or train.compile:  # recomputed layers ignore the cache that a prefix lies in
             raise ConfigError(

@@ -288,6 +288,8 @@ def read_card(folder: Path) -> PrivacyCard:
     """Read the card in a folder. Raises StateError if it is missing or invalid."""
     file = folder / NAME
     if file.is_symlink() or not file.is_file():
-        raise StateError(f"{folder}: expected {NAME} of a card, found none; write one with fedveil card make RUN")
+        raise StateError(
+            f"{folder}: expected a privacy card ({NAME}), found none; write one with fedveil card make RUN"
+        )
     with file.open("rb") as lines:
         return parse_card(lines.read(MOST_BYTES + 1), str(file))

@@ -35,13 +35,13 @@ def disclosure_parties(
         DisclosureParty(
             who="a site",
             saw=[
-                "Its own rows, and what the server sent it.",
+                "Its own examples, and the messages that the server sent it.",
                 *(words for words in learns if "client learns" in words),
                 *_told("down", messages, attempts),
             ],
             trusted=[
-                "To train on its own rows as the run asks, and to report truthfully: a single site can poison the "
-                "model."
+                "To train on its own examples as the run asks, and to report truthfully: a single site can poison "
+                "the model."
             ],
         ),
         DisclosureParty(
@@ -65,7 +65,7 @@ def _server_saw(
     if names := disclosure_summary.reported_metrics(attempts):
         sentences.append(f"Besides the tensors, every accepted upload reported: {_listed(names)}.")
     if config.run.capture_messages:
-        sentences.append("The messages themselves, which it kept (run.capture-messages).")
+        sentences.append("The messages themselves, which it stored (run.capture-messages).")
     return sentences
 
 

@@ -20,7 +20,7 @@ from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
 from fedveil.records import disclosure_summary
 
 NONE = "There is NO formal guarantee"
-UNIT = "one row of one site's data set, in this run alone"
+UNIT = "one example of one site's data set, in this run alone"
 LYING = (
     "The server wrote this card and can write anything. A signature shows whose key signed these bytes, not that "
     "they are true. A site that also signs vouches only for what it saw itself: its own messages, log and ledger. It "
@@ -108,11 +108,11 @@ def _says(worst: Epsilon, claim: PrivacyGuarantee) -> str:
     budget = claim.budget
     if worst == "not known":
         return (
-            f"{NONE} that this card can give: the server does not know what some site's rows were charged, and no "
+            f"{NONE} that this card can give: the server does not know the charges of some site's examples, and no "
             "ledger bounds it. Treat epsilon as infinite."
         )
     if not isinstance(worst, float):
-        return f"{NONE}: the charges of some site's rows have no finite epsilon."
+        return f"{NONE}: the charges of some site's examples have no finite epsilon."
     whom = "everyone but the site itself"
     if budget.server_trusted:
         whom += " and the server, which saw sums without noise: against the server epsilon is infinite"
@@ -141,22 +141,31 @@ def _mechanism(claim: PrivacyGuarantee, config: RunConfig) -> str:
     inner = claim.claim if isinstance(claim, DistributedDiscreteGaussian) else claim
     if isinstance(inner, DpSgdConfig):
         return (
-            f"DP-SGD: each row's gradient clipped to norm {inner.clip:g}, Gaussian noise of {inner.noise:g} times that "
-            "on every step's sum, batches by Poisson sampling"
+            f"DP-SGD: each example's gradient clipped to norm {inner.clip:g}, Gaussian noise of {inner.noise:g} "
+            "times that on every step's sum, batches by Poisson sampling"
         )
-    return f"Gaussian noise of the method {config.method.name} on sums of clipped rows; its page has the equations"
+    return (
+        f"Gaussian noise of the method {config.method.name} on sums that are clipped per example; its page has the "
+        "equations"
+    )
 
 
 def _assumptions(claim: PrivacyGuarantee) -> list[str]:
     sentences = [
-        "A site's figure relies on the rows and steps that it reported; only its own ledger enforces a budget.",
-        "The figures are for this run alone: other runs on the same rows add up, and the site's ledger counts them.",
+        (
+            "A site's figure relies on the numbers of examples and steps that it reported; only its own ledger "
+            "enforces a budget."
+        ),
+        (
+            "The figures are for this run alone: other runs on the same examples add up, and the site's ledger counts "
+            "them."
+        ),
         "Noise and batches are drawn at random by the party that adds them, from its operating system.",
         "Noise is drawn in fp64 and sums are rounded to fp32; attacks on the rounding itself are not accounted for.",
-        "Settings chosen by looking at the rows, and runs discarded for their scores, are not counted.",
+        "Settings chosen by looking at the examples, and runs discarded for their scores, are not counted.",
     ]
     if claim.budget.neighbours.value == "add-or-remove-one":
-        sentences.append("The number of rows, which every upload in the clear carries, counts as public.")
+        sentences.append("The number of examples, which every upload in the clear carries, counts as public.")
     if isinstance(claim, DistributedDiscreteGaussian):
         sentences.append(f"{claim.honest} sites in every sum keep their share of the noise secret.")
         sentences.append("The server follows the protocol of secure aggregation: it neither deviates from it nor lies.")
@@ -173,17 +182,17 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
     claim = guarantee_of(method, config)
     sentences = [
         LYING,
-        "A person with several rows, or with rows at several sites: the unit is one row, so their bound is several "
-        "times that.",
-        "Properties of a site's rows as a whole: how many there are, what they are about, how well the model fits "
-        "them.",
+        "A person with several examples, or with examples at several sites: the unit is one example, so their "
+        "bound is several times that.",
+        "Properties of a site's examples as a whole: how many there are, what they are about, how well the model "
+        "fits them.",
         "Who took part, when, and the sizes of messages.",
         "The machines: their root users, the code that a site's policy admits, the time that a step takes.",
     ]
     if claim is None or config.run.deterministic:
         sentences.insert(
             1,
-            "Single rows, from the server or anyone who gets the model: withholding does not bound what can be "
+            "Single examples, from the server or anyone who gets the model: withholding does not bound what can be "
             "inferred.",
         )
     if not config.secure.enabled:
@@ -201,7 +210,8 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
         sentences.append(unsigned)
     if config.run.capture_messages:
         sentences.append(
-            "What the server kept of the messages (run.capture-messages), which is as confidential as they are."
+            "The copies of the messages that the server stored (run.capture-messages), which are as confidential "
+            "as the messages."
         )
     return sentences
 

@@ -92,13 +92,13 @@ def _guarantee(of: PrivacyGuaranteeEntry) -> list[str]:
         ("epsilon spent, at most", format_epsilon(of.epsilon)),
         ("delta", "" if of.delta is None else f"{of.delta:g}"),
         ("nominal epsilon, which is not guaranteed", "none" if of.nominal is None else f"{of.nominal:g}"),
-        ("most that a site's ledger allows a row to be charged", format_epsilon(of.allowed)),
+        ("the most that a site's ledger lets an example be charged", format_epsilon(of.allowed)),
         ("where the noise is added", of.model),
         ("mechanism", of.mechanism),
         ("accountant", of.accountant),
     ]
     blocks.append(markdown_table(["", ""], rows))
-    head = ["site", "rows", "participations", "steps in each", "epsilon, at most", "against all others", "mu (GDP)"]
+    head = ["site", "examples", "participations", "steps in each", "epsilon, at most", "against all others", "mu (GDP)"]
     blocks.append(markdown_table(head, map(_site, of.sites)))
     blocks += [markdown_list(f"{site.site}: {site.unknown}" for site in of.sites if site.unknown)]
     return [part for part in [*blocks, "It relies on these assumptions:", markdown_list(of.assumptions)] if part]
@@ -156,7 +156,7 @@ def _attacks(card: PrivacyCard) -> list[str]:
     for attack in card.audited.attacks:
         holds = "its controls hold" if attack.usable else "NOT usable: a control fails or is missing"
         blocks += [f"### {plain_text(attack.name)}: {holds}", plain_text(attack.why)]
-        head = ["", "model", "AUROC", "TPR at 0.1 % FPR", "epsilon at least", "rows", "verdict"]
+        head = ["", "model", "AUROC", "TPR at 0.1 % FPR", "epsilon at least", "examples", "verdict"]
         blocks.append(markdown_table(head, _scores(attack)))
     return [*blocks, markdown_list(card.audited.notes)]
 

@@ -37,13 +37,13 @@ FIELDS: Final = frozenset({LOSS, ROWS, REFUSED})
 
 NOT_PERMITTED, TOO_FEW, SPENT, NO_SCORE, NOT_FINITE, OTHER_PART, CHANGED = 1, 2, 3, 4, 5, 6, 7
 REFUSALS: Final[Mapping[int, str]] = {
-    NOT_PERMITTED: "its policy permits no scores of held-out rows (max-scores)",
-    TOO_FEW: f"fewer than {LEAST_ROWS} of its rows would be held out; it trains on all of them",
+    NOT_PERMITTED: "its policy permits no scores of held-out examples (max-scores)",
+    TOO_FEW: f"fewer than {LEAST_ROWS} of its examples would be held out; it trains on all of them",
     SPENT: "it has given as many scores in this run as its policy permits (max-scores)",
-    NO_SCORE: "its task cannot compute the loss of given rows",
+    NO_SCORE: "its task cannot compute the loss of single examples",
     NOT_FINITE: "the loss is not finite",
-    OTHER_PART: "it holds out another part of these rows since an earlier run (evaluate.held-out)",
-    CHANGED: "the rows that it holds out are not those of an earlier run any more",
+    OTHER_PART: "an earlier run made it hold out another part of these examples (evaluate.held-out)",
+    CHANGED: "the examples that it holds out are no longer those of an earlier run",
 }
 
 

@@ -161,8 +161,8 @@ def check_batch(batch: int, examples: int) -> None:
     """Raise ConfigError for a batch with more examples than the site has."""
     if batch > examples:
         raise ConfigError(
-            f"train.batch-size: expected at most the site's {examples} rows, found {batch}; "
-            "lower it, or leave the site out"
+            f"train.batch-size: expected at most the site's {examples} examples, found {batch}; lower it, or leave "
+            "the site out"
         )
 
 
@@ -190,8 +190,8 @@ def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
     """Raise ConfigError for batches that depend on the number of examples, under a relation that changes it."""
     if sampling != "poisson" and neighbours is Adjacency.ADD_OR_REMOVE_ONE:
         raise ConfigError(
-            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change with '
-            f"the number of rows; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
+            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change '
+            f"with the number of examples; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
         )
 
 

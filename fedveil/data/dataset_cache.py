@@ -108,7 +108,7 @@ class DatasetCache:
             os.utime(folder)
             return mapped_arrays
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s: prepared rows are incomplete (%s); preparing them again", folder, error)
+            log.warning("%s: prepared examples are incomplete (%s); preparing them again", folder, error)
             _remove(folder)
             return None
 
@@ -129,7 +129,7 @@ class DatasetCache:
             with contextlib.suppress(FileExistsError, NotADirectoryError):  # else another process was faster
                 _rename(partial, self._of(key))
         except OSError as error:
-            raise StateError(f"{self._folder}: expected to write prepared rows, found {error}; free space") from None
+            raise StateError(f"{self._folder}: cannot write prepared examples: {error}; free space") from None
         finally:
             _remove(partial)
         self._tidy()
@@ -145,9 +145,9 @@ class DatasetCache:
             if status.st_size != about["bytes"] or status.st_size % kind.itemsize or about["kind"] != self._kinds[name]:
                 raise ValueError(f"{name}: {status.st_size} bytes")
             if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                raise ValueError(f"{name}: open to others")
+                raise ValueError(f"{name}: accessible to other users")
             if check and hashlib.file_digest(file, "sha256").hexdigest() != about["sha256"]:
-                raise ValueError(f"{name}: another digest")
+                raise ValueError(f"{name}: digest mismatch")
             if not status.st_size:
                 return np.empty(0, kind)
             return np.memmap(file, kind, "r")

@@ -65,8 +65,8 @@ def image_bytes(example: Example, column: str) -> bytes:
             return (Path(example.folder) / value).read_bytes()
         except OSError as error:
             raise TaskError(
-                f'task.data: expected an image at the path in "{column}", found {error} ({example.where}); correct '
-                "the path"
+                f'task.data: cannot read the image that column "{column}" names in {example.where}: {error}; '
+                "correct the path"
             ) from None
     raise TaskError(
         f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; '
@@ -95,9 +95,7 @@ def require_image(image: bytes, where: str) -> None:
 
 
 def _broken(where: str, error: Exception) -> TaskError:
-    return TaskError(
-        f"task.data: expected an image that decodes, found that {where} does not ({error}); correct or drop the row"
-    )
+    return TaskError(f"task.data: cannot decode the image in {where} ({error}); correct or drop the row")
 
 
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:

@@ -23,7 +23,8 @@ def check_packing(family: str, name: str) -> None:
     if family not in FAMILIES:
         raise ConfigError(
             f"train.packing: expected a model of one of the families {', '.join(FAMILIES)}, in which attention is "
-            f'known to stay within a row, found "{family}" ({name}); set train.packing = false, or use train.bucketing'
+            f'known to stay within one example, found "{family}" ({name}); set train.packing = false, or use '
+            "train.bucketing"
         )
 
 

@@ -170,8 +170,8 @@ def _load(partitioner: Partitioner, rows: Dataset, share: DatasetShard, task: Ta
             part = partitioner.load_partition(share.index)
         except ValueError as error:
             raise TaskError(
-                f"task.partition {task.partition}: expected at least one row for each of {share.count} sites, found "
-                f"that the labels do not allow it; raise task.alpha, or use fewer sites ({str(error).splitlines()[0]})"
+                f"task.partition {task.partition}: the labels do not allow at least one row for each of "
+                f"{share.count} sites; raise task.alpha, or use fewer sites ({str(error).splitlines()[0]})"
             ) from None
     if not len(part):
         raise TaskError(

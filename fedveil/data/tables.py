@@ -178,7 +178,7 @@ def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None
 
 def no_parquet(file: Path, error: Exception) -> TaskError:
     """Return the error for a file that is damaged or is not Parquet."""
-    return TaskError(f'task.data: expected Parquet in "{file}", found {str(error).splitlines()[0]}; write it again')
+    return TaskError(f'task.data: cannot read "{file}" as Parquet ({str(error).splitlines()[0]}); write it again')
 
 
 def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) -> None:
@@ -236,9 +236,7 @@ def parse_line(line: bytes, number: int, file: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TaskError(
-            f'task.data: expected JSON in line {number} of "{file}", found {error}; correct the line'
-        ) from None
+        raise TaskError(f'task.data: line {number} of "{file}" is not JSON ({error}); correct the line') from None
     if not isinstance(row, dict):
         text = line.rstrip(b"\n")[:40]
         raise TaskError(f'task.data: expected an object in line {number} of "{file}", found {text!r}; correct it')
@@ -280,6 +278,6 @@ def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Tabl
     except OSError as error:
         if error.errno is None:  # Arrow's own, about the content
             raise
-        raise StateError(f"{scratch}: expected to write the rows, found {error}; free space") from None
+        raise StateError(f"{scratch}: cannot write the rows: {error}; free space") from None
     finally:
         path.unlink(missing_ok=True)

@@ -97,8 +97,8 @@ class ClientStateCache(MutableMapping[str, FederatedState | None]):
             save_state(state, file)
         except OSError as error:
             raise StateError(
-                f"{site}: expected to write its private state to {file}, found {error}; free space there, or set "
-                "TMPDIR to another place"
+                f"{site}: cannot write its private state to {file}: {error}; free space there, or set TMPDIR to "
+                "another place"
             ) from error
         return file
 

@@ -165,7 +165,10 @@ def _finite(message: DecodedMessage) -> Payload:
     """Return a broadcast's payload. Check all values, even those that no trainer sees, such as a penalty's center."""
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
-            raise WireError(f"{name}: expected finite values in the broadcast, found others; correct the run")
+            raise WireError(
+                f"{name}: expected finite values in the broadcast, found NaN or infinity; lower the learning rate, "
+                "or correct the method's params"
+            )
     return message.payload
 
 

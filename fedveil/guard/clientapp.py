@@ -181,7 +181,7 @@ class MessageGuard:
     def _require_bundle(self, site: Any, digest: str, named: tuple[str, str]) -> None:
         """Raise MessageRefused or PolicyError for a wrong bundle. `named`: the digests that the SuperLink gives."""
         if self._require_policy and not site.policy:
-            raise MessageRefused("policy: this site requires one, found none; name it in the node config")
+            raise MessageRefused("policy: this site requires a policy, and its node config names none; name one there")
         if digest != named[0] or named[1] not in ("", digest):
             raise MessageRefused(
                 f"app digest: expected the SuperLink to name {digest}, found {named[0]} and {named[1]}"
@@ -264,8 +264,8 @@ def _own_records(message: Message) -> Any:
     known = {**_RECORDS, **_MORE_RECORDS}
     if strange := [name for name, record in records.items() if known.get(name) != type(record).__name__]:
         raise MessageRefused(
-            f"message: expected the records {', '.join(known)} alone, found {sanitize(strange[0], 80)} of type "
-            f"{type(records[strange[0]]).__name__}; it would bring bytes that no bound counts"
+            f"message: expected only the records {', '.join(known)}, found {sanitize(strange[0], 80)} of type "
+            f"{type(records[strange[0]]).__name__}, whose bytes no bound would count"
         )
     return records
 
@@ -308,7 +308,7 @@ def _public(error: Exception) -> str:
     if isinstance(error, MessageRefused):
         return sanitize(f"PolicyError: {error}", _REASON)
     kind = type(error).__name__
-    return sanitize(f"{kind}: {error}", _REASON) if kind in _PUBLIC else f"{kind} at the site; its log has the text"
+    return sanitize(f"{kind}: {error}", _REASON) if kind in _PUBLIC else f"{kind} at the site; see the site's log"
 
 
 def _kind(error: Exception) -> str:

@@ -10,8 +10,8 @@
 | pins keys, and the site has no signing key | any | refused: its reply would not count |
 | pins keys, and the node config has no name of the site | any | refused: the order would say whom it is for |
 
-What is compared is what this site knows and has measured: its own name, the node and run that its SuperNode serves, the
-bundle's bytes, the run config that the app will see, the records, and the bytes of the message.
+The signature is checked over values that this site knows or has measured: its own name, the node and run that its
+SuperNode serves, the bundle's bytes, the run config that the app will see, the records, and the bytes of the message.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _claims_of(
         raise WireError("instruction: expected a message to train or about secure aggregation, found another type")
     round_, attempt = order.get("round"), order.get("attempt")
     if not isinstance(round_, int) or not isinstance(attempt, int):  # the claims refuse a bool
-        raise WireError("instruction: expected whole numbers of round and attempt, found other values")
+        raise WireError("instruction: expected whole numbers as round and attempt, found other values")
     settings = dict(records.config_records["config"]) if "config" in records.config_records else {}
     return InstructionClaims(
         federation=federation, flower_run=flower_run, node=str(context.node_id), run=str(order.get("run")),
@@ -132,13 +132,13 @@ def _require_current(issued: int, until: int) -> None:
     now = int(time.time())
     if issued > now + claims.CLOCK_SECONDS:
         raise PolicyError(
-            f"instruction: expected one made by now, found one made {issued - now} s later by this machine's "
-            "clock; compare the clocks of server and site"
+            f"instruction: it is dated {issued - now} s ahead of this machine's clock; compare the clocks of server "
+            "and site"
         )
     if until + claims.CLOCK_SECONDS < now:
         raise PolicyError(
-            f"instruction: expected one that is still valid, found one that ended {now - until} s ago by this "
-            "machine's clock; compare the clocks of server and site"
+            f"instruction: it expired {now - until} s ago by this machine's clock; compare the clocks of server and "
+            "site"
         )
 
 

@@ -15,7 +15,7 @@ request, and is logged (fedveil/guard/control_log.py):
 |---|---|
 | `/v1/runtime/...` | by Flower, which asks for the SuperExec's secret or the token of a task |
 | `/health` | by Flower |
-| any other call of Flower's, a page, a web socket, another method | 403, whoever asks |
+| any other call of Flower's, a page, a web socket, another method | 403 for every operator |
 | no token, two, an unknown, revoked or expired one, one whose role is too small | 403 with the reason |
 | a start of anything but a ServerApp: with a prompt, a series of runs or connectors | 403 with the reason |
 | anything while operators.json cannot be read, or the log not written | 503 |
@@ -232,7 +232,11 @@ def _subject(call: str, body: bytes) -> tuple[dict[str, Any], str]:
         return {}, "expected a request of Flower's command line, found something else"
     if call == "start-run":
         other = sorted({about.name for about, _ in request.ListFields()} - _START_FIELDS)
-        why = f"{', '.join(other)}: this server starts only runs of a ServerApp, which have none of it" if other else ""
+        why = (
+            f"{', '.join(other)}: this server starts only runs of a ServerApp, whose requests have no such field"
+            if other
+            else ""
+        )
         return {"app": hashlib.sha256(request.fab.content).hexdigest(), "remote_app": request.app_spec}, why
     if call == "register-node":
         return {"key": hashlib.sha256(request.public_key).hexdigest(), "name": request.name}, ""

@@ -47,7 +47,7 @@ def read_digests(file: Path) -> list[str] | None:
         content = tomllib.loads(data.decode()) if len(data) <= _MOST_BYTES else {}
         digests = content.get("digests")
         if set(content) != {"digests"} or type(digests) is not list:
-            raise ValueError(f"expected the key digests alone, in at most {_MOST_BYTES} bytes")
+            raise ValueError(f"expected only the key digests, in at most {_MOST_BYTES} bytes")
         if not all(type(digest) is str and _DIGEST.fullmatch(digest) for digest in digests):
             raise ValueError("expected digests of 64 hex digits")
     except FileNotFoundError:

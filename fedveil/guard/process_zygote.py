@@ -15,11 +15,11 @@ client process.
 | the SuperExec's secret | it is read after the fork: neither the resident nor a client process has it in memory |
 | bundled code opens the resident's memory (ptrace, /proc) | the kernel refuses; root alone may |
 | bundled code looks for the resident's socket | it is closed in the copy |
-| two copies draw "random" numbers | Python's and NumPy's generators are seeded anew; keys are the operating system's |
+| two copies draw "random" numbers | Python's and NumPy's generators are reseeded; keys are the operating system's |
 | the resident is killed, or silent for 30 s | it is ended, the log says so, and Flower starts each client process |
 | the SuperExec ends | the resident's socket ends, and so does it; client processes watch the SuperExec, as ever |
 | a task that is no ClientApp's | it is not asked for; if one comes, it is not started |
-| a SuperExec of an image, at a server | it starts ServerApps alone, as Flower would |
+| a SuperExec of an image, at a server | it starts only ServerApps, as Flower would |
 | a Flower that guard/flower/ does not know | the process ends with the reason |
 """
 
@@ -119,7 +119,7 @@ def main(guarded: bool = True, require_policy: bool = True, is_image: bool = Fal
     if is_image:
         from flwr.supercore import log
 
-        log(INFO, "this SuperExec starts %s alone; a server's has FEDVEIL_INSTRUCTION_KEY set", task_type)
+        log(INFO, "this SuperExec starts only %s; at a server, FEDVEIL_INSTRUCTION_KEY must be set", task_type)
     from flwr.supercore.cli import flower_superexec
 
     flower_superexec()

@@ -40,8 +40,8 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     """Return the slices of a reply that holds only the upload. Raises PolicyError, which quotes none of the content."""
     if set(content) != {_UPLOAD} or _UPLOAD not in content.array_records:
         raise PolicyError(
-            f"reply: expected only the record {_UPLOAD}, found {len(content)} records, or another one; "
-            "the site's audit log names them"
+            f"reply: expected only the record {_UPLOAD}, found {len(content)} records, or one of another name; the "
+            "site's audit log names them"
         )
     record = content.array_records[_UPLOAD]
     if not record or sorted(record) != [chunking.slice_key(i) for i in range(len(record))]:

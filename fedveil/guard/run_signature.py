@@ -11,7 +11,7 @@ restrict how often the run may be submitted.
 | run.signature | the site |
 |---|---|
 | is empty | treats the run as unsigned |
-| is no signature of this run, name, day and bundle, or its day is over | refuses, whatever its policy names |
+| is no signature of this run, name, day and bundle, or its day is over | refuses, under every policy |
 | has the form of version 0.1, which named only the bundle | refuses too |
 """
 

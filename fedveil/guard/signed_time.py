@@ -18,6 +18,6 @@ def check_signed_time(key: bytes, stamp: str, signature: bytes) -> None:
     """Raise one of ERRORS unless the key (PEM) signed this time within Flower's tolerance of now."""
     age = (now() - datetime.fromisoformat(stamp)).total_seconds()
     if not -SYSTEM_TIME_TOLERANCE < age < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
-        raise ValueError("another time")
+        raise ValueError("time outside the tolerance")
     if not verify_signature(bytes_to_public_key(key), stamp.encode("ascii"), signature):
-        raise ValueError("another signature")
+        raise ValueError("signature does not match")

@@ -160,7 +160,7 @@ def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(*args, **kwargs)
         except RunNotRunningException:
-            raise StateError("the run has ended; nothing of its message is kept") from None
+            raise StateError("the run has ended; its message is discarded") from None
 
     return asked
 

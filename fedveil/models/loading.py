@@ -177,8 +177,7 @@ def load_classifier(
             raise
         except Exception as error:  # as in `load_model`
             raise TaskError(
-                f'task.model: expected an image classification model, found that "{name}" does not load '
-                f"({first_line(error)}); {NEXT}"
+                f'task.model: cannot load "{name}" as an image classification model ({first_line(error)}); {NEXT}'
             ) from None
         if bare is not None:
             if config.train.quantized_base != "none":
@@ -228,9 +227,7 @@ def load_model(
             where, **_plain(is_local), output_loading_info=True, **_precision(config, adapter, device)
         )
     except Exception as error:  # the library raises OSError, ValueError, KeyError, SafetensorError, ...
-        raise TaskError(
-            f'task.model: expected {kind}, found that "{name}" does not load ({first_line(error)}); {NEXT}'
-        ) from None
+        raise TaskError(f'task.model: cannot load "{name}" as {kind} ({first_line(error)}); {NEXT}') from None
     _check_whole(name, info)
     if getattr(processor, "tokenizer", processor).eos_token_id is None:
         raise TaskError(
@@ -293,8 +290,8 @@ def _check_whole(name: str, info: Mapping[str, Any]) -> None:
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise TaskError(
-            f'task.model: expected all weights of the model, found that "{name}" lacks {_some(absent)} or has them '
-            f"in another shape; {NEXT}"
+            f'task.model: expected all weights of the model, but "{name}" lacks {_some(absent)} or has them in '
+            f"another shape; {NEXT}"
         )
 
 

@@ -52,8 +52,8 @@ def compile_model(model: Any, device: torch.device) -> Any:
     except Exception as error:  # torch raises what the failing part of its compiler happens to raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            f"train.compile: expected a machine on which torch.compile works for {device.type} (a C++ compiler; for "
-            f"CUDA also Triton), found that it fails ({reason}); install them, or set train.compile = false"
+            f"train.compile: torch.compile does not work here for {device.type} ({reason}); install a C++ compiler, "
+            "and for CUDA also Triton, or set train.compile = false"
         ) from None
     return torch.compile(model, dynamic=True)
 

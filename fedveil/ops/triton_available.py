@@ -57,8 +57,8 @@ def _tried(device: torch.device) -> Kernels | None:
     except Exception as error:  # the failing part of the compiler may raise any exception
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         log.warning(
-            "GPU kernels: expected a working Triton and C compiler, found that they fail (%s); torch computes the "
-            "same in more steps", reason
+            "GPU kernels: Triton or the C compiler does not work here (%s); torch computes the same in more steps",
+            reason,
         )  # fmt: skip
         return None
     return triton_kernels

@@ -194,9 +194,10 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         fine = scale > 0 and fixed + each * scale >= discrete_gaussian.LEAST_SIGMA
         if not (entries <= MOST_ENTRIES and fine and self.excess(scale, entries, bound) <= 1):
             raise ConfigError(
-                "secure.clip-bound: expected a bound for which the noise in the sum is at most twice the exact noise "
-                f"and has at least {discrete_gaussian.LEAST_SIGMA:g} integers per site, found another for {entries} "
-                f"entries within +-{bound:g}; lower it to what the values need, or set secure.ring-bits = 64"
+                "secure.clip-bound: expected a bound for which the noise in the sum is at most twice the exact "
+                f"noise and has at least {discrete_gaussian.LEAST_SIGMA:g} integers per site, found one that does "
+                f"not allow it for {entries} entries within +-{bound:g}; lower it to what the values need, or set "
+                "secure.ring-bits = 64"
             )
         return scale
 

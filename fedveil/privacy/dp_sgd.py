@@ -8,9 +8,8 @@ dp.learning-rate = eta, dp.epsilon.
 Formal guarantees, for each example of the site, against everyone but that site, with a server that does
 not time the site:
 1. A training is `steps` Poisson-subsampled Gaussian releases of multiplier z. `privacy_spent` reports
-   these to the accountant, and the site's ledger is charged before the examples are used. What a method
-   makes of the trained weights is post-processing, because the method has no other access to the
-   examples.
+   these to the accountant, and the site's ledger is charged before the examples are used. A method's use
+   of the trained weights is post-processing, because the method has no other access to the examples.
 2. Sums are divided by the configured batch size, and no loss is reported. Every upload carries the
    number of examples: under add-or-remove-one it counts as public, under replace-one it does not change.
 3. With an epsilon, the site refuses a client round that would charge a record more, before the examples
@@ -176,8 +175,8 @@ class NoisyTrainer(PerExampleTrainerWrapper):
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
             raise ConfigError(
-                'secure.noise: expected one step per turn with "sum", found a second: it would compute gradients at '
-                "a point without noise; choose another method, or add the noise at the site"
+                'secure.noise: expected one step per local round with "sum", found a second: it would compute '
+                "gradients at a point without noise; choose another method, or add the noise at the site"
             )
         std = 0.0 if in_sum else how.clip * how.noise
         now = {n: w.clone() for n, w in weights.items()}

@@ -44,7 +44,7 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
             how = "sends gradients" if method.upload_kind == "gradients" else "asks for plain gradients"
             problem = f"{config.method.name}, which {how}"
         elif not has_row_gradients:
-            problem = f"the task {config.task.name}, which has no per-row gradients"
+            problem = f"the task {config.task.name}, which has no per-example gradients"
         elif config.train.gradient_accumulation_steps > 1:
             steps = config.train.gradient_accumulation_steps
             problem = (

@@ -134,8 +134,8 @@ class PrivacyLedger:
         )
         raise BudgetError(
             f"epsilon: expected at most {stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)} for every "
-            f"record, found {so_far:.4g} spent and {after:.4g} after this turn; the run ends here for this site: agree "
-            "on a larger epsilon, or on more noise from the start"
+            f"record, found {so_far:.4g} spent and {after:.4g} after this round; the run ends here for this site: "
+            "agree on a larger epsilon, or on more noise from the start"
         )
 
     @property
@@ -208,9 +208,7 @@ class PrivacyLedger:
         try:
             write_atomic(self._path, self._seal.closed([write_checksummed(content)], self.roles[self._path]))
         except OSError as error:
-            raise StateError(
-                f"{self._path}: expected to write the privacy ledger, found {error}; free space"
-            ) from error
+            raise StateError(f"{self._path}: cannot write the privacy ledger: {error}; free space") from error
 
 
 def _history(spent: Iterable[Sequence[Any]]) -> Counter[Step]:

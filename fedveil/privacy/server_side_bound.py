@@ -65,16 +65,19 @@ def server_side_bound(
     asked = [int(a["round"]) for a in attempts if site in a.get("cohort", [])]
     reports = [a["reports"][site] for a in attempts if site in a.get("reports", {})]
     if not reports and any(a.get("unseen") and site in a["accepted"] for a in attempts):
-        return "the server saw only sums, so it does not know the site's number of rows; the site's own ledger does."
+        return (
+            "the server saw only sums, so it does not know the site's number of examples; the site's own ledger does."
+        )
     if not reports:
         return (
-            "no upload was accepted, so the server does not know the site's number of rows; the site's own ledger does."
+            "no upload was accepted, so the server does not know the site's number of examples; the site's own "
+            "ledger does."
         )
     counts = [(_count(r.get("num_examples"), 1, _MOST_ROWS), _count(r.get("steps"), 0, _MOST_STEPS)) for r in reports]
     if any(rows is None or steps is None for rows, steps in counts):
         return (
-            f"not known. Its reports lack the number of rows or steps, or give more than {_MOST_STEPS:,} steps; see "
-            "the site's own ledger. Until then, treat epsilon as infinite."
+            f"not known. Its reports lack the number of examples or steps, or give more than {_MOST_STEPS:,} steps; "
+            "see the site's own ledger. Until then, treat epsilon as infinite."
         )
     rows, steps = min(n for n, _ in counts if n is not None), max(n for _, n in counts if n is not None)
     budget = claim.budget
@@ -90,8 +93,8 @@ def server_side_bound(
     is_closed = all(kind != "poisson" for kind, *_ in charges)  # a formula, for any number of steps
     if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
         return (
-            f"{rows} rows, {len(asked)} participations of {steps} steps: more than the accountant supports (a mean "
-            f"privacy loss of at most {_MOST_LOSS:g} in {_MOST_STEPS:,} steps). Treat epsilon as infinite."
+            f"{rows} examples, {len(asked)} participations of {steps} steps: more than the accountant supports (a "
+            f"mean privacy loss of at most {_MOST_LOSS:g} in {_MOST_STEPS:,} steps). Treat epsilon as infinite."
         )
     epsilon = accounting.compute_epsilon(charges, budget.delta, budget.neighbours)
     alone = accounting.compute_epsilon(accounting.epsilon_against_all(charges), budget.delta, budget.neighbours)

@@ -99,10 +99,10 @@ def append_entry(file: Path, event: str, about: Mapping[str, Any]) -> LogHead:
                 )
             if (written := log.write(line)) != len(line):
                 log.truncate(end)
-                raise StateError(f"{file}: expected to write {len(line)} bytes, wrote {written}; free space")
+                raise StateError(f"{file}: expected {len(line)} bytes to be written, found {written}; free space")
             os.fsync(log.fileno())
     except OSError as error:
-        raise StateError(f"{file}: expected to write the audit log, found {error}; fix that first") from error
+        raise StateError(f"{file}: cannot write the audit log: {error}; fix that first") from error
     return LogHead(before.lines + 1, str(record["hash"]))
 
 

@@ -1,4 +1,4 @@
-"""Configuration of a relay's two ends, each of which uses Flower's SuperNode.
+"""Configuration of a relay's two ends. Each end uses Flower's SuperNode.
 
 The server's end is a connected SuperNode that starts no client process. The site's end is a SuperNode whose
 connection consists of two folders. Both run Flower's program, so heartbeats, tasks and message parts are

@@ -160,7 +160,7 @@ class ServerEndpoint:
             write_atomic(file, encrypt_message(order.packed(), ORDER, id_, self._letters.own, self._letters.peer))
         except OSError as error:
             self._note("failed", {"reason": str(error)}, f"{file}: cannot be written: {error}; free space")
-            self._refuse(bare, "StateError at the site's relay; its log has the text")
+            self._refuse(bare, "StateError at the site's relay; see the relay's log")
             return
         self._open[id_] = _Open(bare, order.expires / 1000, file)
         hours = max(0.0, order.expires / 1000 - self._clock()) / 3600

@@ -180,8 +180,8 @@ class SiteEndpoint:
         late = self._clock() - order.expires / 1000
         if late >= 0:
             raise PolicyError(
-                f"ended: expected an order that the server still waits for, found one that ended {late / 3600:.1f} h "
-                "ago by this machine's clock; skip it, or correct the clock"
+                f"ended: the server no longer waits for this order, which expired {late / 3600:.1f} h ago by this "
+                "machine's clock; skip it, or correct the clock"
             )
         if self._node and order.node != self._node:
             raise PolicyError(

@@ -166,8 +166,8 @@ class ClipPrompt(AdaptedTask):
         if names != self.names:
             raise TaskError(
                 f"task.data: expected the classes {', '.join(self.names[:8])} ({len(self.names)} in total) of the "
-                f"earlier rows, found {', '.join(names[:8])} ({len(names)} in total) in {where}; set task.class-names "
-                "to all of them"
+                f"earlier examples, found {', '.join(names[:8])} ({len(names)} in total) in {where}; set "
+                "task.class-names to all of them"
             )
         value = example.values.get(task.target_column)
         if isinstance(value, str) and value in names:
@@ -213,8 +213,8 @@ class ClipPrompt(AdaptedTask):
         """Return points and classes. Raises TaskError for a prompt whose loss branches on values."""
         if self.adapter.form == "transport":
             raise TaskError(
-                'adapter.form: expected "one", "sum" or "factored" for per-row gradients, found "transport", whose '
-                "plan is iterated until it converges"
+                'adapter.form: expected "one", "sum" or "factored" for per-example gradients, found "transport", '
+                "whose plan is iterated until it converges"
             )
         batch = self.collate(rows).to(self.device)
         return batch.inputs, batch.labels
@@ -260,7 +260,7 @@ class ClipPrompt(AdaptedTask):
             TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
         """
         if not examples:
-            raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
+            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         count = min(len(examples), self.config.evaluate.eval_examples)
         seen = self.encode([examples[i * len(examples) // count] for i in range(count)])
         logits, labels = self._all(weights, seen)

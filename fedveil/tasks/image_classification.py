@@ -205,7 +205,7 @@ class ImageClassification(AdaptedTask):
             TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
         """
         if not examples:
-            raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
+            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         self.show(weights)
         count = min(len(examples), self.config.evaluate.eval_examples)
         return self._scores(self.encode([examples[i * len(examples) // count] for i in range(count)]))

@@ -205,7 +205,7 @@ class TextGeneration(causal_lm.CausalTask):
     def _references(self, examples: Examples) -> dict[str, list[str]]:
         """Return the targets by source, in order of appearance, for at most evaluate.eval-examples sources."""
         if not examples:
-            raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
+            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         grouped: dict[str, list[str]] = {}
         for example in examples:
             source, target = self._texts(example)
@@ -231,10 +231,10 @@ class TextGeneration(causal_lm.CausalTask):
             now, most = self.config.task.max_tokens, self.base.context
             todo = "raise it" if most is None else f"raise it, to at most {most}"
             if now == most:
-                todo = f"shorten the rows: {self.config.task.model} has no more room"
+                todo = f"shorten the examples: {self.config.task.model} has no more room"
             log.warning(
-                "task.max-tokens = %d: %d of %d rows lose the end of their source, %d of these that of their target; "
-                "%s", now, sources, len(rows), targets, todo,
+                "task.max-tokens = %d: %d of %d examples lose the end of their source, and %d of these also the "
+                "end of their target; %s", now, sources, len(rows), targets, todo,
             )  # fmt: skip
         return rows
 
@@ -246,7 +246,7 @@ class TextGeneration(causal_lm.CausalTask):
         frame = prompt_template.template_frame(tokenizer, task.model)
         if (needed := frame.length + len(frame.end) + 2) > task.max_tokens:
             raise ConfigError(
-                f"task.max-tokens: expected at least {needed}, of which the base's chat template takes {needed - 2}, "
+                f"task.max-tokens: expected at least {needed}, because the base's chat template takes {needed - 2}, "
                 f"found {task.max_tokens}; raise it"
             )
         return frame

@@ -138,7 +138,9 @@ class VisionLanguage(causal_lm.CausalTask):
         rows = [row for each in asked for row in self._rows(each, room)]
         if cut := sum(row.cut > 0 for row in rows):
             now = self.config.task.max_tokens
-            log.warning("task.max-tokens = %d: %d of %d rows lose the end of their hint; raise it", now, cut, len(rows))
+            log.warning(
+                "task.max-tokens = %d: %d of %d examples lose the end of their hint; raise it", now, cut, len(rows)
+            )
         return rows
 
     @override
@@ -150,7 +152,7 @@ class VisionLanguage(causal_lm.CausalTask):
             TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
         """
         if not examples:
-            raise TaskError("examples: expected at least one row to score, found none; correct task.evaluation")
+            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         chosen = [self._asked(example) for example in examples[: self.config.evaluate.eval_examples]]
         self.show(weights)
         room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
@@ -256,7 +258,7 @@ class VisionLanguage(causal_lm.CausalTask):
         inputs = {name: value for name, value in encoding.items() if name not in _OF_TOKENS}
         if more := [name for name, value in inputs.items() if name.endswith("token_type_ids")]:
             raise TaskError(
-                f"task.model: expected a model that takes tokens and images (LLaVA-style), found that "
+                "task.model: expected a model that takes only tokens and images (LLaVA-style), but "
                 f'"{self.config.task.model}" also takes {more[0]}; {loading.NEXT}'
             )
         return ids, inputs

@@ -46,7 +46,7 @@ class LocalTraining:
         by: GradientBackend | None = None,
     ) -> None:
         if not rows:
-            raise TaskError("task.data: expected at least one row to train on, found none; add rows")
+            raise TaskError("task.data: expected at least one example to train on, found none; add examples")
         self._task = task
         self._by = by or LocalBackend(task)
         self._rows = rows

@@ -71,6 +71,6 @@ class LossLog:
         more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
         return TaskError(
             f"train.learning-rate: expected a finite {what} at step {step} with {self._learning_rate:g}, computed "
-            f"from this site's rows {', '.join(map(str, rows[:_NAMED]))}{more}; lower it, set train.max-grad-norm, or "
-            "correct a row that differs from the others"
+            f"from this site's examples {', '.join(map(str, rows[:_NAMED]))}{more}; lower it, set "
+            "train.max-grad-norm, or correct an example that differs from the others"
         )

@@ -53,7 +53,7 @@ def create(parameters: list[Tensor], train: TrainConfig) -> LocalOptimizer:
     if train.optimizer == "paged-adamw-8bit":
         if not on_gpu:
             raise ConfigError(
-                'train.optimizer: expected a GPU at each site with "paged-adamw-8bit", found that this one trains on '
+                'train.optimizer: expected a GPU at each site with "paged-adamw-8bit", found a site that trains on '
                 'its CPU; set "adamw-8bit", which has the same states, or "adamw"'
             )
         from bitsandbytes.optim import PagedAdamW8bit
@@ -82,7 +82,7 @@ def check_optimizer(method: Method, config: RunConfig) -> None:
     """
     if DpSgdConfig.from_config(config.dp) is not None:
         _check_noisy(method, config)
-        instead = "dp.*, whose noisy steps are plain SGD and clip every row; leave it out, and see dp.learning-rate"
+        instead = "dp.*, whose noisy steps are plain SGD and clip every example; leave it out, and see dp.learning-rate"
     elif not method.uses_local_optimizer:
         instead = f"the method {config.method.name}, whose clients take no such steps; leave it out"
     else:
@@ -97,13 +97,13 @@ def _check_noisy(method: Method, config: RunConfig) -> None:
     """Raise ConfigError for settings that per-example gradients do not support."""
     if config.train.packing:
         raise ConfigError(
-            "train.packing: expected false with dp.*, which computes the gradient of every row separately, found "
-            "true; leave it out"
+            "train.packing: expected false with dp.*, which computes the gradient of every example separately, "
+            "found true; leave it out"
         )
     if method.adapter.drops:
         raise ConfigError(
-            "adapter.dropout: expected 0 with dp.*, which computes per-row gradients without it, found more; leave "
-            "it out"
+            "adapter.dropout: expected 0 with dp.*, which computes per-example gradients without it, found more; "
+            "leave it out"
         )
 
 

@@ -158,8 +158,8 @@ def per_example_gradients(task: object, spec: Spec, rows: Rows, weights: Weights
     """
     if not isinstance(task, PerExampleLoss):
         raise TaskError(
-            f"task.name: expected a task with a loss for every single row, found {type(task).__name__}; this method "
-            "needs one that trains a prompt"
+            f"task.name: expected a task with a loss for every single example, found {type(task).__name__}; this "
+            "method needs one that trains a prompt"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device
@@ -197,7 +197,7 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
     if not isinstance(task, PerExampleFeatureLoss):
         raise TaskError(
             "task.name: expected a task whose losses depend on the weights only through features, found "
-            f"{type(task).__name__}; use clip-prompt, or clip every row's whole gradient"
+            f"{type(task).__name__}; use clip-prompt, or clip every example's whole gradient"
         )
     _check(weights, spec)
     home = next(iter(weights.values())).device
@@ -219,4 +219,4 @@ def feature_gradients(task: object, spec: Spec, rows: Rows, weights: Weights) ->
 def _check(weights: Weights, spec: Spec) -> None:
     shapes = {name: tuple(w.shape) for name, w in weights.items()}
     if shapes != {name: t.shape for name, t in spec.items()}:
-        raise TaskError(f"weights: expected { ({n: t.shape for n, t in spec.items()}) }, found {shapes}")
+        raise TaskError(f"weights: expected shapes { ({n: t.shape for n, t in spec.items()}) }, found {shapes}")

@@ -86,7 +86,7 @@ class FieldReadJob:
                 squares += float(torch.dot(block, block))
         if hasher.hexdigest() != expected:
             raise WireError(
-                f"{self.name}: expected checksum {header.short_value(expected)}, found {hasher.hexdigest()}: "
-                "the field was damaged on the way"
+                f"{self.name}: expected checksum {header.short_value(expected)}, found {hasher.hexdigest()}: the "
+                "field was damaged in transit"
             )
         return None if floats is None else math.sqrt(squares)

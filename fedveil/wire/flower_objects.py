@@ -162,13 +162,13 @@ def _json_object(of: FlowerObject) -> dict[str, Any]:
     try:
         value = json.loads(bytes(of.body).decode("ascii"), object_pairs_hook=_distinct_keys)
     except (ValueError, RecursionError):
-        raise of.fault(ObjectFault.BODY, "no JSON") from None
+        raise of.fault(ObjectFault.BODY, "not JSON") from None
     if not isinstance(value, dict):
-        raise of.fault(ObjectFault.BODY, "no JSON object")
+        raise of.fault(ObjectFault.BODY, "not a JSON object")
     return value
 
 
 def _distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a duplicate key")
     return dict(pairs)

@@ -36,7 +36,7 @@ def allocate(folder: Path, size: int) -> mmap.mmap | bytearray:
             os.posix_fallocate(file.fileno(), 0, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
-        raise StateError(f"{folder}: expected room for a message of {size} bytes, found {error}; free space") from error
+        raise StateError(f"{folder}: no room for a message of {size} bytes: {error}; free space") from error
 
 
 def mmap_weights(tensors: Weights, folder: Path) -> Weights:

@@ -71,7 +71,7 @@ class _Outlet:
         """Return why the sink was stopped; "" if it was not."""
         since = self._since
         if not self.ended and since is not None and self._clock() - since > MOST_SECONDS:
-            self.ended = f"it has been at one attempt for more than {MOST_SECONDS:g} s"
+            self.ended = f"it has spent on one attempt more than {MOST_SECONDS:g} s"
         return self.ended
 
     def _serve(self) -> None:
@@ -132,7 +132,7 @@ class MetricsDispatcher:
         for outlet in self._all:
             if outlet.name in reasons and not outlet.logged:
                 outlet.logged = True
-                log(WARNING, "sinks: %s is ended: %s; the rounds go on", outlet.name, reasons[outlet.name])
+                log(WARNING, "sinks: %s was stopped: %s; the rounds continue", outlet.name, reasons[outlet.name])
         return reasons
 
     def close(self, state: str) -> None:
@@ -147,4 +147,4 @@ class MetricsDispatcher:
                     continue
                 outlet.thread.join(max(0.0, end - self._clock()))
                 if outlet.thread.is_alive():
-                    outlet.ended = f"it had not written all within {seconds:g} s of the run's end"
+                    outlet.ended = f"it had not written everything within {seconds:g} s of the run's end"

@@ -50,7 +50,7 @@ class EpsilonSink:
             if not isinstance(known, str):
                 samples.append(MetricSample("site_epsilon", known.epsilon, (("site", site), *about)))
             if time.monotonic() - started > MOST_SECONDS:
-                raise TimeoutError(f"accounting takes longer than {MOST_SECONDS:g} s an attempt; the report has it")
+                raise TimeoutError(f"accounting takes longer than {MOST_SECONDS:g} s; the report has the epsilon")
         self._put(RoundMetrics(told.step, finite_samples(samples), {}, told.row))
 
     def close(self, state: str) -> None:

@@ -167,7 +167,7 @@ def test_a_tap_of_another_ring_is_refused_with_its_file(federate):
     twins = Twins(federate, "fedavg")
     other = parse({"secure.enabled": True, "secure.ring-bits": 64}).secure
     view = MaskedUploadView.from_capture(twins.secure.tap, twins.secure.exchange, other)
-    with pytest.raises(WireError, match=r"00000.0.a.up: .*is this tap from another method or base"):
+    with pytest.raises(WireError, match=r"00000.0.a.up: .*were these messages captured with another method or base"):
         list(view.uploads())
 
 

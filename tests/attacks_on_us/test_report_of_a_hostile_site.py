@@ -13,7 +13,7 @@ from fedveil.console.web.report import privacy_section
 from tests.fedveil.console.conftest import make_run  # noqa: F401  # a fixture
 
 REPORTS = {
-    "no steps": ({"num_examples": 40}, "not known. Its reports lack the number of rows or steps"),
+    "no steps": ({"num_examples": 40}, "not known. Its reports lack the number of examples or steps"),
     "10**300 steps": ({"num_examples": 40, "steps": 1e300}, "not known. Its reports lack"),
     "10**15 steps": ({"num_examples": 40, "steps": 10**15}, "not known. Its reports lack"),
     "half a step": ({"num_examples": 40, "steps": 0.5}, "not known. Its reports lack"),

@@ -19,6 +19,6 @@ def test_a_failure_is_noted_for_the_sites_guard_and_the_server_gets_its_kind(mon
     monkeypatch.setenv(failure_reason.VARIABLE, "")
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
     reply = handler(Message(RecordDict(), 7, MessageType.TRAIN), Context(1, 7, {}, RecordDict(), {}))
-    assert reply.error.reason == "KeyError at the site; its log has the text"
+    assert reply.error.reason == "KeyError at the site; see the site's log"
     assert failure_reason.take_failure() == "KeyError: 'row 4711'"
     assert failure_reason.take_failure() == ""

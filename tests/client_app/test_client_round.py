@@ -171,11 +171,11 @@ def test_a_policy_that_is_changed_in_the_middle_of_a_round_holds_from_the_next_r
             server.turns.run_round(partial(receive, round_), server.asked(round_))
             outcomes.append(LOOSE)
         except PolicyError as error:
-            outcomes.append(STRICT if "at least 100 rows, found fewer in this turn" in str(error) else str(error))
+            outcomes.append(STRICT if "at least 100 examples, found fewer in this round" in str(error) else str(error))
     assert outcomes == [first, second]
     assert seen == [int(second.rpartition(" ")[2])] * 2
     if second == STRICT:
-        with pytest.raises(PolicyError, match="at least 100 rows, found fewer"):
+        with pytest.raises(PolicyError, match="at least 100 examples, found fewer"):
             decisions.check_upload(server.asked(), 0, 0, 8)
     else:
         decisions.check_upload(server.asked(), 0, 0, 8)

@@ -152,7 +152,7 @@ def test_a_server_gains_no_budget_by_another_relation(tmp_path, take):
     for round_ in range(2):
         take(assignment(tmp_path, round_, **under("replace-one", epsilon)))
     for relation in Adjacency:
-        with pytest.raises(BudgetError, match=r"replace-one\) for every record, found .* after this turn"):
+        with pytest.raises(BudgetError, match=r"replace-one\) for every record, found .* after this round"):
             take(assignment(tmp_path, 2, relation.value, **under(relation.value, epsilon)))
 
 

@@ -120,7 +120,7 @@ def test_a_budget_of_the_sum_ends_the_run_at_the_site(tmp_path, monkeypatch):
     z = (30**-2 + 40**-2) ** -0.5
     once = accounting.compute_epsilon({("summed", 0, 0, z): 1}, 1e-5, Adjacency.REPLACE_ONE)
     run = Run(tmp_path, monkeypatch, FIELDS | {"epsilon": once * 0.99})
-    with pytest.raises(BudgetError, match="after this turn"):
+    with pytest.raises(BudgetError, match="after this round"):
         run.round()
 
 

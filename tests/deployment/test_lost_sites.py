@@ -52,7 +52,7 @@ def test_the_round_goes_on_without_a_killed_and_a_broken_site(tmp_path):
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["accepted"] == ["sound"]
     assert set(first["failed"]) == {"broken", "killed"}
-    assert first["failed"]["broken"] == "TaskError at the site; its log has the text (code 2)"
+    assert first["failed"]["broken"] == "TaskError at the site; see the site's log (code 2)"
     assert "no-such-folder" not in json.dumps(first)
     assert "no-such-folder" in log
     page = tmp_path / "report.html"
@@ -101,7 +101,8 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
         log = federation.processes.log("short").read_text()
     short = "short: WorkerError: the site's worker ended: out of memory (code 2)"
     cut = (
-        "cut: its client process (flwr-clientapp) ended without a word: killed, perhaps for want of memory; see its log"
+        "cut: its client process (flwr-clientapp) ended without a message: killed, perhaps for lack of memory; see "
+        "its log"
     )
     for reason in (short, cut, "or lower train.batch-size"):
         assert reason in ended.reason
@@ -113,10 +114,10 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
     run_page.write_run_page(tmp_path / "report.html", [run_reader.load_run(tmp_path / "run")])
     page = (tmp_path / "report.html").read_text().replace("&#x27;", "'")
     assert "WorkerError: the site's worker ended: out of memory" in page
-    assert "its client process (flwr-clientapp) ended without a word" in page
+    assert "its client process (flwr-clientapp) ended without a message" in page
     for site, words in (
         ("short", "SIGKILL: killed by the kernel because memory ran out: "),
-        ("cut", "expected the client process to wait for it, found that it has exited"),
+        ("cut", "its client process exited before it ended"),
     ):
         assert main(["site", "status", "--state-dir", str(at / site)]) == 1
         stdout = capsys.readouterr().out

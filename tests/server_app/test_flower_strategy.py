@@ -320,10 +320,13 @@ def test_a_reason_from_another_node_is_shown_as_text_and_says_what_was_cut(grid,
 @pytest.mark.parametrize(
     "code,words",
     [
-        (8, r"its client process \(flwr-clientapp\) ended without a word: killed, perhaps .*; see its log \(code 8\)"),
+        (
+            8,
+            r"its client process \(flwr-clientapp\) ended without a message: killed, perhaps .*; see .* \(code 8\)",
+        ),
         (5, r"its SuperNode has shown no sign of life for a minute: .* \(code 5\)"),
-        (4, r"its reply was lost, or came too late \(code 4\)"),
-        (3, r"its message was lost before all of it had come: .* \(code 3\)"),
+        (4, r"its reply was lost, or arrived too late \(code 4\)"),
+        (3, r"its message was lost before all of it had arrived: .* \(code 3\)"),
     ],
 )
 def test_what_flower_says_of_a_lost_reply_is_put_in_words(code, words, grid, task):

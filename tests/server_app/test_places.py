@@ -72,5 +72,5 @@ def test_noisy_steps_need_a_task_whose_rows_have_gradients_of_their_own(tmp_path
         "task.name": "vision-language",
         "run.name": "r",
     }
-    with pytest.raises(ConfigError, match="found the task vision-language, which has no per-row gradients"):
+    with pytest.raises(ConfigError, match="found the task vision-language, which has no per-example gradients"):
         prepare_strategy(RunPlan.from_config(parse(flat), "r"), RunFolder(tmp_path / "run"))

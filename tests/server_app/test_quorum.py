@@ -88,7 +88,7 @@ def test_the_wait_and_the_error_name_who_refused_and_the_next_step(grid, task, t
 
     monkeypatch.setattr(round_progress.RoundProgressFile, "awaits", awaits)
     ours = strategy(FedAvg(), folder=RunFolder(tmp_path / "run"), cohort={"min_sites": 3, "max_retries": 2})
-    with pytest.raises(QuorumError, match="out of this run: south, refused by its policy; mend it and submit again"):
+    with pytest.raises(QuorumError, match="out of this run: south, refused by its policy; correct it and submit again"):
         ours.start(grid, initial(task), num_rounds=1)
     (words,) = progress_texts  # told once, not at every look
     assert words.startswith("waiting for sites: 2 of ")
@@ -169,7 +169,7 @@ def test_where_sites_failed_by_errors_of_their_own_the_next_step_is_to_mend_thos
     def after(**failed):
         return connected_sites.suggest_remedy(SimpleNamespace(failed=failed))
 
-    assert after(south="TaskError: expected column x").startswith("mend what these say. A resumed run repeats")
+    assert after(south="TaskError: expected column x").startswith("correct these causes. A resumed run repeats")
     assert after(south="TaskError: expected column x", north="no reply within 9 s").startswith(
         "start the missing sites"
     )

@@ -176,7 +176,7 @@ def test_a_site_whose_message_was_not_taken_is_lost():
     source = FakeSource()
     source.not_taken = {WEST}
     desk = Desk(source)
-    assert desk.poll() == [LostReply("west", 0, "the SuperLink did not take the message to it")]
+    assert desk.poll() == [LostReply("west", 0, "the SuperLink did not accept the message to it")]
     assert desk.reception.close_requests() == ["east"]
 
 
@@ -309,7 +309,7 @@ def test_the_runtime_port_is_recognized_by_its_client():
 
 def test_a_port_that_gives_no_answer_for_two_minutes_ends_the_run(no_waiting):
     source = runtime_port(lambda name, body: 500)
-    with pytest.raises(UnreachableError, match="within 120 s"):
+    with pytest.raises(UnreachableError, match="has not answered for 120 s"):
         [source.pull_heads(["a"]) for _ in range(1000)]
     assert 120 < no_waiting[0] < 130
 

@@ -240,7 +240,7 @@ def test_a_folder_has_one_serverapp_and_a_dead_one_is_told_from_a_living_one(run
     (runs.at / "disclosure.jsonl").unlink()
     status = runs_folder.load_run(runs.at).status
     assert status["state"] == "died"
-    assert "its ServerApp ended without a word: killed" in status["reason"]
+    assert "its ServerApp ended without a message: killed" in status["reason"]
     assert f"resume it: fedveil submit --federation FOLDER --config {runs.at}/resume.toml" in status["reason"]
     with RunFolder(runs.at, resume=True) as folder:
         assert folder.notes["before"].startswith("killed")
@@ -269,7 +269,7 @@ def test_a_damaged_checkpoint_sends_the_run_back_to_the_one_before_and_says_so(r
     assert (runs.at / "checkpoint-damaged.safetensors").exists()
     for name in ("checkpoint.safetensors", "checkpoint-before.safetensors"):
         damage(runs.at / name)
-    with pytest.raises(StateError, match="nor can the one before be read .*: start a new run"):
+    with pytest.raises(StateError, match="the one before it cannot be read either .*: start a new run"):
         runs.go(resume=True)
 
 

@@ -57,7 +57,7 @@ def test_a_run_ends_in_order_after_the_round_after_which_it_is_told_to(run):
     assert weights_of(result) == ours.history[1].weights == weights_of(run("two", rounds=2)[0])
     status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["round"]) == ("completed", 1)
-    assert status["reason"] == "stopped early, after round 2: should_stop, given to start(), said so"
+    assert status["reason"] == "stopped early, after round 2: should_stop, which was passed to start(), returned true"
     assert state_digest(load_state(folder / "final" / "server.safetensors").tensors) == ours.history[1].weights
 
     resumed, later, _ = run("told", resume=True)

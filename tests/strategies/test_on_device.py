@@ -141,7 +141,7 @@ def test_codes_that_were_damaged_on_the_way_are_refused_before_any_access():
     data = bytearray(exchange.broadcast(server, CTX))
     packed = exchange.layout.fields_of("down", "")["in.weight"].codec.encode(payload.fields["in.weight"])[1]
     data[data.index(bytes(packed)) + 5] ^= 1
-    with pytest.raises(WireError, match="in.weight: expected checksum .*: the field was damaged on the way"):
+    with pytest.raises(WireError, match="in.weight: expected checksum .*: the field was damaged in transit"):
         unpack_message(data, exchange.layout, EnvelopeStamp.from_exchange(exchange.method, "fedqsn", 1, "down"), DEVICE)
 
 

@@ -1,8 +1,8 @@
 """Compare metrics and give verdicts: which is higher, and whether a claim or an order holds.
 
-A word is an error where it is said of methods that are alike. All words of one table (a preset's claims, an order's
-pairs) are corrected together, by Holm, so that one such error or more stands in at most one table of twenty. What is
-left is "not told apart" or "not decided", which says nothing either way. One seed or two decide nothing.
+A verdict that methods differ is an error if they do not. All verdicts of one table (a preset's claims, an order's
+pairs) are corrected together, by Holm, so that at most one table in twenty has such an error. All others are "not told
+apart" or "not decided", which says nothing either way. One seed or two decide nothing.
 
 | a claim | holds where the difference lies in | does not hold where it lies beyond that |
 |---|---|---|
@@ -10,9 +10,10 @@ left is "not told apart" or "not decided", which says nothing either way. One se
 | equal | -margin to margin | either side |
 | not lower, not higher | above -margin, below margin | below -margin, above margin |
 
-So whoever claims that two methods are equal says within what margin.
+A claim that two methods are equal must therefore state its margin.
 
-A control is judged as a claim on where its figure lies beside chance (an AUROC's is 0.5), and may be not decided too:
+A control is judged as a claim on the difference between its figure and chance (0.5 for an AUROC), and may be undecided
+too:
 
 | a control must be | held where its figure less chance lies | NOT HELD where it lies |
 |---|---|---|
@@ -20,8 +21,8 @@ A control is judged as a claim on where its figure lies beside chance (an AUROC'
 | lost | within -margin to margin | beyond either |
 | not won | below margin | above it |
 
-One that must be won must be so over the seeds. One that must not is asked of these trainings alone, over the rows: what
-tells these rows apart spoils this table, whatever other seeds would say.
+A control to win must hold over the seeds. A control to lose is tested only on these trainings, over the rows: if
+something distinguishes these rows, it spoils this table, even if other seeds would show nothing.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def list_control_verdicts(found: Sequence[tuple[str, ClaimSentence]]) -> list[st
     told_ = [
         f"{text}: {word}." for (text, _), word in zip(found, decide_words([said for _, said in found]), strict=True)
     ]
-    return [*told_, f"Words on controls are corrected for {len(found)} controls (Holm)."] if found else []
+    return [*told_, f"Verdicts on controls are corrected for {len(found)} controls (Holm)."] if found else []
 
 
 def claim_in_words(claim: Mapping[str, Any]) -> str:
@@ -182,7 +183,7 @@ def list_verdicts(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> lis
 
 def describe_correction(comparisons: str, seeds: int) -> str:
     """Return the sentence below a table on how its verdicts were found."""
-    text = f"Intervals are of 95 % each, over rows and seeds; words are corrected for {comparisons} (Holm)"
+    text = f"Intervals are of 95 % each, over rows and seeds; verdicts are corrected for {comparisons} (Holm)"
     few = f"; {seeds} {'seed is' if seeds == 1 else 'seeds are'} too few to decide"
     return f"{text}{few if 0 < seeds < resampling.SEEDS_TO_DECIDE else ''}."
 

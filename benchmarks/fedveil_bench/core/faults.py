@@ -103,7 +103,7 @@ def _outcome(points: list[dict[str, Any]]) -> BenchOutcome:
     return BenchOutcome(
         rows,
         [
-            f"{equal} of {len(points)} points ended as the undisturbed run does; in {killed} something was killed.",
+            f"{equal} of {len(points)} points ended as the undisturbed run does; in {killed} a process was killed.",
             f"By commit: {commits}.",
             *other,
         ],

@@ -80,7 +80,7 @@ def build_outcome(found: dict[str, NoOpRun], sites: int) -> BenchOutcome:
     for row, way in list(zip(rows, ways, strict=True))[2 * half :]:
         whole = next(one for one in ways if one.payload_bytes == way.payload_bytes)
         mean, other = (sum(one.seconds) / len(one.seconds) for one in (way, whole))
-        said.append(f"{row['name']}: {mean:.1f} s a round, {mean / other:.2f} times the seconds of one undisturbed.")
+        said.append(f"{row['name']}: {mean:.1f} s a round, {mean / other:.2f} times those of an undisturbed round.")
     return BenchOutcome(rows, said)
 
 

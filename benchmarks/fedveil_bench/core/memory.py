@@ -92,7 +92,7 @@ def _verdict(row: dict[str, Any], config: dict[str, Any]) -> str:
     if "LoRA" in row["name"]:
         return (
             f"{row['name']} (base of {base_mb:.0f} MB): ServerApp {server:.0f} MB, worker {worker:.0f} MB: the base "
-            f"{(worker - _WORKER_MB) / base_mb:.2f} times beside {_WORKER_MB} MB; {outside}."
+            f"{(worker - _WORKER_MB) / base_mb:.2f} times on top of {_WORKER_MB} MB; {outside}."
         )
     allowed = _SERVER_TIMES * base_mb + _SERVER_MB
     held = (2.0 + _STATES[config.get("train.optimizer", "adamw")]) * base_mb

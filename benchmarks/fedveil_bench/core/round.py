@@ -1,8 +1,9 @@
 """A round that trains nothing: FedVeil compared with stock Flower for the same payload, alternately, by sites.
 
-Its seconds, and the CPU seconds of one site's processes by program. What the worker needs is told apart: it is the work
-itself, the others are what a message costs. Stock Flower has a federation with its own programs and waits, and its CPU
-is the mean of all rounds. The first round of each is left out otherwise: it waits for the sites.
+The figures are its seconds, and the CPU seconds of one site's processes by program. The worker is reported separately:
+its CPU time is the work itself, that of the others is the cost of a message. Stock Flower runs a federation with its
+own programs and waits, and its CPU figure is the mean of all rounds. All other figures leave out the first round of
+each, which waits for the sites.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PairedRound:
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Two rows for each number of sites: seconds a round, and the CPU seconds of one site.
+    """Measure two rows for each number of sites: seconds a round, and the CPU seconds of one site.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.
@@ -73,19 +74,19 @@ def _pair(settings: dict[str, Any], options: BenchOptions, sites: int) -> Paired
 
 
 def beside_worker(way: NoOpRun) -> list[float]:
-    """CPU seconds of a site's processes but the worker, by round."""
+    """Return the CPU seconds of a site's processes other than the worker, by round."""
     return [sum(seconds for kind, seconds in of.items() if kind != _WORKER) for of in way.cpu]
 
 
 def build_outcome(
     pairs: Mapping[int, PairedRound], asked_seconds: Mapping[int, float], asked_cpu: float
 ) -> BenchOutcome:
-    """Rows and verdicts.
+    """Build the rows and verdicts.
 
     Args:
         pairs: by number of sites.
-        asked_seconds: the most that a round should take, by number of sites; none is said of a number without one.
-        asked_cpu: the most CPU seconds a round of a site's processes beside the worker.
+        asked_seconds: the most that a round should take, by number of sites; other numbers get no verdict.
+        asked_cpu: the most CPU seconds a round for a site's processes other than the worker.
     """
     rows, said = [], []
     for sites, pair in pairs.items():
@@ -99,8 +100,8 @@ def build_outcome(
         said += [
             f"{sites} sites: a round that trains nothing takes {took['mean']:.2f} s{bound}, stock Flower's with the "
             f"same {payload} bytes {their['mean']:.2f} s.",
-            f"{sites} sites: a site's processes beside the worker need {cpu['mean']:.2f} CPU-seconds a round (asked: "
-            f"at most {asked_cpu:g}: {held_to(cpu, asked_cpu)}), stock Flower's {their_cpu['mean']:.2f}.",
+            f"{sites} sites: a site's processes other than the worker need {cpu['mean']:.2f} CPU-seconds a round "
+            f"(asked: at most {asked_cpu:g}: {held_to(cpu, asked_cpu)}), stock Flower's {their_cpu['mean']:.2f}.",
             f"{sites} sites: a message has at most {pair.beyond} bytes beyond its payload: "
             f"{pair.beyond / payload:.3%} (asked: below 1 % at 1 MB).",
         ]

@@ -85,7 +85,10 @@ def _verdicts(
     more = statistics.median(warm.seconds) - statistics.median(flower.seconds)
     return [
         f"CPU of the client side, a round: {share:.2f} of that without the worker (asked: at most 0.20).",
-        f"Wall time of a round: {more:+.1f} s beside stock Flower's no-op of the same payload (asked: at most +1.5 s).",
+        (
+            f"Wall time of a round: {more:+.1f} s compared with stock Flower's no-op of the same payload (asked: at "
+            "most +1.5 s)."
+        ),
         f"Loading in second and later rounds: at most {max(loads):.4f} s (asked: below 0.1 s).",
         f"The client process peaks at {max(warm.usage.peaks(_SHIM)):.0f} MB (asked: below 150 MB).",
         f"At {payload / 1e6:.0f} MB each way the client process and the worker together hold the payload at most "

@@ -1,14 +1,15 @@
 """Compare noise at every site with noise in the sum of all sites, at one epsilon and several numbers of sites.
 
 A seed takes `rows_a_site` training pictures for each of the most sites, at random, and every number of sites uses as
-many of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. What is scored
-is the shared prompt alone, for only it gains, as the mean of the last `averaged` rounds': from one round to the next it
-moves by more than rows of the table differ, and a mean of what was published costs no epsilon. Rows of a result:
+many of them. A round is one step on all of a site's rows, so that sampling does not affect the comparison. Only the
+shared prompt is scored, because only it gains. Its score is that of the mean over the last `averaged` rounds: from one
+round to the next the prompt moves by more than rows of the table differ, and a mean of published values costs no
+epsilon. Rows of a result:
 
 | row | model |
 |---|---|
 | zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
-| one class | the sites' most frequent class, whatever the picture |
+| one class | the sites' most frequent class, for every picture |
 | N sites, start | the shared prompt before the first round |
 | N sites, no noise | rows' gradients are clipped as in the others |
 | N sites, at the site | every site adds all of the noise |

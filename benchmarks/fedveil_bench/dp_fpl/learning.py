@@ -77,9 +77,9 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
         rows.append(row)
     config = settings["config"]
     done = (
-        f"this run: {settings['clients']} sites, of whose rows {settings['validation']} each choose the learning rate, "
-        f"{config['run.rounds']} rounds of {config['train.max-steps']} steps of {config['train.batch-size']} rows, "
-        f"the last {settings['averaged']} rounds averaged; {len(answers)} seeds"
+        f"this run: {settings['clients']} sites, each with {settings['validation']} rows to choose the learning "
+        f"rate, {config['run.rounds']} rounds of {config['train.max-steps']} steps of {config['train.batch-size']} "
+        f"rows, the last {settings['averaged']} rounds averaged; {len(answers)} seeds"
     )
     said = common.list_verdicts(common.judge_claims(figures, common.claims_of(settings), "+.1f"), len(answers))
     return BenchOutcome(rows, said, [done])

@@ -21,7 +21,7 @@ With `shadows = 0` a row has only the loss, with `nets = false` no nets.
 | AUROC, per class; AUROC, global | pooled over rows; of one net per class, and of one net for all |
 | TPR at 1 % FPR, global | pooled over rows |
 | AUROC, loss | minus the loss of the row, no shadows |
-| AUROC, LiRA | the loss compared with the row's loss in shadows, none of which had it (offline) |
+| AUROC, LiRA | the loss compared with the row's loss in shadows that were not trained on it (offline) |
 | right, held out | percentage of the others whose class the model predicts |
 
 Of the nets' figures a seed has its own 95 % interval; over seeds values and ends are averaged, which is no narrower
@@ -250,7 +250,7 @@ def _labelled(rows: Rows) -> tuple[Rows, list[int]]:
 def _of_losses(
     at: shadow_models.TargetOutputs, of_shadows: Sequence[tuple[shadow_models.Vectors, shadow_models.Vectors]]
 ) -> dict[str, resampling.ResampledMetric]:
-    """The loss; and LiRA where there are shadows, of which none had one of the rows. They say: members, others."""
+    """Return figures of the loss and, with shadows, of LiRA, for rows that no shadow had: members, then others."""
     mine, theirs = _confidence(at.members, at.member_labels), _confidence(at.others, at.other_labels)
     scores = {LOSS: (mine, theirs)}
     if of_shadows:

@@ -12,7 +12,7 @@
 waits for the device. `megabytes` is how far the process's peak has grown since a plain step of one row, on a GPU how
 far a step's peak on the device lies above what was there before it. Ways and batches come in the order of what they
 need, so that the peak is their own.
-Opacus comes last: it needs no more than the figure beside it.
+Opacus comes last: it needs no more than the figure next to it.
 """
 
 from __future__ import annotations

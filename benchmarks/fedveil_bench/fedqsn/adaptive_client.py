@@ -83,7 +83,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def _told(name: str, mine: ResampledMetric, other: ResampledMetric, what: str) -> tuple[str, ClaimSentence]:
     d = resampling.subtract_metrics(mine, other)
     shown = resampling.format_interval(resampling.compute_interval(d), "+.3f")
-    return f"{name}: loss {shown} beside {what}", verdicts.judge_sign(d, "better", "worse")
+    return f"{name}: loss {shown} compared with {what}", verdicts.judge_sign(d, "better", "worse")
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:

@@ -63,7 +63,7 @@ def judge_gaps(rows: Rows, controls: Mapping[str, str], seeds_: int) -> list[str
             found.append((text, verdicts.judge_sign(figures["loss"], *words)))
         elif name.endswith(" gap") and f"{name}{LESS}" not in rows:
             is_control = name.removesuffix(" gap").removesuffix(" tuned") in controls.values()
-            why = "the control: nothing is hidden" if is_control else "not judged, for no control stands beside it"
+            why = "the control: nothing is hidden" if is_control else "not judged, because it has no control"
             plain.append(f"{text}; {why}.")
         elif name.endswith(" tuned"):
             d = resampling.subtract_metrics(rows["public base, fine-tuned"]["loss"], figures["loss"])

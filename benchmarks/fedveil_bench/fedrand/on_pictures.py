@@ -14,8 +14,8 @@ the same federation in process and records its messages. Rows of a result:
 
 With `curve_every` the rows of servers have a curve of the loss on the test rows, if a part has any (see `curves`).
 
-The shifted non-members come from another data set, as NoCaps beside COCO in the paper: an attack wins there without any
-membership. All intervals are of 95 %, see `resampling`.
+The shifted non-members come from another data set, like NoCaps with COCO in the paper: an attack wins there without any
+membership. All intervals are 95 %, see `resampling`.
 """
 
 from __future__ import annotations

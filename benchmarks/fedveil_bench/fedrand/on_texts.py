@@ -1,21 +1,21 @@
-"""Methods beside each other on texts: the same federation in process, once a method and seed.
+"""Compare methods on texts: every method and seed runs the same federation in process.
 
-Beside the methods stand "round 0" (the model before any round) and "one client alone" (the client of median size, which
-trains in every round on its own rows and shares nothing). With `settings["client"]`, a method that leaves its clients a
-model of their own has that client's scores too, as "client_<score>"; without a turn in the run it has none. With
-`client = "all"` it has "clients_loss" and "clients_bleu" too, the mean over all clients that have a model, on
+Two rows are added to the methods: "round 0" (the model before any round) and "one client alone" (the client of median
+size, which trains in every round on its own rows and shares nothing). With `settings["client"]`, a method with client
+models also has the scores of that client's model, as "client_<score>"; if the client took part in no round, it has
+none. `client = "all"` adds "clients_loss" and "clients_bleu", the mean over all clients that have a model, on
 `clients_test` sources of the test rows. With `curve_every` the methods have a curve of the server's loss on
 `curve_test` sources of the test rows (see `curves`).
 
 With `settings["learning_rates"]` every method first runs with each of them in the seed `rate_seed`, which no figure of
-the table has. The rate whose model, or clients' models where they have their own, have the least loss on `rate_test`
-sources of the validation rows is the method's in every seed. "one client alone" takes the run config's.
+the table uses. In every seed the method then has the rate with the least loss on `rate_test` sources of the validation
+rows, of its model or of its clients' models. "one client alone" uses the run config's rate.
 
-A method may have keys of the run config of its own (`config`): more rounds, for one that sends half in each.
+A method may have keys of the run config of its own (`config`), such as more rounds if it sends half in each.
 
-It runs in pieces, one for a row and a seed: what the file of pieces has is not run again. A seed is in the table once
-all its rows are there. Every figure has each seed's value (`resampling`); claims of a preset are judged by them,
-corrected for each other.
+The runner works in pieces, one for each row and seed. It does not repeat a piece that the file of pieces has. A seed is
+in the table once all its rows are finished. Every figure has each seed's value (`resampling`). A preset's claims are
+judged by these values and corrected for each other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Asked = tuple[str, int, float]  # row, seed, learning rate
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """The rows "round 0", "one client alone", and one for each of `settings["methods"]`, over the seeds."""
+    """Measure the rows "round 0", "one client alone" and each of `settings["methods"]` over the seeds."""
     began = time.monotonic()
     chosen = choose_rates(settings, options)
     asked = settings | {"chosen": chosen}
@@ -59,7 +59,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def choose_rates(settings: dict[str, Any], options: BenchOptions) -> dict[str, float]:
-    """The learning rate of each method. One of whose trials some are missing has none yet."""
+    """Return the learning rate of each method, without those whose trials are incomplete."""
     given = settings.get("learning_rates", [settings["config"][RATE_KEY]])
     if len(given) == 1:
         return dict.fromkeys(settings["methods"], given[0])
@@ -75,12 +75,12 @@ def choose_rates(settings: dict[str, Any], options: BenchOptions) -> dict[str, f
 
 
 def find_best_rate(tried: Sequence[tuple[float, float]]) -> float:
-    """The rate of least loss; the first of equals. A loss that is not finite is never the least."""
+    """Return the rate with the least loss; the first of equals. A loss that is not finite is never the least."""
     return min(tried, key=lambda each: each[0] if math.isfinite(each[0]) else math.inf)[1]
 
 
 def build_outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Settings) -> BenchOutcome:
-    """The table of the seeds of which every row is there. `settings` have the rates that were "chosen"."""
+    """Build the table from the seeds whose rows are all finished. `settings` have the "chosen" rates."""
     names = [BEFORE, ALONE, *settings["methods"]]
     whole = [of_seed for of_seed in done if set(names) <= set(of_seed)]
     said = [_counted(done, len(names), len(whole)), *_on_rates(settings)]
@@ -96,19 +96,19 @@ def build_outcome(done: Sequence[Mapping[str, TextFederationRun]], settings: Set
 
 
 def list_requirements(settings: Settings) -> list[data.DataRequirement]:
-    """Rows to train and test on, and to choose learning rates on; the base."""
+    """Return the rows to train on, to test on and to choose learning rates on, and the base."""
     splits = ("train", "validation", "test") if "learning_rates" in settings else ("train", "test")
     return [texts.require_splits(settings["data"], *splits, by_task=True), *data.list_base_requirements(settings)]
 
 
 def figures_of(scores: Sequence[Mapping[str, float]]) -> dict[str, ResampledMetric]:
-    """Return, for every score that all seeds have, a figure with each one's value. Test rows count as given."""
+    """Return a figure with each seed's value, for every score that all seeds have. Test rows count as given."""
     shared = [name for name in scores[0] if all(name in each for each in scores)]
     return {name: resampling.over_seeds([resampling.from_constant(each[name]) for each in scores]) for name in shared}
 
 
 def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[str, Any]:
-    """Return one seed's results for `run_benchmark`, or one rate's for `choose_rates`: the rows there are, by name."""
+    """Return one seed's results for `run_benchmark`, or one rate's for `choose_rates`: available rows by name."""
     measures = dict(_rows(settings, seed, options) if "chosen" in settings else _trials(settings, seed, options))
     names = {_name(settings, asked): asked[0] for asked in measures}
     named = {_name(settings, asked): partial(_measured, measure) for asked, measure in measures.items()}
@@ -119,7 +119,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 def _trials(
     settings: Settings, index: int, options: BenchOptions
 ) -> Iterator[tuple[Asked, Callable[[], TextFederationRun]]]:
-    """Each method with the rate of that index."""
+    """Return each method with the rate of that index."""
     rate, number = settings["learning_rates"][index], settings["rate_seed"]
     seed = TextFederationSeed(settings, number, options)
     for label in settings["methods"]:
@@ -129,7 +129,7 @@ def _trials(
 def _rows(
     settings: Settings, number: int, options: BenchOptions
 ) -> Iterator[tuple[Asked, Callable[[], TextFederationRun]]]:
-    """Every row of a seed: the same partition, initial weights and test rows for all."""
+    """Return every row of a seed, with the same partition, initial weights and test rows for all."""
     seed = TextFederationSeed(settings, number, options)
     yield (BEFORE, number, 0.0), seed.before
     yield (ALONE, number, settings["config"][RATE_KEY]), seed.alone
@@ -142,7 +142,7 @@ def _measured(measure: Callable[[], TextFederationRun]) -> dict[str, Any]:
 
 
 def _name(settings: Settings, asked: Asked) -> str:
-    """Return the name of a piece: what was asked for, and a digest of every setting that its figures hang on."""
+    """Return a piece's name: row, seed, rate, and a digest of every setting that affects its figures."""
     label, seed, rate = asked
     parts = [{key: settings.get(key) for key in _OF_A_PIECE}, settings["methods"].get(label), "chosen" in settings]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
@@ -186,7 +186,7 @@ def _on_rates(settings: Settings) -> Iterator[str]:
 
 
 def _verdicts(runs: Mapping[str, list[TextFederationRun]], settings: Settings) -> list[str]:
-    """Sentences from the intervals of ratios, in which each seed is compared with itself."""
+    """Return sentences from the intervals of ratios, in which each seed is compared with itself."""
     said = []
     against = runs[settings["reference"]]
     for name, done in runs.items():

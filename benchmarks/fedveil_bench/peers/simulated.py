@@ -113,9 +113,7 @@ class SimulatedWork:
                 env=environments.select_variables(os.environ) | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise ConfigError(
-                f"{PEER.name}: expected a run of at most {_TIMEOUT:g} s, found that it has not ended"
-            ) from None
+            raise ConfigError(f"{PEER.name}: the run did not end within {_TIMEOUT:g} s") from None
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise ConfigError(f"{PEER.name}: expected a completed run, found exit status {done.returncode}: {last}")

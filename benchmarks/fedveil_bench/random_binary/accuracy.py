@@ -2,26 +2,26 @@
 
 | base | the model starts | its pictures |
 |---|---|---|
-| scratch | from a draw | as they are |
-| pre-trained | from training on a public part, which no client has, or from a named folder; under a head drawn anew |
-  as they are |
-| position | from a draw, without positions | faint, with a square whose place is the class: the control. With fixed
-  position the model is blind to the order of patches, so it must lose |
+| scratch | from random weights | unchanged |
+| pre-trained | from weights trained on a public part, which no client has, or from a named folder; with a new random
+  head | unchanged |
+| position | from random weights, without position embeddings | faint, with a square whose place is the class. With
+  fixed position embeddings the model cannot see the order of patches, so it is the control that must lose |
 
-| metric | what |
+| metric | meaning |
 |---|---|
 | accuracy | per cent of the test pictures, by the server's model after the last epoch; `curve` holds every epoch |
 | entries moved | mean share of epochs in which an entry of the weights changed |
 | expected | the same by Eq. 13, corrected: 1 - R^N |
-| count distance | total variation of how often entries moved (`counts`) from Binomial(epochs, 1 - R^N); locked: all or
-  nothing |
+| count distance | total variation between how often entries moved (`counts`) and Binomial(epochs, 1 - R^N); for locked
+  masks, between `counts` and all or nothing |
 
-Intervals are of 95 %: of accuracy over test pictures and seeds (see `resampling`), of all else over seeds.
+Intervals are 95 %: for accuracy over test pictures and seeds (see `resampling`), for all other metrics over seeds.
 
-It runs in pieces, one for a base, a method and a seed (federation.py): what the file of pieces has is not run again,
-and several processes can work on one file. A base comes after the other, and all methods of a seed before the next
-seed. A table of fewer trainings than asked for, because no further one was begun after `--minutes`, says so; methods
-are compared on the seeds that both have.
+The runner works in pieces, one for each base, method and seed (federation.py). It does not repeat a piece that the file
+of pieces has, and several processes can share one file. Bases follow one another, and all methods of a seed run before
+the next seed. If `--minutes` ended the run early, the table says how many trainings it has; methods are then compared
+on the seeds that both have.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Settings = Mapping[str, Any]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each base and method, over the seeds that there are, and the figures."""
+    """Measure a row for each base and method over the finished seeds; return the outcome with its figures."""
     asked = list(_asked(settings, options))
     with tempfile.TemporaryDirectory() as folder:
         vit = from_scratch(settings["model"], settings["classes"], Path(folder) / "vit")
@@ -74,20 +74,20 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def list_requirements(settings: Settings) -> list[data.DataRequirement]:
-    """Pictures, and the folders with weights that bases name."""
+    """Return the pictures and the folders of weights that the bases name."""
     named = [of["task.model"] for of in settings["bases"].values() if "task.model" in of]
     return [data.DataRequirement(settings["data"], ("train", "test")), *map(data.DataRequirement, named)]
 
 
 def _asked(settings: Settings, options: BenchOptions) -> Iterator[tuple[str, str, int]]:
-    """Base, method and seed."""
+    """Yield each base, method and seed."""
     for base, of in settings["bases"].items():
         for seed in range(options.seeds or of["seeds"]):
             yield from ((base, method, seed) for method in of["methods"])
 
 
 def _name(settings: Settings, base: str, method: str, seed: int) -> str:
-    """Return the name of a piece: what was asked for, and a digest of every setting that its figures hang on."""
+    """Return a piece's name: base, method, seed, and a digest of every setting that affects its figures."""
     of_base = {key: value for key, value in settings["bases"][base].items() if key not in ("seeds", "methods")}
     parts = [{key: settings[key] for key in _OF_A_ROW}, of_base, settings["methods"][method]]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:8]
@@ -95,7 +95,7 @@ def _name(settings: Settings, base: str, method: str, seed: int) -> str:
 
 
 def build_outcome(found: Sequence[Piece], settings: Settings, asked: int) -> BenchOutcome:
-    """The table of these pieces. `asked`: how many there are to be."""
+    """Build the table of these pieces. `asked`: the number of pieces in the whole table."""
     groups: dict[tuple[str, str], dict[int, Piece]] = {}
     for piece in found:
         groups.setdefault((piece["base"], piece["method"]), {})[piece["seed"]] = piece
@@ -158,7 +158,7 @@ def _claims(groups: Mapping[tuple[str, str], Mapping[int, Piece]], settings: Set
 
 
 def _law(settings: Settings, method: str) -> list[float]:
-    """Shares of entries by the number of epochs in which they move (Eq. 13, corrected)."""
+    """Return the expected shares of entries by the number of epochs in which they move (Eq. 13, corrected)."""
     chosen, epochs = settings["methods"][method], settings["epochs"]
     missed = chosen["rate"] ** settings["clients"]
     if "never" in chosen["fields"]:
@@ -167,12 +167,12 @@ def _law(settings: Settings, method: str) -> list[float]:
 
 
 def _distance(counts: Sequence[float], law: Sequence[float]) -> float:
-    """Total variation: 0 = the same, 1 = nothing in common."""
+    """Return the total variation distance: 0 for equal distributions, 1 for disjoint ones."""
     return sum(abs(a - b) for a, b in zip(counts, law, strict=True)) / 2
 
 
 def _counted(groups: Mapping[tuple[str, str], Mapping[int, Piece]], laws: Mapping[str, Sequence[float]]) -> list[str]:
-    """A sentence on how far the counts lie from their laws, and whether another method's law would fit better."""
+    """Describe how far the counts are from their laws, and how often another method's law fits better."""
     apart, nearest = dict[str, float](), 0
     for (base, method), of in groups.items():
         for seed, piece in of.items() if method in laws else ():
@@ -183,6 +183,7 @@ def _counted(groups: Mapping[tuple[str, str], Mapping[int, Piece]], laws: Mappin
         return []
     most = max(apart, key=lambda name: apart[name])
     return [
-        f"How often entries moved, beside the corrected Eq. 13: at most {apart[most]:.2g} apart (total variation; "
-        f"{most}); nearest to the law of its own method, of {len(laws)}, in {nearest} of {len(apart)} trainings."
+        f"How often entries moved, compared with the corrected Eq. 13: at most {apart[most]:.2g} apart (total "
+        f"variation; {most}); nearest to the law of its own method, of {len(laws)}, in {nearest} of {len(apart)} "
+        "trainings."
     ]

@@ -1,8 +1,8 @@
-"""One federation of the table of accuracy: a base, a method and a seed.
+"""Run one federation of the accuracy table: one base, one method and one seed.
 
-A seed cuts the training pictures into a public part, on which the pre-trained base was trained in one place, and a part
-for the clients; every method runs the same federation in process from the same weights. A base with a "task.model"
-starts from the weights in that folder of the data, under a head drawn anew.
+A seed divides the training pictures into a public part, on which the pre-trained base was trained centrally, and a part
+for the clients. Every method runs the same federation in process from the same weights. A base with a "task.model"
+starts from the weights in that folder of the data, with a new random head.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class FederationStart:
     """The start that all methods of a base and a seed share.
 
     Attributes:
-        weights: that they start from.
-        clients: each one's rows.
-        test: rows of the test pictures.
+        weights: the initial weights.
+        clients: each client's examples.
+        test: the test examples.
     """
 
     weights: Weights
@@ -51,17 +51,17 @@ class FederationStart:
 
 
 def prepare_start(settings: Settings, vit: Settings, base: str, seed: int, options: BenchOptions) -> FederationStart:
-    """The weights of that base, and the rows.
+    """Return the initial weights of a base, and the examples.
 
     Args:
-        settings: of the preset.
+        settings: settings of the preset.
         vit: the task section of the model.
         base: a name in settings["bases"].
-        seed: of every draw.
-        options: the device is read.
+        seed: seed of every random draw.
+        options: only the device is read.
 
     Raises:
-        ConfigError: fewer pictures than the base asks for, or a folder whose model is another one than the preset's.
+        ConfigError: fewer pictures than the base needs, or a folder with another model than the preset's.
         TaskError: a folder whose model does not load.
     """
     task, asked = _task(settings, {**vit, "method.name": "random_binary"}, seed, options), settings["bases"][base]
@@ -91,13 +91,13 @@ def run_row(
 ) -> dict[str, Any]:
     """Run a federation under the method `chosen`; return its figures.
 
-    | key | what |
+    | key | meaning |
     |---|---|
-    | curve | per cent of the test pictures whose class the server's model names: at the start, and after each epoch |
-    | right | after the last epoch, a bit a test picture, packed (base64) |
+    | curve | per cent of the test pictures that the server's model classifies correctly, at the start and by epoch |
+    | right | one bit for each test picture, after the last epoch: correct or not, packed (base64) |
     | counts | share of the entries of the weights that moved in 0, 1, ... of the epochs |
-    | upload_bytes | of all clients together |
-    | seconds | of everything |
+    | upload_bytes | total of all clients |
+    | seconds | total time |
     """
     started, exchanges = time.perf_counter(), settings["exchanges"]
     fields = settings["fields"] + chosen.get("fields", "")
@@ -132,18 +132,18 @@ def run_row(
 
 
 def unpack_correct(right: str, rows: int) -> list[float]:
-    """Return for each test row 100 where its class was named, else 0."""
+    """Return for each test example 100 if it was classified correctly, else 0."""
     bits = np.unpackbits(np.frombuffer(base64.b64decode(right), np.uint8), count=rows)
     return [100.0 * float(bit) for bit in bits]
 
 
 def _new_head(trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
-    """The trained body under another head: pre-training leaves what it has seen, not the answer."""
+    """Return the trained body with another head, because pre-training teaches the features, not the classes."""
     return {name: other[name] if name.startswith("classifier.") else w for name, w in trained.items()}
 
 
 def _of_folder(name: str, trained: Weights, other: Weights) -> dict[str, torch.Tensor]:
-    """`_new_head` of a model that must be the preset's, but for its classes. Raises ConfigError where it is not."""
+    """Like `_new_head`, but raise ConfigError unless the model is the preset's, except for its classes."""
     shapes = ({n: tuple(w.shape) for n, w in of.items() if not n.startswith("classifier.")} for of in (trained, other))
     mine, wanted = shapes
     if apart := sorted(n for n in mine.keys() | wanted.keys() if mine.get(n) != wanted.get(n)):
@@ -156,7 +156,7 @@ def _of_folder(name: str, trained: Weights, other: Weights) -> dict[str, torch.T
 
 
 def _task(settings: Settings, sections: Settings, seed: int, options: BenchOptions) -> ImageClassification:
-    """The task under the run config of the settings and of `sections` (task and method)."""
+    """Return the task of a run config with the preset's settings and `sections` (task and method)."""
     flat = {
         "task.label-column": "label",
         **settings["config"],
@@ -171,7 +171,7 @@ def _task(settings: Settings, sections: Settings, seed: int, options: BenchOptio
 def _parts(
     settings: Settings, asked: Settings, task: ImageClassification, seed: int
 ) -> tuple[list[Example], list[Example], list[Example]]:
-    """The public part, the clients' pictures and the test pictures."""
+    """Return the public part, the clients' pictures and the test pictures."""
     folder, members, public = data.find_data_folder(settings["data"]), asked["members"], asked.get("public", 0)
     examples, test = list(task.examples(folder, "train")), list(task.examples(folder, "test")[: settings["test_rows"]])
     if len(examples) < members + public:
@@ -191,6 +191,6 @@ def _parts(
 
 
 def _right(task: ImageClassification, weights: Weights, rows: Rows) -> list[bool]:
-    """Return for each row whether the model names its class."""
+    """Return for each example whether the model classifies it correctly."""
     found = task.predict(weights, rows)
     return [int(p.logits["target"].argmax()) == int(p.wanted) for p in found]

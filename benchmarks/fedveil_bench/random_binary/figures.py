@@ -9,11 +9,11 @@ from typing import Any
 
 
 def draw_figure(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[float]]) -> bytes:
-    """A PNG: a panel of accuracy by epoch a base, and one of counts: of the base with the most methods in `laws`.
+    """Draw a PNG: a panel of accuracy by epoch for each base, and one of counts for the base with the most `laws`.
 
     Args:
-        rows: each with base, method, curve (an interval for each epoch) and counts.
-        laws: by method, what share of the entries is to move 0, 1, ... times.
+        rows: rows with base, method, curve (an interval for each epoch) and counts.
+        laws: by method, the expected shares of entries that move 0, 1, ... times.
     """
     from matplotlib.figure import Figure as Canvas
 

@@ -1,13 +1,13 @@
-"""Mask, pack and unpack of a gradient, in one process with one thread, beside a copy of the same bytes.
+"""Time to mask, pack and unpack a gradient in one process with one thread, compared with a copy of the same bytes.
 
-| row | what |
+| row | measured |
 |---|---|
-| R = <rate> | the mask drawn from its key, the surviving values packed, and put back in their places |
+| R = <rate> | drawing the mask from its key, packing the surviving values, and putting them back in their places |
 | copy | `torch.clone` of the gradient |
 
-`cpu seconds` counts the process's own time, which a busy machine stretches less than the clock. `copies`: seconds
-beside those of the copy in the same repeat. With `--device cuda` the gradient lies on the GPU, and its mask is drawn
-there.
+`cpu seconds` counts the process's own time, which other load on the machine affects less than wall-clock time.
+`copies` is the time divided by that of the copy in the same repeat. With `--device cuda` the gradient is on the GPU,
+and its mask is drawn there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_COPIES = 3.0  # on a GPU: a mask drawn, packed and unpacked
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every rate beside the copy, interleaved, in one process of one thread."""
+    """Measure every rate and the copy, interleaved, in one process with one thread."""
     found: dict[str, dict[str, list[float]]] = seeds.run_seeds(__name__, settings | {"seeds": 1}, options)[0]
     rows = [
         {"name": name, "metrics": {m: confidence_interval(v) for m, v in metrics.items()}}
@@ -49,7 +49,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def _in_copies(found: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Each rate's steps beside a copy on the GPU."""
+    """Describe each rate's steps as multiples of a copy on the GPU."""
     said = []
     for name, metrics in found.items():
         if name == "copy":
@@ -94,7 +94,7 @@ def _masked(gradient: Tensor, rate: float, key: bytes) -> dict[str, tuple[float,
 
 
 def _timed(work: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
-    """Return the result of `work`, and seconds by the clock and of the processor."""
+    """Return the result of `work`, with wall-clock seconds and CPU seconds."""
     _wait()
     clock, processor = time.perf_counter(), time.process_time()
     found = work()
@@ -103,7 +103,7 @@ def _timed(work: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
 
 
 def _wait() -> None:
-    """Until a GPU that was used has done what it was given."""
+    """Wait until the GPU, if it was used, has finished its work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 

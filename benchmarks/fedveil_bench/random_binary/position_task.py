@@ -1,4 +1,4 @@
-"""Pictures whose class is where a square lies: without positions a ViT cannot know it."""
+"""Pictures whose class is the position of a square: a ViT without position embeddings cannot learn it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CONTRAST = 0.1  # of the picture behind the square: at 1, 300 steps learn nothi
 
 
 def mark_positions(examples: Sequence[Example], classes: int, grid: int, seed: int) -> list[Example]:
-    """The pictures in the column `image`, each almost grey, with one of the first `classes` cells covered.
+    """Make each picture in the column `image` almost gray, with one of its first `classes` cells covered.
 
-    The cell of grid x grid, counted by rows from the upper left, is the new `label`; it is drawn from `seed`. Where
-    `grid` is image_size / patch_size of a ViT, cells are its patches, and every class has the same ones in another
-    order.
+    The index of the covered cell in the grid x grid, counted by rows from the upper left, becomes the `label`; it is
+    drawn from `seed`. If `grid` is image_size / patch_size of a ViT, cells are its patches, and pictures of all classes
+    have the same patches in another order.
     """
     drawn = random.Random(seed)
     return [_covered(example, drawn.randrange(classes), grid) for example in examples]
@@ -42,5 +42,5 @@ def _covered(example: Example, cell: int, grid: int) -> Example:
 
 
 def without_positions(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with a position embedding of zeros: a ViT whose answers no order of patches changes."""
+    """Set the position embedding to zeros: the ViT's answers then do not depend on the order of patches."""
     return {name: torch.zeros_like(w) if "position_embeddings" in name else w for name, w in weights.items()}

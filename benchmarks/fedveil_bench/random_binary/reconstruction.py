@@ -1,23 +1,23 @@
-"""Reconstruction of images from one client's gradients: closed forms, and matching by an adversary who knows the mask.
+"""Reconstruct images from one client's gradients: closed forms, and matching by an adversary that knows the mask.
 
-Every image (or batch of images) is a site of its own in a federation in process; the adversary reads the tap of the
-server, knows the model at the weights that it broadcast, and knows the labels. Rows of a result:
+Every image (or batch of images) is a site of its own in a federation in process. The adversary reads the server's
+captured messages, and knows the model at the broadcast weights and the labels. Rows of a result:
 
 | row | what |
 |---|---|
-| mean image | the mean of other pictures of the same data: what an adversary says who saw no message |
+| mean image | the mean of other pictures of the same data: the best guess of an adversary that saw no message |
 | <case> | one attack on one method on one model, over all images of all seeds |
 
-PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB, "read" that of seeds with such
-an image: a search succeeds or fails as a whole, so that means of dB say little of a few (see `shares`). A seed draws
-the model's weights and has images of its own; intervals are of 95 %, over images and seeds (`resampling`). A case with
-`seeds` has the first so many; one with `expect` ends in a sentence:
+PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB. "read" is the share of seeds
+with such an image: a search succeeds or fails as a whole, so a mean of a few values in dB says little (see `shares`). A
+seed draws the model's weights and has images of its own; intervals are 95 %, over images and seeds (`resampling`). A
+case with `seeds` uses only the first seeds; a case with `expect` ends with a sentence:
 
-| expect | the case's |
+| expect | tests that |
 |---|---|
 | recovered | PSNR is above 60 dB |
 | fails | PSNR is below that of the mean image, image by image |
-| read | image is read on more than `share` of the seeds |
+| read | the image is read on more than `share` of the seeds |
 | hidden | images are read on less than `share` of the seeds |
 """
 
@@ -75,12 +75,12 @@ Images = Tensor  # (images, channels, height, width)
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Test pictures alone."""
+    """Return the data that is needed: only test pictures."""
     return [data.DataRequirement(settings["data"], ("test",))]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Every case of `settings["cases"]` that `settings["skip"]` does not name, on every seed's images, and a sheet."""
+    """Run each case of `settings["cases"]` not in `settings["skip"]` on every seed's images; add a contact sheet."""
     settings["cases"] = [case for case in settings["cases"] if case["name"] not in settings.get("skip", [])]
     settings["seeds"] = options.seeds or settings["seeds"]  # the mean image leaves out the images of them all
     answers: list[dict[str, Any]] = seeds.run_seeds(__name__, settings, options)
@@ -110,7 +110,11 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 def list_verdicts(
     cases: Sequence[Mapping[str, Any]], figures: Mapping[str, Mapping[str, ResampledMetric]]
 ) -> list[str]:
-    """A sentence on each case with `expect`, corrected for all of them. Raises ConfigError for another `expect`."""
+    """Return a sentence on each case with `expect`, corrected for the number of cases.
+
+    Raises:
+        ConfigError: a case has an unknown `expect`.
+    """
     found = [_judged(case, figures) for case in cases if "expect" in case]
     return common.list_verdicts(found, max(len(of_case["psnr"].seeds) for of_case in figures.values()))
 
@@ -176,7 +180,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> Any:
 
 
 def _labelled(images: Sequence[Tensor], label: str) -> list[tuple[Tensor, str]]:
-    """A row of a sheet; its label stands over the first and runs over the rest."""
+    """Return a row of a sheet, with the label on its first image only."""
     return [(image, "" if i else label) for i, image in enumerate(images)]
 
 
@@ -192,7 +196,7 @@ def _scores(
 
 
 class _Target:
-    """The images of one case, each batch of them at a site, and the model that the sites train."""
+    """The images of one case, each batch at a site of its own, and the model that the sites train."""
 
     def __init__(
         self, settings: Mapping[str, Any], case: Mapping[str, Any], seed: int, folder: Path, options: BenchOptions
@@ -228,7 +232,7 @@ class _Target:
         self.images = list(self._stacked(self._pictures))
 
     def _at_size(self, picture: ImageExample) -> ImageExample:
-        """The picture as the client has it: where `pixels` is set, enlarged from so many a side."""
+        """Return the picture as the client has it: if `pixels` is set, enlarged from that many a side."""
         if not self._pixels:
             return picture
         small = self._shrunk(picture.pixels()[None])
@@ -245,12 +249,12 @@ class _Target:
         return torch.stack([picture.pixels() for picture in pictures]).double()
 
     def shown(self, images: Sequence[Tensor]) -> list[Tensor]:
-        """The images of a sheet's row; blank ones where there are too few."""
+        """Return the images for a row of the sheet, filled up with blank ones."""
         blank = torch.full_like(images[0], _HIGH)
         return [*images, *[blank] * self.width][: self.width]
 
     def attacked(self) -> tuple[list[Tensor], int, str]:
-        """A reconstruction of every image, the mean bytes of an upload, and what the attack says of itself."""
+        """Return a reconstruction of every image, the mean bytes of an upload, and the attack's own notes."""
         sites = {
             f"site-{i:03d}": self._pictures[i : i + self._batch] for i in range(0, len(self._pictures), self._batch)
         }
@@ -275,7 +279,8 @@ class _Target:
             answered = view.answered(upload)
             if answered is None:
                 raise StateError(
-                    f"tap: expected the broadcast that {site}'s upload answers, found none; record all messages"
+                    f"captured messages: expected the broadcast that {site}'s upload answers, found none; capture "
+                    "all messages"
                 )
             weights = {n: t.double() for n, t in payload_tensors(answered.payload).items()}
             seen = observed_gradients.observe_upload(self.method, upload.payload, self.task.spec)
@@ -294,7 +299,7 @@ class _Target:
     def _matched(
         self, model: Any, observed: Sequence[ObservedGradient], labels: Tensor, true: Images
     ) -> tuple[list[Tensor], str]:
-        """By gradient matching. `true` serves to put the images of a batch in order, nothing else."""
+        """Reconstruct by gradient matching. `true` is used only to put the images of a batch in order."""
         options = dict(self._matching)
         most, zeros_as_data = options.pop("entries", 0), options.pop("zeros_as_data", False)
         generator = rng.initial_stream(self.seed, "attack").torch_generator()
@@ -316,7 +321,7 @@ class _Target:
 
 
 def _in_order(images: Images, true: Images) -> list[Tensor]:
-    """The images of a batch in the order that fits the true ones best: a sum of gradients knows none."""
+    """Put the images of a batch in the order that fits the true ones best, because a sum has no order."""
     apart = (images[:, None] - true[None]).square().flatten(2).sum(-1)  # found x true
     found, fits = linear_sum_assignment(apart.cpu().numpy())
     return [images[i] for i in found[np.argsort(fits)]]

@@ -1,19 +1,19 @@
-"""Attacks on a secure run beside the same run in the clear: what hides, what does not, and what stays (the sum).
+"""Attack a secure run and the same run in the clear: what is hidden, what is not, and what remains (the sum).
 
-A row of the result is a view (`run_pair`), or the lost control: another site's upload of the clear run for membership,
-the mean of other pictures for reconstruction. Figures are AUROC over rows (mean over sites and seeds), and PSNR in dB
-over pictures; intervals are of 95 %, by bootstrap.
+A row of the result is a view (`run_pair`), or the control to lose: another site's upload of the clear run for
+membership, the mean of other pictures for reconstruction. Figures are AUROC over examples (mean over sites and seeds)
+and PSNR in dB over pictures; intervals are 95 %, by bootstrap.
 
-A figure is judged by how far it lies above its lost control (0.5, or the mean picture, picture by picture):
+A figure is judged by how far it is above its control to lose (0.5, or the mean picture, picture by picture):
 
 | its interval | verdict |
 |---|---|
-| lies wholly above 0 | won |
-| does not, and no gain above the preset's margin is in it | lost |
-| else | not decided |
+| is wholly above 0 | won |
+| is not, and contains no gain above the preset's margin | lost |
+| any other | not decided |
 
-Over the views of an attack these words are corrected together (`common.verdicts`). An attack counts where its controls
-are held, as there: it wins in the clear and with every mask off, beyond the margin, and not on a wrong site.
+The verdicts on all views of an attack are corrected together (`common.verdicts`). An attack counts only if its controls
+hold, as there: it wins in the clear and with every mask off, by more than the margin, and not on a wrong site.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Figures = dict[str, dict[str, ResampledMetric]]  # by attack, then row
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Texts that sites train on, and pictures that they do not."""
+    """Return the data that is needed: texts that sites train on, and held-out pictures."""
     return [
         data.DataRequirement(settings["texts"]["data"], ("train",)),
         data.DataRequirement(settings["pictures"]["data"], ("test",)),
@@ -45,7 +45,7 @@ def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """A row for each view and each lost control."""
+    """Measure a row for each view and each control to lose."""
     count = options.seeds or settings["seeds"]
     settings["pictures"]["most_seeds"] = count
     answers = seeds.run_seeds(__name__, settings, options)
@@ -95,7 +95,7 @@ def of_seed(settings: dict[str, Any], seed: int, options: BenchOptions) -> dict[
 
 
 def judge_attack(mine: ResampledMetric, control: ResampledMetric, margin: float) -> ClaimSentence:
-    """Judge a figure against its lost control."""
+    """Judge a figure against its control to lose."""
     gain = resampling.subtract_metrics(mine, control)
     won = resampling.p_value(gain) if gain.value > 0 else 1.0
     if won <= common.ALPHA:
@@ -104,7 +104,7 @@ def judge_attack(mine: ResampledMetric, control: ResampledMetric, margin: float)
 
 
 def list_verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
-    """Sentences on each attack: its controls, what the secure run hides from it, and what stays."""
+    """Return sentences on each attack: its controls, what the secure run hides from it, and what remains."""
     controls = {attack: _controls(of_rows, settings["margin"]) for attack, of_rows in figures.items()}
     held = iter(common.decide_words([said for of in controls.values() for said in of]))
     words = {attack: [next(held) for _ in of] for attack, of in controls.items()}
@@ -112,14 +112,14 @@ def list_verdicts(figures: Figures, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _lost(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) -> tuple[ResampledMetric, float, str]:
-    """The figure of an attack that is lost, how far above it one that tells nothing may be, and a form for figures."""
+    """Return an attack's figure for the control to lose, the margin above it, and the format of figures."""
     if on_pictures.MEAN in figures:
         return figures[on_pictures.MEAN], margins["psnr"], ".1f"
     return resampling.from_constant(common.CHANCE), margins["auroc"], ".3f"
 
 
 def _controls(figures: Mapping[str, ResampledMetric], margins: Mapping[str, float]) -> list[ClaimSentence]:
-    """Judge the two controls to win and, for membership, the one not to win. The mean picture is chance itself."""
+    """Judge the two controls to win and, for membership, the control to lose. The mean picture is chance itself."""
     lost, margin, _ = _lost(figures, margins)
     musts: dict[str, Must] = {"clear": "won", "every mask off": "won", on_texts.WRONG: "not won"}
     return [common.judge_control(figures[v], must, margin, lost) for v, must in musts.items() if v in figures]

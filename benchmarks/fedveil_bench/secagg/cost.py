@@ -44,7 +44,7 @@ _GB = 1e9
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """One row for each number of sites, weights and silent sites, one for the masks alone, and two over gRPC."""
+    """Measure a row for each number of sites, weights and silent sites, one for the masks, and two over gRPC."""
     rows = [_masking(settings["weights"][-1])]
     for weights in settings["weights"]:
         for sites in settings["sites"]:
@@ -66,7 +66,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def _masking(weights: int) -> dict[str, Any]:
-    """GB of vector a second and core, for one mask, and for the integers of one vector."""
+    """Measure GB of vector per second on one core, for one mask and for converting one vector to integers."""
     torch.set_num_threads(1)
     ring = FixedPointRing(32, 8, 1, 64.0)
     values, vector = torch.randn(weights), np.zeros(weights, ring.dtype)
@@ -82,7 +82,7 @@ def _masking(weights: int) -> dict[str, Any]:
 
 
 def _apart(sites: int, weights: int, silent: int) -> dict[str, Any]:
-    """The row of one size, measured in a process of its own, so that its memory is its own."""
+    """Measure the row of one size in a process of its own, so that only its own memory is counted."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as pool:
         found: Mapping[str, float] = pool.apply(measure_attempt, (sites, weights, silent))
@@ -91,7 +91,10 @@ def _apart(sites: int, weights: int, silent: int) -> dict[str, Any]:
 
 
 def measure_attempt(sites: int, weights: int, silent: int) -> dict[str, float]:
-    """Seconds, bytes and memory of one attempt. CPU seconds where a neighbour on the machine would be counted else."""
+    """Measure seconds, bytes and memory of one attempt.
+
+    CPU seconds are used where other load on the machine would affect wall-clock seconds.
+    """
     torch.set_num_threads(1)
     names = [f"site-{i:05}" for i in range(sites)]
     local = InProcessSecureSums("cost", SecAggConfig(least=3), names)

@@ -1,7 +1,7 @@
-"""Pictures read off one site's gradient of a single picture: by the closed form, and by matching the gradient.
+"""Reconstruct pictures from one site's gradient of a single picture: by the closed form, and by gradient matching.
 
-Each site has one picture, and the server knows its label. PSNR is of values in [-1, 1]. On the sum matching looks for
-the pictures of all sites at once; their order is that which fits best, for a sum knows none.
+Each site has one picture, and the server knows its label. PSNR is of values in [-1, 1]. On the sum, matching searches
+for the pictures of all sites at once and puts them in the order that fits best, because a sum has no order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ Shown = dict[str, list[Tensor]]  # pictures, by view and attack
 
 
 def measure_psnr(settings: Mapping[str, Any], seed: int, options: BenchOptions) -> tuple[Values, Shown]:
-    """By view, and for MEAN, the PSNR of each picture by "direct inversion" and "gradient matching"; the pictures."""
+    """Measure the PSNR of each picture by "direct inversion" and "gradient matching".
+
+    Returns:
+        PSNR by view and attack, with MEAN for the mean picture; and the pictures.
+    """
     with tempfile.TemporaryDirectory() as folder:
         flat = from_scratch(settings["model"], settings["classes"], Path(folder) / "model")
         flat |= settings["config"] | {"run.seed": seed, "run.deterministic": True}
@@ -77,7 +81,7 @@ def _psnr(found: list[Tensor], true: Tensor) -> list[float]:
 
 
 class _Adversary:
-    """An adversary that knows the broadcast model and the labels. `true` only puts pictures in order."""
+    """An adversary that knows the broadcast model and the labels. `true` is used only to order pictures."""
 
     def __init__(
         self, task: ImageClassification, matching: Mapping[str, Any], true: Tensor, labels: Tensor, seed: int
@@ -85,13 +89,14 @@ class _Adversary:
         self._task, self._matching, self._true, self._labels, self._seed = task, dict(matching), true, labels, seed
 
     def attacked(self, name: Seen, view: AdversaryView) -> dict[str, list[Tensor]]:
-        """A picture of each site by either attack."""
+        """Return each site's picture as reconstructed by each attack."""
         direct, each = [], []
         for upload in view.uploads():
             answered = view.answered(upload)
             if answered is None:
                 raise StateError(
-                    f"tap: expected the broadcast that {upload.site} answered, found none; record all messages"
+                    f"captured messages: expected the broadcast that {upload.site} answered, found none; capture "
+                    "all messages"
                 )
             weights = {n: t.double() for n, t in payload_tensors(answered.payload).items()}
             seen = observed_gradients.observe_upload(view.exchange.method, upload.payload, self._task.spec)

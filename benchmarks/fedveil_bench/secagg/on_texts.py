@@ -1,6 +1,6 @@
 """Membership in one site's upload: alignment with it, and the calibrated loss of the client rebuilt from it.
 
-A site's rows are scored against held-out rows of the same distribution. AUROC, the mean over sites.
+A site's examples are scored against held-out examples of the same distribution. Figures are AUROC, mean over the sites.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEMBERS, _HELD_OUT = 1, 2  # names of draws; those of a site's members have its
 def measure_alignment(
     settings: Mapping[str, Any], seed: int, options: BenchOptions
 ) -> dict[str, dict[str, ResampledMetric]]:
-    """By view, and for WRONG, the figures "alignment" and "calibrated"."""
+    """Return the figures "alignment" and "calibrated" by view, with WRONG for the wrong site."""
     config = parse(settings["config"] | {"run.seed": seed, "run.deterministic": True})
     task = task_of(TextGeneration, config, options)
     examples = task.examples(data.find_data_folder(settings["data"]), "train")
@@ -54,7 +54,7 @@ def measure_alignment(
 
 
 class _Adversary:
-    """An adversary that knows the base model, the initial weights, and rows without their sites."""
+    """An adversary that knows the base model, the initial weights, and examples without their sites."""
 
     def __init__(self, task: TextGeneration, seed: int, members: Mapping[str, Rows], held_out: Rows) -> None:
         self.knowledge = AdversaryKnowledge(task, task.initial(rng.initial_stream(seed, "weights")))
@@ -62,7 +62,10 @@ class _Adversary:
         self._members, self._held_out = members, held_out
 
     def attacked(self, view: AdversaryView, other: int = 0) -> dict[str, ResampledMetric]:
-        """Both attacks on each site's rows; with `other` against the upload of the site that many places on."""
+        """Run both attacks on each site's examples.
+
+        With `other`, each is run against the upload of the site that many places further.
+        """
         sites, each = list(self._members), dict[str, list[ResampledMetric]]()
         for i, site in enumerate(sites):
             target = sites[(i + other) % len(sites)]

@@ -1,13 +1,13 @@
-"""The same federation in the clear and under secure aggregation, with the same seeds, and what adversaries see of each.
+"""The same federation in the clear and under secure aggregation, with the same seeds, and the views of adversaries.
 
-| view | whose | must |
+| view | adversary | must |
 |---|---|---|
 | clear | the server of the run in the clear | win |
 | as seen | the server of the secure run: masked vectors at face value | lose |
-| own mask off | the same server, with each site's own mask taken off, which it can rebuild | lose |
-| colluders | the same, with all sites but one working with it against each site's pair of masks with that one | lose |
-| every mask off | nobody: a control that the secure run's vectors are read as they should be | win |
-| sum | the same server: the sum in the place of the site's upload | say what stays |
+| own mask off | the same server, after it removed each site's own mask, which it can reconstruct | lose |
+| colluders | the same server with all sites but one: they remove the masks that they share with that one | lose |
+| every mask off | none: a control that the secure run's vectors are decoded correctly | win |
+| sum | the same server: the sum in place of the site's upload | show what remains |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEEN: Sequence[Seen] = ("clear", *HIDDEN, "every mask off", "sum")
 def run_pair(
     exchange: MessageExchange, config: RunConfig, task: Task, rows: Mapping[str, Rows], initial: Weights, folder: Path
 ) -> dict[Seen, AdversaryView]:
-    """Runs both federations, with their taps in `folder`. The views of SEEN.
+    """Run both federations, with their captured messages in `folder`; return the views of SEEN.
 
     Raises:
         ConfigError: broadcasts do not show the sums of the method.

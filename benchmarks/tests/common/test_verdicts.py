@@ -69,7 +69,7 @@ def test_how_words_were_found():
     ]
     *sentences, last = verdicts.list_verdicts(said, 3)
     assert sentences == ["this: higher.", "that: not told apart."]
-    assert last.endswith("words are corrected for 2 comparisons (Holm).")
+    assert last.endswith("verdicts are corrected for 2 comparisons (Holm).")
     assert verdicts.list_verdicts(said, 1)[-1].endswith("(Holm); 1 seed is too few to decide.")
     assert verdicts.list_verdicts(said, 2)[-1].endswith("(Holm); 2 seeds are too few to decide.")
     assert verdicts.list_verdicts([], 3) == []

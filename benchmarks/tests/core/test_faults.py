@@ -145,7 +145,7 @@ def test_pieces_add_up_and_those_that_differed_at_another_commit_are_run_again(t
     assert sorted(found) == [0, 1, 2]
     outcome = _outcome(list(found.values()))
     assert outcome.verdicts == [
-        "2 of 3 points ended as the undisturbed run does; in 3 something was killed.",
+        "2 of 3 points ended as the undisturbed run does; in 3 a process was killed.",
         f"By commit: 2 of {git_commit()}, 1 of 0.",
         "point 1 (dp, site): different weights",
     ]

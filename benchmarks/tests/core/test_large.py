@@ -48,4 +48,4 @@ def test_a_run_that_was_cut_is_beside_the_undisturbed_one_of_its_size():
     ours, stock = way([10.0], [{}]), way([20.0], [{}])
     found = {"fedveil": ours, "flower": stock, "fedveil, cut": way([14.0, 16.0], [{}])}
     _, said = large.build_outcome(found, sites=2).verdicts
-    assert said == "fedveil, cut: 15.0 s a round, 1.50 times the seconds of one undisturbed."
+    assert said == "fedveil, cut: 15.0 s a round, 1.50 times those of an undisturbed round."

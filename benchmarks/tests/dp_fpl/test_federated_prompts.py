@@ -95,7 +95,7 @@ def test_the_published_noise_says_both_epsilons_and_a_baseline_without_noise_non
 @pytest.mark.parametrize(
     ("row", "refused"),
     [
-        ({"name": "fedotp", "config": {"dp.clip-norm": 1.0}}, "no per-row gradients"),
+        ({"name": "fedotp", "config": {"dp.clip-norm": 1.0}}, "no per-example gradients"),
         ({"name": "dp_fpl", "config": {"dp.clip-norm": 1.0}}, "which adds its own noise"),
     ],
 )

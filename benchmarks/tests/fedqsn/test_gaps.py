@@ -47,7 +47,7 @@ def test_a_gap_is_judged_beside_its_control_alone():
         (control,) = [text for text in said if text.startswith("open tuned gap, loss: +0.100 [")]
         assert control.endswith("the control: nothing is hidden.")
         (alone,) = [text for text in said if text.startswith("FedSP tuned gap, loss: ")]
-        assert alone.endswith("not judged, for no control stands beside it.")
+        assert alone.endswith("not judged, because it has no control.")
         assert not [text for text in said if text.startswith("w = 2 tuned gap, loss")]
 
 

@@ -35,7 +35,7 @@ def test_controls_are_judged_by_their_margin(row, value, said):
     sentence, how = list_verdicts({row: {"loss": around(value), "other": around(0.1)}}, settings)
     assert sentence.startswith(f"Control {row}, loss: {value:.3f} [")
     assert sentence.endswith(said)
-    assert how == "Words on controls are corrected for 1 controls (Holm)."
+    assert how == "Verdicts on controls are corrected for 1 controls (Holm)."
     wide = {"methods": {}, "controls": ["loss"], "control_margin": 0.25}
     if row != "overfitted FedAvg":
         assert list_verdicts({row: {"loss": around(value)}}, wide)[0].endswith("expected within 0.25 to 0.75: held.")

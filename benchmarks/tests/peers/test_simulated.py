@@ -97,7 +97,7 @@ def test_a_peer_that_fails_or_does_other_work_makes_no_row(script, why, work, tm
 
 def test_a_peer_that_does_not_end_is_said(work, tmp_path, monkeypatch):
     monkeypatch.setattr(simulated, "_TIMEOUT", 0.2)
-    with pytest.raises(ConfigError, match="a run of at most 0.2 s"):
+    with pytest.raises(ConfigError, match="did not end within 0.2 s"):
         work.peer(pretend_python(tmp_path, "import time; time.sleep(60)"))
 
 

@@ -91,7 +91,7 @@ def judged(expect: str, values: Sequence[float], means: Sequence[float] = (11.0,
 def test_a_case_is_judged_over_its_seeds(expect, value, word):
     said, how = judged(expect, (value - 1, value + 1, value))
     assert said.endswith(f": {word}")
-    assert how.endswith("words are corrected for 1 comparisons (Holm).")
+    assert how.endswith("verdicts are corrected for 1 comparisons (Holm).")
 
 
 def test_two_seeds_judge_no_case():

@@ -335,7 +335,9 @@ class LocalDeployment:
         completed = flower_status == "finished:completed" and status.get("state", "completed") == "completed"
         reason = str(status.get("reason") or "")
         if status.get("state") == "running" and process_exit.is_dead(self._status_files[run][0].parent):
-            reason = f"its ServerApp ended without a word: {process_exit.describe_ending(status.get('process') or {})}"
+            reason = (
+                f"its ServerApp ended without a message: {process_exit.describe_ending(status.get('process') or {})}"
+            )
         if not completed and not reason:
             with suppress(LaunchError):
                 log = self.server_log(run, 60)

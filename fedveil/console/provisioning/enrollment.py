@@ -209,8 +209,9 @@ def require_instruction_keys(request: RegistrationRequest, digest: str, must_sig
     expected, found = digest or "none", sanitize(request.instructions, 80) or "none"
     raise ConfigError(
         f"{request.site}: instructions: expected the SHA-256 of the server's instruction keys ({expected}), found "
-        f"another ({found}): the site's kit was changed on its way, or is older than the keys; write a new kit with "
-        "fedveil members kit, have the site compare the fingerprint of its keys by telephone, and ask for a new request"
+        f"another ({found}): the site's kit was changed in transit, or is older than the keys; write a new kit with "
+        "fedveil members kit, have the site compare the fingerprint of its keys by telephone, and ask for a new "
+        "request"
     )
 
 

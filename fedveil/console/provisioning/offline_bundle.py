@@ -117,7 +117,8 @@ class OfflineBundle:
             if expected.get(name) != files.get(name):
                 what = "missing" if name not in files else "not in the manifest" if name not in expected else "changed"
                 raise StateError(
-                    f"{self.folder / name}: expected as listed in the manifest, found it {what}; copy the folder again"
+                    f"{self.folder / name}: expected the file as the manifest lists it, found it {what}; copy the "
+                    "folder again"
                 )
         return f"{self.folder}: {len(files)} files, all unchanged; SHA-256 of the manifest {_sha256(self.manifest)}"
 

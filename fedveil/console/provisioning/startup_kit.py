@@ -94,7 +94,7 @@ Your firewall must allow one outgoing TCP connection, to {superlink}. Nothing co
 | check that log | `docker compose exec clientapp fedveil log verify /state/audit-log.jsonl` |
 | make a new node key before the old one's last day | `docker compose run --rm -T init --renew >request.json`, then 3 |
 | make a new signing key, if others may have the old one | the same with `--renew-signing`; all need the new roster |
-| take new keys of the server | `fedveil site trust FILE --kit . --fingerprint SHA256:...` |
+| accept the server's new instruction keys | `fedveil site trust FILE --kit . --fingerprint SHA256:...` |
 | the same with containers | after that, `docker compose restart clientapp` |
 | use a GPU | `docker compose -f compose.yaml -f compose.gpu.yaml up -d --wait`, with an image built for it |
 | leave | `docker compose down`, and tell the operator, who revokes your key |
@@ -103,11 +103,11 @@ The server's certificate is signed by the operator's own CA. The SHA-256 of ca.c
 
     {ca}
 
-The server signs what it asks of you. Its public keys are in instruction-keys.toml.
+The server signs its instructions to you. Its public keys are in instruction-keys.toml.
 
 Confirm both with the operator by telephone before you trust them. Compare what `sha256sum ca.crt` prints, and the
-fingerprint of the instruction keys that `fedveil site init` or `fedveil doctor --kit .` prints: whoever changed the kit
-on its way could change this page too.
+fingerprint of the instruction keys that `fedveil site init` or `fedveil doctor --kit .` prints: anyone who changed the
+kit on its way could have changed this page too.
 """
 
 

@@ -214,7 +214,7 @@ def status_of(folder: Path) -> Row:
         if status.get("state") == "running":
             about = status.get("process")
             why = process_exit.describe_ending(about if isinstance(about, dict) else {})
-            reason = f"its ServerApp ended without a word: {why}; {process_exit.resume_command(folder)}"
+            reason = f"its ServerApp ended without a message: {why}; {process_exit.resume_command(folder)}"
             return status | {"state": "died", "reason": reason}
     reason = str(status.get("reason") or "")
     if status.get("state") == "failed" and reason.startswith(process_exit.TOLD_TO_END):

@@ -99,7 +99,7 @@ class MaskedUploadPreview:
         return [
             "This site would send each time, masked, for a sum with other sites:",
             f"  {self.length:,} integers modulo 2^{ring.bits}: at most {self.bytes:,} bytes, including the keys",
-            f"  unmasked: that it takes part, public keys, and shares that only one site each can decrypt{clear}",
+            f"  unmasked: that it takes part, public keys, and shares that only their recipients can decrypt{clear}",
             "  not sent: its number of examples, and the losses, steps and seconds of its training",
             f"  values are clipped to +-{secure.clip_bound:g} here; rounding changes a mean by at most {ring.step:.2g}",
             f"  {counts}",

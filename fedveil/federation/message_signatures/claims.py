@@ -1,11 +1,11 @@
-"""What a signature of an instruction or a reply covers, and the one form of its bytes.
+"""The claims that a signature of an instruction or a reply covers, and their only encoding.
 
     signed = b"fedveil instruction 1\n" + canonical JSON of `InstructionClaims`
              b"fedveil reply 1\n"       + canonical JSON of `ReplyClaims`
 
 Canonical JSON: one object with exactly the fields of the class, sorted, without spaces, in ASCII. Its values are texts
-and whole numbers. Who verifies builds the claims from what it knows and what it has measured; claims never come in a
-message, so nothing has to be parsed and nothing in a message can say what its own signature covers.
+and whole numbers. The verifier builds the claims from values that it knows or has measured. A message never contains
+claims, so nothing has to be parsed, and no message can state what its own signature covers.
 
 Formal guarantees, while Ed25519 and SHA-256 hold and the private keys stay secret, against an adversary who controls
 the network, the SuperLink and every site but the signer:

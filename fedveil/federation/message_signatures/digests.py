@@ -36,7 +36,9 @@ def digest_record(record: Mapping[str, Any]) -> str:
         tagged = {str(key): _tagged(value) for key, value in record.items()}
         text = json.dumps(tagged, sort_keys=True, separators=(",", ":")).encode()
     except (UnicodeEncodeError, RecursionError) as error:
-        raise WireError(f"record: expected texts of whole characters, found others ({type(error).__name__})") from None
+        raise WireError(
+            f"record: expected texts that UTF-8 can encode, found another ({type(error).__name__})"
+        ) from None
     return hashlib.sha256(_RECORD + text).hexdigest()
 
 

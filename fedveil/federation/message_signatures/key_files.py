@@ -60,7 +60,7 @@ class InstructionKeys:
     @classmethod
     def _checked(cls, content: Mapping[str, Any]) -> InstructionKeys:
         if set(content) != {"federation", "keys"}:
-            raise ValueError("expected the keys federation and keys alone")
+            raise ValueError("expected only the keys federation and keys")
         federation, keys = content["federation"], content["keys"]
         if type(keys) is not list or not 1 <= len(keys) <= _MOST_KEYS:
             raise ValueError(f"expected 1 to {_MOST_KEYS} keys")

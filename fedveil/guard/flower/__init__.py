@@ -39,7 +39,7 @@ class RefusalBehavior(Enum):
     """Reaction of a SuperNode to a refused request."""
 
     SAYS_WHY = "it logs the reason and ends"
-    ENDS = "it ends without a word"
+    ENDS = "it ends without a message"
     ASKS_AGAIN = "it asks again"
 
 

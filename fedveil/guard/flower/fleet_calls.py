@@ -126,7 +126,7 @@ class FleetCallInterceptor(grpc.ServerInterceptor):
                 check_signed_time(key, stamp, signature)
                 refused = self._refusal(key, activates)
         except ERRORS:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "fedveil: the signature is none of this key and time")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "fedveil: the signature is not by this key over this time")
         if refused is not None:
             context.abort(_CODES[refused[0]], refused[1])
         return bytes(key)

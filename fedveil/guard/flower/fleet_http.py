@@ -159,7 +159,7 @@ def add_listener(host: str, port: int) -> None:
 def _unfit(scope: Scope) -> tuple[int, str]:
     """Return status and reason if no SuperNode sends such a request; the reason is "" for a possible request."""
     if scope["method"] != "POST" or not _PATH.fullmatch(scope["path"]):
-        return 404, "this port serves sites, at /v1/fleet alone"
+        return 404, "this port serves only sites, at /v1/fleet"
     length = _values(scope, "content-length")
     if len(length) != 1 or not re.fullmatch(r"[0-9]{1,12}", length[0]):
         return 411, "a request with its length is needed"
@@ -181,7 +181,7 @@ def _refused(scope: Scope, refusal: Refusal, is_known: Callable[[bytes], bool]) 
             check_signed_time(key, stamp, b64decode(signature_text, validate=True))
             refused = refusal(key, scope["path"] == _ACTIVATES)
     except ERRORS:
-        return 401, "the signature is none of this key and time; is the clock right?", b""
+        return 401, "the signature is not by this key over this time; is the clock right?", b""
     if refused is None:
         return 0, "", key
     return _STATUS[refused[0]], refused[1].removeprefix("fedveil: "), b""

@@ -149,6 +149,6 @@ def require_attributes(process: Process) -> None:
     for attribute in REPLACED:
         if attribute.process == process and attribute.speaks in ("", line.speaks) and (fault := attribute.fault()):
             raise ConfigError(
-                f"flwr: FedVeil replaces parts of Flower in a {process} (fedveil/{attribute.file}), found no {fault}; "
-                "install the version of Flower in constraints.txt"
+                f"flwr: FedVeil replaces parts of Flower in a {process} (fedveil/{attribute.file}), but this Flower "
+                f"lacks {fault}; install the version of Flower in constraints.txt"
             )

@@ -1,28 +1,30 @@
-"""Memory of a site's training process, by part, before anything is loaded.
+"""Plan the memory of a site's training process, by part, before anything is loaded.
 
-    base        entries x 4, or x 2 if it is only read, under train.precision = bf16; quantised layers: `QuantizedLayer`
-    adapter     fp32: 4 bytes an entry; its gradient as much; AdamW's two moments 8 bytes, adamw-8bit's 2 and 8 / 256
-    kept        what a forward pass keeps for the backward pass: counted, see `activations`; on a GPU in fp32, where
-                heads of queries share keys, also 4 bytes for a row, a head and two tokens, a layer: torch has no kernel
-                for it there that does without the matrix, as long as no row is padded
-    gradients   of what one layer keeps, at most as much again; of what is trained 4 bytes an entry, less what of the
-                other layers is kept, for that goes as they come; all of them with train.gradient-accumulation-steps,
-                which holds them
-    logits      12 bytes for a row, a token and an entry of the vocabulary: logits, those of the targets, and their
-                logarithms in fp32; in the backward pass their gradients take the same room; 8 while it scores
+    base        4 bytes an entry; 2 if it is only read and train.precision = bf16; quantized layers: `QuantizedLayer`
+    adapter     fp32: 4 bytes an entry, and as much for its gradient; AdamW's two moments take 8 bytes an entry,
+                those of adamw-8bit 2 + 8 / 256
+    kept        activations that a forward pass keeps for the backward pass, counted by `activations`. On a GPU in fp32
+                with heads of queries that share keys, add 4 bytes for each example, head, pair of tokens and layer:
+                torch has no kernel for this case that avoids the matrix, unless no example is padded
+    gradients   of activations: at most as much again as one layer keeps. Of trained weights: 4 bytes an entry, minus
+                the activations kept by the other layers, which are freed as these gradients appear; all of them with
+                train.gradient-accumulation-steps, which stores them
+    logits      12 bytes for each example, token and entry of the vocabulary: logits, logits of the targets, and their
+                logarithms in fp32; in the backward pass their gradients reuse this memory. 8 bytes in scoring
     working     two tensors of the size of the largest trained one: the two gradients of a tied embedding, and on a CPU
-                AdamW's sqrt and quotient; and one layer of a quantised base, made whole
+                AdamW's square root and quotient; and one dequantized layer of a quantized base
 
-With `site.processes` it is the memory of rank 0, which needs the most: the others have no states, and score nothing.
+With `site.processes` the plan is that of rank 0, which needs the most: the other ranks have no optimizer states and do
+not score.
 
-    kept, logits    of ceil(rows / processes) rows; while it scores of all, as rank 0 does so alone unless the base is
-                    divided (training/ranks/coordinator.py)
-    sums            gradients go to rank 0 in pieces: of 32 MB, or of one tensor that is larger
-    shard-base      a rank's part of the base, and whole: two layers, one in use and one on its way, and what is in no
-                    layer (training/ranks/sharding.py)
+    kept, logits    for ceil(batch / processes) examples. In scoring for all examples, because rank 0 scores alone
+                    unless the base is sharded (training/ranks/coordinator.py)
+    sums            gradients are sent to rank 0 in pieces of 32 MB, or of one tensor if it is larger
+    shard-base      a rank's shard of the base, and unsharded: two layers (one in use, one being received) and the
+                    parts outside the layers (training/ranks/sharding.py)
 
-A process goes through phases; its peak is that of the largest one. All examples are assumed to have task.max-tokens,
-so shorter ones need less. Memory that the GPU's allocator leaves unused between blocks is not included.
+A process goes through phases; its peak is that of the largest phase. All examples are assumed to have task.max-tokens
+tokens, so shorter ones need less. Memory that the GPU's allocator leaves unused between blocks is not included.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ def _before(
 ) -> dict[str, tuple[MemoryPart, ...]]:
     phases: dict[str, tuple[MemoryPart, ...]] = {"loading": (*under, loaded, file)}
     if adapter.trains_base:
-        phases["first turn"] = (*under, loaded, MemoryPart("copy of the base, for comparison", loaded.nbytes))
+        phases["first local round"] = (*under, loaded, MemoryPart("copy of the base, for comparison", loaded.nbytes))
     return phases
 
 
@@ -237,8 +239,8 @@ def _require_planned(settings: ModelConfig, config: RunConfig, adapter: Adapter)
         )
     if config.dp.clip_norm:
         raise ConfigError(
-            "dp.clip-norm: expected 0, found per-row gradients, which memory planning does not support; plan without "
-            "them"
+            "dp.clip-norm: expected 0, found per-example gradients, which memory planning does not support; plan "
+            "without them"
         )
     if config.train.compile:
         raise ConfigError(

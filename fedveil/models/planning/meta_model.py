@@ -88,8 +88,8 @@ def meta_model(settings: ModelConfig, dtype: torch.dtype = torch.float32) -> Any
                 return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         except Exception as error:  # the library raises ValueError, TypeError, StrictDataclassError, ...
             raise TaskError(
-                f"task.model: config.json: expected the settings of a {settings.kind} model, found that no model can "
-                f"be built from them ({first_line(error)}); correct it"
+                f"task.model: config.json: no {settings.kind} model can be built from its settings "
+                f"({first_line(error)}); correct it"
             ) from None
 
 

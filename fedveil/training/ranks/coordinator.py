@@ -121,7 +121,9 @@ class RankTeam(GradientBackend):
                 if self._answering and rank not in self._early:
                     self._early[rank] = message
                     continue
-                raise RankError(f"processes: expected rank {rank} to wait, found that it sent {dict(message.head)}")
+                raise RankError(
+                    f"processes: expected no message from rank {rank}, which waits, found {dict(message.head)}"
+                )
 
     def leave(self) -> None:
         """Leave the group, after the others' channels are closed."""
@@ -186,8 +188,8 @@ class RankTeam(GradientBackend):
     def gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
         if self._sharded:
             raise ConfigError(
-                "shard-base: expected false for per-row gradients, found true; set it to false in the node config, "
-                "or choose a method that needs none, without [dp]"
+                "shard-base: expected false for per-example gradients, found true; set it to false in the node "
+                "config, or choose a method that needs none, without [dp]"
             )
         spec = self._task.spec
         if not isinstance(self._task, per_example.PerExampleLoss):
@@ -260,14 +262,12 @@ class RankTeam(GradientBackend):
         if message is None:
             raise self._gone(rank)
         if "failed" in message.head:
-            raise RankError(
-                f"processes: expected rank {rank} of {self.size} to compute, found {message.head['failed']}"
-            )
+            raise RankError(f"processes: rank {rank} of {self.size} failed: {message.head['failed']}")
         return message
 
     def _gone(self, rank: int) -> RankError:
         ended = self._members[rank - 1].ended()
-        return RankError(f"processes: expected rank {rank} of {self.size} to compute, found that it {ended}")
+        return RankError(f"processes: rank {rank} of {self.size} {ended} before it had computed its part")
 
 
 def loss_reach(parameters: Sequence[Tensor]) -> list[bool]:

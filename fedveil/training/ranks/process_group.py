@@ -92,9 +92,7 @@ class RankGroup:
             while time.monotonic() < end:
                 self._check()
                 time.sleep(0.05)
-            raise RankError(
-                f"processes: expected an answer from every rank, found {error}; see the worker's log"
-            ) from error
+            raise RankError(f"processes: not every rank answered ({error}); see the worker's log") from error
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

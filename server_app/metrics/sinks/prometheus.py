@@ -63,7 +63,7 @@ class PrometheusSink:
         except OSError as error:
             raise ConfigError(
                 f"sinks.prometheus-port: expected a free port on {_ADDRESS}, found {port}: {error.strerror}; choose "
-                "another, or wait for the run that has it"
+                "another, or wait for the run that uses it"
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class PrometheusSink:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         round_metrics, totals = self._told, self._totals
-        step = GaugeMetricFamily("fedveil_rounds", "Rounds that are over", labels=["run"])
+        step = GaugeMetricFamily("fedveil_rounds", "Rounds that have ended", labels=["run"])
         step.add_metric([self._run], round_metrics.step)
         yield step
         gauges = [(figure.name, figure.labels, figure.value) for figure in round_metrics.figures]
@@ -97,7 +97,7 @@ class PrometheusSink:
         counted = [(name, labels, float(value)) for (name, labels), value in totals.items()]
         yield from self._families(CounterMetricFamily, "since the ServerApp began", counted)
         why = GaugeMetricFamily(
-            "fedveil_site_failed", "Sites that the last attempt went on without", labels=["run", "site", "reason"]
+            "fedveil_site_failed", "Sites whose upload the last attempt lacked", labels=["run", "site", "reason"]
         )
         for site, reason in round_metrics.failed.items():
             why.add_metric([self._run, site, reason], 1)
@@ -130,8 +130,8 @@ def read_token(folder: Path) -> str:
         mode, text = os.fstat(token_file.fileno()).st_mode, token_file.read(_LONGEST + 1).strip()
     if stat.S_IMODE(mode) & 0o077 or not _TOKEN_BYTES <= len(text) <= _LONGEST:
         raise StateError(
-            f"{file}: expected a token of at least {_TOKEN_BYTES} characters that its owner alone can read, found mode "
-            f"{stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next run makes another"
+            f"{file}: expected a token of at least {_TOKEN_BYTES} characters that only its owner can read, found "
+            f"mode {stat.S_IMODE(mode):o} and {len(text)} bytes; remove it, and the next run makes another"
         )
     return text.decode("ascii", errors="replace")
 

@@ -98,7 +98,7 @@ def test_scores_that_cannot_be_paired_are_refused(sites):
 
 def test_other_rows_are_refused():
     nine, eight = (placement_values([(np.arange(n, dtype=float), np.arange(9.0))]) for n in (9, 8))
-    with pytest.raises(ValueError, match=r"expected scores of the same rows, found \[9, 9\] and \[8, 9\]"):
+    with pytest.raises(ValueError, match=r"expected scores of the same examples, found \[9, 9\] and \[8, 9\]"):
         nine.less(eight)
 
 

@@ -72,7 +72,7 @@ def test_an_attack_that_does_not_win_undefended_is_unusable(verdict):
 def test_an_attack_that_tells_rows_apart_that_nobody_trained_on_is_unusable(model, verdict):
     given = {f.model: f for f in (LOST, OTHER)} | {model: found(model, "loss", verdict)}
     control_note = note("loss", *given.values(), WON, found("server", "loss", "above"))
-    assert f"NOT usable here, because it separates rows that were not trained on there ({model}: " in control_note
+    assert f"NOT usable here, because it separates examples that were not trained on there ({model}: " in control_note
 
 
 def test_without_controls_an_attack_is_unusable():
@@ -99,13 +99,13 @@ def test_an_attack_that_scores_all_rows_of_a_model_alike_says_nothing_of_it():
         "Not decided: no attack whose controls hold was tried on the run"
     )
     notes = verdict.control_notes([LOST, WON, blind, seen], CONTROL, None)
-    assert "loss: it scores all rows alike on b, so it says NOTHING about them." in notes
+    assert "loss: it scores all examples alike on b, so it says NOTHING about them." in notes
     assert any(text.endswith("Membership shows in none of 1 models.") for text in notes)
     made = collector(_Site())
     made.kinds["loss"] = "uploads"
     targets = [("uploads", "a"), ("uploads", "b")]
     assert made.undecided([LOST, WON, blind, seen], targets) == [
-        "b: no attack on its uploads was tried whose controls hold"
+        "b: no attack on its uploads whose controls hold was tried"
     ]
 
 
@@ -377,7 +377,7 @@ def test_an_audit_says_of_what_it_could_not_tell_anything(monkeypatch):
     collector_.kinds["loss"] = "model"
     asked = [("model", "server"), ("model", "a"), ("uploads", "a"), ("model", "b")]
     assert collector_.undecided(audit_findings, asked) == [
-        "a: no attack on its uploads was tried whose controls hold",
-        "b: no attack on its model was tried whose controls hold",
+        "a: no attack on its uploads whose controls hold was tried",
+        "b: no attack on its model whose controls hold was tried",
     ]
     assert len(collector_.undecided([replace(audit_findings[0], verdict="contains"), *audit_findings[1:]], asked)) == 4

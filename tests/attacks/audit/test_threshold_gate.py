@@ -46,7 +46,7 @@ def test_an_empty_audit_and_one_with_controls_alone_do_not_pass():
 
 
 def test_what_was_not_attacked_keeps_it_from_passing_and_not_from_failing():
-    gap = "site-2: no attack on what it sent was tried whose controls hold"
+    gap = "site-2: no attack on what it sent whose controls hold was tried"
     decision = decide_gate(of(QUIET, undecided=[gap]), LeakageThreshold(0.6))
     assert decision.code == threshold_gate.CANNOT_TELL
     assert gap in decision.says

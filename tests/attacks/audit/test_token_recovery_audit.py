@@ -56,10 +56,10 @@ def test_a_run_of_single_steps_spells_out_its_rows_and_no_others(audited):
     view, knowledge, config, members, non_members = audited
     assert token_recovery_audit.explain_misfit(view, knowledge.task, config) == ""
     (note,) = token_recovery_audit.audit_notes(view, knowledge, config, members, non_members)
-    whole, uploads = map(int, note.partition("of a row: ")[2].partition(" uploads")[0].split(" of "))
+    whole, uploads = map(int, note.partition("of an example: ")[2].partition(" uploads")[0].split(" of "))
     assert 0 < whole <= uploads == 4, note
     assert "and 0 one that no site trained on" in note
-    assert "One step on one row gives 1.00 (the control to win)." in note
+    assert "One step on one example gives 1.00 (the control to win)." in note
 
 
 @pytest.mark.long
@@ -70,7 +70,7 @@ def test_a_rank_below_a_row_s_tokens_keeps_it_off(audited, monkeypatch):
     )  # as of a full one
     (note,) = token_recovery_audit.audit_notes(view, knowledge, config, members, non_members)
     assert "0 of " in note
-    assert "NOT usable here: it does not win on one row" in note
+    assert "NOT usable here: it does not win on one example" in note
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,9 @@ def test_what_holds_no_coins_is_refused(tmp_path, text):
 
 def test_pairs_that_do_not_fit_are_refused(run, tmp_path):
     for rows, coins in ((30, 20), (100, 19), (0, 0)):
-        with pytest.raises(ConfigError, match=f"--pairs: expected 20 to 20000, and at most half of the {rows} rows"):
+        with pytest.raises(
+            ConfigError, match=f"--pairs: expected 20 to 20000, and at most half of the {rows} examples"
+        ):
             plant_canaries(rows_of(rows), "y", np.ones(coins, dtype=bool), random.Random(0))
     folder, view, knowledge = run(Untrained)
     with pytest.raises(ConfigError, match="--canaries: expected a site of the run .a, b., found c"):

@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_taken_at_once_is_said_and_read_row_by_row(monkey
         raise RuntimeError("vmap: data-dependent control flow\nand where")
 
     monkeypatch.setattr(per_example, "gradients_of_examples", refuses)
-    with pytest.warns(UserWarning, match="one row at a time: vmap: data-dependent control flow$"):
+    with pytest.warns(UserWarning, match="one example at a time: vmap: data-dependent control flow$"):
         is_each_alone(task, rows)
 
 

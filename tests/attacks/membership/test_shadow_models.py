@@ -90,7 +90,7 @@ def test_its_control_to_lose_fails_where_members_are_of_another_distribution(kin
 
 def test_members_that_were_not_trained_on_are_refused_and_would_score_a_half():
     strangers = rows(7)
-    with pytest.raises(ValueError, match="members: expected rows that the target was trained on, found 40 others"):
+    with pytest.raises(ValueError, match="members: expected examples that the target was trained on, found 40 others"):
         shadow_models.target_outputs(
             says, trained(MINE, 0), MINE, (strangers, labels(strangers)), (OTHERS, labels(OTHERS)), POOL
         )
@@ -102,9 +102,9 @@ def test_members_that_were_not_trained_on_are_refused_and_would_score_a_half():
 
 def test_rows_of_the_wrong_side_are_refused():
     weights = trained(MINE, 0, 0)
-    with pytest.raises(ValueError, match="others: expected rows that the target was not trained on, found 1"):
+    with pytest.raises(ValueError, match="others: expected examples that the target was not trained on, found 1"):
         shadow_models.target_outputs(says, weights, MINE, (MINE[1:], labels(MINE[1:])), (MINE[:1], [0]), POOL)
-    with pytest.raises(ValueError, match="pool: expected no row of the target, found 40"):
+    with pytest.raises(ValueError, match="pool: expected no example of the target, found 40"):
         shadow_models.target_outputs(says, weights, MINE, (MINE, labels(MINE)), (OTHERS, labels(OTHERS)), POOL + MINE)
 
 

@@ -128,7 +128,9 @@ def test_a_broadcast_that_is_gone_is_named(walk):
     parts = view.participations()["b"]
     parts[1] = replace(parts[1], down=None)
     assert residual_replay.starting_weights(view, parts, 0)
-    with pytest.raises(StateError, match="tap: expected the broadcast that site b answered in round 1, found none"):
+    with pytest.raises(
+        StateError, match="captured messages: expected the broadcast that site b answered in round 1, found none"
+    ):
         residual_replay.starting_weights(view, parts, 2)
 
 

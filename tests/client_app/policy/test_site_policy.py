@@ -187,12 +187,12 @@ def test_an_upload_needs_its_examples_and_the_server_does_not_learn_how_many(fou
     if permitted:
         check_upload(site, 0, 0, found)
         return
-    with pytest.raises(PolicyError, match=r"with at least 30 rows, found fewer \(min-examples of its policy\)"):
+    with pytest.raises(PolicyError, match=r"with at least 30 examples, found fewer \(min-examples of its policy\)"):
         check_upload(site, 0, 0, found)
 
 
 def test_a_truth_is_not_a_number_of_examples(tmp_path):
-    with pytest.raises(PolicyError, match="with at least 1 rows, found fewer"):
+    with pytest.raises(PolicyError, match="with at least 1 examples, found fewer"):
         check_upload(assignment(tmp_path, "min-examples = 1"), 0, 0, True)
 
 

@@ -50,7 +50,7 @@ def test_a_base_in_shards_trains_as_a_whole_one(tmp_path):
             one, two = (trainer.train(pair.weights) for trainer in pair.trainers(pair.rows[:9]))
             assert_same(one.weights, two.weights, pair.weights)
             assert two.report["loss_received"] == pytest.approx(one.report["loss_received"], rel=1e-5)
-        with pytest.raises(ConfigError, match="shard-base: expected false for per-row gradients"):
+        with pytest.raises(ConfigError, match="shard-base: expected false for per-example gradients"):
             two = pair.both.trainer(pair.rows[:9], RandomStream(KEY)).rows.per_sample(
                 pair.weights, BatchIndices((0, 1))
             )
@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_in_a_turn_ends_it_with_the_reason_and_no_process_
     rank.kill()
     whole.join(60)
     assert [error.kind for error in errors] == [RankError.__name__]
-    assert "processes: expected rank 1 of 2 to compute, found that it was ended by SIGKILL" in str(errors[0])
+    assert "processes: rank 1 of 2 was ended by SIGKILL" in str(errors[0])
     assert "was ended by SIGKILL" in WorkerRegistry(tmp_path, "s").turns.read_text()
     until(lambda: not list_workers(tmp_path))
     assert not ranks()

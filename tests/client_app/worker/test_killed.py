@@ -50,9 +50,7 @@ def test_killed_at_start_one_more_is_started(bench, tmp_path, monkeypatch):
 
 def test_killed_at_start_twice_is_an_error_that_names_the_log(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", shell_python(tmp_path, 2))
-    with pytest.raises(
-        WorkerError, match="expected it to start, found that it ended with exit code -9; see .*worker.log"
-    ):
+    with pytest.raises(WorkerError, match="it ended with exit code -9 before it was ready; see .*worker.log"):
         bench.turn()
     assert bench.workers() == []
 
@@ -203,7 +201,7 @@ def test_a_full_disk_leaves_the_last_private_state_and_the_next_turn_goes_on(ben
     received = bench.state / "first" / "north" / "received.json"
     judged_by = received.read_bytes()
     resource.prlimit(worker.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-    message = r"turn-[0-9a-f]{16}.safetensors: expected to write the private state, found .*; free space"
+    message = r"turn-[0-9a-f]{16}.safetensors: cannot write the private state: .*; free space"
     with pytest.raises(connection.ClientRoundError, match=message) as error:
         bench.turn(1)
     assert error.value.kind == "StateError"

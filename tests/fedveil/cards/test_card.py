@@ -99,7 +99,7 @@ def test_epsilon_is_the_accountants_for_the_site_with_the_fewest_rows(tmp_path):
     )
     assert "privacy loss distributions" in guarantee.accountant
     assert guarantee.sites[0].mu is None  # not at a run's end
-    assert "one row of one site's data set" in guarantee.unit
+    assert "one example of one site's data set" in guarantee.unit
     assert f"epsilon {guarantee.epsilon:.4g} at delta 1e-05 (replace-one)" in guarantee.says
 
 

@@ -108,7 +108,7 @@ def _nothing_accepted(round_: int, sites: tuple[str, ...], down: int) -> dict[st
         "refused: h.0.attn.lora_A: expected a norm of at most 1e+06, found 3.2e+07",
         "PolicyError: train.batch-size: expected at most 8, found 16",
         "no reply within 900 s",
-        "its reply was lost, or came too late (code 4)",
+        "its reply was lost, or arrived too late (code 4)",
     )
     return {
         "round": round_,

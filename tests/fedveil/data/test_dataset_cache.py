@@ -72,7 +72,7 @@ HARMS = {
     "about is no object": lambda f: (f / "about.json").write_text("[]"),
     "another key in it": harm_key,
     "arrays swapped": lambda f: (f / "ids.bin").rename(f / "x") and (f / "numbers.bin").rename(f / "ids.bin"),
-    "open to others": lambda f: (f / "ids.bin").chmod(0o644),
+    "accessible to other users": lambda f: (f / "ids.bin").chmod(0o644),
 }
 
 
@@ -100,7 +100,7 @@ def test_what_fails_on_the_way_leaves_nothing(tmp_path, shelf):
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "shelf").write_text("a file")
-    with pytest.raises(StateError, match="expected to write prepared rows"):
+    with pytest.raises(StateError, match="cannot write prepared examples"):
         DatasetCache(tmp_path / "shelf", KINDS).put(KEY, PARTS)
 
 

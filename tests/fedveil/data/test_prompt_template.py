@@ -94,12 +94,12 @@ def test_cut_rows_are_counted_and_said(caplog):
         encoded_rows = task.encode(rows)
     assert encoded_rows.cuts.tolist() == [0, 1, 2]
     assert [row.cut for row in encoded_rows] == [0, 1, 2]
-    assert "task.max-tokens = 24: 2 of 3 rows lose the end of their source, 1 of these" in caplog.text
+    assert "task.max-tokens = 24: 2 of 3 examples lose the end of their source, and 1 of these" in caplog.text
     assert caplog.text.endswith("; raise it, to at most 192\n")
     longest, _ = make(max_tokens=192)
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         longest.encode([Example({"mr": SOURCE * 40, "ref": "b"})])
-    assert caplog.text.endswith("; shorten the rows: tiny has no more room\n")
+    assert caplog.text.endswith("; shorten the examples: tiny has no more room\n")
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         task.encode(rows[:1])

@@ -97,7 +97,7 @@ def test_a_state_that_cannot_be_written_costs_no_other(scratch, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(client_states, "save_state", full)
-    with pytest.raises(StateError, match="a: expected to write its private state to .*No space left on device; free"):
+    with pytest.raises(StateError, match="a: cannot write its private state to .*No space left on device; free"):
         cache["a"] = state(2)
     assert cache["a"].scalars["turns"] == 1
     assert cache.memory_bytes == 400

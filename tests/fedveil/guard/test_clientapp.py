@@ -181,7 +181,7 @@ def test_a_permitted_bundle_is_installed_and_the_log_says_who_what_and_how_much(
 @pytest.mark.parametrize(
     "policy,reason",
     [
-        (None, "requires one, found none"),
+        (None, "requires a policy, and its node config names none"),
         ('methods = ["fedrand"]', "method.name: this site permits"),
         (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         (f'signers = ["{PUBLIC}"]', "app signer: .* found none that"),
@@ -202,7 +202,7 @@ def test_a_refusal_comes_before_anything_of_the_bundle_is_on_the_disk(tmp_path, 
     [
         (f'app-digests = ["{"0" * 64}"]', "app digest: this site permits .* to app-digests in its policy"),
         ('methods = ["fedavg"]', "message: expected FedVeil's records order and fedveil, found numbers, settings"),
-        (None, "requires one, found none"),
+        (None, "requires a policy, and its node config names none"),
         ("methods = fedavg", "expected a readable policy file"),
     ],
 )
@@ -235,7 +235,9 @@ def test_no_byte_of_a_message_escapes_the_bound_of_the_policy(tmp_path, monkeypa
     site = Site(tmp_path, monkeypatch, fab, "max-bytes-a-round = 1_000_000")
     for name, record in BESIDE[beside].items():
         site.message.content[name] = record
-    site.assert_refused("alone, found (more|config|fedveil|order) of type|max-bytes-a-round|1000000|1,000,000")
+    site.assert_refused(
+        "expected only the records .*, found (more|config|fedveil|order) of type|max-bytes-a-round|1000000|1,000,000"
+    )
     assert "KeyError" not in audit_log.read_log(site.log)[-1]["reason"]
 
 
@@ -342,7 +344,7 @@ def test_an_upload_beyond_the_bounds_is_withheld(tmp_path, monkeypatch, fab, lor
     data = upload(lora_spec, lora_weights)
     for policy, reason in (
         (f"max-bytes-a-round = {999 + len(data)}", f"found {1000 + len(data)}"),
-        ("min-examples = 4", "at least 4 rows, found fewer (min-examples of its policy)"),
+        ("min-examples = 4", "at least 4 examples, found fewer (min-examples of its policy)"),
     ):
         site = Site(tmp_path, monkeypatch, fab, policy)
         site.install()

@@ -133,10 +133,10 @@ def test_why_a_turn_failed_stays_at_the_site(site):
     failure_reason.note_failure("KeyError", "\"the column 'diagnosis'\x1b[2J of row 4711" + "x" * 2000)
     for _ in range(2):
         site.runtime.push_message(
-            None, Message(Error(2, "KeyError at the site; its log has the text"), reply_to=site.message), None
+            None, Message(Error(2, "KeyError at the site; see the site's log"), reply_to=site.message), None
         )
     first, second = audit_log.read_log(site.log)[-2:]
     assert first["cause"].startswith("KeyError: \"the column 'diagnosis'\\x1b[2J")
     assert len(first["cause"]) < 1100
     assert second["cause"] == ""
-    assert [message.error.reason for message in site.sent] == ["KeyError at the site; its log has the text"] * 2
+    assert [message.error.reason for message in site.sent] == ["KeyError at the site; see the site's log"] * 2

@@ -127,6 +127,6 @@ def test_kernels_that_do_not_work_are_named_once_in_the_log(monkeypatch, caplog)
     with caplog.at_level(logging.WARNING, "fedveil"):
         assert [triton_available.load_kernels(torch.device("cuda")) for _ in range(3)] == [None] * 3
     assert len(caplog.records) == 1
-    assert "GPU kernels: expected a working Triton and C compiler, found that they fail (" in caplog.text
+    assert "GPU kernels: Triton or the C compiler does not work here (" in caplog.text
     assert triton_available.load_kernels(CPU) is None
     assert triton_available.load_kernels(DEVICE) is None

@@ -115,7 +115,7 @@ def test_any_method_that_trains_takes_it(name):
     [
         ("dp_fpl", {}, "dp_fpl, which adds its own noise; leave"),
         ("random_binary", {}, "random_binary, which sends gradients; leave"),
-        ("fedavg", {"has_row_gradients": False}, "the task text-generation, which has no per-row gradients"),
+        ("fedavg", {"has_row_gradients": False}, "the task text-generation, which has no per-example gradients"),
         ("fedavg", {"train__gradient_accumulation_steps": 2}, "train.gradient-accumulation-steps = 2"),
         ("fedavg", {"dp__clip_norm": 0.0}, r"dp\.clip-norm: expected a number above 0 with other keys"),
         ("fedavg", {"dp__clip_norm": -1.0}, r"dp\.clip-norm"),

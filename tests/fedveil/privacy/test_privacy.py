@@ -331,7 +331,7 @@ def test_the_ledger_stops_before_the_budget_is_passed_and_survives_a_restart(tmp
     for _ in range(3):
         PrivacyLedger(path).charge(["a", "b"], {STEP: 1}, limit(3))
     before = path.read_bytes()
-    with pytest.raises(BudgetError, match=r"replace-one.* spent and .* after this turn"):
+    with pytest.raises(BudgetError, match=r"replace-one.* spent and .* after this round"):
         PrivacyLedger(path).charge(["b", "c"], {STEP: 1}, limit(3))
     assert path.read_bytes() == before, "all or none"
     PrivacyLedger(path).charge(["c"], {STEP: 3}, limit(3))

@@ -131,7 +131,7 @@ def test_a_name_of_its_own_and_a_value_that_is_no_json_are_refused(tmp_path):
 
 def test_what_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StateError, match="expected to write the audit log"):
+    with pytest.raises(StateError, match="cannot write the audit log"):
         audit_log.append_entry(tmp_path / "file" / "log.jsonl", "sent", {})
     with pytest.raises(StateError, match="expected an audit log, found none"):
         audit_log.verify_log(tmp_path / "none.jsonl")

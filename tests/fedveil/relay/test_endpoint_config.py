@@ -301,7 +301,7 @@ def test_an_order_that_ended_is_refused_by_the_sites_clock_and_taken_back_by_the
     server = exported(both, message(seconds=100.0))
     site = Site(both, clock=lambda: time.time() + 7300)
     assert [site.end._next() for _ in range(2)] == [None, None]
-    assert "found one that ended 2.0 h ago by this machine's clock" in site.refused()[0]
+    assert "which expired 2.0 h ago by this machine's clock" in site.refused()[0]
     late = site.again()
     taken = late.take()
     assert taken is not None

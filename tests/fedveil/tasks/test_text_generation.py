@@ -408,10 +408,10 @@ def test_text_that_looks_like_a_date_stays_text(task, tmp_path):
         ("dev.jsonl", "", r"expected train.jsonl or train.parquet in .* found dev.jsonl"),
         ("train.jsonl", "", "at least one row"),
         ("train.jsonl", '{"mr": "a", "text": "b"}', 'expected column "ref" in .* found mr, text'),
-        ("train.jsonl", '{"mr": "a", "ref": "b"}\n{"mr": ', "expected JSON in line 2"),
+        ("train.jsonl", '{"mr": "a", "ref": "b"}\n{"mr": ', "line 2 of .* is not JSON"),
         ("train.jsonl", "[1]", "expected an object in line 1"),
         ("train.jsonl", '{"mr": 1, "ref": "b"}\n{"mr": "x", "ref": "b"}', "one type per column"),
-        ("train.parquet", "no parquet", "expected Parquet"),
+        ("train.parquet", "no parquet", "as Parquet"),
     ],
 )
 def test_bad_data_is_refused_with_the_next_step(task, tmp_path, name, text, message):
@@ -428,7 +428,7 @@ def test_a_data_path_that_is_not_there_is_named(task, tmp_path):
         task.trainer(task.encode(Example.from_columns([{"mr": "a", "ref": None}])), RandomStream(KEY)).train(
             task.initial(RandomStream(KEY))
         )
-    with pytest.raises(TaskError, match="at least one row to train on"):
+    with pytest.raises(TaskError, match="at least one example to train on"):
         task.trainer([], RandomStream(KEY))
 
 
@@ -447,7 +447,7 @@ def test_a_base_that_is_not_there_or_not_whole_is_refused(tmp_path, llama):
     with pytest.raises(TaskError, match=r"lacks model.layers.1.mlp.up_proj.weight"):
         _ = make(task__model=str(tmp_path)).spec
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(TaskError, match="does not load") as caught:
+    with pytest.raises(TaskError, match="cannot load .* as a causal language model") as caught:
         _ = make(task__model=str(tmp_path)).spec
     assert "\n" not in str(caught.value)
 

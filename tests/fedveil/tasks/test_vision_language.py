@@ -124,7 +124,7 @@ def test_a_hint_too_long_loses_its_end_and_the_question_nothing(caplog):
     assert question == f"Which?\nA. north\nB. south\n{CHOICE_PROMPT}\n"
     assert hint.startswith(context.removeprefix("Context: "))
     assert row.cut == 1
-    assert "task.max-tokens = 70: 1 of 1 rows lose the end of their hint; raise it" in caplog.text
+    assert "task.max-tokens = 70: 1 of 1 examples lose the end of their hint; raise it" in caplog.text
     assert short.base.tokenizer.decode(row.ids[row.start :]) == "B" + short.base.tokenizer.eos_token
     whole = roomy.encode(hinted("word0 word1"))[0]
     assert set(row.inputs()) == set(whole.inputs())
@@ -284,7 +284,7 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
     cases = {
         "image": (
             {"image": b"no image", "caption": "x"},
-            "expected an image that decodes, found that row 2 of .*train.parquet",
+            "cannot decode the image in row 2 of .*train.parquet",
         ),
         "caption": ({"image": picture(1), "caption": " "}, "expected a caption.* in row 2 of .*train.parquet"),
         "none": ({"image": picture(1), "caption": None}, "expected a caption.* found None in row 2 of .*train.parquet"),
@@ -295,7 +295,7 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
         with pytest.raises(TaskError, match=pattern):
             task.encode(task.examples(folder, "train"))
     (tmp_path / "train.jsonl").write_text(json.dumps({"image": "gone.png", "caption": "A dog."}) + "\n")
-    with pytest.raises(TaskError, match=r'expected an image at the path in "image", found .*gone.png'):
+    with pytest.raises(TaskError, match=r'cannot read the image that column "image" names in .*gone.png'):
         task.encode(task.examples(tmp_path, "train"))
 
 

@@ -105,7 +105,7 @@ def test_the_optimiser_steps_with_the_rounds_rates(monkeypatch, optimiser):
 @pytest.mark.parametrize(
     "flat,match",
     [
-        ({"dp.clip-norm": 1.0}, r"with dp\.\*, whose noisy steps are plain SGD and clip every row; leave it out"),
+        ({"dp.clip-norm": 1.0}, r"with dp\.\*, whose noisy steps are plain SGD and clip every example; leave it out"),
         ({"method.name": "random_binary"}, "with the method random_binary, whose clients take no such steps; leave"),
         ({"method.name": "fixed_position"}, "with the method fixed_position"),
         ({"method.name": "dp_fpl"}, "with the method dp_fpl"),

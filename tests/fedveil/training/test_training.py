@@ -134,8 +134,8 @@ def test_the_first_loss_that_is_not_finite_is_named(configured, rows, start, mon
     third = torch.randperm(29, generator=RandomStream(KEY).torch_generator()).tolist()[8:12]
     named = ", ".join(str(row + 1) for row in sorted(third))
     expected = (
-        f"train.learning-rate: expected a finite loss, found nan at step 3 with 0.05, computed from this site's rows "
-        f"{named}; lower it, set train.max-grad-norm, or correct a row that differs from the others"
+        "train.learning-rate: expected a finite loss, found nan at step 3 with 0.05, computed from this site's "
+        f"examples {named}; lower it, set train.max-grad-norm, or correct an example that differs from the others"
     )
     with pytest.raises(TaskError) as error:
         task.trainer(rows, RandomStream(KEY), seen.append).train(start)
@@ -339,7 +339,9 @@ def test_a_machine_that_cannot_compile_says_so_before_the_first_step(rows, start
 
     monkeypatch.setattr(torch, "compile", broken)
     task = make(train__compile=True)
-    with pytest.raises(ConfigError, match=r"train.compile: expected a machine .* it fails \(no C\+\+ compiler\); inst"):
+    with pytest.raises(
+        ConfigError, match=r"train.compile: torch.compile does not work here .* \(no C\+\+ compiler\); inst"
+    ):
         task.trainer(rows, RandomStream(KEY)).train(start)
 
 

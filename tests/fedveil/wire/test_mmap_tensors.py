@@ -53,7 +53,7 @@ def test_a_short_message_stays_in_memory_and_a_full_disk_is_named(tmp_path, monk
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StateError, match="expected room for a message of 16777216 bytes"):
+    with pytest.raises(StateError, match="no room for a message of 16777216 bytes"):
         mmap_tensors.allocate(tmp_path, mmap_tensors.LEAST_BYTES)
 
 

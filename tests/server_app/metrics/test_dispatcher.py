@@ -93,7 +93,7 @@ def test_a_sink_that_sleeps_for_ever_costs_the_rounds_no_time_and_is_ended_by_th
     now[0] = dispatcher.MOST_SECONDS
     assert open_.ended() == {}
     now[0] += 0.5
-    assert open_.ended() == {"asleep": "it has been at one attempt for more than 120 s"}
+    assert open_.ended() == {"asleep": "it has spent on one attempt more than 120 s"}
     open_.put(TOLD[50])
     open_.close("completed")
     assert good.steps == list(range(51))
@@ -121,7 +121,7 @@ def test_a_sink_that_is_late_at_the_end_is_waited_for_but_not_for_long(monkeypat
     open_.close("failed")
     open_.close("failed")  # as after an error while the first one was written down
     assert time.monotonic() - started < 2
-    assert open_.ended() == {"late": "it had not written all within 0.2 s of the run's end"}
+    assert open_.ended() == {"late": "it had not written everything within 0.2 s of the run's end"}
     assert good.state == "failed"
     asleep.go.set()
 
@@ -145,4 +145,4 @@ print(open_.ended())
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    assert "had not written all" in done.stdout, done.stderr
+    assert "had not written everything" in done.stdout, done.stderr

@@ -133,7 +133,7 @@ def explain_run(
         if not math.isinf(epsilon):
             alone = stated_guarantee(claim.against_all(epsilon), claim.budget.delta, claim.budget.neighbours)
             lines.append(
-                f"Against the server and all other sites together, examples charged that much have about {alone}."
+                f"Against the server and all other sites together, an example charged that much has about {alone}."
             )
     words = disclosure_summary.what_is_learned(exchange.name)
     return [
@@ -160,7 +160,7 @@ def _scores(config: RunConfig, policy: policies.SitePolicy | None) -> list[str]:
     if not part:
         return []
     asked = (
-        f"It asks this site to hold out {100 * part:g} % of its examples and to score the received weights on "
+        f"The run asks this site to hold out {100 * part:g} % of its examples and to score the received weights on "
         f"them: {held_out_report.LOSS} and {held_out_report.ROWS}, in the report of each upload."
     )
     if not most:

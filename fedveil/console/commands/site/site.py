@@ -215,7 +215,7 @@ def _trust(args: argparse.Namespace) -> int:
         )
     write_atomic(file, new.to_toml().encode())
     file.chmod(0o644)  # public, and read by another user in containers
-    print(f"{file}: from its next message on, the site accepts instructions that are signed with these keys alone")
+    print(f"{file}: from its next message on, the site accepts only instructions that are signed with these keys")
     print("in containers, restart it for that: docker compose restart clientapp")
     for name in (kit_reader.NODE_CONFIG, "containers.toml"):
         if (args.kit / name).is_file() and not kit_reader.names_instruction_keys(args.kit / name):

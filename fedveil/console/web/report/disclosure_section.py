@@ -30,8 +30,8 @@ UNSIGNED_NOTE = (
 LOSSES_NOTE = (
     "Loss received: loss of the received model, before training at the site, on the first "
     "train.received-loss-examples examples. Loss trained: the mean over all training steps, on all examples, with "
-    "dropout, while the model changes. They are not before and after: a higher loss trained does not mean that "
-    "training did harm."
+    "dropout, while the model changes. They do not compare before and after: a higher loss trained does not mean "
+    "that training did harm."
 )
 HELD_OUT_NOTE = (
     "Each site reports this itself, for the weights that it received: the model after the previous round, combined "

@@ -142,7 +142,10 @@ def tradeoff_caption(arms: Sequence[TradeoffRun]) -> str:
     if first is None or first.told is None:
         return "Quality: open circle untrained, full circle after the last round. No attack is shown."
     inside = ", ".join(a.name for a in _in_band(arms[:MOST_ARMS]))
-    weak = f" An open point's mean ({inside}) is within the blue band: the attack finds as much where there is nothing."
+    weak = (
+        f" An open point's mean ({inside}) is within the blue band: the attack scores as high on models that never "
+        "saw the examples."
+    )
     which = "the mean over the sites" if first.over_sites() else "its strongest finding"
     return (
         "Quality: open circle untrained, full circle after the last round, on examples that no site has. An attacker "

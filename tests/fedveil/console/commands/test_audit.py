@@ -287,7 +287,7 @@ def test_a_report_without_an_audit_says_so(make_run):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], r"--data: expected the folder of the sites' rows, found none .* give --data, or --site"),
+        ([], r"--data: expected the folder of the sites' examples, found none .* give --data, or --site"),
         (["--data", "nowhere"], "expected a folder or file of rows, found none at"),
         (["--site", "x=y"], "--site: expected a site of the run .site-10, site-2., found x"),
         (["--site", "site-2"], "--site: expected NAME=FOLDER"),

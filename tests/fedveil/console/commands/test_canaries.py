@@ -42,7 +42,7 @@ def test_rows_of_parquet_stay_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--pairs", "60"], "--pairs: expected 20 to 20000, and at most half of the 100 rows, found 60"),
+        (["--pairs", "60"], "--pairs: expected 20 to 20000, and at most half of the 100 examples, found 60"),
         (["--pairs", "0"], "--pairs: expected 20 to 20000, found 0"),
         (["--target-column", "x"], 'expected column "x" in'),
     ],

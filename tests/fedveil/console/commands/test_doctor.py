@@ -270,7 +270,7 @@ def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
     assert "2 examples in" in capsys.readouterr().out
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 1
-    assert "expected Parquet in" in capsys.readouterr().out
+    assert "as Parquet" in capsys.readouterr().out
 
 
 def test_an_unknown_key_is_refused(capsys):

@@ -111,7 +111,7 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
     once = accounting.noise_multiplier_for(lambda z: {("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
     alone = accounting.compute_epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
-    assert f"together, examples charged that much have about epsilon {alone:.4g}" in explanation
+    assert f"together, an example charged that much has about epsilon {alone:.4g}" in explanation
     assert UNTIMED in explanation
     assert "and on a server that follows the protocol" in explanation
     plain = "\n".join(explain.explain_run(exchange, parse({}), 1e-5))

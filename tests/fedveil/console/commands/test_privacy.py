@@ -106,7 +106,7 @@ def test_the_report_states_the_honest_epsilon_of_every_site():
     assert "nominal" not in first
     assert "a: 40 examples, 4 participations of 1 steps: at most epsilon" in a
     assert "(replace-one)" in a
-    assert "the server does not know the site's number of rows" in b
+    assert "the server does not know the site's number of examples" in b
     mean = privacy_section.privacy_statements(run_of(mode="code", epsilon=0.1, sampling="disjoint", rounds=3))
     assert UNTIMED not in mean[0]
     assert "nominal epsilon was 0.1" in mean[0]

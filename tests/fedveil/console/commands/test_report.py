@@ -130,7 +130,7 @@ def test_scores_of_held_out_rows_stand_beside_their_counts(make_run):
     assert per_site.mean_scored(run.attempts[-1]["reports"]) == (pytest.approx(mean), rows, 1 + others)
     page = report.run_page_html([run])
     assert f"in round 3: {mean:.4f} ({rows} examples of {1 + others} sites)" in page
-    assert "its policy permits no scores of held-out rows (max-scores)" in page
+    assert "its policy permits no scores of held-out examples (max-scores)" in page
     assert per_site.failure_note(run.attempts[-1]["reports"]).startswith(
         f"  held out: loss {mean:.4f}, {rows} examples"
     )

@@ -121,10 +121,10 @@ def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):
     folder.failed(
         {"run": "pilot\x1b[2J", "round": 2}, "worker 41: killed by the kernel because memory ran out: 900 of 1000 MB"
     )
-    folder.failed({}, "worker: expected a turn of another run")
+    folder.failed({}, "worker: expected a local round of another run")
     with folder.turns.open("a") as file:
         file.write("{half a li")
-    assert workers.last_failures(tmp_path)[0].endswith("worker: expected a turn of another run")
+    assert workers.last_failures(tmp_path)[0].endswith("worker: expected a local round of another run")
     folder.turns.write_text(folder.turns.read_text().splitlines()[0] + "\n")
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
     stdout = capsys.readouterr().out

@@ -216,7 +216,8 @@ def killed(folder):
 def test_everybody_is_told_that_a_run_died_of_what_and_how_it_goes_on(make_run, tmp_path, capsys):
     folder = killed(make_run(method="fedavg", state="running"))
     words = (
-        "its ServerApp ended without a word: killed, probably because memory ran out: 980 of 1000 MB at its last report"
+        "its ServerApp ended without a message: killed, probably because memory ran out: 980 of 1000 MB at its "
+        "last report"
     )
     lower, resume = (
         "or lower evaluate.eval-examples",

@@ -111,7 +111,7 @@ def test_instruction_keys_that_cannot_be_used_are_named_before_anything_is_start
     file = kit / "instruction-keys.toml"
     whole, small_order = file.read_text(), "01" + "00" * 31
     for text, reason in (
-        (whole.replace("keys =", "key ="), "expected the keys federation and keys alone"),
+        (whole.replace("keys =", "key ="), "expected only the keys federation and keys"),
         (f'federation = "{"ab" * 16}"\nkeys = ["{small_order}"]\n', "no key of small order"),
     ):
         file.write_text(text)

@@ -74,7 +74,7 @@ def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):
     content["method"]["fields"] = {"rho": 0.5}
     (folder / "config.json").write_text(json.dumps(content))
     statements = privacy_section.privacy_statements(load_run(folder))
-    words = "the server saw only sums, so it does not know the site's number of rows; the site's own ledger does."
+    words = "the server saw only sums, so it does not know the site's number of examples; the site's own ledger does."
     assert statements[1:5] == [f"{site}: {words}" for site in ("site-0", "site-1", "site-2", "site-3")]
     assert statements[5].startswith("site-9: no upload was accepted")
 

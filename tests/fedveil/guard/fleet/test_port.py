@@ -108,7 +108,7 @@ def test_a_site_pulls_its_instruction_and_no_other_s(fleet: Fleet) -> None:
     others = set(objects_of(fleet, SOUTH)) - set(objects_of(fleet, NORTH))
     assert others
     for object_id in (*others, "ab" * 32, "", "x"):
-        assert refused(fleet.pull_object, NORTH, object_id) == (403, "object of no instruction for this site")
+        assert refused(fleet.pull_object, NORTH, object_id) == (403, "object belongs to no instruction for this site")
     line = fleet.lines()[0]
     assert (line["site"], line["call"], line["count"]) == ("north", "pull_object", 1)
 
@@ -225,7 +225,7 @@ def test_no_site_answers_for_another(fleet: Fleet) -> None:
     to_south = fleet.reply(NORTH, instruction=SOUTH)
     assert refused(fleet.announce, NORTH, to_south.request) == (403, "no open instruction for this site")
     as_south = fleet.reply(SOUTH)
-    assert refused(fleet.announce, NORTH, as_south.request) == (403, "source or destination")
+    assert refused(fleet.announce, NORTH, as_south.request) == (403, "wrong source or destination")
     assert fleet.superlink.found(NORTH, SOUTH) == []
 
 
@@ -252,7 +252,7 @@ def test_forty_thousand_objects_are_refused_before_the_database_sees_them(fleet:
 def test_an_instruction_has_one_reply(fleet: Fleet) -> None:
     first, second = fleet.reply(NORTH), fleet.reply(NORTH, ago=3.0)
     fleet.send(NORTH, first)
-    assert refused(fleet.announce, NORTH, second.request) == (403, "instruction has another reply")
+    assert refused(fleet.announce, NORTH, second.request) == (403, "instruction already has a reply")
     fleet.announce(NORTH, first.request)  # whose answer was lost
 
 
@@ -288,7 +288,7 @@ def test_a_push_that_fails_for_a_reason_of_ours_is_not_repeated_for_ever(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "read_announcement", lambda *given: 1 / 0)
-    assert refused(fleet.announce, NORTH, fleet.reply(NORTH).request) == (403, "error of the server")
+    assert refused(fleet.announce, NORTH, fleet.reply(NORTH).request) == (403, "server error")
 
 
 def test_a_site_whose_name_cannot_be_read_is_refused_all_the_same(

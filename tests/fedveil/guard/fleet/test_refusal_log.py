@@ -39,7 +39,7 @@ def test_the_first_is_written_at_once_with_what_was_sent(log: Log) -> None:
     log.refuse(value="\x1b[2J" + "y" * 500)
     (line,) = log.lines()
     assert (line["site"], line["node"], line["call"], line["count"]) == ("east", "7", "push_object", 1)
-    assert line["reason"] == "object of another hash"
+    assert line["reason"] == "object does not match its hash"
     assert "\x1b" not in line["value"]
     assert len(line["value"]) <= 80 + len(" (504 characters)") + len(r"...\x1b")
 

@@ -215,7 +215,7 @@ def test_a_database_that_is_locked_at_the_start_is_asked_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(link_states, "find_instruction", fails)
-        assert refused(fleet.pull, 1) == (503, "database or disk")
+        assert refused(fleet.pull, 1) == (503, "database or disk failure")
     assert len(fleet.files()) == len(reply.objects)  # reply.json, and all objects but one
     assert list(fleet.announce(NORTH, reply.request).objects_to_push) == [last]
 

@@ -155,7 +155,7 @@ def test_an_object_that_was_not_announced_is_refused_before_and_after_the_end(fl
     said = (403, "object not announced")
     assert refused(fleet.push, NORTH, answer.session_id, object_id(strange), strange) == said
     last = next(id_ for id_ in reply.objects if id_ not in sent)
-    assert refused(fleet.push, NORTH, answer.session_id, last, strange) == (403, "object of another hash")
+    assert refused(fleet.push, NORTH, answer.session_id, last, strange) == (403, "object does not match its hash")
     assert fleet.push(NORTH, answer.session_id, last, reply.objects[last])
     fleet.settle()
     assert refused(fleet.push, NORTH, answer.session_id, object_id(strange), strange) == said
@@ -164,7 +164,7 @@ def test_an_object_that_was_not_announced_is_refused_before_and_after_the_end(fl
 def test_a_reply_that_is_whole_is_not_replaced(fleet: Fleet) -> None:
     fleet.send(NORTH, fleet.reply(NORTH))
     other = fleet.reply(NORTH, content=upload(b"another"))
-    assert refused(fleet.announce, NORTH, other.request) == (403, "instruction has another reply")
+    assert refused(fleet.announce, NORTH, other.request) == (403, "instruction already has a reply")
     assert fleet.superlink.found(NORTH) == [NORTH]
 
 
@@ -243,7 +243,7 @@ def test_a_disk_that_fails_is_asked_again_ten_times(
     with monkeypatch.context() as patch:
         patch.setattr(fleet.port._staging._spool, "put_object", fails)
         said = [refused(fleet.push, NORTH, answer.session_id, id_, reply.objects[id_]) for _ in range(12)]
-    assert said[:10] == [(503, "database or disk")] * 10
+    assert said[:10] == [(503, "database or disk failure")] * 10
     assert said[10:] == [(403, "reply could not be stored")] * 2
     monkeypatch.setattr(fleet.port._staging._spool, "add_reply", fails)
     other = fleet.reply(SOUTH)
@@ -354,7 +354,7 @@ def test_a_spool_that_somebody_removes_is_an_error_of_the_disk(fleet: Fleet) -> 
     reply, answer, sent = half(fleet)
     last = next(id_ for id_ in reply.objects if id_ not in sent)
     shutil.rmtree(fleet.port._staging._spool.folder)
-    assert refused(fleet.push, NORTH, answer.session_id, last, reply.objects[last]) == (503, "database or disk")
+    assert refused(fleet.push, NORTH, answer.session_id, last, reply.objects[last]) == (503, "database or disk failure")
 
 
 # The hand-over

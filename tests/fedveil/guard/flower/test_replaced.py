@@ -34,7 +34,9 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, fault: dict[s
     about = {"module": "flwr.supernode.start_client_internal", "name": "_push_messages"} | fault
     monkeypatch.setattr(replaced, "REPLACED", (ReplacedAttribute("guard/x.py", "SuperNode", **about),))
     require_attributes("SuperLink")
-    with pytest.raises(ConfigError, match=f"parts of Flower in a SuperNode .fedveil/guard/x.py., found no .*{words}"):
+    with pytest.raises(
+        ConfigError, match=f"parts of Flower in a SuperNode .fedveil/guard/x.py., but this Flower lacks .*{words}"
+    ):
         require_attributes("SuperNode")
 
 

@@ -173,7 +173,7 @@ def test_layers_beyond_the_second_keep_what_it_keeps():
 def test_what_is_not_planned_is_said():
     with pytest.raises(ConfigError, match='found "prefix", which memory planning'):
         memory.plan_memory(SMALL, config_of(), PrefixAdapter(), on_gpu=False)
-    with pytest.raises(ConfigError, match="found per-row gradients"):
+    with pytest.raises(ConfigError, match="found per-example gradients"):
         memory.plan_memory(SMALL, config_of(**{"dp.clip-norm": 1.0}), LORA, on_gpu=False)
     with pytest.raises(ConfigError, match="train.compile: expected false, found true, which memory planning"):
         memory.plan_memory(SMALL, config_of(**{"train.compile": True}), LORA, on_gpu=False)

@@ -100,14 +100,14 @@ def test_rows_are_divided_once_each(team):
 def test_what_failed_at_a_rank_ends_the_step_with_its_words(team):
     team, _, other = team
     other.say(RankMessage({"failed": "TaskError: no such thing"}))
-    with pytest.raises(RankError, match="expected rank 1 of 2 to compute, found TaskError: no such thing"):
+    with pytest.raises(RankError, match="rank 1 of 2 failed: TaskError: no such thing"):
         team.backward([team.batch([torch.ones(2), torch.ones(2)])])
 
 
 def test_a_rank_that_is_gone_ends_the_step_with_how_it_ended(team):
     team, _, other = team
     other.close()
-    with pytest.raises(RankError, match="expected rank 1 of 2 to compute, found that it fell asleep"):
+    with pytest.raises(RankError, match="rank 1 of 2 fell asleep"):
         team.backward([team.batch([torch.ones(2), torch.ones(2)])])
     with pytest.raises(RankError, match="fell asleep"):
         team.check()
@@ -117,7 +117,7 @@ def test_a_rank_that_speaks_unasked_is_noticed(team):
     team, _, other = team
     team.check()
     other.say(RankMessage({"x": 1}))
-    with pytest.raises(RankError, match="expected rank 1 to wait, found that it sent"):
+    with pytest.raises(RankError, match="expected no message from rank 1, which waits, found"):
         team.check()
 
 
@@ -144,7 +144,7 @@ def test_a_rank_may_have_its_answer_before_rank_0_has_sent_all_weights(of_no_row
     team._group = Early()
     assert len(team.gradients([], {}).losses) == 0
     other.say(RankMessage({"rows": 0}))  # unasked again
-    with pytest.raises(RankError, match="expected rank 1 to wait"):
+    with pytest.raises(RankError, match="expected no message from rank 1"):
         team.check()
 
 
@@ -157,7 +157,7 @@ def test_a_rank_that_fails_while_weights_are_sent_ends_the_step(of_no_rows):
             team.check()
 
     team._group = Failing()
-    with pytest.raises(RankError, match="found TaskError: no such thing"):
+    with pytest.raises(RankError, match="failed: TaskError: no such thing"):
         team.gradients([], {})
 
 

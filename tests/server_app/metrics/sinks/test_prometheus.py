@@ -133,5 +133,5 @@ def test_a_token_that_others_may_know_or_guess_is_refused(tmp_path, mode, text):
     file = tmp_path / prometheus.TOKEN
     file.write_text(text)
     file.chmod(mode)
-    with pytest.raises(StateError, match="expected a token of at least 32 characters that its owner alone can read"):
+    with pytest.raises(StateError, match="expected a token of at least 32 characters that only its owner can read"):
         prometheus.read_token(tmp_path)

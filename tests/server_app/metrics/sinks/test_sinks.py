@@ -153,7 +153,7 @@ def test_sinks_that_raise_or_sleep_for_ever_stop_no_run_and_the_status_says_why(
     assert runs.status["state"] == "completed"
     assert runs.status["sinks"] == {
         "raises": "OSError: [Errno 28] No space left on device",
-        "asleep": "it had not written all within 0.5 s of the run's end",
+        "asleep": "it had not written everything within 0.5 s of the run's end",
     }
     assert [metrics.step for metrics in good.told] == [1, 2]
     asleep.go.set()

@@ -74,7 +74,7 @@ def test_an_orange_point_within_the_band_of_the_untrained_is_open_and_said():
         tradeoff_plot.tradeoff_caption([outside, inside]),
         tradeoff_plot.tradeoff_caption([outside, outside]),
     )
-    assert "An open point's mean (weak one) is within the blue band: the attack finds as much where there" in caption
+    assert "An open point's mean (weak one) is within the blue band: the attack scores as high on models" in caption
     assert "An open point" not in plain
     blue = replace(inside, told=replace(finding, verdict="contains"))
     assert "An open point" not in tradeoff_plot.tradeoff_caption([outside, blue])
