@@ -40,6 +40,7 @@ from fedveil.server_app.completion import BestRoundTracker
 from fedveil.server_app.evaluation import Scores
 from fedveil.server_app.message_recorder import RunMessageRecorder
 from fedveil.server_app.message_signing import MessageSigner
+from fedveil.server_app.pending_sum import PendingSum, PendingSumStore
 from fedveil.server_app.reception import Reception
 from fedveil.server_app.round_attempt import AttemptResult, AttemptTally, RoundAttempt
 from fedveil.server_app.round_record import RoundRecord
@@ -75,6 +76,7 @@ class RoundLoop:
         self.method, self.settings, self.folder, self.scores = method, settings, folder, scores
         # Sites store private state under this name, so no other run may have it.
         self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
+        self._pending = PendingSumStore(folder.folder) if folder else None
         self._capture = folder.tap() if folder and settings.tap else None
         self.history: list[RoundRecord] = []
         self.course = BestRoundTracker(settings.choice, folder.folder if folder else None)
@@ -158,6 +160,8 @@ class RoundLoop:
             self.folder.status("running", round_, rounds, **self.course.about)
         cohort, quorum = self.settings.cohort, self.settings.quorum
         before: RoundRecord | None = None
+        if (pending := self._pending.load(round_) if self._pending else None) is not None:
+            return self._settle_pending(pending, grid, round_, config)
         for number in range(cohort.max_retries + 1):
             if number:
                 time.sleep(min(_BACK_OFF_SECONDS * 2 ** (number - 1), cohort.wait_seconds))
@@ -170,21 +174,52 @@ class RoundLoop:
             del messages
             # The result goes directly into the record, so its state is not in memory during the next attempt.
             result = attempt.run(attempt.iter_uploads(reception, deadline))
-            is_counted, is_lost = self.record_attempt(result, started), result.is_lost
+            is_over = self._conclude(result, started)
             del result
             reception.close()
             before = self.history[-1]
-            if is_counted:
-                self._lost = 0
-                return before
-            if is_lost:
-                self._lose_round(before)
+            if is_over:
                 return before
         raise QuorumError(
             f"round {round_ + 1}: expected at least {quorum} accepted uploads, found "
             f"{len(before.accepted) if before else 0} in the last of {cohort.max_retries + 1} attempts "
             f"({before.reasons if before else 'none'}); {connected_sites.suggest_remedy(before)}"
         )
+
+    def _settle_pending(self, pending: PendingSum, grid: Grid, round_: int, config: ConfigRecord) -> RoundRecord:
+        """Open the sum whose list was closed before the server was restarted. Raises QuorumError as `run_round`."""
+        started, plan = time.monotonic(), pending.unmasking.plan
+        log(INFO, "round %s: opening the sum that was closed before the restart", round_ + 1)
+        connected_sites.await_quorum(grid, round_, plan.quorum, self.settings.cohort, None, self.folder)
+        reception, address = (
+            self.open_reception(grid, round_, plan.attempt),
+            MessageAddress(self.run_name, plan.attempt),
+        )
+        server_ctx = RoundContext(round_, "", False, self._secret, self.settings.deterministic)
+        contexts = [replace(server_ctx, client=site, address=replace(address, site=site)) for site in plan.cohort]
+        clear = RoundAttempt(
+            self._begun, self.server, self.settings, address, round_, contexts,
+            RunMessageRecorder(self.folder, None, plan.cohort), last=self._last,
+        )  # fmt: skip
+        assert self._unseen is not None  # a pending sum is of a secure run, which the checkpoint's terms fix
+        requests = self._unseen.open_requests(reception, connected_sites.connected_sites(grid), address, round_, config)
+        attempt = self._unseen.resume(pending, clear, requests, server_ctx)
+        is_over = self._conclude(attempt.run(iter(())), started)
+        reception.close()
+        assert is_over  # the list is closed, so the round counts or is lost
+        return self.history[-1]
+
+    def _conclude(self, result: AttemptResult, started: float) -> bool:
+        """Record an attempt. Return whether its round is over: it counts, or is lost. Raises QuorumError."""
+        if self.record_attempt(result, started):
+            self._lost = 0
+        elif result.is_lost:
+            self._lose_round(self.history[-1])
+        else:
+            return False
+        if self._pending:
+            self._pending.remove()
+        return True
 
     def _lose_round(self, record: RoundRecord) -> None:
         """Go on with the state as it was: the sites that agreed to a sum of the round would refuse another attempt.
@@ -265,7 +300,7 @@ class RoundLoop:
             self._last, tally=tally,
         )  # fmt: skip
         if secagg and requests:
-            attempt = secagg.mask(attempt, requests, server_ctx)
+            attempt = secagg.mask(attempt, requests, server_ctx, self._pending)
         messages = attempt.build_messages(nodes, deadline, config)
         mmap_tensors.evict(self.server.tensors)
         return attempt, messages

@@ -49,6 +49,7 @@ from fedveil.federation.secagg.plan import broadcast_digest
 from fedveil.federation.secagg.roster import SigningKeyRoster
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 from fedveil.sanitize import sanitize
+from fedveil.server_app.pending_sum import PendingSum, PendingSumStore
 from fedveil.server_app.reception import Reception
 from fedveil.server_app.round_attempt import REASON_CHARACTERS, RoundAttempt, round_instruction
 from fedveil.server_app.secagg_requests import SECONDS, SecAggRequests
@@ -70,6 +71,7 @@ class SecureRoundAttempt(RoundAttempt):
         server_ctx: context for the server's own random draws in the round.
         roster: text of the signing keys to which the plan refers; "" for none.
         scalars: values that each site sends in the clear, by site; filled in while the attempt runs.
+        pending: where the closed list is stored for a restart; None: nowhere.
     """
 
     requests: SecAggRequests = field(kw_only=True)
@@ -79,6 +81,7 @@ class SecureRoundAttempt(RoundAttempt):
     server_ctx: RoundContext = field(kw_only=True)
     roster: str = field(default="", kw_only=True)
     scalars: dict[str, dict[str, str]] = field(default_factory=dict, kw_only=True)
+    pending: PendingSumStore | None = field(default=None, kw_only=True)
 
     @override
     def build_instruction(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
@@ -106,6 +109,8 @@ class SecureRoundAttempt(RoundAttempt):
             if self.server_ctx.entries is not None:
                 self.server_ctx.entries.require_sum(attempt.plan.cohort, attempt.uploads, attempt.plan.least)
             attempt.close()
+            if self.pending is not None:
+                self.pending.save(PendingSum(attempt, tally.turns, self.scalars), attempt.masked_total)
             return self.exchange.method.server_update(self.server, self._open_sum(), self.server_ctx)
         except (QuorumError, WireError) as error:
             tally.unseen["reason"] = sanitize(str(error), REASON_CHARACTERS)
@@ -263,7 +268,32 @@ class ServerSecAgg:
 
         return SecAggRequests(reception, nodes, order, round_, address, config)
 
-    def mask(self, clear: RoundAttempt, requests: SecAggRequests, server_ctx: RoundContext) -> RoundAttempt:
+    def resume(
+        self, pending: PendingSum, clear: RoundAttempt, requests: SecAggRequests, server_ctx: RoundContext
+    ) -> SecureRoundAttempt:
+        """Return the attempt whose list was closed before the server was restarted."""
+        unmasking, tally = pending.unmasking, clear.tally
+        plan = unmasking.plan
+        tally.accepted += unmasking.uploads
+        tally.turns |= pending.turns
+        tally.failed |= dict.fromkeys(unmasking.silent, "no upload before the server was restarted")
+        if unmasking.table:
+            server_ctx = replace(server_ctx, entries=EntryTable.from_text(unmasking.table))
+        own = {f.name: getattr(clear, f.name) for f in fields(RoundAttempt)}
+        return SecureRoundAttempt(
+            **own, requests=requests, unmasking=unmasking,
+            codec=MaskedUploadCodec.from_exchange(self.exchange, clear.round, plan.bits, self.claim),
+            coordinator=self.coordinator, server_ctx=server_ctx,
+            scalars={site: dict(scalars) for site, scalars in pending.scalars.items()},
+        )  # fmt: skip
+
+    def mask(
+        self,
+        clear: RoundAttempt,
+        requests: SecAggRequests,
+        server_ctx: RoundContext,
+        pending: PendingSumStore | None = None,
+    ) -> RoundAttempt:
         """Return the attempt with masked uploads. All its sites have prekeys. An attempt without a cohort is over.
 
         Raises:
@@ -292,7 +322,7 @@ class ServerSecAgg:
         roster = SigningKeyRoster(signing_keys=dict(coordinator.roster)).to_bytes().decode()
         return SecureRoundAttempt(
             **own, requests=requests, unmasking=attempt, codec=codec, coordinator=coordinator,
-            server_ctx=server_ctx, roster=roster if coordinator.roster else "",
+            server_ctx=server_ctx, roster=roster if coordinator.roster else "", pending=pending,
         )  # fmt: skip
 
 

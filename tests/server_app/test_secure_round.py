@@ -31,8 +31,10 @@ from fedveil.records import disclosure_summary
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import round_attempt
 from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.pending_sum import PendingSumStore
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_settings import RunSettings
+from fedveil.server_app.secure_round import SecureRoundAttempt
 from fedveil.wire import header, statement_envelope
 from fedveil.wire.capture import MessageCapture
 from tests.server_app.grid import LocalGrid, use_toy_task
@@ -382,27 +384,78 @@ def test_below_the_quorum_of_the_run_nobody_is_asked_either(runs):
     assert not any(asks("agree")(m) or asks("open")(m) for m in grid.pushed)
 
 
-@pytest.mark.long
-def test_a_server_that_dies_with_a_round_s_sum_loses_the_round_and_no_other(runs, monkeypatch, tmp_path):
-    real = RunFolder.checkpoint
+class Killed(BaseException):
+    """An end that no code of the server catches."""
 
-    class Killed(BaseException):
-        pass
+
+def broken_run(runs, monkeypatch, folder, patch) -> tuple:
+    """A run whose server dies where `patch` says, and goes on with another process. Returns its end and history."""
+    grid = runs.grid(ON)
+    with monkeypatch.context() as context, RunFolder(folder) as run_folder:
+        patch(context)
+        run_folder.status("running", 0, 3)
+        with pytest.raises(Killed):
+            runs.run(ON, grid, run_folder)
+    with RunFolder(folder, resume=True) as run_folder:
+        run_folder.status("running", 0, 3)
+        return runs.run(ON, grid, run_folder)
+
+
+def dies_before_round_1_is_in_a_checkpoint(context) -> None:
+    real = RunFolder.checkpoint
 
     def dies(folder, server, loop):
         if loop["round"] == 1:
             raise Killed
         real(folder, server, loop)
 
-    grid = runs.grid(ON)
-    with monkeypatch.context() as patch, RunFolder(tmp_path / "broken") as folder:
-        patch.setattr(RunFolder, "checkpoint", dies)
+    context.setattr(RunFolder, "checkpoint", dies)
+
+
+def dies_before_sites_open_round_1(context) -> None:
+    real = SecureRoundAttempt._open_sum
+
+    def dies(attempt):
+        if attempt.round == 1:
+            raise Killed
+        return real(attempt)
+
+    context.setattr(SecureRoundAttempt, "_open_sum", dies)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("patch", [dies_before_round_1_is_in_a_checkpoint, dies_before_sites_open_round_1])
+def test_a_server_that_dies_with_a_closed_list_ends_where_an_unbroken_one_does(patch, runs, monkeypatch, tmp_path):
+    """The sites train once for round 1: the sum that was pending is opened."""
+    with RunFolder(tmp_path / "whole") as folder:
         folder.status("running", 0, 3)
-        with pytest.raises(Killed):
-            runs.run(ON, grid, folder)
-    with RunFolder(tmp_path / "broken", resume=True) as folder:
-        folder.status("running", 0, 3)
-        _, history = runs.run(ON, grid, folder)
+        whole, _ = runs.run(ON, folder=folder)
+    final_state, history = broken_run(runs, monkeypatch, tmp_path / "broken", patch)
+    assert [(r.round, r.attempt, r.accepted, bool(r.unseen.get("lost"))) for r in history] == [
+        (1, 0, SITES, False), (2, 0, SITES, False),
+    ]  # fmt: skip
+    assert state_digest(final_state) == state_digest(whole)
+    assert not list((tmp_path / "broken").glob("pending-sum*"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", ["pending-sum.bin", "pending-sum.json", "absent"])
+def test_without_a_readable_pending_sum_the_round_is_lost_and_no_other(damage, runs, monkeypatch, tmp_path):
+    def patch(context):
+        dies_before_round_1_is_in_a_checkpoint(context)
+        real = PendingSumStore.save
+
+        def save(store, pending, total):
+            real(store, pending, total)
+            if pending.unmasking.plan.round == 1 and damage == "absent":
+                store.remove()
+            elif pending.unmasking.plan.round == 1:
+                file = store.folder / damage
+                file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+        context.setattr(PendingSumStore, "save", save)
+
+    _, history = broken_run(runs, monkeypatch, tmp_path / "broken", patch)
     assert [(r.round, r.cohort, bool(r.unseen.get("lost"))) for r in history] == [(1, [], True), (2, SITES, False)]
     assert history[0].unseen["reason"] == "its sites agreed to a sum before the server was restarted"
     assert all("it has agreed to a sum of round 2 already" in why for why in history[0].failed.values())

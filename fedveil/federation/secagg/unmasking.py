@@ -60,6 +60,19 @@ class UnmaskingAttempt:
     _complaints: set[tuple[str, str]] = field(default_factory=set)  # (holder, site)
     _answered: set[str] = field(default_factory=set)
 
+    @classmethod
+    def from_pending(
+        cls, plan: AttemptPlan, table: str, uploads: Mapping[str, UploadAttachment], total: Integers
+    ) -> UnmaskingAttempt:
+        """Return the attempt with uploads that an earlier process of the server has checked and added up."""
+        return cls(plan, table, dict(uploads), _total=total)
+
+    @property
+    def masked_total(self) -> Integers:
+        """Return the sum of the masked vectors, which the caller must not change."""
+        assert self._total is not None, "the total can be taken only once"
+        return self._total
+
     # Uploads
 
     def check(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
