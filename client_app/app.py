@@ -51,10 +51,10 @@ def train_app(message: Message, context: Context) -> Message:
     try:
         upload = _take_part(message, context)
     except Exception as error:
-        log(ERROR, "this site's local round failed", exc_info=error)
+        log(ERROR, "this site's client round failed", exc_info=error)
         failure_reason.note_failure(*private_reason(error))
         return Message(Error(_RAISED, public_reason(error)), reply_to=message)
-    log(INFO, "local round of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
+    log(INFO, "client round of %.1f s, upload of %s bytes", time.monotonic() - started, sum(map(len, upload)))
     return _reply(message, upload)
 
 

@@ -182,13 +182,13 @@ class TaskConfig(ConfigSection):
 class TrainConfig(ConfigSection):
     """Local training. The optimiser starts without state in every client round."""
 
-    epochs: int = Field(1, ge=0, description="passes over a site's examples in each local round")
+    epochs: int = Field(1, ge=0, description="passes over a site's examples in each client round")
     batch_size: int = Field(16, ge=1, description="examples per training step")
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="batches per optimizer step, which count as one large batch"
     )
     max_steps: int = Field(
-        0, ge=0, description="maximum number of optimizer steps in a local round; 0 = set by the epochs"
+        0, ge=0, description="maximum number of optimizer steps in a client round; 0 = set by the epochs"
     )
     learning_rate: float = Field(3e-4, gt=0, description="learning rate; the peak value with a schedule or warm-up")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(

@@ -154,7 +154,7 @@ class ClientStateStore:
             return None
         if not self._file(last).exists():
             raise StateError(
-                f"private state: expected that of local round {last} in {self.folder}, found none; this site "
+                f"private state: expected that of client round {last} in {self.folder}, found none; this site "
                 "continues as a new site from the next round, unless the folder is restored from a backup"
             )
         return self._read(last)[0]

@@ -145,7 +145,7 @@ class ReplayGuard:
             now = state.round(round_)
             if now.message not in ("", message):
                 raise PolicyError(
-                    "round: expected the message and last local round that this site received before for round "
+                    "round: expected the message and last client round that this site received before for round "
                     f"{round_}, found others; start a new run"
                 )
             others = [other for other in state.rounds if other.number != round_]

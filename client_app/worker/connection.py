@@ -135,7 +135,7 @@ class Connection:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise WorkerError(
                     f"worker-memory-mb: expected the worker of another run (process {pid}) to be idle, found it in "
-                    "a local round; wait for that run, or remove the bound"
+                    "a client round; wait for that run, or remove the bound"
                 ) from None
             log.info("worker %s was asked to stop: %s", pid, error.code().name)
         if not self.wait_until_gone(_STOP_SECONDS):
@@ -154,7 +154,7 @@ class Connection:
 def deadline_reason(seconds: float) -> str:
     """Return the reason why a client round was ended."""
     return (
-        f"local round: expected an upload within {seconds:g} s, found none; the round was ended because the server "
+        f"client round: expected an upload within {seconds:g} s, found none; the round was ended because the server "
         "waits no longer: raise cohort.deadline-seconds, or train less"
     )
 

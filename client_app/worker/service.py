@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fedveil.contract.task import TrainingProgress
 
 _REASON_CHARACTERS = 1000
-_CLIENT_GONE = "local round: its client process exited before it ended; the result is discarded"
+_CLIENT_GONE = "client round: its client process exited before it ended; the result is discarded"
 
 log = logging.getLogger("fedveil.worker")
 
@@ -92,7 +92,7 @@ class WorkerService:
                 yield json.dumps(answer).encode()
                 yield from slice_message(drain_parts(parts), CHUNK_BYTES)
             except Exception as error:
-                log.exception("the local round failed")
+                log.exception("the client round failed")
                 if isinstance(error, RankError) or not isinstance(error, FedVeilError):
                     self.ending.set()  # the state of the libraries and the device is unknown
                 kind, text = self._failed(error)
@@ -168,7 +168,7 @@ class WorkerService:
             if not self.owner.is_(_caller(context)):
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, str(self.owner.pid))
             if self.busy.locked():
-                context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a local round is in progress")
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a client round is in progress")
         self.ending.set()
         return b""
 
@@ -191,7 +191,7 @@ class WorkerService:
         """Bind the worker to one run. Raises WorkerError for a client round of another run."""
         if self._key not in ("", key):
             raise WorkerError(
-                f"worker: expected a local round of {self._key}, found one of {key}; start another worker"
+                f"worker: expected a client round of {self._key}, found one of {key}; start another worker"
             )
         self._key = key
 

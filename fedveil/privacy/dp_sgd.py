@@ -175,7 +175,7 @@ class NoisyTrainer(PerExampleTrainerWrapper):
         in_sum = self._ctx.noise_in_sum
         if in_sum and (rows.steps > 1 or self.without_noise is not None):
             raise ConfigError(
-                'secure.noise: expected one step per local round with "sum", found a second: it would compute '
+                'secure.noise: expected one step per client round with "sum", found a second: it would compute '
                 "gradients at a point without noise; choose another method, or add the noise at the site"
             )
         std = 0.0 if in_sum else how.clip * how.noise

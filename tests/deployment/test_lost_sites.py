@@ -121,5 +121,5 @@ def test_a_site_out_of_memory_in_every_turn_and_one_whose_client_is_killed_are_n
     ):
         assert main(["site", "status", "--state-dir", str(at / site)]) == 1
         stdout = capsys.readouterr().out
-        assert f"{site}: the last local round, round 1 of run-" in stdout
+        assert f"{site}: the last client round, round 1 of run-" in stdout
         assert words in stdout

@@ -358,7 +358,7 @@ def _started(start: SiteLauncher, watched: online_watch.SiteStartWatcher) -> int
             nonlocal began
             reason = f"site {name}: its SuperExec ended with exit code {code}"
             delay = restarts.delay(f"exit code {code}", reason, time.monotonic() - began)
-            print(f"{reason}; restarting in {delay:g} s; a local round in progress ended with it", flush=True)
+            print(f"{reason}; restarting in {delay:g} s; a client round in progress ended with it", flush=True)
             time.sleep(delay)
             if processes.ended_part(name) == f"{name} {SUPEREXEC}":
                 began = time.monotonic()

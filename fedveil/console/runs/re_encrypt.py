@@ -80,7 +80,7 @@ def _of_run(folder: Path) -> Iterator[Mapping[Path, str]]:
     with store.alone() as alone:
         if not alone:
             raise ConfigError(
-                f"--state-dir: expected no local round in progress, found one in {folder}; stop the site first"
+                f"--state-dir: expected no client round in progress, found one in {folder}; stop the site first"
             )
         yield {file: role for file, role in store.roles.items() if file.exists()}
 

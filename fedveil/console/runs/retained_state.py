@@ -67,7 +67,7 @@ def list_retained(state_dir: Path) -> list[RetainedRunState]:
     """Return every run of every site below a state folder, by run and site."""
     workers = list_workers(state_dir)
     runs = [_seen(folder, workers) for folder in run_folders(state_dir)]
-    return [run if _free(run.folder) else replace(run, why="a local round is in progress") for run in runs]
+    return [run if _free(run.folder) else replace(run, why="a client round is in progress") for run in runs]
 
 
 def run_folders(state_dir: Path) -> Iterator[Path]:

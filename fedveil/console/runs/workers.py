@@ -109,7 +109,7 @@ def last_failures(state_dir: Path) -> list[str]:
             when = datetime.fromtimestamp(turn["time"]).strftime("%Y-%m-%d %H:%M:%S")
             which = f", round {turn['round'] + 1} of {sanitize(turn['run'], 80)}," if "run" in turn else ""
             failures.append(
-                f"{path.name}: the last local round{which} failed at {when}: {sanitize(turn['failed'], 1200)}"
+                f"{path.name}: the last client round{which} failed at {when}: {sanitize(turn['failed'], 1200)}"
             )
     return failures
 

@@ -184,7 +184,7 @@ def _before(
 ) -> dict[str, tuple[MemoryPart, ...]]:
     phases: dict[str, tuple[MemoryPart, ...]] = {"loading": (*under, loaded, file)}
     if adapter.trains_base:
-        phases["first local round"] = (*under, loaded, MemoryPart("copy of the base, for comparison", loaded.nbytes))
+        phases["first client round"] = (*under, loaded, MemoryPart("copy of the base, for comparison", loaded.nbytes))
     return phases
 
 

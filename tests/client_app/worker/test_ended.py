@@ -41,7 +41,8 @@ def test_a_turn_whose_worker_is_stopped_ends_with_the_order_s_time_and_the_next_
     bench.seconds = 1.0
     began = time.monotonic()
     with pytest.raises(
-        connection.ClientRoundError, match="local round: expected an upload within 1 s, found none; the round was ended"
+        connection.ClientRoundError,
+        match="client round: expected an upload within 1 s, found none; the round was ended",
     ):
         bench.turn(1)
     assert time.monotonic() - began < 10

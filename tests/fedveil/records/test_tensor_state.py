@@ -75,7 +75,7 @@ def test_private_store_belongs_to_one_run_and_site(tmp_path):
     for store in (other, ClientStateStore.open(tmp_path, "run-2", "a")):
         assert store.load("1" * 16, is_new=True) is None
         with pytest.raises(
-            StateError, match="private state: expected that of local round 1111111111111111 .*, found none"
+            StateError, match="private state: expected that of client round 1111111111111111 .*, found none"
         ):
             store.load("1" * 16)
 

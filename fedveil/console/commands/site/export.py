@@ -127,11 +127,11 @@ def _newest(store: ClientStateStore, folder: Path) -> FederatedState:
     """
     with store.alone() as is_alone:
         if not is_alone:
-            raise StateError(f"{store.folder}: expected no local round in progress, found one; wait until it ends")
+            raise StateError(f"{store.folder}: expected no client round in progress, found one; wait until it ends")
         private = store.newest()
     if private is None:
         raise StateError(
-            f"{store.folder}: expected the private state of a local round, found none: this run's method keeps no "
+            f"{store.folder}: expected the private state of a client round, found none: this run's method keeps no "
             f"state at a site, or it was purged; the model for all sites is {folder / 'final'}"
         )
     return private

@@ -133,7 +133,9 @@ def _keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> Se
     seal.add_argument("--old-key-file", default="", metavar="FILE", help="the key that the state is sealed with now")
     seal.set_defaults(run=_in_own_folder(_seal))
     purge = actions.add_parser("purge", help="remove the private state of old runs; keeps the ledger and the logs")
-    purge.add_argument("--older-than", type=float, metavar="DAYS", help="runs without a local round for this many days")
+    purge.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="runs without a client round for this many days"
+    )
     purge.add_argument("--run", dest="runs", action="append", default=[], metavar="NAME", help="this run")
     purge.add_argument("--yes", action="store_true", help="do not ask for confirmation")
     purge.set_defaults(run=_in_own_folder(_purge))

@@ -116,7 +116,7 @@ def test_a_turn_under_way_is_not_read(tmp_path, capsys):
     state_store.save("0001", "", FederatedState(weights))
     with state_store.in_turn():
         assert export(tmp_path) == 2
-    assert "expected no local round in progress" in capsys.readouterr().err
+    assert "expected no client round in progress" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)

@@ -121,14 +121,14 @@ def test_why_the_last_turn_failed_is_said_until_one_succeeds(tmp_path, capsys):
     folder.failed(
         {"run": "pilot\x1b[2J", "round": 2}, "worker 41: killed by the kernel because memory ran out: 900 of 1000 MB"
     )
-    folder.failed({}, "worker: expected a local round of another run")
+    folder.failed({}, "worker: expected a client round of another run")
     with folder.turns.open("a") as file:
         file.write("{half a li")
-    assert workers.last_failures(tmp_path)[0].endswith("worker: expected a local round of another run")
+    assert workers.last_failures(tmp_path)[0].endswith("worker: expected a client round of another run")
     folder.turns.write_text(folder.turns.read_text().splitlines()[0] + "\n")
     assert main(["site", "status", "--state-dir", str(tmp_path)]) == 1
     stdout = capsys.readouterr().out
-    assert "north: the last local round, round 3 of pilot\\x1b[2J, failed at 20" in stdout
+    assert "north: the last client round, round 3 of pilot\\x1b[2J, failed at 20" in stdout
     assert ": worker 41: killed by the kernel because memory ran out: 900 of 1000 MB" in stdout
     with folder.turns.open("a") as file:
         file.write('{"time": 1.0, "run": "pilot", "round": 2, "seconds": 1.5}\n')

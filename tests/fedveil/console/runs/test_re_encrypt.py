@@ -147,7 +147,7 @@ def test_a_site_that_runs_is_not_resealed(home, monkeypatch):
     first = home.new_key("a")
     with (
         ClientStateStore.open(home.state, "two", "north").in_turn(),
-        pytest.raises(ConfigError, match="expected no local round in progress, found one in .*two"),
+        pytest.raises(ConfigError, match="expected no client round in progress, found one in .*two"),
     ):
         re_encrypt.re_encrypt_files(home.state, FileSeal(), first)
     card = WorkerRecord("ab", 41, OwnerProcess.from_pid(os.getpid()), "app", "key", 0.0)

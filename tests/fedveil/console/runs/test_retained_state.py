@@ -125,7 +125,7 @@ def test_a_run_that_may_go_on_stays_and_one_whose_last_round_was_served_goes_at_
 def test_a_run_in_a_turn_or_in_a_worker_stays_however_old(tmp_path, monkeypatch):
     lay(tmp_path, "r-1", 40), lay(tmp_path, "r-1", 40, site="south")
     with ClientStateStore(tmp_path / "r-1" / "north").in_turn():
-        assert [run.why for run in list_retained(tmp_path)] == ["a local round is in progress", ""]
+        assert [run.why for run in list_retained(tmp_path)] == ["a client round is in progress", ""]
     card = WorkerRecord("ab", 41, OwnerProcess(7, 1.0), "app", "key", 0.0)
     for says, why in (({"run": "r-1"}, "worker 41 holds it"), ({}, "worker 41 holds it"), ({"run": "s"}, "")):
         monkeypatch.setattr(module, "list_workers", lambda _, says=says: [WorkerStatus("north", card, says)])
@@ -142,7 +142,7 @@ def test_a_turn_of_the_app_holds_its_run(ask, tmp_path, monkeypatch):  # noqa: F
 
     monkeypatch.setattr(client, "_trained", watched)
     assert ask(0) == "all"
-    assert seen == ["a local round is in progress"]
+    assert seen == ["a client round is in progress"]
 
 
 def test_a_run_that_goes_on_after_it_was_listed_stays(tmp_path):

@@ -274,10 +274,10 @@ def test_a_second_look_in_a_turn_is_refused_before_it_looks():
     local = NoisyTrainer(spec, OneStep(spec, 9), DpSgdConfig(1.0, 1.0, 0.5), ctx)
     weights = {"w": torch.zeros(2)}
     local.train(weights)
-    with pytest.raises(ConfigError, match=r"secure.noise: expected one step per local round"):
+    with pytest.raises(ConfigError, match=r"secure.noise: expected one step per client round"):
         local.train(weights)
     two = NoisyTrainer(spec, ToyTrainer(spec, 9), DpSgdConfig(1.0, 1.0, 0.5), ctx)
-    with pytest.raises(ConfigError, match=r"secure.noise: expected one step per local round"):
+    with pytest.raises(ConfigError, match=r"secure.noise: expected one step per client round"):
         two.train(weights)
 
 
