@@ -5,7 +5,10 @@ Not covered by compatibility.
 
 from __future__ import annotations
 
+from fedveil.contract.entry_table import fewest_senders
+from fedveil.federation.secagg.entry_plan import signing_quorum
 from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.flatten import VectorLayout
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.mask_streams import KEY_BYTES, MaskStream, add_masks
 from fedveil.federation.secagg.messages import UnmaskRequest, UnmaskResponse
@@ -21,5 +24,8 @@ __all__ = [
     "UnmaskRequest",
     "UnmaskResponse",
     "UnmaskingAttempt",
+    "VectorLayout",
     "add_masks",
+    "fewest_senders",
+    "signing_quorum",
 ]
