@@ -5,7 +5,9 @@ Not covered by compatibility.
 
 from __future__ import annotations
 
+from fedveil.contract.entry_table import fewest_senders
 from fedveil.federation.secagg.fixed_point import FixedPointRing
+from fedveil.federation.secagg.flatten import VectorLayout
 from fedveil.federation.secagg.in_process import InProcessSecureSums
 from fedveil.federation.secagg.mask_streams import KEY_BYTES, MaskStream, add_masks
 from fedveil.federation.secagg.messages import (
@@ -15,6 +17,7 @@ from fedveil.federation.secagg.messages import (
     OpenResponse,
     sign_statement,
 )
+from fedveil.federation.secagg.plan import quorum_of
 from fedveil.federation.secagg.server import SecAggConfig
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt
 
@@ -29,6 +32,9 @@ __all__ = [
     "OpenResponse",
     "SecAggConfig",
     "UnmaskingAttempt",
+    "VectorLayout",
     "add_masks",
+    "fewest_senders",
+    "quorum_of",
     "sign_statement",
 ]

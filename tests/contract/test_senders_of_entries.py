@@ -43,8 +43,8 @@ LARGE = [
     ("fedrand", {"rho": 0.1}),
     ("fedqsn", {"client_rate": 0.5, "mask_targets": "all"}),
     ("fedqsn", {"client_rate": 0.5, "exact": True}),
-    ("hetlora", RANKS),
-]
+    *((name, {"ranks": {"s00": 1} | {f"s{i:02}": 2 for i in range(1, 15)}}) for name in ("hetlora", "flora")),
+]  # nine sites have rank 8, and ten must send a rank
 
 
 def exchange_of(name: str, fields) -> MessageExchange:
@@ -180,7 +180,7 @@ def test_each_entry_of_a_large_planned_cohort_is_of_enough_sites(name, fields):
         uploads = sent(exchange, 24, round_, table_of(exchange, 24, round_))
         assert exposed(uploads) == []
         assert len({tuple(sorted((n, t.numpy().tobytes()) for n, t in u.items())) for u in uploads}) > 1
-    if name == "fedqsn" or fields.get("rho"):
+    if (name, fields) != ("fedrand", {}):  # whose draws seldom leave a factor to so few of 24
         assert exposed(sent(exchange, 24)) != []  # what the sites would send without the table
 
 
