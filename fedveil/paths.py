@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import fedveil
@@ -90,6 +91,28 @@ def private_folder(path: Path) -> Path:
     if not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     return path
+
+
+def find_other_writer(file: Path, about: os.stat_result) -> str:
+    """Return who, apart from this user and root, may change or replace a file, and the remedy; "" if no one may.
+
+    The owner and the mode of the file and of its folder decide, as for the files of ssh. On a read-only mount only the
+    file is checked: no process replaces files there, and Kubernetes gives such folders every permission.
+
+    Args:
+        about: of the opened file.
+
+    Raises:
+        OSError: the folder cannot be looked at.
+    """
+    is_fixed = os.statvfs(file).f_flag & os.ST_RDONLY
+    folders = set() if is_fixed else {file.absolute().parent, file.resolve().parent}  # a link has two
+    for path, status in [(file, about), *((folder, folder.stat()) for folder in sorted(folders))]:
+        if status.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to user {status.st_uid}; chown it to the user who runs this"
+        if (mode := stat.S_IMODE(status.st_mode)) & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"{path} has mode {mode:o}, so its group or other users may write to it; chmod go-w {path}"
+    return ""
 
 
 def copy_checkout(target: Path, source: Path | None = None) -> Path:

@@ -8,7 +8,7 @@ changes, so a site that is revoked in the middle of a run counts no more.
 |---|---|
 | names neither file | no instruction is signed, and a signature in a reply is not looked at; the run's log says so |
 | names one of them | ConfigError before a site is asked |
-| names a key that others can read, or a file of another form | the same |
+| names a key that others can read, a list that others can write, or a file of another form | the same |
 | has another bundle's digest than the SuperLink names | the same: the server signs for the code that it runs |
 
 | a site in the list | its instruction | its reply |
@@ -34,7 +34,7 @@ from typing import Any, final
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.supercore import log
 
-from fedveil import encrypted_files
+from fedveil import encrypted_files, paths
 from fedveil.contract.codec import Buffer
 from fedveil.errors import ConfigError, StateError, WireError
 from fedveil.federation.message_signatures import claims, digests
@@ -63,6 +63,8 @@ class SignerFile:
         try:
             with self._file.open("rb") as file:
                 about = os.fstat(file.fileno())
+                if other := paths.find_other_writer(self._file, about):
+                    raise StateError(f"{self._file}: expected keys that only this user can change, but {other}")
                 stamp = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
                 if self._read is not None and self._read[0] == stamp:
                     return self._read[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import pytest
@@ -77,3 +78,32 @@ def test_no_text_claims_what_is_not_so():
 def test_no_file_sends_a_reader_to_an_address_that_is_not_ours():
     texts = {name: (ROOT / name).read_bytes() for name in tracked()}
     assert {name for name, data in texts.items() if NO_ADDRESS.encode() in data} <= SIGNED
+
+
+def claims_and_tests() -> list[tuple[str, str]]:
+    """The rows of each table of the threat model whose last column says what tests a claim."""
+    rows: list[tuple[str, str]] = []
+    for block in (ROOT / "docs" / "threat-model.md").read_text().split("\n\n"):
+        head, *lines = block.splitlines()
+        if head == "| claim | tested by |":
+            cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
+            rows += [(claim, tests) for claim, tests in cells]
+    return rows
+
+
+def test_each_claim_of_the_threat_model_names_tests_that_exist():
+    """A short name is of the folder of the last whole path in its cell."""
+    rows, before = claims_and_tests(), ""
+    assert len(rows) >= 70
+    for claim, cell in rows:
+        folder, named = ROOT, re.findall(r"`([\w/.-]+)`", cell)
+        assert named or (cell == "the same tests" and before), claim
+        for name in named:
+            whole = name.startswith("tests/")
+            path = ROOT / name if whole else folder / name
+            assert path.is_dir() if name.endswith("/") else path.is_file(), f"{claim}: {name}"
+            if whole:
+                folder = path if path.is_dir() else path.parent
+            assert path.is_relative_to(ROOT / "tests"), f"{claim}: {name}"
+            assert path.name.startswith("test_") or list(path.rglob("test_*.py")), f"{claim}: {name}"
+        before = cell

@@ -16,14 +16,32 @@ HELPERS = {"node", "stock"}
 SCRIPTS = sorted(file for file in FOLDER.glob("*.py") if file.stem not in HELPERS)
 
 
-def test_every_draft_has_its_script_and_stands_in_the_table():
-    drafts = {file.stem for file in FOLDER.glob("*.md")} - {"README"}
-    assert {script.stem.replace("_", "-") for script in SCRIPTS} == drafts
-    table = (FOLDER / "README.md").read_text()
-    for script in SCRIPTS:
-        draft = script.stem.replace("_", "-")
-        assert re.search(rf"\]\({draft}\.md\) \| `{script.name}`", table)
-        assert f"`{script.name}`" in (FOLDER / f"{draft}.md").read_text()
+SECURITY = "**Script** none. This is a security issue: report it privately first."
+
+
+def test_every_draft_has_its_script_or_is_a_security_issue_and_stands_in_the_table():
+    texts = {file.stem: file.read_text() for file in FOLDER.glob("*.md") if file.stem != "README"}
+    scripts = {script.stem.replace("_", "-"): script.name for script in SCRIPTS}
+    assert scripts.keys() <= texts.keys()
+    rows = re.findall(
+        r"^\| (\d+) \| \[(.+)\]\(([a-z-]+)\.md\) \| (\S+) \|", (FOLDER / "README.md").read_text(), re.MULTILINE
+    )
+    assert [int(number) for number, *_ in rows] == list(range(1, len(texts) + 1))
+    assert {draft: (title, script) for _, title, draft, script in rows} == {
+        draft: (text.splitlines()[0].removeprefix("# "), f"`{scripts[draft]}`" if draft in scripts else "none")
+        for draft, text in texts.items()
+    }
+    for draft, text in texts.items():
+        assert f"**Script** `{scripts[draft]}`" in text if draft in scripts else SECURITY in text
+
+
+def test_a_security_draft_has_no_code():
+    """A reader who has no fix yet must not find an exploit here."""
+    drafts = [file for file in FOLDER.glob("*.md") if SECURITY in file.read_text()]
+    assert len(drafts) == 9
+    for draft in drafts:
+        assert not re.search(r"```|^    \S|^import ", draft.read_text(), re.MULTILINE), draft
+        assert not draft.with_name(f"{draft.stem.replace('-', '_')}.py").exists()
 
 
 def test_every_file_that_replaces_something_at_run_time_stands_in_the_table():

@@ -11,7 +11,7 @@ other code that has the key. Under `fedveil server start` both run as one user, 
 | case | result |
 |---|---|
 | the variable is not set, or there is no such file | every bundle runs; the log says so |
-| the file cannot be read, or has another form | no bundle runs |
+| the file cannot be read, has another form, or can be changed by other users | no bundle runs |
 | the bundle's digest is not in the file | the run fails before anything is installed; its log has the digest |
 | the SuperLink names another digest than the bundle's own, so that another folder would be loaded | the same |
 | the folder of an installed bundle has other files than the bundle | the run fails before its code is loaded |
@@ -30,6 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fedveil import paths
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.message_signatures.environment import APP_DIGEST_VARIABLE, BUNDLES_VARIABLE
 from fedveil.guard.installed_bundle import require_same
@@ -43,6 +44,8 @@ def read_digests(file: Path) -> list[str] | None:
     """Return the permitted digests; None if there is no such file. Raises ConfigError if it cannot be read."""
     try:
         with file.open("rb") as stream:
+            if other := paths.find_other_writer(file, os.fstat(stream.fileno())):
+                raise ConfigError(f"{file}: expected digests that only this user can change, but {other}")
             data = stream.read(_MOST_BYTES + 1)
         content = tomllib.loads(data.decode()) if len(data) <= _MOST_BYTES else {}
         digests = content.get("digests")

@@ -366,6 +366,20 @@ def test_nothing_counts_while_the_list_cannot_be_read(federation, damage):
     assert federation.count(upload, HEAD, record)
 
 
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_nothing_counts_while_other_users_may_write_the_list(federation, which):
+    taken, upload = federation.take(federation.send()), statement(b"upload")
+    record = federation.answer(taken, upload)
+    file = federation.folder / "signers.json"
+    path, before = (file, 0o644) if which == "file" else (federation.folder, 0o700)
+    path.chmod(before | 0o020)  # its bytes and its time stay
+    with pytest.raises(WireError, match=f"expected keys that only this user can change, but {path} has mode"):
+        federation.count(upload, HEAD, record)
+    assert "chmod go-w" in federation.refusal("north", NODE)
+    path.chmod(before)
+    assert federation.count(upload, HEAD, record)
+
+
 def test_a_site_with_an_older_kit_is_asked_unsigned_where_signatures_are_optional(federation):
     federation.change_north(signs=False)
     assert "older kit" in federation.refusal("north", NODE)

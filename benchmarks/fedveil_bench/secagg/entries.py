@@ -31,7 +31,7 @@ from fedveil.contract.method import FederatedState, RoundContext
 from fedveil.contract.task import Rows, Task
 from fedveil.contract.trainer import Trainer
 from fedveil.federation.exchange import MessageExchange
-from fedveil.testing.secagg import VectorLayout, fewest_senders, signing_quorum
+from fedveil.testing.secagg import VectorLayout, fewest_senders, quorum_of
 from fedveil_bench.common import data
 from fedveil_bench.common.federations import create_federation
 from fedveil_bench.runner import BenchOptions, BenchOutcome
@@ -92,7 +92,7 @@ def measure_run(
     exchange = CountingExchange(method, config.method.name, task.spec)
     run = create_federation(exchange, config, task, rows, task.initial(rng.initial_stream(seed, "weights")))
     run.run()
-    quorum, least = signing_quorum(sites, config.secure), config.secure.min_sites
+    quorum, least = quorum_of(config.secure.threshold, sites, config.secure.max_colluders), config.secure.min_sites
     return {
         "loss": _loss(task, run.models()["server"], list(task.examples(folder, "test"))[: settings["test"]]),
         "exposed": exchange.fraction_below(fewest_senders(sites, least, quorum)),

@@ -41,6 +41,11 @@ def signers_file(folder: Path) -> Path:
     return folder / "server" / "roster" / SIGNERS
 
 
+def bundles_file(folder: Path) -> Path:
+    """Return the path of the optional list of the bundles that may run on the server."""
+    return current_file(folder).with_name("bundles.toml")
+
+
 def signing_environment(folder: Path, signs: bool) -> dict[str, str]:
     """Return what the SuperExec hands to the ServerApp's process: the list of permitted bundles, and where it signs.
 
@@ -49,8 +54,8 @@ def signing_environment(folder: Path, signs: bool) -> dict[str, str]:
             instead of sending unsigned instructions.
     """
     files = {KEY_VARIABLE: current_file(folder), SIGNERS_VARIABLE: signers_file(folder)} if signs else {}
-    bundles = current_file(folder).with_name("bundles.toml")  # takes effect for the next run when a person writes it
-    return {**{name: str(file) for name, file in files.items()}, BUNDLES_VARIABLE: str(bundles)}
+    files[BUNDLES_VARIABLE] = bundles_file(folder)  # takes effect for the next run when a person writes it
+    return {name: str(file) for name, file in files.items()}
 
 
 def keys_fingerprint(federation: str, public: Sequence[str]) -> str:

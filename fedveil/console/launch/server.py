@@ -75,6 +75,7 @@ def resolve_server(folder: Path, listen: str | None = None, state: Path | None =
             )
     _require_private(folder / "server" / "server.key")
     _require_signing(SiteRegistry(folder))
+    _require_own_lists(folder)
     for name in ("ca.crt", "server.pem"):
         file = folder / "server" / name
         cert_check = checks.run_check(name, lambda file=file: checks.check_certificate(file))  # type: ignore[misc]
@@ -120,6 +121,13 @@ def _require_signing(members: SiteRegistry) -> None:
             f"{file}: expected the current key of registry/members.json, which the kits name, found another; restore "
             f"it, or let the standby key sign: fedveil members renew-instruction-key {members.folder}"
         )
+
+
+def _require_own_lists(folder: Path) -> None:
+    """Raise ConfigError if other users could change a list that the ServerApp's process would refuse for it."""
+    for file in (instruction_key_files.signers_file(folder), instruction_key_files.bundles_file(folder)):
+        if file.is_file() and (other := paths.find_other_writer(file, file.stat())):
+            raise ConfigError(f"{file}: expected a file that only the server's user can change, but {other}")
 
 
 def require_free_ports(what: str, host: str, port: int) -> None:

@@ -22,7 +22,8 @@
                                  members.json, the federation's id and public instruction keys, each site with its
                                  public keys, when it was registered, until when, revoked or not;
                                  operators.json, each operator with role and last day;
-                                 .lock, held (flock) by a command that changes members.json
+                                 .lock and .operators.lock, held by a command that changes members.json or
+                                 operators.json (command_lock.py)
 
 | a site | its entry in members.json |
 |---|---|
@@ -41,13 +42,9 @@ never accepted again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import re
 import secrets
-import sys
-import time
 import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -58,6 +55,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fedveil import __version__
 from fedveil.console.flower.instruction_key_files import signers_file
+from fedveil.console.provisioning import command_lock
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import SiteSigner, SiteSigners, require_moment
 from fedveil.federation.secagg import crypto
@@ -66,7 +64,6 @@ from fedveil.records.atomic_files import write_atomic
 from fedveil.sanitize import sanitize
 
 SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-_WAIT_SECONDS = 2.0  # for another command, before this one says that it waits
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.:-]{0,250}[A-Za-z0-9])?$")]
 
 
@@ -195,19 +192,8 @@ class SiteRegistry:
         """Load the registry, and let no other command change it until the block ends. Raises ConfigError."""
         if not (registry_folder(folder) / "members.json").is_file():
             cls(folder)  # raises the error that says what is missing
-        file = registry_folder(folder) / ".lock"
-        try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(
-                f"{file}: expected a file that this user can write, found none ({error}); run the command as the "
-                "user who owns the folder"
-            ) from None
-        try:
-            _lock(descriptor, folder)
+        with command_lock.hold_lock(registry_folder(folder) / ".lock", "members"):
             yield cls(folder)
-        finally:
-            os.close(descriptor)  # and with it the lock
 
     def entry(self, site: str) -> dict[str, Any]:
         """Return a site's registry entry. Raises ConfigError if it is not a site of this federation."""
@@ -419,20 +405,6 @@ def _identity(content: Any) -> tuple[str, tuple[str, ...]]:
     if type(keys) is not list or len(keys) not in (0, 2) or any(not _usable_key(key) for key in keys):
         raise ValueError("expected two instruction-keys of 64 hex digits each, and none of small order")
     return federation, tuple(keys)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    """Wait until no other process holds the lock; after two seconds, say so."""
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(0.05)
-    print(
-        f"members: waiting for another fedveil members command, which is changing {folder}", file=sys.stderr, flush=True
-    )
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _read_or_none(file: Path) -> bytes | None:

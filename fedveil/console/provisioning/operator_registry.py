@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fedveil.console.flower.operator_tokens import FILE, new_token, operator_entry
+from fedveil.console.provisioning import command_lock
 from fedveil.errors import ConfigError
 from fedveil.records.atomic_files import write_atomic
 
@@ -22,7 +25,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class OperatorRegistry:
-    """operators.json in the folder `registry`; every change is written at once. Raises ConfigError if it is invalid."""
+    """operators.json in the folder `registry`; every change is written at once. Raises ConfigError if it is invalid.
+
+    A command that changes it loads it with `locked`, as with `SiteRegistry`. Each has a lock of its own, so that a
+    members command that waits for Flower delays no operator's revocation.
+    """
 
     def __init__(self, registry: Path) -> None:
         self._file = registry / FILE
@@ -41,6 +48,15 @@ class OperatorRegistry:
         """Create the file with only `OWNER`, who may do everything for `days`. Returns the owner's token."""
         write_atomic(registry / FILE, b'{"operators": {}}')
         return cls(registry).add(OWNER, "admin", days, renew=False)
+
+    @classmethod
+    @contextlib.contextmanager
+    def locked(cls, registry: Path) -> Iterator[OperatorRegistry]:
+        """Load the registry, and let no other command change it until the block ends. Raises ConfigError."""
+        if not (registry / FILE).is_file():
+            cls(registry)  # raises the error that says what is missing
+        with command_lock.hold_lock(registry / ".operators.lock", "operators"):
+            yield cls(registry)
 
     def add(self, name: str, role: str, days: int, renew: bool, now: datetime | None = None) -> str:
         """Add an operator and return the token, which is not stored. Raises ConfigError."""

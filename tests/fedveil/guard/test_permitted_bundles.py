@@ -83,6 +83,19 @@ def test_without_the_file_every_bundle_runs_and_with_it_the_permitted_ones_alone
     assert runtime.installed == [bundle(), bundle()]
 
 
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_list_that_other_users_may_write_closes_the_server(runtime, tmp_path, which):
+    permit(tmp_path, digest(bundle()))
+    path = tmp_path / "bundles.toml" if which == "file" else tmp_path
+    before = path.stat().st_mode
+    path.chmod(before | 0o002)
+    with pytest.raises(ConfigError, match=f"expected digests that only this user can change, but {path} has mode"):
+        run(runtime, bundle())
+    assert runtime.installed == []
+    path.chmod(before)
+    assert run(runtime, bundle()) == runtime.folder
+
+
 @pytest.mark.parametrize(
     "text", ["", "digests = 5", 'digests = ["ab"]', f'digests = ["{"AB" * 32}"]', "digests = [", "digests = [5]",
              f'digests = ["{"ab" * 32}"]\nmore = 1', f'digest = ["{"ab" * 32}"]', "# " + "x" * (1 << 20)]

@@ -8,7 +8,8 @@
 | admin | all of these |
 
 The SuperLink checks the token at its control port and logs each request with the operator's name. A change
-takes effect with the next request. Anyone who can write to the federation's folder is above all roles.
+takes effect with the next request. Of two commands at once, the second waits for the first. Anyone who can write to the
+federation's folder is above all roles.
 """
 
 from __future__ import annotations
@@ -62,21 +63,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add(args: argparse.Namespace) -> int:
     if args.out.exists():
         raise ConfigError(f"--out: expected a file that does not exist yet, found {args.out}; name another")
-    registry, out = OperatorRegistry(registry_folder(args.folder)), args.out.absolute()
-    write_atomic(out, b"")  # if that fails, no operator is added
-    try:
-        token = registry.add(args.name, args.role, args.days, args.renew)
-    except BaseException:  # also after Ctrl-C or on a full disk: leave no empty token file
-        out.unlink()
-        raise
+    out = args.out.absolute()
+    with OperatorRegistry.locked(registry_folder(args.folder)) as registry:
+        write_atomic(out, b"")  # if that fails, no operator is added
+        try:
+            token = registry.add(args.name, args.role, args.days, args.renew)
+        except BaseException:  # also after Ctrl-C or on a full disk: leave no empty token file
+            out.unlink()
+            raise
     write_atomic(out, token.encode())
     print(f"{args.name}: {args.role}, until {registry.entries[args.name]['until'][:10]}; the token is in {args.out}")
     return 0
 
 
 def _revoke(args: argparse.Namespace) -> int:
-    operators = OperatorRegistry(registry_folder(args.folder))
-    operators.revoke(args.name)
+    with OperatorRegistry.locked(registry_folder(args.folder)) as operators:
+        operators.revoke(args.name)
     print(f"{args.name}: revoked as of the next request")
     if operators.entries[args.name]["role"] in ("submit", "admin") and _signs(args.folder):
         print(

@@ -136,6 +136,18 @@ def test_the_app_process_is_told_where_the_key_and_the_signers_are(pilot, monkey
     assert "started None None" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("list_", ["roster/signers.json", "instruct/bundles.toml"])
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_list_that_other_users_could_change_is_refused_before_anything_is_started(pilot, list_, which):
+    file = pilot / "server" / list_
+    file.touch(0o600)
+    server.resolve_server(pilot)
+    path = file if which == "file" else file.parent
+    path.chmod(0o770)
+    with pytest.raises(ConfigError, match=f"expected a file that only the server's user can change, but {path} has"):
+        server.resolve_server(pilot)
+
+
 def test_an_instruction_key_that_others_can_read_is_missing_or_is_another_is_refused(pilot):
     key = pilot / "server" / "instruct" / "instruction.key"
     key.chmod(0o640)

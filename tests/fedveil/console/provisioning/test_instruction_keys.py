@@ -26,7 +26,7 @@ from fedveil.console.flower.instruction_key_files import (
     standby_file,
 )
 from fedveil.console.main import main
-from fedveil.console.provisioning import federation_folder, instruction_keys
+from fedveil.console.provisioning import command_lock, federation_folder, instruction_keys
 from fedveil.console.provisioning.federation_folder import SiteRegistry, parse_federation
 from fedveil.errors import ConfigError
 from fedveil.federation.message_signatures.key_files import InstructionKeys, SiteSigner, SiteSigners
@@ -387,7 +387,7 @@ def test_a_site_that_is_not_registered_hinders_no_requirement_and_needs_a_new_ki
 
 
 def test_of_two_commands_at_once_the_second_waits_and_undoes_nothing(federation, monkeypatch, capsys):
-    monkeypatch.setattr(federation_folder, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(command_lock, "_WAIT_SECONDS", 0.1)
     parser = argparse.ArgumentParser()
     members_command.add_arguments(parser)
     args = parser.parse_args(["kit", str(federation), "south"])
@@ -409,10 +409,10 @@ def test_every_command_that_changes_the_registry_locks_it(federation, monkeypatc
     class LockedError(Exception):
         pass
 
-    def refuse(descriptor, folder):
+    def refuse(descriptor, file, command):
         raise LockedError
 
-    monkeypatch.setattr(federation_folder, "_lock", refuse)
+    monkeypatch.setattr(command_lock, "_lock", refuse)
     for action in (
         ["add", "FOLDER", "west"], ["kit", "FOLDER", "north"], ["register", "FOLDER", "r.json", "--fingerprint", "-"],
         ["revoke", "FOLDER", "north"], ["expire", "FOLDER"], ["sync", "FOLDER"], ["renew-server", "FOLDER"],

@@ -6,7 +6,9 @@ import base64
 import json
 import re
 import stat
-from argparse import Namespace
+import time
+from argparse import ArgumentParser, Namespace
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,6 +18,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
 from fedveil.console.commands.federation import operators
 from fedveil.console.main import main
+from fedveil.console.provisioning import command_lock
 from fedveil.console.provisioning import operator_registry as kept
 from fedveil.console.provisioning.federation_folder import SiteRegistry, registry_folder
 from fedveil.errors import ConfigError
@@ -73,6 +76,37 @@ def test_an_operator_is_let_in_logs_in_elsewhere_and_is_shut_out(pilot, control,
     assert main(["operators", "revoke", str(pilot), "anna"]) == 0
     assert f"fedveil members renew-instruction-key {pilot}" in capsys.readouterr().out  # which its runs could read
     assert port.operator(login(elsewhere))[2] == "this operator's token is revoked"
+
+
+def test_of_two_operator_commands_at_once_the_second_waits_and_undoes_nothing(pilot, control, monkeypatch, capsys):
+    monkeypatch.setattr(command_lock, "_WAIT_SECONDS", 0.1)
+    add = [str(pilot), "anna", "--role", "read", "--out", str(pilot / "anna.token")]
+    parser = ArgumentParser()
+    operators.add_arguments(parser)
+    args = parser.parse_args(["add", *add])
+    with ThreadPoolExecutor() as pool:
+        with kept.OperatorRegistry.locked(registry_folder(pilot)) as registry:
+            other = pool.submit(args.run, args)
+            deadline = time.monotonic() + 20
+            while "operators: waiting for another fedveil operators command" not in capsys.readouterr().err:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert not other.done()
+            registry.revoke("owner")
+        assert other.result(20) == 0
+    entries = kept.OperatorRegistry(registry_folder(pilot)).entries
+    assert {name: entry["state"] for name, entry in entries.items()} == {"owner": "revoked", "anna": "active"}
+    assert Port(registry_folder(pilot), control).operator(login(pilot))[2] == "this operator's token is revoked"
+
+
+@pytest.mark.parametrize("command", [["add", "ben", "--role", "read", "--out", "OUT"], ["revoke", "owner"]])
+def test_every_command_that_changes_the_operators_locks_them_and_not_the_sites(pilot, monkeypatch, tmp_path, command):
+    locked = []
+    monkeypatch.setattr(command_lock, "_lock", lambda descriptor, file, name: locked.append((file.name, name)))
+    action, *rest = [str(tmp_path / "token") if word == "OUT" else word for word in command]
+    assert main(["operators", action, str(pilot), *rest]) == 0
+    assert main(["operators", "list", str(pilot)]) in (0, 1)
+    assert locked == [(".operators.lock", "operators")]
 
 
 def test_an_operator_who_may_start_no_run_leaves_the_instruction_key_alone(pilot, tmp_path, capsys):
