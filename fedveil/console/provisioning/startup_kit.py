@@ -25,7 +25,7 @@ from fedveil.console.provisioning.federation_folder import FederationFile
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys
 from fedveil.guard import poll_backoff
 
-_POLICY = """\
+POLICY = """\
 # This site's policy. The site reads it before any of the server's code runs, and refuses what it does not permit.
 # As delivered it permits nothing. `fedveil explain` shows what a run would send.
 methods = []                     # ["fedrand"]
@@ -140,7 +140,7 @@ def kit_files(federation: FederationFile, site: str, ca: bytes, keys: Instructio
         "site.toml": format_toml({**public, **ports}),
         "node-config.toml": format_toml(names | _IN_THE_KIT),
         "containers.toml": format_toml(names | _IN_CONTAINERS),
-        "site-policy.toml": _POLICY,
+        "site-policy.toml": POLICY,
         "README.md": _README.format(**words),
     }
     kit = {"ca.crt": ca, **{name: text.encode() for name, text in text_files.items()}}
