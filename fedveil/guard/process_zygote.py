@@ -56,7 +56,6 @@ _LOADED = (
     "numpy.random",
     "pydantic",
     "cryptography.hazmat.primitives.ciphers.aead",
-    "Crypto.Protocol.SecretSharing",
     "psutil",
 )
 
