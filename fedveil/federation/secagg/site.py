@@ -95,11 +95,11 @@ class SecAggSite:
 
     def mask(self, plan: AttemptPlan, terms: RoundTerms, vector: Integers) -> UploadAttachment:
         """Mask a vector in place and spend the prekey. Raises as `begin`."""
-        p, partners = plan.digest, plan.partners(self.name)
         with self.store.alone():
             state = self._load()
             self._check_plan(state, plan, terms)
             assert state.next is not None  # T4
+            p, partners = plan.digest, plan.partners(self.name)
             private = bytes.fromhex(state.next.private)
             shared = {
                 other: crypto.exchange_keys(private, bytes.fromhex(plan.by_name[other].key))
