@@ -16,7 +16,8 @@ HTTP_VENV ?= .venv-http$(if $(FLOWER),-$(FLOWER))
 # Everything but what takes minutes or needs more than a CPU.
 EVERY := -m "not slow and not gpu and not containers and not browser"
 # What differs by Flower: guard, apps, console, and a federation on this machine.
-HTTP_TESTS := tests/fedveil/guard tests/fedveil/relay tests/client_app/test_app.py tests/client_app/state/test_replay_guard.py tests/server_app tests/fedveil/console/launch tests/fedveil/console/flower \
+HTTP_TESTS := tests/fedveil/guard tests/fedveil/relay tests/client_app/test_app.py tests/client_app/state/test_replay_guard.py \
+  $(addprefix tests/server_app/test_,flower_strategy.py message_signing.py object_reader.py quorum.py reception.py resume.py hostile_replies.py) tests/fedveil/console/launch tests/fedveil/console/flower \
   tests/fedveil/console/commands/test_doctor.py tests/fedveil/console/commands/test_demo.py tests/fedveil/console/provisioning tests/deployment/test_loopback.py tests/deployment/test_restarts.py
 # An index with torch's build for the CPU; nothing else is asked of it. Where pip finds no such build: PyPI's, which is for CUDA.
 TORCH_INDEX ?=
