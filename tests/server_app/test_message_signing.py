@@ -273,6 +273,23 @@ def test_a_clock_may_differ_by_five_minutes(federation, monkeypatch, clock, refu
         federation.take(message)
 
 
+@pytest.mark.parametrize("delay", [840, 900, 900 + 299])  # the deadline, `until`, and the clocks' difference
+def test_a_superlink_that_delays_an_instruction_within_its_time_gains_no_reply_after_the_attempt(
+    federation, monkeypatch, delay
+):
+    """A site cannot know that it is late. The server counts its reply while it waits for this very instruction."""
+    message, sent, upload = federation.send(), int(time.time()), statement(b"upload")
+    monkeypatch.setattr(instruction_check, "time", SimpleNamespace(time=lambda: sent + delay))
+    taken = federation.take(message)
+    assert taken is not None
+    record = federation.answer(taken, upload)
+    assert federation.count(upload, HEAD, record)["instruction"] == federation.asked.digest
+    for later in ({"attempt": 2}, {"round": 4}, {}):  # the last: the same again
+        federation.send(**later)
+        with pytest.raises(WireError, match="found another"):
+            federation.count(upload, HEAD, record)
+
+
 def test_a_reply_to_an_equal_instruction_does_not_count_for_this_one(federation):
     earlier, upload = federation.take(federation.send()), statement(b"upload")
     record = federation.answer(earlier, upload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 from flwr.app import ConfigRecord
@@ -11,6 +12,7 @@ from flwr.app import ConfigRecord
 from fedveil import rng
 from fedveil.client_app.app import app
 from fedveil.config import CohortConfig
+from fedveil.server_app import round_attempt
 from fedveil.server_app.flower_strategy import MethodStrategy
 from fedveil.server_app.round_attempt import AttemptResult, RoundAttempt
 from fedveil.server_app.run_settings import RunSettings
@@ -43,9 +45,10 @@ class ListRecorder:
 class Trial:
     """An attempt over three sites, of which some give no reply."""
 
-    def __init__(self, monkeypatch, tmp_path, lost=(), max_norm_ratio: float = 0.0) -> None:
+    def __init__(self, monkeypatch, tmp_path, lost=(), max_norm_ratio: float = 0.0, late=None) -> None:
         task = use_toy_task(monkeypatch)
-        grid = LocalGrid(app, ["east", "north", "south"], tmp_path, tamper=dict.fromkeys(lost, lambda *_: None))
+        tamper = dict.fromkeys(lost, lambda *_: None)
+        grid = LocalGrid(app, ["east", "north", "south"], tmp_path, tamper=tamper, late=late)
         cohort = CohortConfig(min_sites=2, wait_seconds=0.1, max_norm_ratio=max_norm_ratio)
         self.loop = MethodStrategy(FedAvg(), RunSettings(cohort, deterministic=True)).rounds
         self.loop.initialise(task.initial(rng.initial_stream(9, "weights")))
@@ -100,6 +103,26 @@ def test_the_record_names_each_accepted_site_that_did_not_sign(monkeypatch, tmp_
     monkeypatch.setattr(trial.reception, "poll_replies", signed_by_north)
     record = trial.run().record
     assert (record.accepted, record.unsigned, list(record.failed)) == (["east", "north"], ["east"], ["south"])
+
+
+@pytest.mark.parametrize(
+    ("polls", "seconds", "failed"),
+    [(2, 0.5, {}), (3, 0.75, {}), (4, 0.75, {"east": "no reply within 0.5 s"})],
+    ids=["at the deadline", "at the last poll", "after it"],
+)
+def test_a_site_that_answers_at_the_deadline_counts_and_one_that_is_later_delays_nobody_further(
+    monkeypatch, tmp_path, polls, seconds, failed
+):
+    """In each of three attempts. The others' uploads wait on the SuperLink, because sums are in the order of sites."""
+    for attempt in range(3):
+        now = [100.0]
+        clock = SimpleNamespace(monotonic=lambda now=now: now[0], sleep=lambda s, now=now: now.append(now.pop() + s))
+        trial = Trial(monkeypatch, tmp_path / str(attempt), late={"east": polls})
+        monkeypatch.setattr(round_attempt, "time", clock)
+        record = trial.run().record
+        assert now[0] - 100.0 == seconds
+        assert sorted([*record.accepted, *failed]) == ["east", "north", "south"]
+        assert record.failed == failed
 
 
 def test_the_result_of_too_few_uploads_has_no_state(monkeypatch, tmp_path):
