@@ -15,8 +15,8 @@ and the site's ledger checks privacy charges (fedveil/privacy/charged_gradients.
 
 | case | result |
 |---|---|
-| the node config names no file | everything is permitted except a round that was served before (replay_guard.py); only
-  the guard's entry point in the image refuses |
+| the node config names no file | everything is permitted except a round that was served before (replay_guard.py), and a
+  broadcast that changes or drifts by more than 10; only the guard's entry point in the image refuses |
 | the file is missing, is not TOML, has an unknown key or a value of a wrong type | PolicyError |
 | a key is absent | it restricts nothing; but a run config key that neither it nor [permits] names must have its
   default |

@@ -17,8 +17,9 @@ from fedveil.client_app.guards.broadcast_guard import (
     BroadcastReferenceStore,
     weights_norm,
 )
+from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import decisions
-from fedveil.client_app.policy.site_policy import SitePolicy
+from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
 from fedveil.client_app.state.client_state import ClientStateStore
 from fedveil.contract.method import FederatedState
 from fedveil.contract.param_spec import ParamSpec
@@ -306,6 +307,13 @@ def test_the_defaults_are_2_of_change_and_of_drift_and_no_norm(tmp_path):
             judge(tmp_path / name, {"a": one(over)})
         judge(tmp_path / name, {"a": one(over - 0.04)})
     assert SitePolicy().max_broadcast_norm is None
+
+
+def test_a_site_without_a_policy_has_wide_bounds_and_one_with_a_policy_the_defaults(tmp_path):
+    (tmp_path / "policy.toml").write_text("")
+    for text, bound in (("", 10.0), (str(tmp_path / "policy.toml"), 2.0)):
+        policy = load_policy(SiteConfig(policy=text))
+        assert (policy.max_broadcast_change, policy.max_broadcast_drift) == (bound, bound)
 
 
 def test_steps_below_the_bound_of_a_change_do_not_add_up(tmp_path):
