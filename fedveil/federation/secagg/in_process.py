@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fedveil.config import SecureConfig
 from fedveil.federation.secagg import crypto, derivations, mask_streams
@@ -16,11 +17,13 @@ from fedveil.federation.secagg.messages import UploadAttachment
 from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
 from fedveil.federation.secagg.roster import SigningKeyRoster
-from fedveil.federation.secagg.schema import S
+from fedveil.federation.secagg.schema import SecAggMessage
 from fedveil.federation.secagg.server import SecAggConfig, SecAggCoordinator
 from fedveil.federation.secagg.site import SecAggSite
 from fedveil.federation.secagg.state import MemorySecAggStore
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt, negate_mask
+
+Statement = TypeVar("Statement", bound=SecAggMessage)
 
 _CONFIG = hashlib.sha256(b"in process").hexdigest()  # all sites are here: no other config can reach one of them
 
@@ -125,5 +128,5 @@ class InProcessSecureSums:
                 attempt.take_opening(site, _over_the_wire(self.sites[site].open(_over_the_wire(wanted))))
 
 
-def _over_the_wire(statement: S) -> S:
+def _over_the_wire(statement: Statement) -> Statement:
     return type(statement).from_bytes(statement.to_bytes())
