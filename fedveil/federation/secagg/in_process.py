@@ -24,7 +24,7 @@ from fedveil.federation.secagg.site import SecAggSite
 from fedveil.federation.secagg.state import MemorySecAggStore
 from fedveil.federation.secagg.unmasking import UnmaskingAttempt, negate_mask
 
-S = TypeVar("S", bound=SecAggMessage)
+Statement = TypeVar("Statement", bound=SecAggMessage)
 
 _CONFIG = hashlib.sha256(b"in process").hexdigest()  # all sites are here: no other config can reach one of them
 
@@ -132,5 +132,5 @@ class InProcessSecureSums:
                 attempt.take_opening(site, _over_the_wire(self.sites[site].open(_over_the_wire(wanted))))
 
 
-def _over_the_wire(statement: S) -> S:
+def _over_the_wire(statement: Statement) -> Statement:
     return type(statement).from_bytes(statement.to_bytes())

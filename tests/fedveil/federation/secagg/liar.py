@@ -12,12 +12,13 @@ import fcntl
 import hashlib
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fedveil.errors import FedVeilError
 from fedveil.federation.secagg import crypto, derivations, mask_streams, shamir
@@ -67,6 +68,20 @@ class FileStore:
         self.after_save(kept)
 
 
+def verify_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify each signature once, and remember the result."""
+    known: dict[tuple[bytes, bytes, bytes], bool] = {}
+    verify = crypto.is_signed
+
+    def is_signed(key: bytes, signature: bytes, text: bytes) -> bool:
+        asked = (bytes(key), bytes(signature), bytes(text))
+        if asked not in known:
+            known[asked] = verify(*asked)
+        return known[asked]
+
+    monkeypatch.setattr(crypto, "is_signed", is_signed)
+
+
 def with_fields(statement, **changes):
     """Return the statement with other values, checked as one that came over the wire."""
     return type(statement).from_bytes(type(statement).model_validate(statement.model_dump() | changes).to_bytes())
@@ -92,7 +107,7 @@ class Upload:
     vector: np.ndarray
     attached: UploadAttachment
     true: np.ndarray
-    sequence: int
+    number: int
 
     @property
     def unknown(self) -> tuple[str, int, str]:
@@ -109,7 +124,8 @@ class LyingServer:
     Attributes:
         honest, colluders: names.
         sites: real ones, colluders too.
-        uploads: all that the honest sites ever masked.
+        uploads: those of honest sites.
+        numbered: those of all games, by their number.
         shares: by what they are of, all that were opened or that colluders hold.
         asked: counts of requests, by kind and whether they were answered.
     """
@@ -120,11 +136,12 @@ class LyingServer:
         colluders: Collection[str] = (),
         demands: SiteRequirements | None = None,
         stores: Mapping[str, object] | None = None,
+        unlisted: Collection[str] = (),
     ) -> None:
         self.honest, self.colluders = sorted(honest), sorted(colluders)
         self.names = sorted([*honest, *colluders])
         keys = {name: hashlib.sha256(b"signing key of " + name.encode()).digest() for name in self.names}
-        listed = {name: crypto.verifying_key(key).hex() for name, key in keys.items()}
+        listed = {name: crypto.verifying_key(key).hex() for name, key in keys.items() if name not in unlisted}
         self.roster = SigningKeyRoster(signing_keys=listed).to_bytes().decode()
         self.roster_digest = roster_digest(listed)
         demands = demands or SiteRequirements(min_cohort=2, min_threshold=2, roster=self.roster_digest)
@@ -137,6 +154,7 @@ class LyingServer:
             for name in self.names
         }  # fmt: skip
         self.uploads: list[Upload] = []
+        self.numbered: list[Upload] = []
         self.shares: dict[Share, bytes] = {}
         self.signatures: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         self.asked: Counter[tuple[str, bool]] = Counter()
@@ -175,10 +193,11 @@ class LyingServer:
             attached = self.sites[site].mask(plan, terms or terms_of(plan, self.roster), hidden)
         except FedVeilError:
             return self._count("mask", None)
-        upload = Upload(site, plan, hidden, attached, true, len(self.uploads))
+        upload = Upload(site, plan, hidden, attached, true, len(self.numbered))
         if site in self.honest:
             self.uploads.append(upload)
-            self._take_colluders_rows(upload)
+            self.numbered.append(upload)
+            self.shares |= self._colluders_shares(upload)
         return self._count("mask", upload)
 
     def agree(self, site: str, plan: AttemptPlan, in_sum: Iterable[str]) -> str | None:
@@ -212,7 +231,7 @@ class LyingServer:
             answer = self.sites[site].open(request)
         except FedVeilError:
             return self._count("open", None)
-        self._take_opening(site, plan, answer)
+        self.shares |= self._opened_shares(site, plan, answer)
         return self._count("open", answer)
 
     def _count(self, kind: str, answer):
@@ -241,47 +260,52 @@ class LyingServer:
 
     # Knowledge
 
-    def _take_colluders_rows(self, upload: Upload) -> None:
+    def _colluders_shares(self, upload: Upload) -> dict[Share, bytes]:
+        """Return the shares of an upload's secrets that colluders hold."""
         plan, dealer = upload.plan, upload.site
+        partners, found = ["", *plan.partners(dealer)], {}
         for holder in self.colluders:
             if holder not in plan.holders(dealer):
                 continue
-            private = self._private[plan.by_name[holder].key]
-            shared = crypto.exchange_keys(private, bytes.fromhex(plan.by_name[dealer].key))
-            key = derivations.row_key(shared, plan.digest, dealer, holder)
-            partners = ["", *plan.partners(dealer)]
-            row = upload.attached.rows[holder]
+            shared = crypto.exchange_keys(
+                self._private[plan.by_name[holder].key], bytes.fromhex(plan.by_name[dealer].key)
+            )
+            key, row = derivations.row_key(shared, plan.digest, dealer, holder), upload.attached.rows[holder]
             shares = derivations.decrypt_row(key, row, len(partners), plan.digest, dealer, holder)
-            self.shares |= {
-                (upload.sequence, other, holder): share for other, share in zip(partners, shares, strict=True)
-            }
+            found |= {(upload.number, other, holder): share for other, share in zip(partners, shares, strict=True)}
+        return found
 
-    def _take_opening(self, holder: str, plan: AttemptPlan, answer: OpenResponse) -> None:
-        for dealer, share in answer.own.items():
-            self._take_share(holder, dealer, "", plan, bytes.fromhex(share))
-        for dealer, pairs in answer.pairs.items():
-            for other, share in pairs.items():
-                self._take_share(holder, dealer, other, plan, bytes.fromhex(share))
+    def _opened_shares(self, holder: str, plan: AttemptPlan, answer: OpenResponse) -> dict[Share, bytes]:
+        """Return an answer's shares by the secrets that they are of, which the dealers' digests tell."""
+        texts = [(dealer, "", text) for dealer, text in answer.own.items()]
+        texts += [(dealer, other, text) for dealer, pairs in answer.pairs.items() for other, text in pairs.items()]
+        found = {}
+        for dealer, other, text in texts:
+            if (share := self._share_of(holder, dealer, other, plan, bytes.fromhex(text))) is not None:
+                found[share] = bytes.fromhex(text)
+        return found
 
-    def _take_share(self, holder: str, dealer: str, other: str, plan: AttemptPlan, share: bytes) -> None:
-        """Find the secret that a share is of by the dealer's digests: most likely as asked, but any plan's will do."""
-        of_dealer = [upload for upload in self.uploads if upload.site == dealer]
+    def _share_of(self, holder: str, dealer: str, other: str, plan: AttemptPlan, share: bytes) -> Share | None:
+        """Find the secret that a share is of: most likely as the server asked, but any plan's and partner's will do."""
+        of_dealer = [upload for upload in self.numbered if upload.site == dealer]
         for upload in sorted(of_dealer, key=lambda upload: upload.plan.digest != plan.digest):
+            digests = upload.attached.shares.get(holder)
+            if digests is None:
+                continue
             partners = ["", *upload.plan.partners(dealer)]
-            digests = upload.attached.shares.get(holder, ())
             for partner in sorted(partners, key=lambda partner: partner != other):
                 digest = derivations.share_digest(share, upload.plan.digest, dealer, holder, partner)
-                if digests and digests[partners.index(partner)] == digest:
-                    self.shares[upload.sequence, partner, holder] = share
-                    return
+                if digests[partners.index(partner)] == digest:
+                    return upload.number, partner, holder
+        return None
 
     def secret(self, upload: Upload, other: str) -> bytes | None:
         """Return the secret of the upload's own mask ("") or of a pair, if t shares of it are known."""
         plan = upload.plan
         shares = {
-            plan.place(upload.site, holder): self.shares[upload.sequence, other, holder]
+            plan.place(upload.site, holder): self.shares[upload.number, other, holder]
             for holder in plan.holders(upload.site)
-            if (upload.sequence, other, holder) in self.shares
+            if (upload.number, other, holder) in self.shares
         }
         if len(shares) < plan.threshold:
             return None
@@ -315,22 +339,22 @@ class LyingServer:
                         self._is_known(u, site) for u in self.uploads if u.site == other and u.plan.digest == p
                     )
                 if not known[pair]:
-                    usable.setdefault(upload.sequence, set()).add(pair)
-                    signs.setdefault(upload.sequence, {})[pair] = 1 if site < other else -1
-            usable.setdefault(upload.sequence, set())
-            signs.setdefault(upload.sequence, {})
+                    usable.setdefault(upload.number, set()).add(pair)
+                    signs.setdefault(upload.number, {})[pair] = 1 if site < other else -1
+            usable.setdefault(upload.number, set())
+            signs.setdefault(upload.number, {})
         return Sums(self, _null_space(signs))
 
     def _is_known(self, upload: Upload, other: str) -> bool:
         plan = upload.plan
-        shares = sum((upload.sequence, other, holder) in self.shares for holder in plan.holders(upload.site))
+        shares = sum((upload.number, other, holder) in self.shares for holder in plan.holders(upload.site))
         return shares >= plan.threshold
 
     def unmasked(self, combination: Mapping[int, int]) -> np.ndarray:
         """Return a combination of the masked vectors without the masks that are known, by the number of the upload."""
         total = np.zeros(LENGTH, np.uint32)
-        for sequence, factor in combination.items():
-            upload, p = self.uploads[sequence], self.uploads[sequence].plan.digest
+        for number, factor in combination.items():
+            upload, p = self.numbered[number], self.numbered[number].plan.digest
             vector = upload.vector.copy()
             own = self.secret(upload, "")
             assert own is not None
@@ -416,16 +440,17 @@ class Sums:
 
     Attributes:
         basis: of the combinations, by the number of the upload.
-        exempt: sites whose vectors the adversary is given: those whose state was set back.
     """
 
     server: LyingServer
     basis: list[dict[int, int]]
-    exempt: frozenset[str] = field(default_factory=frozenset)
 
     def lightest(self, exempt: Collection[str] = ()) -> tuple[int, dict[int, int]] | None:
-        """Return the smallest number of honest vectors in a combination that has one, and the combination."""
-        uploads = self.server.uploads
+        """Return the smallest number of honest vectors in a combination that has one, and the combination.
+
+        Vectors of `exempt` sites do not count: those of sites whose state was set back.
+        """
+        uploads = self.server.numbered
         unknowns = sorted(
             {
                 uploads[u].unknown
@@ -467,7 +492,7 @@ class Sums:
         weight, combination = found
         expected = np.zeros(LENGTH, np.uint32)
         for u, factor in combination.items():
-            expected += self.server.uploads[u].true * np.uint32(factor % (1 << 32))
+            expected += self.server.numbered[u].true * np.uint32(factor % (1 << 32))
         assert np.array_equal(self.server.unmasked(combination), expected)
         return weight
 
@@ -500,3 +525,199 @@ def _candidates(vectors: list[list[int]]) -> Iterator[list[int]]:
                     for i, value in null[0].items():
                         factors[chosen[i]] = value
                     yield factors
+
+
+List = tuple[str, ...]
+Requests = Mapping[str, List | None]  # by site, the list that it is asked to sign and to open first
+
+
+class Game(LyingServer):
+    """A lying server that starts over again and again, with the same sites.
+
+    A site's answer depends on its state and the request alone. So each is asked once in each of its states; the
+    answer of the real object, and its state afterwards, are used in every later game.
+
+    Attributes:
+        set_back: sites whose state the adversary sets back before each request, to any that they ever had.
+        plans: all plans of this game.
+        games: number of games.
+    """
+
+    def __init__(self, honest: Collection[str], colluders: Collection[str] = (), **kwargs) -> None:
+        super().__init__(honest, colluders, **kwargs)
+        for name in self.names:
+            self.prekey(name)  # each game begins after it
+        self.set_back: set[str] = set()
+        self.games = 0
+        self._first = {name: self.sites[name].store.load() for name in self.names}
+        self._answers: dict[tuple, tuple] = {}
+        self._plans: dict[str, AttemptPlan] = {}
+        self._kept: list[object] = []  # no id is used twice
+        self._digests: dict[tuple[str, List], str] = {}
+        self._attacks: dict[tuple, int] = {}
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Begin a new game: the sites as at first, and a server that has learned nothing."""
+        self.games += 1
+        self.uploads, self.shares, self.plans = [], {}, []
+        self.signatures = defaultdict(dict)
+        self.history = {name: [state] for name, state in self._first.items()}
+        for name, state in self._first.items():
+            self.sites[name].store.save(state)
+            self.boots[name] = "boot-0"
+
+    def plan(self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes) -> AttemptPlan:
+        """Return the same object for the same plan, so that answers of earlier games are used."""
+        plan = super().plan(round_, attempt, cohort, **changes)
+        return self._plans.setdefault(plan.digest + plan.broadcast, plan)
+
+    def ask(
+        self, kind: str, site: str, plan: AttemptPlan, in_sum: List = (), source: AttemptPlan | None = None
+    ) -> bool:
+        """Ask a site; return whether it answered. One that can be set back is asked in each state that it had."""
+        store = self.sites[site].store
+        states = self.history[site] if site in self.set_back else [store.load()]
+        for state in list(states):
+            store.save(state)
+            is_answered = self._ask_in_state(kind, site, plan, in_sum, source or plan)
+            if not any(store.load() is known for known in self.history[site]):
+                self.history[site].append(store.load())
+            if is_answered and site not in self.set_back:
+                return True
+        return False
+
+    def _ask_in_state(self, kind: str, site: str, plan: AttemptPlan, in_sum: List, source: AttemptPlan) -> bool:
+        store, state, depends = self.sites[site].store, self.sites[site].store.load(), ()
+        if kind == "open":
+            signers = frozenset(self.signatures[plan.digest, self._list_digest(plan, in_sum)])
+            depends = (signers, *(u.number for u in self.uploads if u.plan.digest == source.digest))
+        elif kind == "mask":
+            depends = (sum(u.site == site and u.plan is plan for u in self.uploads),)
+        key = (kind, site, id(state), self.boots[site], id(plan), in_sum, id(source), depends)
+        if key not in self._answers:
+            known, self.shares = self.shares, {}
+            uploads, self.uploads = self.uploads, list(self.uploads)
+            if kind == "mask":
+                answer = self.mask(site, plan)
+            elif kind == "agree":
+                answer = self.agree(site, plan, in_sum)
+            else:
+                answer = self.open(site, plan, in_sum, rows=self.rows(site, plan, in_sum, source))
+            self._answers[key] = (store.load(), answer, self.shares)
+            self._kept += [state, store.load(), plan, source]
+            self.shares, self.uploads = known, uploads
+        after, answer, learned = self._answers[key]
+        store.save(after)
+        if answer is None:
+            return False
+        if kind == "mask":
+            self.uploads.append(answer)
+        elif kind == "agree":
+            self.signatures[plan.digest, self._list_digest(plan, in_sum)][site] = answer
+        self.shares |= learned
+        return True
+
+    def _list_digest(self, plan: AttemptPlan, in_sum: List) -> str:
+        key = (plan.digest, in_sum)
+        if key not in self._digests:
+            self._digests[key] = list_digest(plan.digest, in_sum)
+        return self._digests[key]
+
+    def begin(self, plan: AttemptPlan, maskers: Collection[str] | None = None) -> None:
+        """Show a plan to honest sites of its cohort."""
+        self.plans.append(plan)
+        for site in self.honest if maskers is None else maskers:
+            if site in plan.by_name:
+                self.ask("mask", site, plan)
+
+    def restart(self, site: str) -> None:
+        """Restart a site's machine."""
+        self.boots[site] += "0"
+
+    def request(self, plan: AttemptPlan, requests: Requests) -> None:
+        """Ask each site to sign its list, then each to open the same one."""
+        for kind in ("agree", "open"):
+            for site, in_sum in requests.items():
+                if in_sum is not None:
+                    self.ask(kind, site, plan, in_sum)
+
+    def ask_everything(self, lists: Mapping[str, Collection[List]]) -> None:
+        """Ask every site to mask for every plan, to sign and open every list, until no site says anything new.
+
+        Args:
+            lists: by the plan's digest.
+        """
+        before = None
+        while before != (before := self._learned()):
+            for plan in self.plans:
+                for kind in ("agree", "open"):
+                    for site, in_sum in itertools.product(self.honest, lists[plan.digest]):
+                        if site in plan.by_name:
+                            self.ask(kind, site, plan, in_sum)
+            for plan in self.plans:
+                for site in self.honest:
+                    if site in plan.by_name and (site not in self.set_back or self._times(site, plan) < 2):
+                        self.ask("mask", site, plan)
+
+    def _times(self, site: str, plan: AttemptPlan) -> int:
+        return sum(upload.site == site and upload.plan is plan for upload in self.uploads)
+
+    def _learned(self) -> tuple[int, int, int]:
+        return len(self.shares), len(self.uploads), sum(map(len, self.signatures.values()))
+
+    def fewest(self, plan: AttemptPlan | None = None) -> int:
+        """Return the smallest number of honest vectors in what the server learned of one plan or all; 0: nothing."""
+        numbers = tuple(u.number for u in self.uploads if plan is None or u.plan is plan)
+        key = (numbers, frozenset(self.shares), frozenset(self.set_back))
+        if key not in self._attacks:
+            chosen = frozenset(numbers)
+            self._attacks[key] = self.sums(lambda upload: upload.number in chosen).attack(self.set_back)
+        return self._attacks[key]
+
+
+def lists_of(plan: AttemptPlan, honest: Collection[str], least: int) -> list[List]:
+    """Return all lists of at least so many sites; of colluders, which are all alike, only by their number."""
+    colluders = [site for site in plan.cohort if site not in honest]
+    sites = [site for site in plan.cohort if site in honest]
+    return [
+        tuple(sorted([*chosen, *colluders[:count]]))
+        for size in range(1, len(sites) + 1)
+        for chosen in itertools.combinations(sites, size)
+        for count in range(len(colluders) + 1)
+        if size + count >= least
+    ]
+
+
+def requests_modulo_symmetry(lists: Sequence[Collection[List]], honest: Collection[str]) -> Iterator[list[Requests]]:
+    """Yield every choice of a list, or none, by each honest site, for each plan; once up to renaming the sites."""
+    honest = sorted(honest)
+    options = {site: [[None, *(x for x in of_plan if site in x)] for of_plan in lists] for site in honest}
+    renamings = [dict(zip(honest, order, strict=True)) for order in itertools.permutations(honest)]
+    codes: dict[List | None, int] = {None: 0}
+    for of_plan in lists:
+        for in_sum in of_plan:
+            codes.setdefault(in_sum, len(codes))
+    renamed = [
+        {
+            code: codes.get(tuple(sorted(names_of.get(x, x) for x in in_sum)), -1) if in_sum else 0
+            for in_sum, code in codes.items()
+        }
+        for names_of in renamings
+    ]
+    indices = [[honest.index(names_of[site]) for site in honest] for names_of in renamings]
+    by_code = {code: in_sum for in_sum, code in codes.items()}
+    coded = [[tuple(codes[x] for x in choice) for choice in itertools.product(*options[site])] for site in honest]
+    for choice in itertools.product(*coded):
+        if _is_smallest(choice, renamed, indices):
+            yield [{site: by_code[choice[i][k]] for i, site in enumerate(honest)} for k in range(len(lists))]
+
+
+def _is_smallest(choice, renamed, indices) -> bool:
+    for mapping, index in zip(renamed, indices, strict=True):
+        other = [()] * len(choice)
+        for i, codes in enumerate(choice):
+            other[index[i]] = tuple(mapping[code] for code in codes)
+        if tuple(other) < choice and all(code >= 0 for codes in other for code in codes):
+            return False
+    return True
