@@ -169,8 +169,9 @@ def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
         ("secure.min-sites: honest sites in a sum", least - colluding, 2),
         ("min-threshold: quorum", quorum, demands.min_threshold),
         ("min-threshold: shares that open a secret", plan.threshold, demands.min_threshold),
-        ("secure.min-sites: honest sites whose noise counts", plan.least - colluding, int(plan.noise == "sum")),
     )
+    if plan.noise == "sum":
+        required += (("secure.min-sites: honest sites whose noise counts", plan.least - colluding, 1),)
     for name, found, least_permitted in required:
         if found < least_permitted:
             raise PolicyError(

@@ -139,6 +139,7 @@ class Scenario:
         unlisted: colluders that are in no roster.
         is_poisoned: all honest sites but one get another message under a plan that is the same otherwise.
         is_split: lists are as small as possible, and each site chooses its own.
+        absent, follows: shares of the sites that are asked nothing, and of those that are asked for the same list.
         is_cut: the sites of two windows of the circle are silent, and all others sign that list.
     """
 
@@ -152,6 +153,8 @@ class Scenario:
     is_poisoned: bool = False
     is_split: bool = False
     is_cut: bool = False
+    absent: float = 0.15
+    follows: float = 0.6
     demands: dict = field(default_factory=dict)
 
     def game(self) -> Game:
@@ -193,10 +196,10 @@ def random_requests(rng: random.Random, scenario: Scenario, lists: list[List], g
     requests: dict[str, List | None] = {}
     for site in order:
         mine = [in_sum for in_sum in lists if site in in_sum]
-        if not mine or (rng.random() < 0.15 and not (scenario.is_split or scenario.is_cut)):
+        if not mine or (rng.random() < scenario.absent and not (scenario.is_split or scenario.is_cut)):
             requests[site] = None
         else:
-            follows = favorite in mine and not scenario.is_split and rng.random() < 0.6
+            follows = favorite in mine and not scenario.is_split and rng.random() < scenario.follows
             requests[site] = favorite if follows else rng.choice(mine)
     return requests
 
@@ -217,7 +220,7 @@ def play_random(scenario: Scenario, game: Game, rng: random.Random) -> None:
     by_plan: dict[str, list[List]] = {}
     for attempt in scenario.attempts:
         plan = random_plan(rng, scenario, game, attempt)
-        shown = [(plan, [site for site in game.honest if rng.random() < (0.8 if game.plans else 0.95)])]
+        shown = [(plan, [s for s in game.honest if rng.random() > scenario.absent / (1 if game.plans else 3)])]
         if scenario.is_poisoned:
             target = rng.choice(game.honest)
             poisoned = game.plan(**(attempt | {"broadcast": POISON}), **numbers(len(game.names), scenario.colluding))
@@ -431,7 +434,7 @@ def test_finds_nothing_inside_the_claim(name):
 
 def larger(sites: int, colluding: int, **ring) -> Scenario:
     again = tuple({**ring, **attempt} for attempt in AGAIN)
-    return Scenario(sites, colluding, again, cohorts=sites - 1)
+    return Scenario(sites, colluding, again, cohorts=sites - 1, absent=0.05, follows=0.85)
 
 
 @pytest.mark.slow
@@ -441,10 +444,10 @@ def larger(sites: int, colluding: int, **ring) -> Scenario:
         pytest.param(larger(8, 3), 60, id="8"),
         pytest.param(larger(12, 1, neighbours=4, threshold=2), 40, id="12 on a circle"),
         pytest.param(larger(12, 3, neighbours=8, threshold=4), 20, id="12 on a circle, 3 colluding"),
-        pytest.param(larger(16, 5), 12, id="16"),
-        pytest.param(larger(32, 1), 3, id="32"),
-        pytest.param(larger(32, 10), 3, id="32, 10 colluding"),
-        pytest.param(larger(32, 3, neighbours=10, threshold=4), 3, id="32 on a circle"),
+        pytest.param(larger(16, 5), 20, id="16"),
+        pytest.param(larger(32, 1), 6, id="32"),
+        pytest.param(larger(32, 10), 6, id="32, 10 colluding"),
+        pytest.param(larger(32, 3, neighbours=10, threshold=4), 6, id="32 on a circle"),
     ],
 )
 def test_finds_nothing_in_larger_cohorts(scenario, games):

@@ -642,6 +642,14 @@ def test_lost_round_without_state_does_not_stop_a_new_beginning():
     assert not world.site.store.load().fence.kept
 
 
+def test_sum_may_need_fewer_sites_than_collude_if_the_quorum_does_not():
+    world = World(7)
+    numbers = {"colluding": 4, "quorum": 6, "threshold": 6, "least": 3}
+    with pytest.raises(PolicyError, match="whose noise counts"):
+        world.begin(world.plan(**numbers, noise="sum"))
+    assert world.begin(world.plan(**numbers, noise="site"))
+
+
 def test_boot_id_that_cannot_be_read_is_found_before_training():
     world = World()
 
