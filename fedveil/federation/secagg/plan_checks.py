@@ -15,7 +15,7 @@ from fedveil.errors import PolicyError, QuorumError, WireError
 from fedveil.federation.secagg import crypto, graph_connectivity
 from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, quorum_of
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
-from fedveil.federation.secagg.schema import ALL_PAIRS, MOST_NEIGHBORS
+from fedveil.federation.secagg.schema import ALL_PAIRS
 from fedveil.federation.secagg.state import SiteSecAggState
 
 NO_STATE: Literal["none"] = "none"
@@ -95,7 +95,7 @@ def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
                 f"secure plan: {name}: expected {value}, as instruction and run config say, found {found[name]}"
             )
     degree = terms.neighbours if terms.neighbours < len(plan.members) else 0
-    if plan.neighbours != degree and (terms.neighbours or len(plan.members) <= ALL_PAIRS or not plan.neighbours):
+    if plan.neighbours != degree and (degree or len(plan.members) <= ALL_PAIRS or not plan.neighbours):
         raise WireError(f"secure plan: neighbours: expected {degree}, found {plan.neighbours}")
 
 
@@ -183,9 +183,9 @@ def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
 def require_graph(plan: AttemptPlan) -> None:
     """T6. Shares and masks of the whole cohort are connected widely enough."""
     if not plan.neighbours:
-        if plan.threshold != plan.quorum or len(plan.members) > MOST_NEIGHBORS:
+        if plan.threshold != plan.quorum or len(plan.members) > ALL_PAIRS:
             raise WireError(
-                f"secure plan: expected as many shares as signatures for all pairs of at most {MOST_NEIGHBORS} sites, "
+                f"secure plan: expected as many shares as signatures for all pairs of at most {ALL_PAIRS} sites, "
                 f"found {plan.threshold} and {plan.quorum} of {len(plan.members)}"
             )
         return

@@ -62,7 +62,7 @@ class SecAggConfig:
         """
         if self.neighbours and self.neighbours < sites:
             return self.neighbours, _threshold(sites, self.neighbours, self.colluding)
-        if sites <= ALL_PAIRS or (self.neighbours and sites <= MOST_NEIGHBORS):
+        if sites <= ALL_PAIRS:
             return 0, self.quorum(sites)
         return derive_graph(sites, max(self.colluding, -(-sites // 20)))
 
@@ -79,6 +79,11 @@ class SecAggConfig:
             raise QuorumError(
                 f"secure.threshold: expected more than {(sites + colluding) // 2} of {sites} sites, found {quorum}; "
                 "raise it, or leave it out"
+            )
+        if self.noise == "sum" and self.least <= colluding:
+            raise QuorumError(
+                f"secure.min-sites: expected more than the {colluding} sites that may collude (secure.max-colluders), "
+                f"since the noise of the others counts, found {self.least}; raise it"
             )
         if least - colluding < 2:
             raise QuorumError(

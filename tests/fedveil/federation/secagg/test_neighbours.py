@@ -153,7 +153,16 @@ def test_up_to_a_hundred_sites_have_all_pairs_and_more_have_neighbours_for_a_twe
     assert SecAggConfig(colluding=30).graph(300) == (64, 34)
     assert SecAggConfig(neighbours=22, colluding=3).graph(300) == (22, 6)
     assert SecAggConfig(neighbours=22).graph(22) == (0, 15)  # no more sites than that: all pairs
-    assert SecAggConfig(neighbours=200).graph(150) == (0, 101)
+    # More than a hundred sites have no masks with all others, however many neighbours are asked for.
+    assert SecAggConfig(neighbours=200).graph(150) == derive_graph(150, 8)
+
+
+def test_noise_in_the_sum_needs_more_sites_than_may_collude():
+    """Else every site would refuse the plan; noise at each site needs no others."""
+    with pytest.raises(QuorumError, match=r"secure\.min-sites: expected more than the 3 sites that may collude"):
+        SecAggConfig(least=3, colluding=3, noise="sum").check_cohort(9)
+    SecAggConfig(least=3, colluding=3).check_cohort(9)
+    SecAggConfig(least=4, colluding=3, noise="sum").check_cohort(9)
 
 
 @pytest.mark.long
