@@ -10,9 +10,10 @@
 | a rule of plan_checks.py is broken | PolicyError or WireError, before a row of data is read |
 | the message is not the plan's, where the method sends every site the same | WireError, before it is decoded |
 | the policy names a roster, and the node config no site | PolicyError: the server would name the state folder |
+| a request for another site than the node config names | PolicyError |
 | secure.json is damaged | StateError; once moved away, the site has a new prekey, and agrees to nothing under the old |
-| an older copy of secure.json is restored | its plan is dropped after a restart of the machine; else the site counts as
-  one that works with the server, in the rounds that it forgot; never restore it |
+| secure.json is lost, or an older copy is restored | the site may agree to a second sum of a round: it counts as one
+  that works with the server, in the rounds that it forgot; never restore it |
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAgg
         raise PolicyError(
             "site: expected this site's name in the node config, as its policy names a roster, found none: the server "
             "could name another folder for what the site remembers of its masks"
+        )
+    if site.site and site.site != assignment.order.site:
+        raise PolicyError(
+            f"site: expected requests for {site.site}, this site's name in its node config, found one for "
+            f"{assignment.order.site}; register the site under its own name"
         )
     store = FileSecAggStore(
         state_folder_of(site.state_dir, assignment.order.run, assignment.name), FileSeal.from_key_file(site.key_file)

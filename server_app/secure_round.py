@@ -14,7 +14,8 @@ site. The sites of a sum sign the list of its sites first, unless it is the whol
 
 | the round ... | what happens |
 |---|---|
-| has too few uploads, or pairs of sites in dispute | the attempt is discarded, and repeated |
+| has too few uploads, or pairs of sites in dispute | the attempt is discarded, and repeated; with a table of entries
+  the round is lost, since a site masks once in such a round |
 | has too few signatures or shares, or an impossible sum | the round is lost: its sites have agreed to a sum, and would
   refuse another attempt; the next round begins with the same state |
 """
@@ -72,6 +73,7 @@ class SecureRoundAttempt(RoundAttempt):
         roster: text of the signing keys to which the plan refers; "" for none.
         scalars: values that each site sends in the clear, by site; filled in while the attempt runs.
         pending: where the closed list is stored for a restart; None: nowhere.
+        is_resumed: the list was closed before a restart, by the settings of that time.
     """
 
     requests: SecAggRequests = field(kw_only=True)
@@ -82,6 +84,7 @@ class SecureRoundAttempt(RoundAttempt):
     roster: str = field(default="", kw_only=True)
     scalars: dict[str, dict[str, str]] = field(default_factory=dict, kw_only=True)
     pending: PendingSumStore | None = field(default=None, kw_only=True)
+    is_resumed: bool = field(default=False, kw_only=True)
 
     @override
     def build_instruction(self, ctx: RoundContext, anchor: str, deadline: float) -> ConfigRecord:
@@ -94,6 +97,11 @@ class SecureRoundAttempt(RoundAttempt):
     def largest_upload(self) -> int:
         return self.codec.largest_upload
 
+    @property
+    @override
+    def has_closed_list(self) -> bool:
+        return self.is_resumed
+
     @override
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:
         """Return the next state from the uploads, which are added up as they arrive; None if there is no such sum.
@@ -104,7 +112,7 @@ class SecureRoundAttempt(RoundAttempt):
             continue
         quorum, tally, attempt = self.settings.quorum, self.tally, self.unmasking
         try:
-            if len(attempt.uploads) < quorum:
+            if len(attempt.uploads) < quorum and not self.is_resumed:
                 raise QuorumError(f"expected at least {quorum} uploads, found {len(attempt.uploads)}")
             if self.server_ctx.entries is not None:
                 self.server_ctx.entries.require_sum(attempt.plan.cohort, attempt.uploads, attempt.plan.least)
@@ -184,6 +192,8 @@ class SecureRoundAttempt(RoundAttempt):
         for _ in range(_OPEN_TRIES):
             failed = self.requests.ask(wanted, take, lambda: not attempt.wanting, max(end - time.monotonic(), 1.0))
             deaf |= failed
+            for site in wanted.keys() - failed.keys():
+                deaf.pop(site, None)  # it has answered after all
             wanted = {site: wanted[site] for site in failed}
             if not (attempt.wanting and wanted and time.monotonic() < end):
                 break
@@ -256,7 +266,14 @@ class ServerSecAgg:
         """Return whether so many sites have agreed to a sum of the round already that too few are left for another."""
         refused = self.coordinator.refusals(requests.round).keys() & requests.nodes.keys()
         left = self.coordinator.ready.keys() & requests.nodes.keys() - refused
-        return len(left) < quorum <= len(left) + len(refused)
+        return not self._is_enough(len(left), quorum) and self._is_enough(len(left) + len(refused), quorum)
+
+    def _is_enough(self, sites: int, quorum: int) -> bool:
+        try:
+            self.check_cohort(sites)
+        except QuorumError:
+            return False
+        return sites >= quorum
 
     def open_requests(
         self, reception: Reception, nodes: Mapping[str, int], address: MessageAddress, round_: int, config: ConfigRecord
@@ -285,6 +302,7 @@ class ServerSecAgg:
             codec=MaskedUploadCodec.from_exchange(self.exchange, clear.round, plan.bits, self.claim),
             coordinator=self.coordinator, server_ctx=server_ctx,
             scalars={site: dict(scalars) for site, scalars in pending.scalars.items()},
+            is_resumed=True,
         )  # fmt: skip
 
     def mask(

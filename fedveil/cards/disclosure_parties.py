@@ -91,7 +91,9 @@ def _server_trusted(attempts: Sequence[Mapping[str, Any]], config: RunConfig, me
         return [*sentences, "With every single upload: only the method itself keeps the server from attacking one."]
     noted = (attempt["unseen"] for attempt in attempts if attempt.get("unseen"))
     bound = method.sends_same_broadcast and not method.keeps_private_state
-    claim = weakest_adversary(noted, config.secure.min_sites, method.has_single_site_entries, bound)
+    claim = weakest_adversary(
+        noted, config.secure.min_sites, method.has_single_site_entries, bound, method.plans_entries
+    )
     words = claim.words if claim else ["No attempt at a round produced a sum."]
     return [*sentences, *words]
 

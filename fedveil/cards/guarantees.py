@@ -11,7 +11,7 @@ from fedveil.cards.card import Epsilon, PrivacyGuaranteeEntry, SiteCost, card_te
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
 from fedveil.contract.privacy import PrivacyGuarantee, stated_guarantee
-from fedveil.federation.secagg.adversary_model import single_site
+from fedveil.federation.secagg.adversary_model import BROADCASTS, single_site
 from fedveil.privacy import gdp
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
@@ -204,8 +204,10 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
     if config.secure.enabled:
         sentences.append(
             "A site's upload, from a server that deviates from secure aggregation's protocol or lies, unless every "
-            "site's policy requires secure aggregation and names the roster of signing keys."
+            "site's policy requires secure aggregation, names the roster of signing keys and admits known code alone."
         )
+        if method.keeps_private_state or not method.sends_same_broadcast:
+            sentences.append(BROADCASTS)
     if unsigned := _unsigned(attempts):
         sentences.append(unsigned)
     if config.run.capture_messages:

@@ -51,6 +51,11 @@ def check_roster(site: SiteConfig) -> CheckResult:
             name, "warn", "the policy names a roster, but the node config no site: this site refuses masked runs, as "
             "the server could name another folder for its state; set site",
         )  # fmt: skip
+    if policy.require_secure and not (policy.app_digests or policy.signers):
+        return CheckResult(
+            name, "warn", "the policy names a roster, but admits any code, which may do without it: set app-digests or "
+            "signers",
+        )  # fmt: skip
     enforced = EnforcedBounds.from_requirements(site_requirements(policy))
     assert enforced is not None  # there is a roster
     same = f"{policy.roster}, which must be the same at the other sites"

@@ -28,6 +28,7 @@ class MaskedUploadPreview:
         in_clear: names of the values that the method's payload carries unmasked.
         partial: the method's `has_single_site_entries`.
         broadcasts_bound: the method sends every site the same, and sites keep no private state.
+        plans_entries: the method's `plans_entries`.
     """
 
     secure: SecureConfig
@@ -40,6 +41,7 @@ class MaskedUploadPreview:
     in_clear: tuple[str, ...]
     partial: bool
     broadcasts_bound: bool
+    plans_entries: bool
 
     @classmethod
     def from_exchange(cls, exchange: MessageExchange, config: RunConfig, sites: int = 0) -> MaskedUploadPreview:
@@ -75,6 +77,7 @@ class MaskedUploadPreview:
             tuple(sorted(word.name for word in exchange.layout.scalars if word.direction == "up")),
             exchange.method.has_single_site_entries,
             exchange.method.sends_same_broadcast and not exchange.method.keeps_private_state,
+            exchange.method.plans_entries,
         )
 
     @property
@@ -88,7 +91,7 @@ class MaskedUploadPreview:
         secure, ring = self.secure, self.ring
         claim = AdversaryModel(
             self.quorum, self.threshold, secure.min_sites, secure.max_colluders, self.neighbours, self.partial,
-            self.broadcasts_bound, demands,
+            self.broadcasts_bound, demands, self.plans_entries,
         )  # fmt: skip
         clear = f"; and the scalars {', '.join(self.in_clear)}" if self.in_clear else ""
         counts = (

@@ -70,16 +70,17 @@ def not_seen(run: RunView) -> str:
     return " ".join(filter(None, [NOT_SEEN, single_site(_exceptions(run)[0])]))
 
 
-def _exceptions(run: RunView) -> tuple[bool | None, bool | None]:
-    """Return `partial` and `broadcasts_bound` of the run's method; None if this version cannot create it."""
+def _exceptions(run: RunView) -> tuple[bool | None, bool | None, bool | None]:
+    """Return `partial`, `broadcasts_bound` and `plans_entries` of the run's method; None if it cannot be created."""
     from fedveil import strategies  # imports torch, only for a secure run's pages
 
     try:
         fields = run.config["method"]["fields"]
         method = strategies.create_from_json(run.method, json.dumps(fields))
     except (ConfigError, KeyError, TypeError):
-        return None, None
-    return method.has_single_site_entries, method.sends_same_broadcast and not method.keeps_private_state
+        return None, None, None
+    bound = method.sends_same_broadcast and not method.keeps_private_state
+    return method.has_single_site_entries, bound, method.plans_entries
 
 
 def secagg_of_site(state_dir: Path, run: RetainedRunState, policy: str = "", key_file: str = "") -> list[str]:

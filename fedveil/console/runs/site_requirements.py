@@ -7,15 +7,16 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 
 
 def site_requirements(policy: SitePolicy | None) -> SiteRequirements:
-    """Return what a policy requires of plans; a roster counts only if the policy also requires secure aggregation.
+    """Return what a policy requires of plans. None: a site without a policy.
 
-    Without that, a server that lies asks for a run in the clear. None: a site without a policy.
+    A roster counts only if the policy also requires secure aggregation and admits known code alone: else a server that
+    lies asks for a run in the clear, or sends code of its own.
     """
     if policy is None:
         return SiteRequirements()
     return SiteRequirements(
         min_cohort=max(policy.min_cohort or 2, 2),
         min_threshold=policy.min_threshold or 1,
-        roster=policy.roster or "" if policy.require_secure else "",
+        roster=policy.roster or "" if policy.require_secure and (policy.app_digests or policy.signers) else "",
         colluding=policy.min_colluders or 0,
     )

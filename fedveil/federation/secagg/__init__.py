@@ -37,14 +37,17 @@ checks that no c sites cut it. Inconsistent broadcasts: Pasquini et al., Eluding
 Federated Learning via Model Inconsistency, 2022.
 
 Formal guarantees, for a cohort of m sites and an adversary that controls the server and c of them, where all
-policies name one roster, 2 q > m + c, t > c (t = q with all pairs), max(q, least) - c >= 2:
+policies name one roster, require secure aggregation and admit known code alone, 2 q > m + c, t > c (t = q
+with all pairs), max(q, least) - c >= 2:
 1. Of a plan, the adversary learns one sum at most, over at least max(q, least) - c honest sites, and of any
    combination of the sums of one round nothing with fewer than q - c honest sites.
-2. A server that follows the protocol, with c' < t sites, learns one sum of each round.
+2. A server that follows the protocol, with c' sites, learns one sum of each round, if c' < t and
+   c' <= max(q, least) - 2; with neighbors c' <= c, for which every site checks the graph.
 3. Sites that were shown another cohort, config, bundle or broadcast (where the method sends all sites the
    same) are not in the same sum: theirs is noise.
 Not promised: a right sum, since a site may send anything; an end, if fewer than q sites answer; anything that
 the sum and the model show, or by which the sums of two rounds differ; broadcasts, for methods that keep
 private state at the site; entries that fewer sites send, where a method does not have every site send all.
-A site whose state was set back to an older copy counts to c in the rounds that it forgot.
+A site that lost its state, or whose state was set back to an older copy, counts to c in the rounds that it
+forgot. Where sites send different entries by a table, an entry has at least `least` - c honest sites.
 """

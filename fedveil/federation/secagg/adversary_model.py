@@ -5,10 +5,12 @@ and c sites work with the server. L = max(q, K).
 
 | adversary | sees of the other sites' uploads no more than | if |
 |---|---|---|
-| a server that keeps to the protocol (honest but curious), and c sites | one sum of each round | c < t, c <= L - 2;
+| a server that keeps to the protocol (honest but curious), and c sites | one sum of each round | c < t, c <= L - 2,
+  or K - 2 where sites send different entries, by a table (`Method.plans_entries`);
   with neighbors c <= secure.max-colluders, for which every site checks the graph |
 | a server that lies, and c sites | one sum of a plan, with at least L - c honest sites; of all sums of a round together
-  nothing with fewer than q - c honest sites | every site's policy names one roster and requires secure aggregation,
+  nothing with fewer than q - c honest sites | every site's policy names one roster, requires secure
+  aggregation and admits known code alone,
   2 q > m + c, t > c, L - c >= 2 |
 | a server that lies, without a roster | everything | - |
 
@@ -80,11 +82,13 @@ class EnforcedBounds:
         colluding: c, sites that may work with a server that lies.
         least: the smallest L, which is also the smallest cohort.
         quorum: the smallest q.
+        entry: the smallest K: sites behind an entry, where sites send different ones.
     """
 
     colluding: int
     least: int
     quorum: int
+    entry: int
 
     @classmethod
     def from_requirements(cls, demands: SiteRequirements) -> EnforcedBounds | None:
@@ -94,7 +98,7 @@ class EnforcedBounds:
         colluding = demands.colluding
         least = max(demands.min_cohort, demands.min_threshold, colluding + 2)
         quorum = max(demands.min_threshold, (least + colluding) // 2 + 1)
-        return cls(colluding, least, quorum)
+        return cls(colluding, least, quorum, max(demands.min_cohort, colluding + 2))
 
     @property
     def words(self) -> str:
@@ -103,7 +107,10 @@ class EnforcedBounds:
             f"Holds against a server that lies {_with(self.colluding)}, if every site's policy names this roster, "
             "requires secure aggregation and admits known code alone: each sum has at least "
             f"{self.least - self.colluding} honest sites, and all sums of a round together show nothing of fewer than "
-            f"{self.quorum - self.colluding} (min-cohort, min-threshold, min-colluders)."
+            f"{self.quorum - self.colluding} (min-cohort, min-threshold, min-colluders). Where sites send different "
+            f"entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may be of {self.entry - self.colluding} of "
+            "them. A site that lost its state, or was set back to an older one, counts as one that works with the "
+            "server."
         )
 
 
@@ -121,6 +128,7 @@ class AdversaryModel:
         broadcasts_bound: every site of an attempt gets the same message and keeps no private state; None where the
             method is not known.
         demands: of the site for which this is stated; None where no site's policy is known, as at the server.
+        plans_entries: the method's `plans_entries`: a single entry may be of K sites; None where it is not known.
     """
 
     quorum: int
@@ -131,6 +139,7 @@ class AdversaryModel:
     partial: bool | None
     broadcasts_bound: bool | None
     demands: SiteRequirements | None
+    plans_entries: bool | None = False
 
     def __post_init__(self) -> None:
         if self.threshold < 1 or self.least_in_sum < 2:
@@ -145,7 +154,12 @@ class AdversaryModel:
     def curious(self) -> int:
         """Return the maximum number of sites that may collude with a server that follows the protocol."""
         opened = min(self.threshold - 1, self.colluding) if self.neighbours else self.threshold - 1
-        return min(opened, self.least_in_sum - 2)
+        return min(opened, self.fewest - 2)
+
+    @property
+    def fewest(self) -> int:
+        """Return the smallest number of sites whose values a figure of the server is the sum of."""
+        return self.least_in_sum if self.plans_entries is False else self.least
 
     @property
     def deviating(self) -> EnforcedBounds | None:
@@ -159,10 +173,11 @@ class AdversaryModel:
         sentences += words_for_lying_server(self.demands, self.broadcasts_bound)
         if exception := single_site(self.partial):
             sentences.append(exception)
-        if self.curious == self.least_in_sum - 2:
+        if self.curious == self.fewest - 2:
+            of = "a sum" if self.plans_entries is False else "an entry of a sum"
             sentences.append(
-                f"Does not hold against {_sites(self.least_in_sum - 1)} with the server: a sum may have "
-                f"{self.least_in_sum} sites, and two of them must be honest (secure.threshold, secure.min-sites)."
+                f"Does not hold against {_sites(self.fewest - 1)} with the server: {of} may have {self.fewest} sites, "
+                "and two of them must be honest (secure.threshold, secure.min-sites)."
             )
         return [*sentences, TWO_ROUNDS]
 
@@ -182,14 +197,18 @@ def words_for_lying_server(demands: SiteRequirements | None, broadcasts_bound: b
 
 
 def weakest_adversary(
-    attempts: Iterable[Mapping[str, Any]], least: int, partial: bool | None, broadcasts_bound: bool | None
+    attempts: Iterable[Mapping[str, Any]],
+    least: int,
+    partial: bool | None,
+    broadcasts_bound: bool | None,
+    plans_entries: bool | None,
 ) -> AdversaryModel | None:
     """Return the claim of a run's weakest attempt, as the server's record shows it; None without attempts.
 
     Args:
         attempts: what each noted as `unseen` (server_app/run_folder.py).
         least: secure.min-sites.
-        partial, broadcasts_bound: as in `AdversaryModel`.
+        partial, broadcasts_bound, plans_entries: as in `AdversaryModel`.
     """
     adversary_models = [
         AdversaryModel(
@@ -201,6 +220,7 @@ def weakest_adversary(
             partial=partial,
             broadcasts_bound=broadcasts_bound,
             demands=None,
+            plans_entries=plans_entries,
         )
         for a in attempts
         if "quorum" in a

@@ -55,6 +55,11 @@ def row_key(shared: bytes, plan: str, site: str, holder: str) -> bytes:
     return crypto.derive_key(shared, protocol_context("row", site, holder), bytes.fromhex(plan))
 
 
+def row_bytes(count: int) -> int:
+    """Return the size of an encrypted row of `count` shares."""
+    return _NONCE_AND_TAG_BYTES + count * SECRET_BYTES
+
+
 def encrypt_row(key: bytes, shares: Sequence[bytes], plan: str, site: str, holder: str) -> str:
     """Encrypt the shares that a holder gets, in hex."""
     return crypto.encrypt_share(key, b"".join(shares), protocol_context("row", plan, site, holder)).hex()
@@ -63,7 +68,7 @@ def encrypt_row(key: bytes, shares: Sequence[bytes], plan: str, site: str, holde
 def decrypt_row(key: bytes, row: str, count: int, plan: str, site: str, holder: str) -> list[bytes]:
     """Decrypt a row of `count` shares. Raises WireError for another key, plan, dealer, holder or length."""
     data = bytes.fromhex(row)
-    if len(data) != _NONCE_AND_TAG_BYTES + count * SECRET_BYTES:
+    if len(data) != row_bytes(count):
         raise WireError(f"row: expected {count} shares, found {len(data)} bytes")
     text = crypto.decrypt_share(key, data, protocol_context("row", plan, site, holder))
     return [text[start : start + SECRET_BYTES] for start in range(0, len(text), SECRET_BYTES)]

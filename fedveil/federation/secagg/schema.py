@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import override
 
 from fedveil.errors import WireError
 from fedveil.sanitize import sanitize
@@ -39,6 +41,14 @@ class SecAggMessage(BaseModel):
     """A value of a fixed form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @override
+    def model_copy(self: S, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> S:
+        """Return a copy, without the cached digest of the original."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in set(copy.__dict__) - type(self).model_fields.keys():
+            del copy.__dict__[name]
+        return copy
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON encoding."""

@@ -142,6 +142,7 @@ class SecAggCoordinator:
     ready: dict[str, KeysResponse] = field(default_factory=dict)
     expelled: dict[str, str] = field(default_factory=dict)
     _attempts: dict[int, int] = field(default_factory=dict)  # by round, the last one that began
+    _owners: dict[str, str] = field(default_factory=dict)  # sites by prekey and signing key
 
     def request(self) -> KeysRequest:
         """Return the request for a site's prekey."""
@@ -165,11 +166,10 @@ class SecAggCoordinator:
         known = self.roster.get(site)
         if prekey.site != site or not prekey.is_genuine(self.run) or known not in (None, prekey.signing_key):
             raise WireError(f"secure: expected the prekey of {site}, signed with its registered key, found another")
-        for name, other in self.ready.items():
-            if name != site and prekey.key == other.prekey.key:
-                raise WireError(f"secure: expected {site}'s own prekey, found that of {name}")
-            if name != site and prekey.signing_key == other.prekey.signing_key:
-                raise WireError(f"secure: expected {site}'s own signing key, found that of {name}")
+        # A plan shows a site's prekey to the others, so whoever shows a key first is its owner for the rest of the run.
+        for key, what in ((prekey.key, "prekey"), (prekey.signing_key, "signing key")):
+            if (owner := self._owners.setdefault(key, site)) != site:
+                raise WireError(f"secure: expected {site}'s own {what}, found that of {owner}")
 
     def forget(self, site: str) -> None:
         """Forget a site's prekey after a failed client round: it may be used up, or lost."""
@@ -188,9 +188,13 @@ class SecAggCoordinator:
                 refused[site] = f"secure: it has agreed to a sum of round {answer.signed + 1} already"
             elif answer.after is not None and answer.after[0] > round_:
                 refused[site] = f"secure: it has masked an upload for round {answer.after[0] + 1} already"
-            elif answer.after is not None and answer.after[0] == round_ and answer.after[1] >= _MOST_ATTEMPTS:
+            elif answer.after is not None and answer.after[0] == round_ and self._uses_up(answer.after[1], round_):
                 refused[site] = f"secure: it names {answer.after[1]} attempts at this round"
         return refused
+
+    def _uses_up(self, attempt: int, round_: int) -> bool:
+        """Return whether a site names so late an attempt that numbers could be used up, which was none of this run."""
+        return attempt >= _MOST_ATTEMPTS and attempt > self._attempts.get(round_, -1)
 
     def next_attempt(self, round_: int, cohort: Collection[str]) -> int:
         """Return the number of the next attempt at a round, above those that server and cohort remember."""

@@ -85,13 +85,14 @@ class SecAggSite:
         plan_checks.require_roster(plan, terms, self.demands)
         plan_checks.require_own_key(plan, terms, self.name, own)
         plan_checks.require_distinct_keys(plan)
-        plan_checks.require_genuine_prekeys(plan)
         plan_checks.require_unspent(plan, self.name, self._prekey_of(state))
         plan_checks.require_numbers(plan, self.demands)
-        plan_checks.require_graph(plan)
-        plan_checks.require_entries(plan, terms)
         plan_checks.require_later(plan, state)
         plan_checks.require_continued_state(terms, state)
+        # What costs a signature for each site, or grows with their square, is checked last.
+        plan_checks.require_genuine_prekeys(plan)
+        plan_checks.require_graph(plan)
+        plan_checks.require_entries(plan, terms)
 
     def mask(self, plan: AttemptPlan, terms: RoundTerms, vector: Integers) -> UploadAttachment:
         """Mask a vector in place and spend the prekey. Raises as `begin`."""

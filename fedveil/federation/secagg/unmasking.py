@@ -58,7 +58,6 @@ class UnmaskingAttempt:
     _total: Integers | None = None
     _opened: dict[Secret, dict[str, bytes]] = field(default_factory=dict)
     _complaints: set[tuple[str, str]] = field(default_factory=set)  # (holder, site)
-    _answered: set[str] = field(default_factory=set)
 
     @classmethod
     def from_pending(
@@ -87,11 +86,10 @@ class UnmaskingAttempt:
         partners, holders = plan.partners(site), plan.holders(site)
         if list(attached.pairs) != partners or list(attached.rows) != holders or list(attached.shares) != holders:
             raise WireError(f"secure: expected shares of {site} for each of its holders, found others")
-        lengths = {len(attached.shares[holder]) for holder in holders} | {
-            (len(row) // 2 - 28) // shamir.SECRET_BYTES for row in attached.rows.values()
-        }
-        if lengths != {1 + len(partners)}:
-            raise WireError(f"secure: expected {1 + len(partners)} shares of {site} for each holder, found others")
+        count = 1 + len(partners)
+        rows = {len(row) // 2 for row in attached.rows.values()}
+        if {len(shares) for shares in attached.shares.values()} != {count} or rows != {derivations.row_bytes(count)}:
+            raise WireError(f"secure: expected {count} shares of {site} for each holder, found others")
         if attached.vector != hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest():
             raise WireError(f"secure: expected the vector that {site} has signed, found another")
 
@@ -212,7 +210,6 @@ class UnmaskingAttempt:
         wanted = {site: set(others) for site, others in silent.items() if others}
         if {site: set(of) for site, of in opened.pairs.items()} != wanted:
             raise WireError("secure: expected the shares of silent partners of each site, found others")
-        self._answered.add(holder)
         self._complaints |= {(holder, site) for site in opened.unread}
         wrong = sorted(site for site in opened.own if not self._take_row(holder, site, opened))
         self._complaints |= {(holder, site) for site in wrong}

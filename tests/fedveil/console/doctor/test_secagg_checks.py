@@ -12,6 +12,7 @@ from fedveil.console.main import main
 from fedveil.console.provisioning.federation_folder import roster_file
 from tests.fedveil.console.provisioning.test_provision import enrolled, federation, register  # noqa: F401
 
+KNOWN = f'app-digests = ["{"cd" * 32}"]'
 ROSTER = f'roster = "sha256:{"ab" * 32}"'
 
 
@@ -40,15 +41,20 @@ def test_a_signing_key_must_be_there_and_its_owners_alone(tmp_path):
         (
             f"require-secure = true\n{ROSTER}",
             "warn",
+            "admits any code, which may do without it: set app-digests or signers",
+        ),
+        (
+            f"require-secure = true\n{KNOWN}\n{ROSTER}",
+            "warn",
             "Without min-cohort the policy permits cohorts of 2 sites, and sums with 2 honest sites",
         ),
         (
-            f"require-secure = true\nmin-colluders = 1\n{ROSTER}",
+            f"require-secure = true\n{KNOWN}\nmin-colluders = 1\n{ROSTER}",
             "warn",
             "Without min-cohort the policy permits cohorts of 3 sites, and sums with 2 honest sites",
         ),
         (
-            f"require-secure = true\nmin-cohort = 5\nmin-colluders = 1\n{ROSTER}",
+            f"require-secure = true\n{KNOWN}\nmin-cohort = 5\nmin-colluders = 1\n{ROSTER}",
             "ok",
             "which must be the same at the other sites. Holds against a server that lies and up to 1 site with it",
         ),
@@ -63,7 +69,7 @@ def test_what_holds_against_a_server_that_lies_is_said_in_words(policy, verdict,
 
 
 def test_a_roster_without_a_site_in_the_node_config_is_warned_of(tmp_path):
-    (tmp_path / "p.toml").write_text(f"require-secure = true\nmin-cohort = 5\n{ROSTER}")
+    (tmp_path / "p.toml").write_text(f"require-secure = true\n{KNOWN}\nmin-cohort = 5\n{ROSTER}")
     result = secagg_checks.check_roster(SiteConfig(policy=str(tmp_path / "p.toml")))
     assert (result.verdict, "the node config no site" in result.text) == ("warn", True), result
     assert secagg_checks.check_roster(SiteConfig(site="north", policy=str(tmp_path / "p.toml"))).verdict == "ok"

@@ -65,7 +65,7 @@ def test_rounding_moves_a_mean_by_no_more_than_it_says():
 def test_in_plain_words(tmp_path, capsys):
     policy = tmp_path / "site-policy.toml"
     permits = 'methods = ["fedavg"]\n[permits]\n"cohort.sites" = 7\n"secure.clip-bound" = 8.0\n'
-    demands = f'require-secure = true\nmin-cohort = 5\nroster = "sha256:{"ab" * 32}"\n'
+    demands = f'require-secure = true\nmin-cohort = 5\nroster = "sha256:{"ab" * 32}"\napp-digests = ["{"cd" * 32}"]\n'
     policy.write_text(demands + permits)
     sets = ["secure.enabled=true", "secure.min-sites=5", "secure.roster=/roster/roster.json", "secure.clip-bound=8"]
     chosen = [

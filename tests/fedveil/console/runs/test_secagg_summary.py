@@ -135,6 +135,8 @@ def test_a_site_says_what_it_did_and_what_its_own_policy_makes_of_it(state, tmp_
     (tmp_path / "policy.toml").write_text(policy)
     assert DEVIATING in said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))  # a run in the clear passes
     (tmp_path / "policy.toml").write_text(f"require-secure = true\n{policy}")
+    assert DEVIATING in said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))  # any code passes
+    (tmp_path / "policy.toml").write_text(f'require-secure = true\napp-digests = ["{"cd" * 32}"]\n{policy}')
     stdout = said(capsys, state[0], "--policy", str(tmp_path / "policy.toml"))
     assert "Holds against a server that lies and up to 1 site with it, if every site's policy names this" in stdout
     assert (

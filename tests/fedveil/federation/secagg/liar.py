@@ -92,7 +92,8 @@ def terms_of(plan: AttemptPlan, roster: str = "", **changes) -> RoundTerms:
     return replace(
         RoundTerms(
             plan.run, plan.round, plan.attempt, plan.bits, plan.most_weight, plan.bound, plan.noise, plan.least,
-            plan.colluding, plan.quorum, plan.neighbours, plan.config, plan.app, roster, bool(plan.broadcast),
+            plan.colluding, plan.quorum, plan.neighbours, plan.config, plan.app, roster,
+            has_table=bool(plan.entries), is_alike=bool(plan.broadcast),
         ),
         **changes,
     )  # fmt: skip

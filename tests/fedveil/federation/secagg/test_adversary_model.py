@@ -54,6 +54,15 @@ def test_the_number_is_that_of_a_count(m):
                 assert claim(q, t, least).curious == max(holds)
 
 
+def test_where_sites_send_different_entries_the_number_is_that_of_an_entry():
+    """Of seven sites or more in a sum, an entry may have three: with two colluders among them it is the third's."""
+    assert claim(7, 7, 3).curious == 5
+    for planned in (True, None):
+        words = claim(7, 7, 3, plans_entries=planned).words
+        assert words[0] == "Holds against an honest but curious server and up to 1 site with it."
+        assert any("against 2 sites with the server: an entry of a sum may have 3 sites" in line for line in words)
+
+
 def test_with_neighbours_no_more_sites_than_those_for_which_the_graph_is_checked():
     assert claim(67, 23, 3, colluding=5, neighbours=42).curious == 5
     assert claim(67, 4, 3, colluding=5, neighbours=42).curious == 3
@@ -139,7 +148,9 @@ def test_with_a_roster_the_bound_and_its_conditions_are_said():
     assert words[1] == (
         "Holds against a server that lies and up to 1 site with it, if every site's policy names this roster, requires "
         "secure aggregation and admits known code alone: each sum has at least 4 honest sites, and all sums of a round "
-        "together show nothing of fewer than 3 (min-cohort, min-threshold, min-colluders)."
+        "together show nothing of fewer than 3 (min-cohort, min-threshold, min-colluders). Where sites send different "
+        "entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may be of 4 of them. A site that lost its state, or "
+        "was set back to an older one, counts as one that works with the server."
     )
     assert DEVIATING not in words
 
@@ -186,10 +197,10 @@ def noted(quorum, threshold, **update):
 
 def test_the_weakest_attempt_of_a_run_counts_and_knows_no_more_of_the_method_than_it_is_told():
     attempts = [noted(7, 7), noted(3, 3), noted(7, 5, neighbours=6), {"reason": "expected 3"}]
-    adversary = weakest_adversary(attempts, 5, partial=True, broadcasts_bound=False)
+    adversary = weakest_adversary(attempts, 5, partial=True, broadcasts_bound=False, plans_entries=False)
     assert adversary == AdversaryModel(7, 5, 5, 1, 6, True, False, None)
-    assert weakest_adversary(attempts[:2], 5, True, True) == AdversaryModel(3, 3, 5, 1, 0, True, True, None)
-    assert weakest_adversary([{}], 5, partial=True, broadcasts_bound=None) is None
+    assert weakest_adversary(attempts[:2], 5, True, True, False) == AdversaryModel(3, 3, 5, 1, 0, True, True, None)
+    assert weakest_adversary([{}], 5, partial=True, broadcasts_bound=None, plans_entries=None) is None
 
 
 @pytest.mark.parametrize("q,t,least", [(3, 0, 2), (1, 1, 1)])

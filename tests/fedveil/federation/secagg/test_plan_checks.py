@@ -6,6 +6,7 @@ lies that two rules refuse are listed in `TWO_RULES` with the second one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from fedveil.contract.entry_table import EntryTable
 from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto, derivations, plan_checks
 from fedveil.federation.secagg.messages import AgreeRequest, KeysRequest, OpenRequest
@@ -27,6 +29,18 @@ from tests.fedveil.federation.secagg.liar import CONFIG, POISON, RUN, LyingServe
 
 SITE = "s00"
 OTHER = "0" * 63 + "7"
+
+
+def table_of(senders) -> str:
+    """Return the text of a table in which these sites send the one entry."""
+    return EntryTable(blocks={"w": tuple(senders)}, fewest=4).to_text()
+
+
+def digest_of(table: str) -> str:
+    return hashlib.sha256(table.encode()).hexdigest() if table else ""
+
+
+TABLE = table_of(names(5))
 
 
 class World:
@@ -50,15 +64,22 @@ class World:
         self.site.begin(plan, terms)
         return bool(self.site.mask(plan, terms, np.zeros(4, np.uint32)).rows)
 
-    def masked(self, **changes) -> AttemptPlan:
+    def begin_with(self, table: str, shown: str | None = None, has_table: bool = True, **changes) -> bool:
+        """Judge a plan with a table of entries, of which the site is shown another text."""
+        plan = self.plan(entries=digest_of(table), **changes)
+        shown = table if shown is None else shown
+        return self.begin(plan, terms_of(plan, self.server.roster, table=shown, has_table=has_table))
+
+    def masked(self, table: str = "", **changes) -> AttemptPlan:
         """Return a plan for which all sites have masked."""
-        plan = self.plan(**changes)
+        plan = self.plan(entries=digest_of(table), **changes)
         for name in plan.cohort:
-            assert self.server.mask(name, plan)
+            assert self.server.mask(name, plan, terms_of(plan, self.server.roster, table=table))
         return plan
 
-    def agree(self, plan: AttemptPlan, in_sum, site: str = SITE) -> bool:
-        return bool(self.server.sites[site].agree(AgreeRequest(plan=plan, table="", in_sum=tuple(in_sum))).signature)
+    def agree(self, plan: AttemptPlan, in_sum, site: str = SITE, table: str = "") -> bool:
+        request = AgreeRequest(plan=plan, table=table, in_sum=tuple(in_sum))
+        return bool(self.server.sites[site].agree(request).signature)
 
     def open(self, plan: AttemptPlan, in_sum, agreed=None, rows=None, site: str = SITE):
         return self.server.sites[site].open(
@@ -362,8 +383,37 @@ def tell_opened_round(inside):
 @lie("T7 require_later", "a second attempt with a table of entries")
 def tell_table_twice(inside):
     world = World()
-    world.masked(entries="" if inside else OTHER)
-    return world.begin(world.plan(attempt=1, entries=OTHER))
+    world.masked(**({} if inside else {"table": TABLE}))
+    return world.begin_with(TABLE, attempt=1)
+
+
+@lie("T8 require_entries", "another table than the plan's")
+def tell_other_table(inside):
+    return World().begin_with(TABLE, shown=TABLE if inside else table_of(names(4)))
+
+
+@lie("T8 require_entries", "a table for a method whose sites all send the same")
+def tell_needless_table(inside):
+    return World().begin_with(TABLE, has_table=inside)
+
+
+@lie("T8 require_entries", "no table for a method whose sites send different entries")
+def tell_no_table(inside):
+    world = World()
+    plan = world.plan()
+    return world.begin(plan, terms_of(plan, world.server.roster, has_table=not inside))
+
+
+@lie("T8 require_entries", "an entry that too few of the cohort send")
+def tell_thin_entry(inside):
+    return World().begin_with(table_of(names(4 if inside else 3)))
+
+
+@lie("A5 require_entries_of_sum", "another table at the list than at the plan")
+def tell_other_table_of_sum(inside):
+    world = World()
+    plan = world.masked(table=TABLE)
+    return world.agree(plan, names(5), table=TABLE if inside else table_of(names(4)))
 
 
 @lie("T11 require_continued_state", "beginning anew after going on")
@@ -623,6 +673,15 @@ def test_second_rule_refuses_without_the_first(name, monkeypatch):
 def test_every_rule_has_a_lie():
     rules = {name for name in vars(plan_checks) if name.startswith("require_")}
     assert rules == {entry.rule.split()[1] for entry in LIES.values()} & rules
+
+
+def test_an_entry_of_too_few_sites_of_a_list_is_refused():
+    """With T8 and A3 no list can have one: of 5 sites, 4 send each entry, so each list of 4 has 3 of them."""
+    table = table_of(names(3))
+    plan = World().plan(entries=digest_of(table))
+    plan_checks.require_entries_of_sum(plan, table, names(5))
+    with pytest.raises(PolicyError, match="expected none or at least 3 sites in the sum, found 2; no share"):
+        plan_checks.require_entries_of_sum(plan, table, names(5)[1:])
 
 
 def test_keys_of_another_run_are_refused():
