@@ -232,7 +232,7 @@ class RoundLoop:
         if self._lost > self.settings.cohort.max_retries:
             raise QuorumError(
                 f"round {record.round + 1}: lost, as were the {self._lost - 1} before it "
-                f"({record.unseen.get('reason', 'no reason')}); {connected_sites.suggest_remedy(record)}"
+                f"({record.reasons}); {connected_sites.suggest_remedy(record)}"
             )
 
     def open_reception(self, grid: Grid, round_: int, number: int) -> Reception:

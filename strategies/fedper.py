@@ -33,7 +33,7 @@ layer, and the server's lower layers never change again. The server has seen the
 | `layers` at or above the number of layers | FedAvg, bit for bit |
 | client that trained in round 0 | its next participation starts from W_L,1, not from its own lower layers of round 0 |
 | round 0 is repeated at a site whose upload is in the server's state | the site sends only its top layers |
-| the same under secure aggregation | the site sends nothing, because a lower layer could come from too few sites
+| the same under secure aggregation | the site sends nothing, because a lower layer could come from too few sites |
 | round 0 is repeated because that upload was lost | the same upload again: a site accepts no other message for round 0,
   so it sends its lower layers in one form only; W_L,1 is the mean over clients whose first upload was accepted |
 | newcomer in a later round | gets the current top layers and W_L,1 |

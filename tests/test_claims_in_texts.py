@@ -20,8 +20,7 @@ OVER = (
 )
 MUST = {
     "README.md": (
-        "a server that keeps to the protocol",
-        "deviates or lies",
+        "only if every site's policy names the roster",
         "can read the server's key",
         "some entries of the sum may come from a single site",
         "does not time the site",
@@ -30,8 +29,9 @@ MUST = {
     "SECURITY.md": ("deviates from the protocol", "it can read the key", "times a site"),
     "docs/threat-model.md": (
         "honest but curious",
-        "a server that deviates from the protocol or lies, with or without a roster",
-        "nothing is claimed",
+        "a server that lies, without a roster",
+        "admits known code alone",
+        "from round to round and from run to run nothing stops this",
         "may then come from a single site",
         "may poison its upload within the bounds",
         "several registrations of one person are several sites",
@@ -42,7 +42,11 @@ MUST = {
         "an epsilon with poisson sampling assumes a server that does not",
     ),
     "docs/pitfalls.md": ("a larger batch is no defense", "a bound on the change alone buys rounds"),
-    "docs/deploy/secure-aggregation.md": ("deviates or lies", "may come from a single site"),
+    "docs/deploy/secure-aggregation.md": (
+        "lies, without a roster",
+        "may come from a single site",
+        "it does not promise",
+    ),
     "docs/runs.md": ("a server that kept to the protocol could not see", "does not time the site"),
     "docs/cards.md": ("does not time the site",),
     "docs/tutorials/to-a-guarantee.md": ("deviates or lies", "may come from a single site", "does not time the site"),

@@ -55,7 +55,7 @@ def test_a_bad_key_or_value_is_named_in_one_line(flat, match):
 def test_a_key_by_its_old_name_is_refused_with_the_new_one(old, new):
     assert new in parse({}).flat()
     assert old not in parse({}).flat()
-    with pytest.raises(ConfigError, match=re.escape(f"{old}: this key is now called {new}, found")):
+    with pytest.raises(ConfigError, match=re.escape(f"{old}: this key is now called {new}; rename it")):
         parse({old: 1})
 
 

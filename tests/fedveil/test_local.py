@@ -62,8 +62,9 @@ def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
     [({"method.nam": "fedavg"}, {"a": DATA}, ConfigError, "method.nam"),
      ({}, {}, ConfigError, "sites: expected a mapping from each site's name to its folder"),
      ({"evaluate.select-model": "best"}, {"a": DATA}, ConfigError,
-      "evaluate.select-model: expected 'last' in one process"),
-     ({"run.capture-messages": True}, {"a": DATA}, ConfigError, "run.capture-messages: expected False in one process"),
+      "evaluate.select-model: expected 'last' for a run in one process"),
+     ({"run.capture-messages": True}, {"a": DATA}, ConfigError,
+      "run.capture-messages: expected False for a run in one process"),
      ({}, {"a": "/nowhere"}, TaskError, "/nowhere")],
 )  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_loaded(config, sites, error, words):

@@ -91,7 +91,7 @@ def test_a_run_that_ends_has_a_card_and_one_that_fails_has_none(tmp_path, monkey
             raise OSError("no disk")
         with_folder.final({"server": {}})
 
-    def prepare(plan, folder, signer):
+    def prepare(plan, folder, signer, app):
         assert signer is None
         nonlocal with_folder
         with_folder = folder

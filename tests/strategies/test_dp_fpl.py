@@ -502,7 +502,7 @@ def test_bad_fields_are_refused(fields, named):
 
 def test_a_batch_above_the_site_is_refused():
     for method in (make(), make(exchange="epoch"), make(sampling="disjoint"), make(sampling="fixed")):
-        with pytest.raises(ConfigError, match="batch-size: expected at most the site's 3 rows"):
+        with pytest.raises(ConfigError, match="batch-size: expected at most the site's 3 examples"):
             turn(method, local_of(3))
 
 

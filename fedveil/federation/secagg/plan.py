@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from fedveil.errors import WireError
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.derivations import protocol_context
 from fedveil.federation.secagg.schema import (
@@ -159,9 +160,13 @@ def config_digest(config: Mapping[str, bool | int | float | str], method: str, f
         method, fields: the method's name, and its fields as JSON, as the instruction has them.
 
     Raises:
-        ValueError: the fields are no JSON.
+        WireError: the fields are no JSON.
     """
-    texts = [json.dumps(value, sort_keys=True, separators=(",", ":")) for value in (dict(config), json.loads(fields))]
+    try:
+        parsed = json.loads(fields)
+    except (ValueError, RecursionError):
+        raise WireError("order: fields: expected the method's fields as JSON, found another text") from None
+    texts = [json.dumps(value, sort_keys=True, separators=(",", ":")) for value in (dict(config), parsed)]
     return hashlib.sha256(protocol_context("config", texts[0], method, texts[1])).hexdigest()
 
 

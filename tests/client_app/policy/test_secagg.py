@@ -125,7 +125,7 @@ class Federation:
         if member is not None:
             coordinator.ready[name] = self.keys[name].model_copy(update={"prekey": member})
         plan = coordinator.attempt(order.round, order.attempt, self.names, "").plan
-        asked = replace(site, order=replace(order, method="fedqsn", fields="{}", roster=text))
+        asked = replace(site, order=replace(order, method="fedper", fields="{}", roster=text))
         return plan, replace(secure_round.round_terms(asked), config=CONFIG)
 
     def begin(self, name: str, roster: dict[str, str], member: Prekey | None = None) -> None:

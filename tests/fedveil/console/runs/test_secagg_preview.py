@@ -65,7 +65,7 @@ def test_rounding_moves_a_mean_by_no_more_than_it_says():
 def test_in_plain_words(tmp_path, capsys):
     policy = tmp_path / "site-policy.toml"
     permits = 'methods = ["fedavg"]\n[permits]\n"cohort.sites" = 7\n"secure.clip-bound" = 8.0\n'
-    demands = f'require-secure = true\nmin-cohort = 5\nroster = "sha256:{"ab" * 32}"\napp-digests = ["{"cd" * 32}"]\n'
+    demands = f'require-secure = true\nmin-cohort = 5\nroster = "sha256:{"ab" * 32}"\n'
     policy.write_text(demands + permits)
     sets = ["secure.enabled=true", "secure.min-sites=5", "secure.roster=/roster/roster.json", "secure.clip-bound=8"]
     chosen = [
@@ -79,11 +79,10 @@ def test_in_plain_words(tmp_path, capsys):
         "values are clipped to +-8 here; rounding changes a mean by at most 1.3e-08", "every site counts equally",
         "With 7 sites, of which 5 must agree to a sum before its masks are removed, and sums of at least 5 sites",
         "Holds against an honest but curious server and up to 3 sites with it.",
-        "Holds against a server that lies alone, if every site's policy names this roster",
-        "policy permits it", TWO_ROUNDS,
+        "policy permits it", TWO_ROUNDS, DEVIATING,  # a policy that admits any code
     ):  # fmt: skip
         assert words in stdout, words
-    assert not any(words in stdout for words in (DEVIATING, BROADCASTS))
+    assert BROADCASTS not in stdout
     assert "plus the number of examples" not in stdout
     assert SINGLE_SITE not in stdout
     policy.write_text(permits.replace("[permits]", '[permits]\n"secure.enabled" = true\n"secure.min-sites" = 5\n'

@@ -84,7 +84,7 @@ def shares(run: InProcessFederation, round_: int = 0) -> dict[str, torch.Tensor]
     noise_by_name = {}
     for slot in noise.slots.slots:
         noise_by_name[slot.name] = ring.decode(total[slot.start : slot.start + slot.values]).reshape(slot.shape) / len(
-            SITES
+            run.sites
         )
     return noise_by_name
 
