@@ -439,6 +439,21 @@ def test_a_server_that_dies_with_a_closed_list_ends_where_an_unbroken_one_does(p
 
 
 @pytest.mark.long
+def test_a_pending_sum_is_opened_under_a_quorum_that_was_raised_since(runs, monkeypatch, tmp_path):
+    """The list was closed by the settings of that time; a round that would be refused now is over all the same."""
+    grid = runs.grid(ON, tamper={"c": lost(asks("train", [1]))})
+    with monkeypatch.context() as context, RunFolder(tmp_path / "run") as folder:
+        dies_before_sites_open_round_1(context)
+        folder.status("running", 0, 3)
+        with pytest.raises(Killed):
+            runs.run(ON, grid, folder)
+    with RunFolder(tmp_path / "run", resume=True) as folder:
+        folder.status("running", 0, 3)
+        _, history = runs.run(ON, grid, folder, min_sites=5)
+    assert [(r.round, len(r.accepted), bool(r.unseen.get("lost"))) for r in history] == [(1, 4, False), (2, 5, False)]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("damage", ["pending-sum.bin", "pending-sum.json", "absent"])
 def test_without_a_readable_pending_sum_the_round_is_lost_and_no_other(damage, runs, monkeypatch, tmp_path):
     def patch(context):

@@ -41,7 +41,13 @@ def public_key_of(private: bytes) -> bytes:
 
 
 def is_point(public: bytes) -> bool:
-    """Check that an X25519 key is fit for key agreement: a low-order point gives everyone the same shared key."""
+    """Check that an X25519 key is fit for key agreement: a low-order point gives everyone the same shared key.
+
+    A key has one encoding here. X25519 ignores the highest bit and reduces modulo 2^255 - 19, so that a copy of another
+    site's key could look like a key of its own.
+    """
+    if int.from_bytes(public, "little") >= _PRIME:
+        return False
     try:
         X25519PrivateKey.from_private_bytes(bytes(KEY_BYTES)).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:

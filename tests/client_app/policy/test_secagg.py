@@ -102,6 +102,14 @@ def test_a_policy_with_a_roster_needs_the_site_s_name_in_the_node_config(tmp_pat
         open_site(assignment(tmp_path, DEMANDS, SECURE))
 
 
+def test_a_request_for_another_site_is_refused(tmp_path):
+    """The list that a site signs has the name under which the server asks it."""
+    site = _site(tmp_path, "", SECURE, "north")
+    asked = replace(site, order=replace(site.order, site="south"))
+    with pytest.raises(PolicyError, match="site: expected requests for north"):
+        open_site(asked)
+
+
 class Federation:
     """Five sites with keys in files, and what a server makes of their prekeys."""
 

@@ -273,3 +273,10 @@ def test_the_digest_of_a_list_is_of_its_plan_and_its_sites_in_any_order():
     assert listed == list_digest(HEX64, ["s01", "s00"])
     others = {list_digest(HEX64, of) for of in (["s00"], ["s00", "s02"], ["s00s01"], ["s00,s01"], [])}
     assert len({listed, list_digest("cd" * 32, ["s00", "s01"]), *others}) == 7
+
+
+def test_a_copy_has_a_digest_of_its_own():
+    request = KeysRequest(run="a")
+    before = request.digest
+    assert request.model_copy(update={"run": "another"}).digest == KeysRequest(run="another").digest != before
+    assert request.digest == before

@@ -475,6 +475,22 @@ def test_a_prekey_must_be_of_its_site_signed_and_its_own():
     coordinator.admit("s00", answers["s00"])  # as after a restart of the server
 
 
+def test_a_prekey_is_its_first_owner_s_for_the_rest_of_the_run():
+    """A plan shows prekeys to all sites: one that copies another's does not keep it out, even once it was used up."""
+    local = run(SITES)
+    coordinator = local.coordinator
+    plan = local.begin(0, 0, SITES).plan  # s01 masks nothing, so its prekey stays as it was
+    assert coordinator.ready == {}
+    copied = signed_prekey(changed(plan.by_name["s02"], key=plan.by_name["s01"].key), key_of(local, "s02"))
+    with pytest.raises(WireError, match="expected s02's own prekey, found that of s01"):
+        coordinator.admit("s02", KeysResponse(prekey=copied, after=None, signed=None))
+    coordinator.admit("s01", local.sites["s01"].ready(coordinator.request()))
+    top_bit = bytes.fromhex(copied.key)[:31] + bytes([bytes.fromhex(copied.key)[31] | 0x80])
+    disguised = signed_prekey(changed(copied, key=top_bit.hex()), key_of(local, "s02"))
+    with pytest.raises(WireError, match="expected the prekey of s02, signed with its registered key"):
+        coordinator.admit("s02", KeysResponse(prekey=disguised, after=None, signed=None))
+
+
 def test_without_a_registry_no_signing_key_stands_under_two_names():
     local = run(SITES[:2])
     coordinator = SecAggCoordinator(RUN, SecAggConfig(), "0" * 64)
@@ -535,6 +551,16 @@ def test_sites_that_would_refuse_a_round_for_ever_are_left_out_of_it():
     assert "1000 attempts" in coordinator.refusals(3)["s04"]
     assert coordinator.refusals(4) == {}
     assert coordinator.refusals(2).keys() == {"s00", "s01", "s02", "s03", "s04"}
+
+
+def test_a_late_attempt_of_this_run_is_no_site_s_fault():
+    """One site names attempt 999, the next one is 1000, and the sites that masked in it are asked again."""
+    local = run(SITES)
+    local.coordinator = coordinator = known(local, s00={"after": [3, 999]})
+    local.begin(3, coordinator.next_attempt(3, ["s00"]), SITES)
+    coordinator.admit("s01", changed(local.sites["s01"].ready(coordinator.request()), after=[3, 1000]))
+    coordinator.admit("s02", changed(local.sites["s02"].ready(coordinator.request()), after=[3, 1001]))
+    assert coordinator.refusals(3).keys() == {"s02"}
 
 
 def test_a_site_that_is_expelled_is_forgotten_and_the_reason_is_known():
