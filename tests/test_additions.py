@@ -72,7 +72,7 @@ def in_copy(root: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_the_tests_that_go_over_everything_stay_green_and_have_the_new_ones(copied):
     done = in_copy(copied, "pytest", "-p", "no:cacheprovider", "-v", "-m", "not slow and not long", *GO_OVER_EVERYTHING)
