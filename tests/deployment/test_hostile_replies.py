@@ -130,7 +130,7 @@ def attack(federation: LocalDeployment, end: threading.Event, tried: list[str], 
         time.sleep(0.3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_without_the_fleet_ports_checks_the_server_app_refuses_what_no_site_sends(tmp_path, monkeypatch):
     command = local_deployment.superlink_command

@@ -228,7 +228,7 @@ def test_a_thousand_sequences_change_nothing(hundred: int, tmp_path: Path, clean
     assert fight(range(first, first + 100), tmp_path, clean_database) == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_the_guard_the_sequences_find_the_faults(tmp_path: Path, clean_database: Path) -> None:
     problems = {text for found in fight(range(8), tmp_path, clean_database, guarded=False).values() for text in found}
