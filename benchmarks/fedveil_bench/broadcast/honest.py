@@ -54,8 +54,8 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
             "pictures": pictures.write_colored_pictures(Path(scratch) / "pictures", _CLASSES, settings["pictures"]),
         }
         for name, row in settings["rows"].items():
-            flat = settings["config"] | settings[f"{row['data']}_config"] | row.get("config", {})
-            measured = _measure(parse(flat), folders[row["data"]], settings["sites"], options)
+            flat = settings["config"] | settings[f"{row['kind']}_config"] | row.get("config", {})
+            measured = _measure(parse(flat), folders[row["kind"]], settings["sites"], options)
             options.say(f"{name}: " + ", ".join(f"{key} {value:.2f}" for key, value in measured.items()))
             rows.append({"name": name, "metrics": {key: _exact(value) for key, value in measured.items()}})
     return BenchOutcome(rows, [_verdict(rows, key) for key in ("first", "change", "drift")])
