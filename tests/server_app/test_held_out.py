@@ -22,6 +22,8 @@ from tests.server_app.grid import LocalGrid, use_toy_task
 
 SITES = ["north", "east", "south", "west"]
 POLICIES = {"north": "max-scores = 9", "east": "max-scores = 1", "south": "max-scores = 9"}  # the west has no policy
+# The toy's steps are large, and a site's sketch of a broadcast is random: a default bound would be passed at times.
+BOUNDS = "max-broadcast-change = 100.0\nmax-broadcast-drift = 100.0\n"
 PERMITS = '[permits]\n"cohort.wait-seconds" = 1.0\n'
 
 
@@ -52,7 +54,7 @@ def run(monkeypatch, tmp_path):
         (tmp_path / f"{site}.toml").write_text(f"{text}\n")
         grid.node_config[site] = {"policy": str(tmp_path / f"{site}.toml")}
         permits = '"cohort.min-sites" = 4\n"run.name" = "run"\n"run.rounds" = 3\n"method.name" = "fedavg"\n'
-        (tmp_path / f"{site}.toml").write_text(f"{text}\n{PERMITS}{permits}")
+        (tmp_path / f"{site}.toml").write_text(f"{text}\n{BOUNDS}{PERMITS}{permits}")
     with RunFolder(tmp_path / "run") as folder:
         folder.config(config, method)
         ours = MethodStrategy(method, RunSettings.from_config(config, "run"), folder=folder, spec=task.spec)
