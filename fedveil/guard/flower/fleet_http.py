@@ -159,7 +159,7 @@ def add_listener(host: str, port: int) -> None:
 def _unfit(scope: Scope) -> tuple[int, str]:
     """Return status and reason if no SuperNode sends such a request; the reason is "" for a possible request."""
     if scope["method"] != "POST" or not _PATH.fullmatch(scope["path"]):
-        return 404, "this port serves only sites, at /v1/fleet"
+        return 404, "this port serves sites, at /v1/fleet alone"  # fedveil doctor knows the port by it
     length = _values(scope, "content-length")
     if len(length) != 1 or not re.fullmatch(r"[0-9]{1,12}", length[0]):
         return 411, "a request with its length is needed"

@@ -309,9 +309,7 @@ def test_a_prompt_without_room_is_refused(data):
 
 @pytest.mark.long
 def test_a_model_without_eyes_or_template_is_refused(tmp_path):
-    with pytest.raises(
-        TaskError, match="cannot load .* as an image-text-to-text model with its processor"
-    ):
+    with pytest.raises(TaskError, match="cannot load .* as an image-text-to-text model with its processor"):
         make(task__model=str(bundled.bundled_folder("text-generation"))).base  # noqa: B018
     copy = tmp_path / "copy"
     shutil.copytree(bundled.bundled_folder("vision-language"), copy)

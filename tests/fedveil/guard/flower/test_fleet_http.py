@@ -114,7 +114,7 @@ def test_a_member_reaches_flower_and_what_is_judged_is_the_key_that_signed():
 def test_a_member_reaches_nothing_else(path, method, kind):
     port = Port()
     status, why = port.ask(path, method, kind)
-    assert (status, why) in {(404, "fedveil: this port serves only sites, at /v1/fleet"), (0, "")}
+    assert (status, why) in {(404, "fedveil: this port serves sites, at /v1/fleet alone"), (0, "")}
     assert not port.came
     assert not port.judged
 
