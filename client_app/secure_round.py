@@ -108,11 +108,15 @@ def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAgg
     store = FileSecAggStore(
         state_folder_of(site.state_dir, assignment.order.run, assignment.name), FileSeal.from_key_file(site.key_file)
     )
-    demands = SiteRequirements(
+    run, name = assignment.order.run, assignment.order.site
+    return SecAggSite(run, name, signing_key(assignment), store, requirements_of(policy), read_boot_id)
+
+
+def requirements_of(policy: SitePolicy) -> SiteRequirements:
+    """Return the conditions under which a site with this policy takes part in sums."""
+    return SiteRequirements(
         max(policy.min_cohort or 2, 2), policy.min_threshold or 1, policy.roster or "", policy.min_colluders or 0
     )
-    run, name = assignment.order.run, assignment.order.site
-    return SecAggSite(run, name, signing_key(assignment), store, demands, read_boot_id)
 
 
 def signing_key(assignment: ClientAssignment) -> bytes:

@@ -81,7 +81,7 @@ log = logging.getLogger("fedveil.site")
 
 @dataclass(frozen=True)
 class SketchedTensor:
-    """What a site stores of a tensor that it trained from.
+    """A sketch of a tensor that a site trained from, as the site stores it.
 
     Attributes:
         norm: the norm that distances from it are measured by.

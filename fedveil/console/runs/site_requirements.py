@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedveil.client_app.policy.site_policy import SitePolicy
+from fedveil.client_app.secure_round import requirements_of
 from fedveil.federation.secagg.plan_checks import SiteRequirements
 
 
@@ -14,9 +17,6 @@ def site_requirements(policy: SitePolicy | None) -> SiteRequirements:
     """
     if policy is None:
         return SiteRequirements()
-    return SiteRequirements(
-        min_cohort=max(policy.min_cohort or 2, 2),
-        min_threshold=policy.min_threshold or 1,
-        roster=policy.roster or "" if policy.require_secure and (policy.app_digests or policy.signers) else "",
-        colluding=policy.min_colluders or 0,
-    )
+    enforced = requirements_of(policy)
+    is_counted = policy.require_secure and (policy.app_digests or policy.signers)
+    return enforced if is_counted else replace(enforced, roster="")

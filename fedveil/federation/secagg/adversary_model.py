@@ -76,7 +76,7 @@ def server_learns(partial: bool | None) -> str:
 
 @dataclass(frozen=True)
 class EnforcedBounds:
-    """What a site can count on, whatever plan a server makes that the site's policy accepts.
+    """The smallest numbers of all plans that a site's policy accepts.
 
     Attributes:
         colluding: c, sites that may work with a server that lies.

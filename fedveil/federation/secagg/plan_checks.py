@@ -42,7 +42,7 @@ class SiteRequirements:
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """What a site knows of a client round apart from the plan: its instruction, its run config, its own bundle.
+    """The terms of a client round that a site knows apart from the plan: instruction, run config, its own bundle.
 
     Attributes:
         threshold, neighbours: settings of the run config; 0 = derived from the cohort's size.

@@ -46,7 +46,7 @@ class LivePlan(SecAggMessage):
 
 
 class Fence(SecAggMessage):
-    """What the site never does again, whatever becomes of its keys.
+    """A record of steps that the site never takes again, even if it loses its keys.
 
     Attributes:
         masked: round and attempt for which it masked last.
