@@ -234,6 +234,16 @@ class TrainConfig(ConfigSection):
         return rows
 
 
+def refuse_old_adjacency(value: object) -> object:
+    """Return `value`, unless it is the name that `zero-out` had before 0.2. Raises ValueError, naming the new one."""
+    if value == "add-or-remove-one":
+        raise ValueError(
+            'expected "replace-one" or "zero-out", found "add-or-remove-one", which is now called "zero-out": the '
+            "number of examples is public"
+        )
+    return value
+
+
 class DpConfig(ConfigSection):
     """Local training by noisy steps (DP-SGD) instead of `train`'s AdamW. With all defaults, training is plain."""
 
@@ -244,9 +254,14 @@ class DpConfig(ConfigSection):
     learning_rate: float = Field(0.1, gt=0, description="learning rate of the noisy steps, which are plain SGD")
     epsilon: float = Field(0.0, ge=0, description="maximum charge of a record; 0 = charges are only counted")
     delta: float = Field(1e-5, gt=0, lt=1, description="probability that the epsilon bound fails; below 1 / examples")
-    adjacency: Literal["replace-one", "add-or-remove-one"] = Field(
-        "replace-one", description="neighboring data sets: one record replaced, or one added or removed"
+    adjacency: Literal["replace-one", "zero-out"] = Field(
+        "replace-one", description="neighboring data sets: one record replaced, or one that adds nothing to any sum"
     )
+
+    @field_validator("adjacency", mode="before")
+    @classmethod
+    def _refuse_old_name(cls, value: object) -> object:
+        return refuse_old_adjacency(value)
 
 
 class EvaluateConfig(ConfigSection):

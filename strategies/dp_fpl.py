@@ -45,7 +45,7 @@ sampling they assume that the server does not time the site:
 3. code: the mean of the batch is clipped, so one example moves it by up to 2 C instead of C / B. Otherwise as in
    paper.
 4. Clients report no loss. They send the number of examples without noise, so no epsilon covers it under
-   add-or-remove-one.
+   zero-out.
 
 | case | result |
 |---|---|

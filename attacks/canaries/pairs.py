@@ -20,7 +20,7 @@ positions.
 |---|---|
 | a run that never trained on the canaries | a bound of 0, except with probability 1 - confidence |
 | canaries that `task.examples-per-site` left out | their coins are guessed at random, which lowers the bound |
-| a claim of add-or-remove-one | another adjacency: both are shown, but not compared |
+| a claim of zero-out | another adjacency: both are shown, but not compared |
 """
 
 from __future__ import annotations

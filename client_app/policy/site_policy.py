@@ -42,6 +42,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import run_config_rules as run_keys
 from fedveil.client_app.policy.time_windows import WINDOW
+from fedveil.config import refuse_old_adjacency
 from fedveil.contract.privacy import Adjacency, PrivacyBudget
 from fedveil.errors import PolicyError
 
@@ -65,7 +66,7 @@ class SitePolicy(BaseModel):
     max_bytes_a_round: int | None = Field(None, ge=1)
     max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
     delta: float = Field(1e-5, gt=0, lt=1)
-    adjacency: Literal["replace-one", "add-or-remove-one"] = "replace-one"
+    adjacency: Literal["replace-one", "zero-out"] = "replace-one"
     min_noise_multiplier: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
     min_batch: int | None = Field(None, ge=1)
@@ -84,6 +85,11 @@ class SitePolicy(BaseModel):
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=WINDOW)]] | None = None
     permits: dict[str, run_keys.Permit] = {}
+
+    @field_validator("adjacency", mode="before")
+    @classmethod
+    def _refuse_old_name(cls, value: object) -> object:
+        return refuse_old_adjacency(value)
 
     @field_validator("permits", mode="before")
     @classmethod

@@ -164,7 +164,7 @@ def _assumptions(claim: PrivacyGuarantee) -> list[str]:
         "Noise is drawn in fp64 and sums are rounded to fp32; attacks on the rounding itself are not accounted for.",
         "Settings chosen by looking at the examples, and runs discarded for their scores, are not counted.",
     ]
-    if claim.budget.neighbours.value == "add-or-remove-one":
+    if claim.budget.neighbours.value == "zero-out":
         sentences.append("The number of examples, which every upload in the clear carries, counts as public.")
     if isinstance(claim, DistributedDiscreteGaussian):
         sentences.append(f"{claim.honest} sites in every sum keep their share of the noise secret.")

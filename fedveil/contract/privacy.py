@@ -39,9 +39,13 @@ Sampling = Literal["poisson", "disjoint", "fixed"]
 
 
 class Adjacency(StrEnum):
-    """The relation of the two data sets that an epsilon compares. An epsilon without it means nothing."""
+    """The relation of the two data sets that an epsilon compares. An epsilon without it means nothing.
 
-    ADD_OR_REMOVE_ONE = "add-or-remove-one"
+    `ZERO_OUT` compares a record with one that adds nothing to any sum. The number of records is the same in both data
+    sets, because every upload carries it.
+    """
+
+    ZERO_OUT = "zero-out"
     REPLACE_ONE = "replace-one"
 
 
@@ -188,7 +192,7 @@ def check_delta(delta: float) -> None:
 
 def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
     """Raise ConfigError for batches that depend on the number of examples, under a relation that changes it."""
-    if sampling != "poisson" and neighbours is Adjacency.ADD_OR_REMOVE_ONE:
+    if sampling != "poisson" and neighbours is Adjacency.ZERO_OUT:
         raise ConfigError(
             f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change '
             f"with the number of examples; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"

@@ -14,7 +14,7 @@ Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C 
   bound |
 | Poisson and one of the last two | no accountant covers both: epsilon of each group at delta / 2, added up | an upper
   bound, by basic composition; Gaussian steps count with the Poisson ones |
-| sampling without replacement, under add-or-remove-one | none: all batches change with the number of rows | infinite |
+| sampling without replacement, under zero-out | none: all batches change with the number of rows | infinite |
 | NonPrivate, or z = 0 | - | infinite |
 | "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
 
@@ -222,7 +222,7 @@ def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Ad
         return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
     if not kinds & {"fixed", SUMMED}:
         return _composed(PLDAccountant(accountant_relation(neighbours), interval), charges, delta)
-    if "fixed" in kinds and neighbours is Adjacency.ADD_OR_REMOVE_ONE:
+    if "fixed" in kinds and neighbours is Adjacency.ZERO_OUT:
         return math.inf
     if "poisson" in kinds:
         groups = [tuple(c for c in charges if (c[0][0] in ("fixed", SUMMED)) is renyi) for renyi in (True, False)]
@@ -267,7 +267,7 @@ def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> 
     """Return divergences of Poisson-subsampled steps when a record is added or removed."""
     from dp_accounting.rdp import RdpAccountant
 
-    accountant = RdpAccountant(orders.tolist(), accountant_relation(Adjacency.ADD_OR_REMOVE_ONE))
+    accountant = RdpAccountant(orders.tolist(), accountant_relation(Adjacency.ZERO_OUT))
     for (_, examples, batch, z), count in charges:
         accountant.compose(_one("poisson", examples, batch, z), count)
     return np.asarray(accountant.rdp)

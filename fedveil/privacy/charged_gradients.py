@@ -55,7 +55,7 @@ class ChargedGradientSource(WrappedGradientSource):
     @override
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
         """Draw batches and charge the ledger. Raises BudgetError before any example is used."""
-        if sampling != "poisson" and self._own.neighbours is Adjacency.ADD_OR_REMOVE_ONE:
+        if sampling != "poisson" and self._own.neighbours is Adjacency.ZERO_OUT:
             raise BudgetError(
                 f'sampling: expected "poisson" at this site, whose own adjacency is {self._own.neighbours.value}, '
                 f'found "{sampling}", whose batches all change with the number of rows; agree on it with the site'

@@ -11,7 +11,7 @@ not time the site:
    these to the accountant, and the site's ledger is charged before the examples are used. A method's use
    of the trained weights is post-processing, because the method has no other access to the examples.
 2. Sums are divided by the configured batch size, and no loss is reported. Every upload carries the
-   number of examples: under add-or-remove-one it counts as public, under replace-one it does not change.
+   number of examples: under zero-out it counts as public, under replace-one it does not change.
 3. With an epsilon, the site refuses a client round that would charge a record more, before the examples
    are used.
 

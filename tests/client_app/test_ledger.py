@@ -146,9 +146,9 @@ def cost(turns: int, relation: Adjacency) -> float:
 
 @pytest.mark.long
 def test_a_server_gains_no_budget_by_another_relation(tmp_path, take):
-    """What is refused under replace-one is refused under add-or-remove-one, where the same charges cost less."""
+    """What is refused under replace-one is refused under zero-out, where the same charges cost less."""
     epsilon = cost(2, Adjacency.REPLACE_ONE)
-    assert cost(3, Adjacency.ADD_OR_REMOVE_ONE) < epsilon
+    assert cost(3, Adjacency.ZERO_OUT) < epsilon
     for round_ in range(2):
         take(assignment(tmp_path, round_, **under("replace-one", epsilon)))
     for relation in Adjacency:
@@ -164,15 +164,15 @@ def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
             client_assignment, site=client_assignment.site.model_copy(update={"policy": str(tmp_path / "policy.toml")})
         )
 
-    disjoint = asked('adjacency = "add-or-remove-one"')
+    disjoint = asked('adjacency = "zero-out"')
     with pytest.raises(BudgetError, match='sampling: expected "poisson" at this site'):
         take(disjoint)
-    fields = under("add-or-remove-one", cost(1, Adjacency.ADD_OR_REMOVE_ONE))
+    fields = under("zero-out", cost(1, Adjacency.ZERO_OUT))
     with pytest.raises(BudgetError, match="replace-one"):
         take(asked("", **fields))
     with pytest.raises(BudgetError, match="at delta 1e-09"):
-        take(asked('adjacency = "add-or-remove-one"\ndelta = 1e-9', **fields))
-    take(asked('adjacency = "add-or-remove-one"', **fields))
+        take(asked('adjacency = "zero-out"\ndelta = 1e-9', **fields))
+    take(asked('adjacency = "zero-out"', **fields))
 
 
 def test_under_a_policy_the_order_s_fields_are_those_that_the_policy_has_judged(tmp_path, take):

@@ -32,7 +32,7 @@ from tests.prompt_toy import CLASSES, LENGTH, SPACE, WIDTH, TextTask, local_of
 
 SPEC = {"prompt": ParamSpec((LENGTH, WIDTH))}
 CTX = RoundContext(0, "x", True, bytes(32))
-ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
+ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 QUIET = {"noise_local": 0.0, "noise_global": 0.0, "clip_local": 1e9, "clip_global": 1e9}
 
 
@@ -396,8 +396,8 @@ def test_the_honest_epsilons_of_the_nominal_noise(nominal, row):
     z = paper._nominal
     ((step, _),) = code.privacy_spent(plan).items()
     epsilons = [
-        of(z, ADD),
-        of(z / math.sqrt(2), ADD),
+        of(z, ZERO),
+        of(z / math.sqrt(2), ZERO),
         of(z / math.sqrt(2), REPLACE),
         accounting.compute_epsilon(paper.privacy_spent(plan), delta, REPLACE),
         of(step[3] * math.sqrt(3 / 2), REPLACE),  # without p_G, as the table has it
@@ -491,8 +491,8 @@ def test_under_the_ledger_nothing_is_looked_at_for_free(tmp_path):
         ({"mode": "code", "epsilon": 0.1, "exchange": "epoch"}, "mode"),
         ({"mode": "paper", "epsilon": 0.1, "clipped": "texts"}, "mode"),
         ({"clip_texts": 0.0}, "clip_texts"),
-        ({"sampling": "disjoint", "neighbours": ADD}, "sampling"),
-        ({"sampling": "fixed", "neighbours": ADD}, "sampling"),
+        ({"sampling": "disjoint", "neighbours": ZERO}, "sampling"),
+        ({"sampling": "fixed", "neighbours": ZERO}, "sampling"),
     ],
 )
 def test_bad_fields_are_refused(fields, named):
@@ -517,11 +517,14 @@ def test_a_deterministic_run_that_asks_for_an_epsilon_is_refused(fields):
 def test_another_spec_is_refused_and_fields_travel_as_json():
     with pytest.raises(ConfigError, match="adapter"):
         make().init({"prompt": ParamSpec((LENGTH + 1, WIDTH))}, {}, rng.initial_stream(0, "x"))
-    for method in (make(residual="rank-k"), make(residual=False), make(neighbours=ADD), make(mode="code", epsilon=0.4)):
+    for method in (
+        make(residual="rank-k"),
+        make(residual=False),
+        make(neighbours=ZERO),
+        make(mode="code", epsilon=0.4),
+    ):
         assert strategies.create_from_json("dp_fpl", json.dumps(asdict(method))) == method
-    made = strategies.create_method(
-        "dp_fpl", 'residual = "rank-k"\nneighbours = "add-or-remove-one"\nadapter = {length = 9}'
-    )
-    assert (made.residual, made.neighbours, made.adapter.length) == ("rank-k", ADD, 9)
+    made = strategies.create_method("dp_fpl", 'residual = "rank-k"\nneighbours = "zero-out"\nadapter = {length = 9}')
+    assert (made.residual, made.neighbours, made.adapter.length) == ("rank-k", ZERO, 9)
     with pytest.raises(ConfigError, match="residual"):
         strategies.create_method("dp_fpl", 'residual = "rank"')

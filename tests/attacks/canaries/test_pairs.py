@@ -193,7 +193,7 @@ def test_pairs_that_do_not_fit_are_refused(run, tmp_path):
         (PrivacyBudget(float("inf"), DELTA, Adjacency.REPLACE_ONE), "claimed: nothing."),
         (PrivacyBudget(3.0, DELTA, Adjacency.REPLACE_ONE), "claimed: at most 3 at delta 1e-05, replace-one."),
         (PrivacyBudget(2.0, DELTA, Adjacency.REPLACE_ONE), "The claim is CONTRADICTED"),
-        (PrivacyBudget(2.0, DELTA, Adjacency.ADD_OR_REMOVE_ONE), "another adjacency or delta and is not compared."),
+        (PrivacyBudget(2.0, DELTA, Adjacency.ZERO_OUT), "another adjacency or delta and is not compared."),
         (PrivacyBudget(2.0, 1e-6, Adjacency.REPLACE_ONE), "another adjacency or delta and is not compared."),
         (PrivacyBudget(2.0, DELTA, Adjacency.REPLACE_ONE, server_trusted=True), "nothing against the server"),
     ],

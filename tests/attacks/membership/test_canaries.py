@@ -68,7 +68,7 @@ def canary_epsilon(
     Formal guarantees: the bound fails with probability 1 - confidence at most, where (1) each canary was in or out
     independently of the others, with noise that is independent between them (orthogonal gradients, or runs of their
     own), and (2) the audited mechanism is a Gaussian one, of full batches or disjoint ones: its trade-off curve is
-    that of N(0, 1) against N(mu, 1). The bound is for the canary's relation: in against out is add-or-remove-one. The
+    that of N(0, 1) against N(mu, 1). The bound is for the canary's relation: in against out is zero-out. The
     threshold is chosen on one random half.
 
         mu >= Phi^-1(TPR_low) - Phi^-1(FPR_high),  epsilon from mu and delta by dp-accounting
@@ -110,7 +110,7 @@ def bound(seed: int) -> float:
 def stated() -> float:
     """One release, one canary in or out."""
     plan = SamplingPlan(1, 1, CANARIES, CANARIES, Adjacency.REPLACE_ONE)
-    return accounting.compute_epsilon(METHOD.privacy_spent(plan), DELTA, Adjacency.ADD_OR_REMOVE_ONE)
+    return accounting.compute_epsilon(METHOD.privacy_spent(plan), DELTA, Adjacency.ZERO_OUT)
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.privacy.server_side_bound import promised_epsilon
 
-ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
+ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DP = {
     "dp.clip-norm": 2.0,
     "dp.noise-multiplier": 1.25,
@@ -57,7 +57,7 @@ def test_integer_noise_takes_six_per_cent_more_than_the_exact_gaussian_for_it_is
     assert 1.05 < ours / exact < 1.07
 
 
-@pytest.mark.parametrize("neighbours,moved", [(ADD, 1), (REPLACE, 2)])
+@pytest.mark.parametrize("neighbours,moved", [(ZERO, 1), (REPLACE, 2)])
 @pytest.mark.parametrize("z,count", [(3.14159, 7), (0.9, 1)])
 def test_with_all_sites_honest_epsilon_is_that_of_one_noise_at_the_centre(neighbours, moved, z, count):
     """dp-accounting's own, on a Gaussian of that multiplier; never below the exact value."""
@@ -104,14 +104,16 @@ def test_sums_compose_with_all_other_charges():
     together = accounting.compute_epsilon(mine | theirs, 1e-5, REPLACE)
     parts = [accounting.compute_epsilon(c, 5e-6, REPLACE) for c in (mine, theirs)]
     assert together == pytest.approx(sum(parts))
-    whole = accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("gaussian", 0, 0, 5.0): 2}, 1e-5, ADD)
-    assert whole == pytest.approx(accounting.compute_epsilon({(SUMMED, 0, 0, (3 / 16 + 2 / 25) ** -0.5): 1}, 1e-5, ADD))
-    assert accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("fixed", 40, 4, 2.0): 2}, 1e-5, ADD) == math.inf
+    whole = accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("gaussian", 0, 0, 5.0): 2}, 1e-5, ZERO)
+    assert whole == pytest.approx(
+        accounting.compute_epsilon({(SUMMED, 0, 0, (3 / 16 + 2 / 25) ** -0.5): 1}, 1e-5, ZERO)
+    )
+    assert accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("fixed", 40, 4, 2.0): 2}, 1e-5, ZERO) == math.inf
 
 
 def test_beyond_what_the_table_of_the_sampler_carries_no_epsilon_is_known():
-    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.5): 1}, 1e-5, ADD) < 20
-    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.1): 1}, 1e-5, ADD) == math.inf
+    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.5): 1}, 1e-5, ZERO) < 20
+    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.1): 1}, 1e-5, ZERO) == math.inf
     assert discrete_gaussian.total_variation_bound(1 << 43, discrete_gaussian.MOST_SIGMA) < accounting._TABLE_DISTANCE
 
 

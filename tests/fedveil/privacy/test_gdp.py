@@ -14,7 +14,7 @@ from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency
 from fedveil.privacy import accounting
 from fedveil.privacy.gdp import compute_mu
 
-ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
+ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 STEPS = {("poisson", 1000, 50, 1.5): 40}
 
 
@@ -25,13 +25,13 @@ def delta_of(value: float, epsilon: float) -> float:
 def test_mu_of_gaussian_steps_is_the_root_of_their_sum():
     """4 steps of z = 5 and 9 of z = 3: 4 / 25 + 9 / 9 = 1.16."""
     charges = {("gaussian", 0, 0, 5.0): 4, ("gaussian", 0, 0, 3.0): 9, ("gaussian", 0, 0, 1.0): 0}
-    assert compute_mu(charges, 1e-5, ADD).value == pytest.approx(math.sqrt(1.16))
+    assert compute_mu(charges, 1e-5, ZERO).value == pytest.approx(math.sqrt(1.16))
     assert compute_mu(charges, 1e-5, REPLACE).value == pytest.approx(2 * math.sqrt(1.16))
-    assert compute_mu(charges, 1e-5, ADD).down_to == 0
+    assert compute_mu(charges, 1e-5, ZERO).down_to == 0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("neighbours", [ADD, REPLACE])
+@pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
 def test_mu_of_subsampled_steps_bounds_the_whole_curve_and_not_much_more(neighbours):
     mu_bound = compute_mu(STEPS, 1e-5, neighbours)
     accountant = PLDAccountant(NeighboringRelation[neighbours.name])

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import stat
+from pathlib import Path
 
 import dp_accounting
 import numpy as np
@@ -13,6 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
+from fedveil import strategies
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.policy.site_policy import load_policy
+from fedveil.config import parse
 from fedveil.contract.privacy import (
     Adjacency,
     PrivacyBudget,
@@ -21,12 +26,12 @@ from fedveil.contract.privacy import (
     joint_budget,
     stated_guarantee,
 )
-from fedveil.errors import BudgetError, ConfigError, StateError
+from fedveil.errors import BudgetError, ConfigError, PolicyError, StateError
 from fedveil.privacy import accounting, clipping, gaussian_noise
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.rng import RandomStream
 
-ADD, REPLACE = Adjacency.ADD_OR_REMOVE_ONE, Adjacency.REPLACE_ONE
+ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DELTA = 1e-5
 
 
@@ -43,7 +48,7 @@ def gdp(mu: float, delta: float = DELTA) -> float:
 # --- accounting
 
 
-@pytest.mark.parametrize("neighbours, moved", [(ADD, 1), (REPLACE, 2)])
+@pytest.mark.parametrize("neighbours, moved", [(ZERO, 1), (REPLACE, 2)])
 @pytest.mark.parametrize("z, steps", [(3.14159, 7), (21.7, 300), (0.9, 1)])
 def test_gaussian_steps_agree_with_the_closed_formula(z, steps, neighbours, moved):
     charges = accounting.max_charged(z, "disjoint", SamplingPlan(steps, 1, 5, 5, REPLACE), True)
@@ -51,7 +56,7 @@ def test_gaussian_steps_agree_with_the_closed_formula(z, steps, neighbours, move
     assert epsilon == pytest.approx(gdp(moved * math.sqrt(steps) / z), rel=0.01)
 
 
-@pytest.mark.parametrize("neighbours", [ADD, REPLACE])
+@pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
 def test_the_analytic_value_is_what_loss_distributions_say(neighbours):
     accountant = dp_accounting.pld.PLDAccountant(accounting.accountant_relation(neighbours))
     accountant.compose(accounting.dp_event({("gaussian", 0, 0, 2.71828): 11}))
@@ -60,17 +65,17 @@ def test_the_analytic_value_is_what_loss_distributions_say(neighbours):
     )
 
 
-@pytest.mark.parametrize("neighbours", [ADD, REPLACE])
+@pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
 def test_poisson_agrees_with_dp_accounting(neighbours):
     plan = SamplingPlan(31, 3, 17, 211, neighbours)
     epsilon = accounting.compute_epsilon(accounting.max_charged(1.41421, "poisson", plan, False), DELTA, neighbours)
-    relation = dp_accounting.NeighboringRelation[neighbours.name]
+    relation = accounting.accountant_relation(neighbours)
     accountant = dp_accounting.pld.PLDAccountant(relation)
     for _ in range(3):
         event = dp_accounting.PoissonSampledDpEvent(17 / 211, dp_accounting.GaussianDpEvent(1.41421))
         accountant.compose(dp_accounting.SelfComposedDpEvent(event, 31))
     assert epsilon == pytest.approx(accountant.get_epsilon(DELTA), rel=0.01)
-    if neighbours is ADD:
+    if neighbours is ZERO:
         renyi = dp_accounting.rdp.RdpAccountant()
         renyi.compose(event, 93)
         assert epsilon < renyi.get_epsilon(DELTA) < 1.4 * epsilon
@@ -132,8 +137,8 @@ def test_outer_products_of_no_rows_and_bad_bounds():
 def test_joint_is_the_composition():
     both = {("gaussian", 0, 0, 3.0): 1, ("gaussian", 0, 0, 5.0): 1}
     alone = {("gaussian", 0, 0, joint_budget(3.0, 5.0)): 1}
-    assert accounting.compute_epsilon(both, DELTA, ADD) == pytest.approx(
-        accounting.compute_epsilon(alone, DELTA, ADD), rel=1e-9
+    assert accounting.compute_epsilon(both, DELTA, ZERO) == pytest.approx(
+        accounting.compute_epsilon(alone, DELTA, ZERO), rel=1e-9
     )
     assert joint_budget(3.0, 0.0) == 0.0
 
@@ -155,7 +160,7 @@ def test_without_noise_epsilon_is_infinite_and_without_charges_zero():
     charges = accounting.max_charged(0.0, "poisson", SamplingPlan(2, 1, 5, 10, REPLACE), True)
     assert accounting.compute_epsilon(charges, DELTA, REPLACE) == math.inf
     assert isinstance(accounting.dp_event(charges).event, dp_accounting.NonPrivateDpEvent)
-    assert accounting.compute_epsilon({}, DELTA, ADD) == 0.0
+    assert accounting.compute_epsilon({}, DELTA, ZERO) == 0.0
 
 
 @pytest.mark.parametrize("wished", [0.5, 4.0])
@@ -168,7 +173,7 @@ def test_calibrated_noise_keeps_the_epsilon_and_wastes_little(wished):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "steps, batch, rows, wished, neighbours",
-    [(20, 16, 240, 0.7, REPLACE), (3000, 64, 50_000, 0.5, ADD)],  # coarse grids are near here, and far off there
+    [(20, 16, 240, 0.7, REPLACE), (3000, 64, 50_000, 0.5, ZERO)],  # coarse grids are near here, and far off there
 )
 def test_coarse_grids_find_the_noise_and_the_digits_of_the_finest(steps, batch, rows, wished, neighbours, monkeypatch):
     def cost(z: float) -> dict:
@@ -202,14 +207,14 @@ def test_the_coarsest_grid_tells_the_digits_where_that_is_certain():
 @pytest.mark.parametrize(
     "act, named",
     [
-        (lambda: SamplingPlan(1, 1, 33, 32, ADD), "batch-size: expected at most the site's 32"),
-        (lambda: SamplingPlan(0, 1, 3, 32, ADD), "rounds"),
-        (lambda: accounting.compute_epsilon({}, 0.0, ADD), "delta"),
-        (lambda: accounting.noise_multiplier_for(lambda z: {}, 0.0, DELTA, ADD), "epsilon"),
-        (lambda: accounting.noise_multiplier_for(lambda z: {}, -1.0, DELTA, ADD), "epsilon"),
-        (lambda: accounting.max_charged(1.0, "disjoint", SamplingPlan(1, 1, 3, 32, ADD), True), "sampling"),
-        (lambda: check_seeded(PrivacyBudget(1.0, DELTA, ADD), True), "run.deterministic"),
-        (lambda: check_seeded(PrivacyBudget(math.inf, DELTA, ADD, 0.1), True), "run.deterministic"),
+        (lambda: SamplingPlan(1, 1, 33, 32, ZERO), "batch-size: expected at most the site's 32"),
+        (lambda: SamplingPlan(0, 1, 3, 32, ZERO), "rounds"),
+        (lambda: accounting.compute_epsilon({}, 0.0, ZERO), "delta"),
+        (lambda: accounting.noise_multiplier_for(lambda z: {}, 0.0, DELTA, ZERO), "epsilon"),
+        (lambda: accounting.noise_multiplier_for(lambda z: {}, -1.0, DELTA, ZERO), "epsilon"),
+        (lambda: accounting.max_charged(1.0, "disjoint", SamplingPlan(1, 1, 3, 32, ZERO), True), "sampling"),
+        (lambda: check_seeded(PrivacyBudget(1.0, DELTA, ZERO), True), "run.deterministic"),
+        (lambda: check_seeded(PrivacyBudget(math.inf, DELTA, ZERO, 0.1), True), "run.deterministic"),
     ],
 )
 def test_bad_input_is_refused(act, named):
@@ -219,7 +224,7 @@ def test_bad_input_is_refused(act, named):
 
 def test_an_epsilon_is_stated_with_its_relation():
     assert stated_guarantee(1.25, DELTA, REPLACE) == "epsilon 1.25 at delta 1e-05 (replace-one)"
-    assert "infinite" in stated_guarantee(math.inf, DELTA, ADD)
+    assert "infinite" in stated_guarantee(math.inf, DELTA, ZERO)
 
 
 # --- clipping
@@ -372,13 +377,13 @@ def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
 
 
 def test_a_draw_without_replacement_has_no_epsilon_where_the_number_of_rows_changes():
-    assert accounting.compute_epsilon({("fixed", 50, 5, 8.0): 3}, DELTA, ADD) == math.inf
+    assert accounting.compute_epsilon({("fixed", 50, 5, 8.0): 3}, DELTA, ZERO) == math.inf
 
 
 def test_an_infinite_charge_fits_no_budget(tmp_path):
     free = ("gaussian", 0, 0, 0.0)
     with pytest.raises(BudgetError):
-        PrivacyLedger(tmp_path / "s.json").charge(["a"], {free: 1}, PrivacyBudget(1e9, DELTA, ADD))
+        PrivacyLedger(tmp_path / "s.json").charge(["a"], {free: 1}, PrivacyBudget(1e9, DELTA, ZERO))
 
 
 def test_a_record_named_twice_is_charged_twice(tmp_path):
@@ -447,3 +452,15 @@ def test_two_processes_lose_no_charge(tmp_path):
     for worker in workers:
         worker.join()
     assert json.loads((tmp_path / "s.json").read_text())["spent"] == [[[[list(STEP), 20]], ["a"]]]
+
+
+def test_the_old_name_of_zero_out_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    """Run config, policy and method fields refuse "add-or-remove-one" and name "zero-out"."""
+    file = tmp_path / "policy.toml"
+    file.write_text('adjacency = "add-or-remove-one"')
+    with pytest.raises(ConfigError, match="now called.*zero-out"):
+        parse({"dp.adjacency": "add-or-remove-one"})
+    with pytest.raises(PolicyError, match="now called.*zero-out"):
+        load_policy(SiteConfig(policy=str(file)))
+    with pytest.raises(ConfigError, match="zero-out"):
+        strategies.create_method("dp_fpl", 'neighbours = "add-or-remove-one"\nadapter = {length = 9}')

@@ -81,7 +81,7 @@ def test_a_plan_of_noise_in_the_sum_has_both_figures(capsys, monkeypatch):
         (["--noise-local", "-2", "--noise-global", "2"], "--noise-local"),
         (["--epsilon", "1", "--steps", "3"], "--steps"),
         (["--epsilon", "1", "--batch", "41"], "batch-size"),
-        (["--epsilon", "1", "--sampling", "fixed", "--adjacency", "add-or-remove-one"], "sampling"),
+        (["--epsilon", "1", "--sampling", "fixed", "--adjacency", "zero-out"], "sampling"),
     ],
 )
 def test_bad_plans_are_refused(capsys, extra, named):

@@ -63,9 +63,9 @@ def test_delta_and_relation_are_the_policy_s_and_a_sealed_ledger_takes_its_key(t
     seal, state = make_key(tmp_path / "key"), tmp_path / "state"
     charge(state, {STEP: 1}, [1], seal)
     policy = tmp_path / "policy.toml"
-    policy.write_text('delta = 1e-3\nadjacency = "add-or-remove-one"\n')
+    policy.write_text('delta = 1e-3\nadjacency = "zero-out"\n')
     (line,) = ledger_lines(state, str(policy), str(tmp_path / "key"))
-    assert line.endswith(epsilon({STEP: 1}, 1e-3, Adjacency.ADD_OR_REMOVE_ONE))
+    assert line.endswith(epsilon({STEP: 1}, 1e-3, Adjacency.ZERO_OUT))
     (line,) = ledger_lines(state, str(policy))
     assert ": cannot be read: " in line
     (state / "north.toml").write_text(f'site = "north"\npolicy = "{policy}"\nkey-file = "{tmp_path / "key"}"\n')
