@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from fedveil.errors import ConfigError
 
@@ -73,7 +73,23 @@ class PrivacyBudget:
         return self.epsilon < math.inf or self.nominal is not None
 
 
-Step = tuple[str, int, int, float]  # one use of a record: kind, examples of the site, examples of a batch, z
+class Step(NamedTuple):
+    """One use of a record.
+
+    Attributes:
+        kind: "gaussian", "poisson", "fixed", `SUMMED` or `OWN_SHARE`.
+        examples, batch: the site's, and those of a batch; 0 without sampling.
+        multiplier: z.
+        variation: for noise in a sum, the total variation distance between one sum and the continuous mechanism.
+    """
+
+    kind: str
+    examples: int
+    batch: int
+    multiplier: float
+    variation: float = 0.0
+
+
 SUMMED, OWN_SHARE = "summed", "own share"  # noise in a sum: all of it, and the site's part
 Spent = Mapping[Step, int]  # how often each step was taken
 UNTIMED = "An epsilon with Poisson sampling assumes a server that does not time the site."
@@ -153,7 +169,7 @@ class DistributableGuarantee(PrivacyGuarantee, Protocol):
 
 def is_poisson_sampled(charges: Iterable[Step]) -> bool:
     """Return whether the epsilon of these steps relies on Poisson sampling of the batches."""
-    return any(kind == "poisson" or (kind in (SUMMED, OWN_SHARE) and examples > 0) for kind, examples, _, _ in charges)
+    return any(step.kind == "poisson" or (step.kind in (SUMMED, OWN_SHARE) and step.examples > 0) for step in charges)
 
 
 def joint_budget(*multipliers: float) -> float:

@@ -90,10 +90,10 @@ def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, acros
         an_epoch = plan.examples // plan.batch
         steps, begun = (plan.rounds * plan.steps, 1) if across_rounds else (plan.steps, plan.rounds)
         uses = begun * math.ceil(steps / an_epoch)
-        return {("gaussian", 0, 0, multiplier): uses}
+        return {Step("gaussian", 0, 0, multiplier): uses}
     if plan.batch == plan.examples:
-        return {("gaussian", 0, 0, multiplier): plan.rounds * plan.steps}
-    return {(sampling, plan.examples, plan.batch, multiplier): plan.rounds * plan.steps}
+        return {Step("gaussian", 0, 0, multiplier): plan.rounds * plan.steps}
+    return {Step(sampling, plan.examples, plan.batch, multiplier): plan.rounds * plan.steps}
 
 
 def accountant_relation(neighbours: Adjacency) -> dp_accounting.NeighboringRelation:
@@ -109,7 +109,7 @@ def dp_event(charges: Spent) -> Any:
     """Return the charges as one dp-accounting event."""
     import dp_accounting
 
-    parts = [dp_accounting.SelfComposedDpEvent(_one(*step), count) for step, count in charges.items() if count]
+    parts = [dp_accounting.SelfComposedDpEvent(_one(*step[:4]), count) for step, count in charges.items() if count]
     return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
 
 
@@ -179,7 +179,7 @@ def mean_loss(charges: Spent) -> float:
     relation, it is at most 2 q / z^2 (convexity) and 2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
     """
     total = 0.0
-    for (kind, examples, batch, multiplier), count in charges.items():
+    for (kind, examples, batch, multiplier, _), count in charges.items():
         if kind == OWN_SHARE:
             continue
         if multiplier == 0:
@@ -195,13 +195,16 @@ def mean_loss(charges: Spent) -> float:
 def epsilon_in_sum(charges: Spent, own: Spent) -> Spent:
     """Return charges of both kinds for the same uses: with the noise of a sum, and with a site's own share of it."""
     kinds = ((SUMMED, charges), (OWN_SHARE, own))
-    return {(kind, *step[1:]): count for kind, spent_ in kinds for step, count in spent_.items()}
+    return {step._replace(kind=kind): count for kind, spent_ in kinds for step, count in spent_.items()}
 
 
 def epsilon_against_all(charges: Spent) -> Spent:
     """Return the charges with only the site's own share of the noise in sums."""
-    own = {(SUMMED if kind == OWN_SHARE else kind, *rest): n for (kind, *rest), n in charges.items() if kind != SUMMED}
-    return own  # type: ignore[return-value]  # mypy forgets what `rest` holds
+    return {
+        step._replace(kind=SUMMED) if step.kind == OWN_SHARE else step: count
+        for step, count in charges.items()
+        if step.kind != SUMMED
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -247,7 +250,7 @@ def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adja
     whole = [(step, count) for step, count in charges if (step, count) not in drawn]
     orders = [order for order in _HALF_ORDERS if replaced or order == int(order)] if drawn else None
     rest = RdpAccountant(orders, accountant_relation(neighbours))
-    for (kind, examples, batch, z), count in whole:
+    for (kind, examples, batch, z, _), count in whole:
         shifted = ("gaussian" if kind == SUMMED else kind, examples, batch, z / 2 if replaced else z)
         rest.compose(_one(*shifted), count)
     used = rest.orders
@@ -268,7 +271,7 @@ def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> 
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(orders.tolist(), accountant_relation(Adjacency.ZERO_OUT))
-    for (_, examples, batch, z), count in charges:
+    for (_, examples, batch, z, _), count in charges:
         accountant.compose(_one("poisson", examples, batch, z), count)
     return np.asarray(accountant.rdp)
 

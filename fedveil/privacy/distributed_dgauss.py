@@ -60,6 +60,7 @@ from fedveil.contract.privacy import (
     PrivacyGuarantee,
     SamplingPlan,
     Spent,
+    Step,
     SummableNoise,
     joint_budget,
 )
@@ -146,9 +147,9 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         """
         budget, (z, own) = self.budget, self._multipliers
         once = accounting.noise_multiplier_for(
-            lambda z: {(SUMMED, 0, 0, z): 1}, counted, budget.delta, budget.neighbours
+            lambda z: {Step(SUMMED, 0, 0, z): 1}, counted, budget.delta, budget.neighbours
         )
-        return accounting.compute_epsilon({(SUMMED, 0, 0, once * own / z): 1}, budget.delta, budget.neighbours)
+        return accounting.compute_epsilon({Step(SUMMED, 0, 0, once * own / z): 1}, budget.delta, budget.neighbours)
 
     @property
     def words(self) -> str:

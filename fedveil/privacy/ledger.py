@@ -203,12 +203,16 @@ class PrivacyLedger:
         groups: dict[tuple[tuple[Step, int], ...], list[str]] = defaultdict(list)
         for name, history in spent.items():
             groups[tuple(sorted(history.items()))].append(name)
-        by_history = [[list(history), names] for history, names in groups.items()]
-        content = {"fedveil-ledger": _VERSION, "carried": sorted(carried.items()), "spent": by_history}
+        by_history = [[_listed(history), names] for history, names in groups.items()]
+        content = {"fedveil-ledger": _VERSION, "carried": _listed(sorted(carried.items())), "spent": by_history}
         try:
             write_atomic(self._path, self._seal.closed([write_checksummed(content)], self.roles[self._path]))
         except OSError as error:
             raise StateError(f"{self._path}: cannot write the privacy ledger: {error}; free space") from error
+
+
+def _listed(history: Iterable[tuple[Step, int]]) -> list[Any]:
+    return [[step[:4], count] for step, count in history]
 
 
 def _history(spent: Iterable[Sequence[Any]]) -> Counter[Step]:
@@ -219,4 +223,4 @@ def _step(parts: Sequence[Any]) -> Step:
     kind, examples, batch, multiplier = parts
     if kind not in ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE) or not float(multiplier) >= 0:
         raise ValueError(f"step {parts}")
-    return str(kind), int(examples), int(batch), float(multiplier)
+    return Step(str(kind), int(examples), int(batch), float(multiplier))

@@ -16,7 +16,7 @@ from fedveil.client_app.policy import run_config_rules
 from fedveil.client_app.worker import connection
 from fedveil.config import parse
 from fedveil.contract.method import RoundContext
-from fedveil.contract.privacy import Adjacency, SamplingPlan
+from fedveil.contract.privacy import Adjacency, SamplingPlan, Step
 from fedveil.errors import BudgetError, ConfigError, PolicyError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.privacy import accounting
@@ -64,7 +64,7 @@ def take(monkeypatch):
 
 
 def allowed(epochs: float) -> float:
-    charges = {("gaussian", 0, 0, 20 / 2**0.5): epochs}
+    charges = {Step("gaussian", 0, 0, 20 / 2**0.5): epochs}
     return accounting.compute_epsilon(charges, 1e-5, Adjacency.REPLACE_ONE) * 1.001
 
 
@@ -141,7 +141,7 @@ def under(relation: str, epsilon: float) -> dict[str, object]:
 
 def cost(turns: int, relation: Adjacency) -> float:
     """Of so many turns of `under`."""
-    return 1.001 * accounting.compute_epsilon({("poisson", 12, 4, 1.8 / 2**0.5): turns}, 1e-5, relation)
+    return 1.001 * accounting.compute_epsilon({Step("poisson", 12, 4, 1.8 / 2**0.5): turns}, 1e-5, relation)
 
 
 @pytest.mark.long

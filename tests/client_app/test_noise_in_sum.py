@@ -13,7 +13,7 @@ from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.config import parse
 from fedveil.contract.method import RoundContext
-from fedveil.contract.privacy import Adjacency, PrivacyBudget
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.errors import BudgetError, ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.flatten import FixedPointSums
@@ -102,10 +102,10 @@ def test_the_sum_has_the_noise_and_each_ledger_both_figures(tmp_path, monkeypatc
     for site in SITES:
         counted, alone = run.spent(site)
         assert counted == pytest.approx(
-            accounting.compute_epsilon({("summed", 0, 0, z): 1}, 1e-5, Adjacency.REPLACE_ONE)
+            accounting.compute_epsilon({Step("summed", 0, 0, z): 1}, 1e-5, Adjacency.REPLACE_ONE)
         )
         assert alone == pytest.approx(
-            accounting.compute_epsilon({("summed", 0, 0, own): 1}, 1e-5, Adjacency.REPLACE_ONE)
+            accounting.compute_epsilon({Step("summed", 0, 0, own): 1}, 1e-5, Adjacency.REPLACE_ONE)
         )
         assert counted < alone
 
@@ -118,7 +118,7 @@ def test_a_deterministic_run_is_not_charged(tmp_path, monkeypatch):
 
 def test_a_budget_of_the_sum_ends_the_run_at_the_site(tmp_path, monkeypatch):
     z = (30**-2 + 40**-2) ** -0.5
-    once = accounting.compute_epsilon({("summed", 0, 0, z): 1}, 1e-5, Adjacency.REPLACE_ONE)
+    once = accounting.compute_epsilon({Step("summed", 0, 0, z): 1}, 1e-5, Adjacency.REPLACE_ONE)
     run = Run(tmp_path, monkeypatch, FIELDS | {"epsilon": once * 0.99})
     with pytest.raises(BudgetError, match="after this round"):
         run.round()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
-from fedveil.contract.privacy import Adjacency
+from fedveil.contract.privacy import Adjacency, Step
 from fedveil.privacy import accounting
 from fedveil.records import disclosure_ledger
 from tests.conftest import ROOT
@@ -128,14 +128,14 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
     ledgers = sorted(text.folder.rglob(".ledger/*.json"))
     for site, path in zip(("site-0", "site-1"), ledgers, strict=True):
         rows = int(reports[site]["num_examples"])
-        charged = [(tuple(step), n, len(records)) for history, records in read(path) for step, n in history]
-        assert {step for step, _, _ in charged} == {("poisson", rows, 4, 2.0)}
+        charged = [(Step(*step), n, len(records)) for history, records in read(path) for step, n in history]
+        assert {step for step, _, _ in charged} == {Step("poisson", rows, 4, 2.0)}
         assert sum(n * count for _, n, count in charged) == 4 * rows
     for line in disclosure_ledger.read_messages(tmp_path / "first" / "fedrand" / "disclosure.jsonl"):
         if line["direction"] == "up":
             assert {name[-1] for name, *_ in line["fields"]} == {line["variant"]}
     before = [path.read_bytes() for path in ledgers]
-    allowed = accounting.compute_epsilon({("poisson", rows, 4, 2.0): 4}, 1e-5, Adjacency.REPLACE_ONE) * 1.001
+    allowed = accounting.compute_epsilon({Step("poisson", rows, 4, 2.0): 4}, 1e-5, Adjacency.REPLACE_ONE) * 1.001
     again = over_grpc(text, tmp_path / "again", flat | counted | {"dp.epsilon": allowed})
     assert not again.completed
     assert "spent" in again.reason
@@ -172,7 +172,7 @@ def test_masked_gradients(method, seeing, pictures, tmp_path):
 
 def test_dp_fpl_spends_its_budget_once_at_every_site_and_ends_where_it_is_spent(seeing, pictures, tmp_path):
     """Two rounds of two Poisson batches of 4 of 24 rows: u, v and p_G share z = 4 sqrt(1/2)."""
-    spent = {("poisson", 24, 4, 8**0.5): 4}
+    spent = {Step("poisson", 24, 4, 8**0.5): 4}
     allowed = accounting.compute_epsilon(spent, 1e-5, Adjacency.REPLACE_ONE) * 1.001
     fields = f'exchange = "epoch"\nclipped = "texts"\nepsilon = {allowed}\nnoise_local = 4.0\nnoise_global = 4.0'
     flat = prompts(pictures, "dp_fpl", fields) | {"run.deterministic": False, "cohort.max-retries": 0}
@@ -185,7 +185,7 @@ def test_dp_fpl_spends_its_budget_once_at_every_site_and_ends_where_it_is_spent(
     assert [path.stem for path in ledgers] == ["site-0", "site-1"]
     for path in ledgers:
         ((history, records),) = read(path)
-        assert {tuple(step): count for step, count in history} == pytest.approx(spent)
+        assert {Step(*step): count for step, count in history} == pytest.approx(spent)
         assert len(set(records)) == 24
     before = [path.read_bytes() for path in ledgers]
     again = over_grpc(seeing, tmp_path / "again", flat)

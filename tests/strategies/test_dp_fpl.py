@@ -15,7 +15,7 @@ from fedveil.config import parse
 from fedveil.contract.layout import Payload
 from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.param_spec import ParamSpec
-from fedveil.contract.privacy import Adjacency, SamplingPlan
+from fedveil.contract.privacy import Adjacency, SamplingPlan, Step
 from fedveil.contract.trainer import BatchIndices
 from fedveil.errors import BudgetError, ConfigError, WireError
 from fedveil.federation.exchange import MessageExchange
@@ -386,7 +386,7 @@ def test_the_honest_epsilons_of_the_nominal_noise(nominal, row):
     plan = SamplingPlan(rounds, 1, size, size, REPLACE)
 
     def of(z: float, neighbours: Adjacency) -> float:
-        return accounting.compute_epsilon({("gaussian", 0, 0, z): rounds}, delta, neighbours)
+        return accounting.compute_epsilon({Step("gaussian", 0, 0, z): rounds}, delta, neighbours)
 
     def printed(value: float, text: str) -> str:
         if text == "470":  # two digits of 468.6

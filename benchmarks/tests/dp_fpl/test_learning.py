@@ -14,7 +14,7 @@ from benchmarks.tests.dp_fpl.small import needs_data
 from benchmarks.tests.dp_fpl.small import settings as small
 from fedveil import strategies
 from fedveil.config import parse
-from fedveil.contract.privacy import Adjacency, SamplingPlan
+from fedveil.contract.privacy import Adjacency, SamplingPlan, Step
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgdConfig
@@ -75,7 +75,7 @@ def test_runs_at_several_rates_cost_more_than_the_one_that_is_scored():
     method = DPFPL(noise_local=5.0, noise_global=5.0, epsilon=99.0)
     done = SimpleNamespace(claim=method, plans=[plan])
     four, twelve = (
-        accounting.compute_epsilon({("gaussian", 0, 0, 5.0 / math.sqrt(2)): n}, 1e-5, Adjacency.REPLACE_ONE)
+        accounting.compute_epsilon({Step("gaussian", 0, 0, 5.0 / math.sqrt(2)): n}, 1e-5, Adjacency.REPLACE_ONE)
         for n in (4, 12)
     )
     assert federated_prompts.epsilon_of(done, 1) == pytest.approx(four)

@@ -16,13 +16,13 @@ from fedveil.client_app.state.data_sets import ID_FILE, ChargedDataset
 from fedveil.config import parse
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
-from fedveil.contract.privacy import Adjacency
+from fedveil.contract.privacy import Adjacency, Step
 from fedveil.contract.task import ExampleOrigin
 from fedveil.errors import BudgetError, ConfigError, StateError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.privacy import accounting
 
-ONE_TURN = {("poisson", 8, 4, 1.0): 1}  # of 8 rows in batches of 4; noise_local and noise_global share z = 1
+ONE_TURN = {Step("poisson", 8, 4, 1.0): 1}  # of 8 rows in batches of 4; noise_local and noise_global share z = 1
 BUDGET = accounting.compute_epsilon(ONE_TURN, 1e-5, Adjacency.REPLACE_ONE) * 1.001
 NAMES = [
     {},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedveil import strategies
 from fedveil.config import parse
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, SamplingPlan
+from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, SamplingPlan, Step
 from fedveil.errors import BudgetError, ConfigError
 from fedveil.privacy import accounting, discrete_gaussian
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
@@ -45,13 +45,13 @@ def claimed(name: str = "fedavg", fields: str = "", **changes) -> DistributedDis
 def test_the_noise_a_site_by_the_exact_gaussian_for_an_epsilon_of_8(sites, z):
     """T = 10 releases, delta 1e-5, replace-one, two thirds of the sites honest (rounded up)."""
     honest = math.ceil(2 * sites / 3)
-    alone = accounting.noise_multiplier_for(lambda z: {("gaussian", 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
+    alone = accounting.noise_multiplier_for(lambda z: {Step("gaussian", 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
     assert alone / math.sqrt(honest) == pytest.approx(z, abs=0.006)
 
 
 def test_integer_noise_takes_six_per_cent_more_than_the_exact_gaussian_for_it_is_counted_by_divergences():
     exact, ours = (
-        accounting.noise_multiplier_for(lambda z, k=kind: {(k, 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
+        accounting.noise_multiplier_for(lambda z, k=kind: {Step(k, 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
         for kind in ("gaussian", SUMMED)
     )
     assert 1.05 < ours / exact < 1.07
@@ -63,9 +63,9 @@ def test_with_all_sites_honest_epsilon_is_that_of_one_noise_at_the_centre(neighb
     """dp-accounting's own, on a Gaussian of that multiplier; never below the exact value."""
     central = RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     central.compose(dp_accounting.GaussianDpEvent(z / moved), count)
-    epsilon = accounting.compute_epsilon({(SUMMED, 0, 0, z): count}, 1e-5, neighbours)
+    epsilon = accounting.compute_epsilon({Step(SUMMED, 0, 0, z): count}, 1e-5, neighbours)
     assert epsilon == pytest.approx(central.get_epsilon(1e-5), rel=1e-6)
-    assert epsilon > accounting.compute_epsilon({("gaussian", 0, 0, z): count}, 1e-5, neighbours)
+    assert epsilon > accounting.compute_epsilon({Step("gaussian", 0, 0, z): count}, 1e-5, neighbours)
 
 
 def weights(shift: int, sigma: float) -> np.ndarray:
@@ -84,7 +84,7 @@ def test_a_subsampled_sum_of_integers_has_the_divergence_that_is_counted(order, 
     """Against the weights themselves: equal when a row comes, no more when it goes, no more when it is replaced."""
     without, with_it, other = (weights(s, sigma) for s in (0, shift, -shift))
     drawn, replaced = (np.logaddexp(math.log(1 - rate) + without, math.log(rate) + w) for w in (with_it, other))
-    step = ((SUMMED, 1000, int(1000 * rate), sigma / shift), 1)
+    step = (Step(SUMMED, 1000, int(1000 * rate), sigma / shift), 1)
     (counted,) = accounting._drawn([step], np.array([float(order)]))
     assert divergence(drawn, without, order) == pytest.approx(counted, rel=1e-9)
     assert divergence(without, drawn, order) <= counted * (1 + 1e-9)
@@ -94,44 +94,46 @@ def test_a_subsampled_sum_of_integers_has_the_divergence_that_is_counted(order, 
 
 def test_subsampled_sums_cost_less_than_whole_ones_and_more_than_a_gaussian():
     for neighbours in Adjacency:
-        epsilon = accounting.compute_epsilon({(SUMMED, 400, 8, 2.0): 50}, 1e-5, neighbours)
-        assert accounting.compute_epsilon({("poisson", 400, 8, 2.0): 50}, 1e-5, neighbours) < epsilon
-        assert epsilon < accounting.compute_epsilon({(SUMMED, 0, 0, 2.0): 50}, 1e-5, neighbours) / 4
+        epsilon = accounting.compute_epsilon({Step(SUMMED, 400, 8, 2.0): 50}, 1e-5, neighbours)
+        assert accounting.compute_epsilon({Step("poisson", 400, 8, 2.0): 50}, 1e-5, neighbours) < epsilon
+        assert epsilon < accounting.compute_epsilon({Step(SUMMED, 0, 0, 2.0): 50}, 1e-5, neighbours) / 4
 
 
 def test_sums_compose_with_all_other_charges():
-    mine, theirs = {(SUMMED, 400, 8, 2.0): 50, (OWN_SHARE, 400, 8, 1.0): 50}, {("poisson", 400, 8, 1.5): 20}
+    mine, theirs = {Step(SUMMED, 400, 8, 2.0): 50, Step(OWN_SHARE, 400, 8, 1.0): 50}, {Step("poisson", 400, 8, 1.5): 20}
     together = accounting.compute_epsilon(mine | theirs, 1e-5, REPLACE)
     parts = [accounting.compute_epsilon(c, 5e-6, REPLACE) for c in (mine, theirs)]
     assert together == pytest.approx(sum(parts))
-    whole = accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("gaussian", 0, 0, 5.0): 2}, 1e-5, ZERO)
+    whole = accounting.compute_epsilon({Step(SUMMED, 0, 0, 4.0): 3, Step("gaussian", 0, 0, 5.0): 2}, 1e-5, ZERO)
     assert whole == pytest.approx(
-        accounting.compute_epsilon({(SUMMED, 0, 0, (3 / 16 + 2 / 25) ** -0.5): 1}, 1e-5, ZERO)
+        accounting.compute_epsilon({Step(SUMMED, 0, 0, (3 / 16 + 2 / 25) ** -0.5): 1}, 1e-5, ZERO)
     )
-    assert accounting.compute_epsilon({(SUMMED, 0, 0, 4.0): 3, ("fixed", 40, 4, 2.0): 2}, 1e-5, ZERO) == math.inf
+    assert (
+        accounting.compute_epsilon({Step(SUMMED, 0, 0, 4.0): 3, Step("fixed", 40, 4, 2.0): 2}, 1e-5, ZERO) == math.inf
+    )
 
 
 def test_beyond_what_the_table_of_the_sampler_carries_no_epsilon_is_known():
-    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.5): 1}, 1e-5, ZERO) < 20
-    assert accounting.compute_epsilon({(SUMMED, 0, 0, 0.1): 1}, 1e-5, ZERO) == math.inf
+    assert accounting.compute_epsilon({Step(SUMMED, 0, 0, 0.5): 1}, 1e-5, ZERO) < 20
+    assert accounting.compute_epsilon({Step(SUMMED, 0, 0, 0.1): 1}, 1e-5, ZERO) == math.inf
     assert discrete_gaussian.total_variation_bound(1 << 43, discrete_gaussian.MOST_SIGMA) < accounting._TABLE_DISTANCE
 
 
 def test_both_figures_of_a_charge():
     """h = 5 - 1. The private part keeps its noise at the site in both."""
     plan = SamplingPlan(3, 1, 8, 40, REPLACE)
-    assert claimed().privacy_spent(plan) == {(SUMMED, 40, 8, 1.25): 3, (OWN_SHARE, 40, 8, 0.625): 3}
+    assert claimed().privacy_spent(plan) == {Step(SUMMED, 40, 8, 1.25): 3, Step(OWN_SHARE, 40, 8, 0.625): 3}
     z, alone = (3.0**-2 + 4.0**-2) ** -0.5, (3.0**-2 + 2.0**-2) ** -0.5
     charges = claimed("dp_fpl", FPL).privacy_spent(plan)
-    assert {kind: values for (kind, *values), _ in charges.items()} == {
+    assert {kind: values for (kind, *values, _), _ in charges.items()} == {
         SUMMED: [40, 8, pytest.approx(z)], OWN_SHARE: [40, 8, pytest.approx(alone)]
     }  # fmt: skip
     disjoint = claimed("dp_fpl", FPL + "\nsampling = 'disjoint'").privacy_spent(plan)
-    assert {kind: values for (kind, *values), _ in disjoint.items()} == {
+    assert {kind: values for (kind, *values, _), _ in disjoint.items()} == {
         SUMMED: [0, 0, pytest.approx(z)], OWN_SHARE: [0, 0, pytest.approx(alone)]
     }  # fmt: skip
-    against_all = accounting.epsilon_against_all({**claimed().privacy_spent(plan), ("gaussian", 0, 0, 9.0): 1})
-    assert against_all == {(SUMMED, 40, 8, 0.625): 3, ("gaussian", 0, 0, 9.0): 1}
+    against_all = accounting.epsilon_against_all({**claimed().privacy_spent(plan), Step("gaussian", 0, 0, 9.0): 1})
+    assert against_all == {Step(SUMMED, 40, 8, 0.625): 3, Step("gaussian", 0, 0, 9.0): 1}
     with pytest.raises(ConfigError, match="steps: expected 1 between two sums"):
         claimed().privacy_spent(SamplingPlan(3, 2, 8, 40, REPLACE))
 

@@ -13,7 +13,7 @@ from fedveil.adapters.prefix import PrefixAdapter
 from fedveil.config import parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import ParamSpec
-from fedveil.contract.privacy import Adjacency, PrivacyBudget, SamplingPlan
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, SamplingPlan, Step
 from fedveil.contract.task import Example
 from fedveil.contract.trainer import BatchIndices, PerExampleGradients
 from fedveil.errors import BudgetError, ConfigError
@@ -106,7 +106,7 @@ def claimed(name: str, has_row_gradients: bool = True, **changes):
 def test_any_method_that_trains_takes_it(name):
     claim = claimed(name)
     assert claim.budget == PrivacyBudget(3.0, 1e-5, Adjacency.REPLACE_ONE)
-    assert claim.privacy_spent(SamplingPlan(3, 2, 4, 40, Adjacency.REPLACE_ONE)) == {("poisson", 40, 4, 1.1): 6}
+    assert claim.privacy_spent(SamplingPlan(3, 2, 4, 40, Adjacency.REPLACE_ONE)) == {Step("poisson", 40, 4, 1.1): 6}
     assert guarantee_of(strategies.create_method(name), parse({})) is None
 
 
@@ -172,7 +172,7 @@ def test_a_penalty_is_added_after_the_noise_and_leaves_frozen_entries():
 def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_path):
     """FedSP trains twice a turn: 2 turns of 2 times 3 steps. The third turn would go above and looks at nothing."""
     ledger, plan = PrivacyLedger(tmp_path / "ledger.json"), SamplingPlan(1, 3, 4, 9, Adjacency.REPLACE_ONE)
-    steps = {("poisson", 9, 4, 2.0): 12}
+    steps = {Step("poisson", 9, 4, 2.0): 12}
     wished = accounting.compute_epsilon(steps, 1e-5, Adjacency.REPLACE_ONE) * 1.0001
     method, noisy = strategies.create_method("fedsp", "alternate = true"), DpSgdConfig(1.0, 2.0, 0.1, wished)
     task = tasks.load_task(
@@ -196,7 +196,7 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
     for round_ in range(2):
         result = turn(round_)
         assert result.report == {"steps": 6.0}
-        assert noisy.privacy_spent(plan) == {("poisson", 9, 4, 2.0): 3}
+        assert noisy.privacy_spent(plan) == {Step("poisson", 9, 4, 2.0): 3}
     (record,) = ledger.names([("d", "train.jsonl", 4)])
     assert ledger.epsilon(record, noisy.budget) == pytest.approx(wished / 1.0001)
     with pytest.raises(BudgetError, match="replace-one"):

@@ -10,12 +10,12 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency
+from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, Step
 from fedveil.privacy import accounting
 from fedveil.privacy.gdp import compute_mu
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
-STEPS = {("poisson", 1000, 50, 1.5): 40}
+STEPS = {Step("poisson", 1000, 50, 1.5): 40}
 
 
 def delta_of(value: float, epsilon: float) -> float:
@@ -24,7 +24,7 @@ def delta_of(value: float, epsilon: float) -> float:
 
 def test_mu_of_gaussian_steps_is_the_root_of_their_sum():
     """4 steps of z = 5 and 9 of z = 3: 4 / 25 + 9 / 9 = 1.16."""
-    charges = {("gaussian", 0, 0, 5.0): 4, ("gaussian", 0, 0, 3.0): 9, ("gaussian", 0, 0, 1.0): 0}
+    charges = {Step("gaussian", 0, 0, 5.0): 4, Step("gaussian", 0, 0, 3.0): 9, Step("gaussian", 0, 0, 1.0): 0}
     assert compute_mu(charges, 1e-5, ZERO).value == pytest.approx(math.sqrt(1.16))
     assert compute_mu(charges, 1e-5, REPLACE).value == pytest.approx(2 * math.sqrt(1.16))
     assert compute_mu(charges, 1e-5, ZERO).down_to == 0
@@ -47,10 +47,10 @@ def test_mu_of_subsampled_steps_bounds_the_whole_curve_and_not_much_more(neighbo
     "charges",
     [
         {},
-        {("gaussian", 0, 0, 0.0): 3},
-        {("fixed", 100, 10, 2.0): 3},
-        {(SUMMED, 100, 10, 2.0): 3, (OWN_SHARE, 100, 10, 1.0): 3},
-        {("gaussian", 0, 0, 2.0): 1, (SUMMED, 0, 0, 2.0): 1},
+        {Step("gaussian", 0, 0, 0.0): 3},
+        {Step("fixed", 100, 10, 2.0): 3},
+        {Step(SUMMED, 100, 10, 2.0): 3, Step(OWN_SHARE, 100, 10, 1.0): 3},
+        {Step("gaussian", 0, 0, 2.0): 1, Step(SUMMED, 0, 0, 2.0): 1},
     ],
 )
 def test_no_mu_is_stated_where_none_is_known(charges):

@@ -6,7 +6,7 @@ import pytest
 
 from fedveil import strategies
 from fedveil.config import parse
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, UNTIMED, is_poisson_sampled
+from fedveil.contract.privacy import OWN_SHARE, SUMMED, UNTIMED, Step, is_poisson_sampled
 from fedveil.privacy.guarantee_source import guarantee_of, untimed
 
 NOISY = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.epsilon": 3.0}
@@ -34,7 +34,9 @@ def test_an_epsilon_assumes_a_server_that_does_not_time_the_site_where_it_counts
 
 
 def test_steps_of_a_ledger_tell_the_same():
-    assert is_poisson_sampled({("poisson", 40, 4, 1.1): 6, ("gaussian", 0, 0, 1.1): 1})
-    assert is_poisson_sampled({(SUMMED, 400, 8, 2.0): 1})
-    assert is_poisson_sampled({(OWN_SHARE, 400, 8, 2.0): 1})
-    assert not is_poisson_sampled({("gaussian", 0, 0, 1.1): 1, ("fixed", 40, 4, 1.1): 1, (SUMMED, 0, 0, 2.0): 1})
+    assert is_poisson_sampled({Step("poisson", 40, 4, 1.1): 6, Step("gaussian", 0, 0, 1.1): 1})
+    assert is_poisson_sampled({Step(SUMMED, 400, 8, 2.0): 1})
+    assert is_poisson_sampled({Step(OWN_SHARE, 400, 8, 2.0): 1})
+    assert not is_poisson_sampled(
+        {Step("gaussian", 0, 0, 1.1): 1, Step("fixed", 40, 4, 1.1): 1, Step(SUMMED, 0, 0, 2.0): 1}
+    )

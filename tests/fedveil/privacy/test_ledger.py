@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.contract.privacy import Adjacency, PrivacyBudget
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.errors import BudgetError
 from fedveil.privacy import accounting
 from fedveil.privacy.ledger import PrivacyLedger
 
 COUNTED = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
-STEPS = (("gaussian", 0, 0, 3.14159), ("poisson", 50, 5, 2.71828))
+STEPS = (Step("gaussian", 0, 0, 3.14159), Step("poisson", 50, 5, 2.71828))
 
 
 def spent(path: Path) -> dict[str, dict]:
     groups = json.loads(path.read_text())["spent"]
-    return {name: {tuple(step): count for step, count in history} for history, names in groups for name in names}
+    return {name: {Step(*step): count for step, count in history} for history, names in groups for name in names}
 
 
 @settings(max_examples=10, deadline=None)

@@ -22,6 +22,7 @@ from fedveil.contract.privacy import (
     Adjacency,
     PrivacyBudget,
     SamplingPlan,
+    Step,
     check_seeded,
     joint_budget,
     stated_guarantee,
@@ -59,8 +60,8 @@ def test_gaussian_steps_agree_with_the_closed_formula(z, steps, neighbours, move
 @pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
 def test_the_analytic_value_is_what_loss_distributions_say(neighbours):
     accountant = dp_accounting.pld.PLDAccountant(accounting.accountant_relation(neighbours))
-    accountant.compose(accounting.dp_event({("gaussian", 0, 0, 2.71828): 11}))
-    assert accounting.compute_epsilon({("gaussian", 0, 0, 2.71828): 11}, DELTA, neighbours) == pytest.approx(
+    accountant.compose(accounting.dp_event({Step("gaussian", 0, 0, 2.71828): 11}))
+    assert accounting.compute_epsilon({Step("gaussian", 0, 0, 2.71828): 11}, DELTA, neighbours) == pytest.approx(
         accountant.get_epsilon(DELTA), rel=0.01
     )
 
@@ -102,7 +103,7 @@ def test_fixed_batches_cost_no_less_than_a_bound_of_their_own():
 )
 def test_disjoint_batches_are_charged_once_an_epoch(plan, across, uses):
     assert accounting.max_charged(2.0, "disjoint", SamplingPlan(*plan, REPLACE), across) == {
-        ("gaussian", 0, 0, 2.0): uses
+        Step("gaussian", 0, 0, 2.0): uses
     }
 
 
@@ -135,8 +136,8 @@ def test_outer_products_of_no_rows_and_bad_bounds():
 
 
 def test_joint_is_the_composition():
-    both = {("gaussian", 0, 0, 3.0): 1, ("gaussian", 0, 0, 5.0): 1}
-    alone = {("gaussian", 0, 0, joint_budget(3.0, 5.0)): 1}
+    both = {Step("gaussian", 0, 0, 3.0): 1, Step("gaussian", 0, 0, 5.0): 1}
+    alone = {Step("gaussian", 0, 0, joint_budget(3.0, 5.0)): 1}
     assert accounting.compute_epsilon(both, DELTA, ZERO) == pytest.approx(
         accounting.compute_epsilon(alone, DELTA, ZERO), rel=1e-9
     )
@@ -150,10 +151,10 @@ def test_the_bound_on_the_mean_loss_is_above_the_loss_itself(rate, z):
     normal = lambda at: torch.exp(-((x - at) ** 2) / (2 * z * z)) / (z * math.sqrt(2 * math.pi))  # noqa: E731
     mixed = lambda at: (1 - rate) * normal(0.0) + rate * normal(at)  # noqa: E731
     kl = lambda p, q: float(torch.trapezoid(torch.where(p > 0, p * (p / q).log(), 0.0), x))  # noqa: E731
-    mean_loss = accounting.mean_loss({("poisson" if rate < 1 else "gaussian", 1000, round(1000 * rate), z): 7})
+    mean_loss = accounting.mean_loss({Step("poisson" if rate < 1 else "gaussian", 1000, round(1000 * rate), z): 7})
     for p, q in ((mixed(1.0), mixed(-1.0)), (mixed(1.0), normal(0.0)), (normal(0.0), mixed(1.0))):
         assert mean_loss >= 7 * kl(p, q) * (1 - 1e-9)
-    assert accounting.mean_loss({("poisson", 10, 1, 0.0): 1}) == math.inf
+    assert accounting.mean_loss({Step("poisson", 10, 1, 0.0): 1}) == math.inf
 
 
 def test_without_noise_epsilon_is_infinite_and_without_charges_zero():
@@ -199,7 +200,7 @@ def test_coarse_grids_find_the_noise_and_the_digits_of_the_finest(steps, batch, 
 
 def test_the_coarsest_grid_tells_the_digits_where_that_is_certain():
     accounting._epsilon.cache_clear()
-    charges = {("poisson", 500, 16, 0.5212): 24}
+    charges = {Step("poisson", 500, 16, 0.5212): 24}
     assert f"{accounting.round_epsilon(charges, DELTA, REPLACE):.4g}" == "7.987"  # 7.98742657 on the finest grid
     assert accounting._epsilon.cache_info().misses < 6  # grids that were tried
 
@@ -323,7 +324,7 @@ def test_no_noise_asks_for_no_bytes_and_a_bad_std_is_refused():
 
 # --- the ledger
 
-STEP = ("gaussian", 0, 0, 10.0)
+STEP = Step("gaussian", 0, 0, 10.0)
 
 
 def limit(steps: float) -> PrivacyBudget:
@@ -350,7 +351,7 @@ def test_the_ledger_stops_before_the_budget_is_passed_and_survives_a_restart(tmp
 @pytest.mark.long
 def test_charges_of_other_kinds_compose(tmp_path):
     ledger = PrivacyLedger(tmp_path / "s.json")
-    poisson = ("poisson", 50, 5, 1.5)
+    poisson = Step("poisson", 50, 5, 1.5)
     ledger.charge(["a"], {STEP: 2}, PrivacyBudget(math.inf, DELTA, REPLACE))
     ledger.charge(["a"], {poisson: 4}, PrivacyBudget(math.inf, DELTA, REPLACE))
     epsilon = ledger.epsilon("a", limit(1))
@@ -363,7 +364,7 @@ def test_charges_of_other_kinds_compose(tmp_path):
 @pytest.mark.long
 def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
     """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
-    poisson, fixed = {("poisson", 50, 5, 1.5): 4}, {("fixed", 50, 5, 8.0): 3}
+    poisson, fixed = {Step("poisson", 50, 5, 1.5): 4}, {Step("fixed", 50, 5, 8.0): 3}
     alone = [accounting.compute_epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
     epsilon = accounting.compute_epsilon(poisson | fixed, DELTA, REPLACE)
     assert epsilon == sum(accounting.compute_epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
@@ -377,11 +378,11 @@ def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
 
 
 def test_a_draw_without_replacement_has_no_epsilon_where_the_number_of_rows_changes():
-    assert accounting.compute_epsilon({("fixed", 50, 5, 8.0): 3}, DELTA, ZERO) == math.inf
+    assert accounting.compute_epsilon({Step("fixed", 50, 5, 8.0): 3}, DELTA, ZERO) == math.inf
 
 
 def test_an_infinite_charge_fits_no_budget(tmp_path):
-    free = ("gaussian", 0, 0, 0.0)
+    free = Step("gaussian", 0, 0, 0.0)
     with pytest.raises(BudgetError):
         PrivacyLedger(tmp_path / "s.json").charge(["a"], {free: 1}, PrivacyBudget(1e9, DELTA, ZERO))
 
@@ -403,8 +404,11 @@ def test_names_depend_on_data_set_file_and_row_alone_and_on_the_sites_key(tmp_pa
 
 def test_a_ledger_of_0_1_is_carried_over_by_its_largest_charges(tmp_path):
     """Its records were named by their content: each of today's may be any of them."""
-    path, poisson = tmp_path / "s.json", ("poisson", 50, 5, 1.5)
-    old = [[[[list(STEP), 2], [list(poisson), 1]], ["a"]], [[[list(STEP), 1], [list(poisson), 4]], ["b", "c"]]]
+    path, poisson = tmp_path / "s.json", Step("poisson", 50, 5, 1.5)
+    old = [
+        [[[list(STEP[:4]), 2], [list(poisson[:4]), 1]], ["a"]],
+        [[[list(STEP[:4]), 1], [list(poisson[:4]), 4]], ["b", "c"]],
+    ]
     path.write_text(json.dumps({"fedveil-ledger": 1, "spent": old}))
     carried = accounting.compute_epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
     assert PrivacyLedger(path).epsilon("new", limit(1)) == carried
@@ -451,7 +455,7 @@ def test_two_processes_lose_no_charge(tmp_path):
         worker.start()
     for worker in workers:
         worker.join()
-    assert json.loads((tmp_path / "s.json").read_text())["spent"] == [[[[list(STEP), 20]], ["a"]]]
+    assert json.loads((tmp_path / "s.json").read_text())["spent"] == [[[[list(STEP[:4]), 20]], ["a"]]]
 
 
 def test_the_old_name_of_zero_out_is_refused_with_the_new_one(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fedveil.client_app.state.client_state import ClientStateStore
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.contract.method import FederatedState
-from fedveil.contract.privacy import Adjacency, PrivacyBudget
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.errors import StateError
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.records import atomic_files
@@ -79,7 +79,7 @@ def test_every_flipped_bit_of_the_files_of_a_site_s_run_is_found(tmp_path):
 def test_every_flipped_bit_of_the_ledger_and_its_key_is_found(tmp_path):
     ledger, budget = PrivacyLedger(tmp_path / "s.json"), PrivacyBudget(100.0, 1e-5, Adjacency.REPLACE_ONE)
     names = ledger.names([("d", "f", row) for row in range(3)])
-    ledger.charge(names, {("gaussian", 0, 0, 20.0): 3}, budget)
+    ledger.charge(names, {Step("gaussian", 0, 0, 20.0): 3}, budget)
     spent = ledger.epsilon(names[0], budget)
     assert read_wrong(tmp_path / "s.json", lambda: ledger._read()) == []
     assert read_wrong(tmp_path / "s.key", lambda: ledger.names([("d", "f", 0)])) == []
@@ -94,7 +94,7 @@ def test_a_key_and_a_ledger_of_an_older_version_are_read_and_get_their_checksum(
     (tmp_path / "s.json").write_text(old)
     spent = ledger.epsilon(name, budget)
     assert spent > 0
-    ledger.charge([name], {("gaussian", 0, 0, 20.0): 1}, budget)
+    ledger.charge([name], {Step("gaussian", 0, 0, 20.0): 1}, budget)
     assert ledger.names([("d", "f", 0)]) == [name]
     assert len((tmp_path / "s.key").read_bytes()) == 48
     assert b"checksum" in (tmp_path / "s.json").read_bytes()

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from fedveil.config import parse
-from fedveil.contract.privacy import Adjacency
+from fedveil.contract.privacy import Adjacency, Step
 from fedveil.privacy import accounting
 from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.server_app.metrics import epsilon
@@ -50,7 +50,7 @@ def written(metrics, rows, claim=CLAIM, config=CONFIG):
 
 
 def by_hand(steps):
-    charges = {("poisson", 80, 8, 3.14159): steps}
+    charges = {Step("poisson", 80, 8, 3.14159): steps}
     return accounting.compute_epsilon(charges, 1e-5, Adjacency.REPLACE_ONE)
 
 
@@ -86,7 +86,7 @@ def test_no_claim_and_seeded_noise_and_infinite_ones_have_no_figure(tmp_path):
         sink, ended = written(tmp_path / "metrics.jsonl", rows, claim, config)
         assert ended == {}
         assert not [name for name in sink.found[1] if "epsilon" in name]
-    assert math.isinf(accounting.compute_epsilon({("poisson", 80, 8, 0.0): 1}, 1e-5, Adjacency.REPLACE_ONE))
+    assert math.isinf(accounting.compute_epsilon({Step("poisson", 80, 8, 0.0): 1}, 1e-5, Adjacency.REPLACE_ONE))
 
 
 def test_accounting_that_takes_too_long_ends_and_the_other_figures_go_on(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from fedveil.console.commands.site import explain
 from fedveil.console.main import main
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
-from fedveil.contract.privacy import UNTIMED, Adjacency
+from fedveil.contract.privacy import UNTIMED, Adjacency, Step
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import DEVIATING, SINGLE_SITE, server_learns
@@ -109,8 +109,8 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5))
     assert "Epsilon: at most 3 at delta = 1e-05" in explanation
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
-    once = accounting.noise_multiplier_for(lambda z: {("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
-    alone = accounting.compute_epsilon({("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
+    once = accounting.noise_multiplier_for(lambda z: {Step("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
+    alone = accounting.compute_epsilon({Step("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
     assert f"together, an example charged that much has about epsilon {alone:.4g}" in explanation
     assert UNTIMED in explanation
     assert "and on a server that follows the protocol" in explanation

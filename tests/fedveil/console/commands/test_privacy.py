@@ -10,7 +10,7 @@ from fedveil.console.main import main
 from fedveil.console.runs.run_reader import RunView
 from fedveil.console.web.report import privacy_section
 from fedveil.console.web.report import run_page as report
-from fedveil.contract.privacy import UNTIMED, Adjacency
+from fedveil.contract.privacy import UNTIMED, Adjacency, Step
 from fedveil.privacy import accounting
 
 PLAN = ["privacy", "plan", "--rounds", "20", "--batch", "8", "--sites", "40", "240"]
@@ -60,7 +60,7 @@ def test_a_plan_of_noise_in_the_sum_has_both_figures(capsys, monkeypatch):
     assert 0 < counted < alone
     assert main([*whole, "--noise-local", "6", "--noise-global", "6", "--honest", "9"]) == 0
     assert epsilons(capsys.readouterr().out)[1] == pytest.approx(
-        accounting.compute_epsilon({("summed", 0, 0, (1 / 36 + 9 / 36) ** -0.5): 10}, 1e-5, Adjacency.REPLACE_ONE),
+        accounting.compute_epsilon({Step("summed", 0, 0, (1 / 36 + 9 / 36) ** -0.5): 10}, 1e-5, Adjacency.REPLACE_ONE),
         rel=1e-3,
     )
 
@@ -123,7 +123,7 @@ def test_a_repeated_round_is_charged_twice():
         privacy_section.privacy_statements(run_of(sampling="disjoint", noise_local=9.0, noise_global=9.0))[1]
     )
     # 5 batches an epoch: rounds 0 to 2 meet a row once, the repetition once more
-    charges = {("gaussian", 0, 0, 9 / math.sqrt(2)): 2}
+    charges = {Step("gaussian", 0, 0, 9 / math.sqrt(2)): 2}
     assert epsilon == pytest.approx(accounting.compute_epsilon(charges, 1e-5, Adjacency.REPLACE_ONE), rel=1e-3)
 
 

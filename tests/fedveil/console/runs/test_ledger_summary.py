@@ -9,11 +9,11 @@ import pytest
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.console.main import main
 from fedveil.console.runs.ledger_summary import ledger_lines
-from fedveil.contract.privacy import Adjacency, PrivacyBudget
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.encrypted_files import make_key
 from fedveil.privacy import accounting
 
-STEP, SUMMED = ("gaussian", 0, 0, 2.0), {("summed", 0, 0, 3.0): 1, ("own share", 0, 0, 1.0): 1}
+STEP, SUMMED = Step("gaussian", 0, 0, 2.0), {Step("summed", 0, 0, 3.0): 1, Step("own share", 0, 0, 1.0): 1}
 BUDGET = PrivacyBudget(1e9, 1e-5, Adjacency.REPLACE_ONE)
 
 
@@ -74,7 +74,7 @@ def test_delta_and_relation_are_the_policy_s_and_a_sealed_ledger_takes_its_key(t
 
 def test_what_all_rows_of_a_ledger_of_an_early_version_begin_with_is_counted(tmp_path):
     (tmp_path / ".ledger").mkdir()
-    old = {"fedveil-ledger": 1, "spent": [[[[list(STEP), 3]], ["ab" * 16]]]}
+    old = {"fedveil-ledger": 1, "spent": [[[[list(STEP[:4]), 3]], ["ab" * 16]]]}
     (tmp_path / ".ledger" / "north.json").write_text(json.dumps(old))
     (line,) = ledger_lines(tmp_path)
     assert line.endswith(f"0 examples charged over all runs; the highest charge is {epsilon({STEP: 3})}")

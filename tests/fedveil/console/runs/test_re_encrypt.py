@@ -15,7 +15,7 @@ from fedveil.console.doctor import checks
 from fedveil.console.main import main
 from fedveil.console.runs import re_encrypt
 from fedveil.console.runs.workers import WorkerStatus
-from fedveil.contract.privacy import Adjacency, PrivacyBudget
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.encrypted_files import FileSeal, is_sealed, read_seal_header
 from fedveil.errors import ConfigError, StateError
 from fedveil.records import audit_log
@@ -24,7 +24,7 @@ from fedveil.records.tensor_state import state_digest
 from tests.fedveil.records.test_tensor_state import STATE
 
 FIRST = "1" * 16
-STEP = {("gaussian", 0, 0, 1.5): 1}
+STEP = {Step("gaussian", 0, 0, 1.5): 1}
 
 
 @dataclasses.dataclass

@@ -14,14 +14,14 @@ from fedveil.console.main import main
 from fedveil.console.runs.site_notes import note_federation, noted_federation
 from fedveil.console.runs.workers import WorkerStatus
 from fedveil.console.web import site_views
-from fedveil.contract.privacy import UNTIMED, Adjacency, PrivacyBudget
+from fedveil.contract.privacy import UNTIMED, Adjacency, PrivacyBudget, Step
 from fedveil.privacy import accounting
 from fedveil.records import audit_log
 from tests.fedveil.console.commands.test_site import CARD, TRAINING
 from tests.fedveil.console.web.conftest import ESCAPES, EVIL, opened_site
 from tests.fedveil.console.web.test_pages import every_page, is_whole
 
-STEP = ("gaussian", 0, 0, 2.0)
+STEP = Step("gaussian", 0, 0, 2.0)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_poisson_sampling_in_the_ledger_is_named_with_what_it_assumes_and_other_
     main(["site", "status", "--state-dir", str(state)])
     assert UNTIMED not in capsys.readouterr().out
     ledger = open_ledger(state, "north")
-    drawn = {("poisson", 50, 5, 4.0): 1}
+    drawn = {Step("poisson", 50, 5, 4.0): 1}
     ledger.charge(ledger.names([("d", "f", 0)]), drawn, PrivacyBudget(1e9, 1e-5, Adjacency.REPLACE_ONE))
     assert UNTIMED in home(opened_site(state))
     main(["site", "status", "--state-dir", str(state)])
