@@ -69,7 +69,7 @@ class ObservedMessage:
     """One message, decoded.
 
     Attributes:
-        round, attempt, site, direction: as captured.
+        round, attempt, site, direction: the values of the captured message.
         payload: content of the message.
         num_examples: number of training examples that the upload states; 0 for a broadcast.
         report: metrics that an upload reports; empty for a broadcast.

@@ -45,7 +45,7 @@ class AuditDataSource:
     Attributes:
         data: examples of all sites, split as in the run config; None means the run config's task.data.
         sites: alternatively, examples of individual sites by name.
-        non_members: examples of no site; None means those of `data` that task.examples-per-site left out,
+        non_members: examples that no site has; None means those of `data` that task.examples-per-site left out,
             else its split "test".
         most: maximum number of members, and of non-members.
         seed: seed of the selection.
@@ -113,7 +113,7 @@ def site_members(
 def draw_non_members(
     source: AuditDataSource, config: RunConfig, members: Mapping[str, Examples], sites: int
 ) -> Examples:
-    """Return examples of no site: those that `source` names, those beyond examples-per-site, or the split "test"."""
+    """Return examples that no site has: those named in `source`, those beyond examples-per-site, or split "test"."""
     whole = parse(config.flat() | {"task.examples-per-site": 0})
     task = tasks.load_task(whole, strategies.create_method("fedavg").adapter, "cpu")  # only reads examples
     if source.non_members:

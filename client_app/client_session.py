@@ -10,7 +10,7 @@ The loaded task, the prepared examples and other ranks stay in memory between ro
 | 4. if this round was served before, compare the message with the earlier one | PolicyError |
 | 5. train and create the upload, masked under secure aggregation | no state changes |
 | 6. check that the upload used enough examples for the policy | PolicyError; no state changes |
-| 7. save the private state | StateError; the last state stays |
+| 7. save the private state | StateError; the last saved state remains |
 | 8. save the reference for the next broadcast | StateError; the upload is not sent |
 """
 
@@ -103,7 +103,7 @@ class ClientSession:
             method = strategies.create_from_json(order.method, order.fields)
             if assignment.site.policy and method != strategies.create_method(config.method.name, config.method.params):
                 # The policy has checked the run config's fields, without a method's code.
-                raise PolicyError("order.fields: expected those of the run config, found others; submit the run again")
+                raise PolicyError("order.fields: expected the run config's, found different ones; submit the run again")
             optimizers.check_optimizer(method, config)
             task = tasks.load_task(config, method.adapter, at_first(assignment, method))
             self._task = LoadedTask(task, MessageExchange(method, order.method, task.spec))

@@ -99,7 +99,9 @@ class ClientAssignment:
         try:
             asked = TrainInstruction(**{key.replace("-", "_"): value for key, value in order.items()})
         except TypeError as error:
-            raise WireError(f"message: expected an order of this version, found another ({sanitize(error)})") from None
+            raise WireError(
+                f"message: expected an instruction of this version, found another ({sanitize(error)})"
+            ) from None
         _require_form(asked)
         return cls(asked, parse(config), parse_site(node), flower_run, app)
 
@@ -157,6 +159,8 @@ def _require_form(order: TrainInstruction) -> None:
     if not re.fullmatch(r"(\d{1,18}:[0-9a-f]{64})?", order.log):
         raise WireError(f'order: log: expected an anchor "LINES:HASH" or nothing, found {sanitize(order.log, 80)}')
     if not 0 < order.seconds <= _MOST_SECONDS:
-        raise WireError(f"order: seconds: expected above 0 and at most {_MOST_SECONDS:g}, found {order.seconds!r}")
+        raise WireError(
+            f"order: seconds: expected a number above 0 and at most {_MOST_SECONDS:g}, found {order.seconds!r}"
+        )
     if not TURN.fullmatch(order.last):
         raise WireError(f"order: last: expected 16 hex digits or nothing, found {sanitize(order.last, 80)}")

@@ -30,7 +30,8 @@ class SiteConfig(BaseModel):
         worker_idle_seconds: a worker ends after this time without a client round.
         worker_memory_mb: bound on the resident memory of the worker with its processes; 0 = none. With a bound, the
             site runs a worker only for the current run.
-        partition_id, num_partitions: for demonstrations and the simulation engine, where sites share one data folder.
+        partition_id, num_partitions: the site's share of a data folder that all sites share, in demonstrations and
+            simulation.
     """
 
     model_config = ConfigDict(

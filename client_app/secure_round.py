@@ -194,7 +194,7 @@ class SecureClientRound:
     def require_broadcast(self, digest: str) -> None:
         """T10. The message with this digest is the one that the plan names. Raises WireError."""
         if self.plan.broadcast and broadcast_digest(digest) != self.plan.broadcast:
-            raise WireError("secure plan: broadcast: expected the message that all its sites get, found another")
+            raise WireError("secure plan: broadcast: expected the message for all its sites, found a different one")
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:

@@ -364,7 +364,8 @@ class SecureConfig(ConfigSection):
         1,
         ge=0,
         le=10_000,
-        description="sites that may work with the server; sums withstand them, and epsilon counts the others' noise",
+        description="sites that may collude with the server; sums stay hidden from them, and epsilon counts only the "
+        "noise of the others",
     )
 
     @property

@@ -218,7 +218,7 @@ def _head(file: BufferedIOBase, path: Path) -> tuple[bytes, SealHeader]:
     role = file.read(size) if len(head) == fixed else b""
     if head[: len(_MAGIC)] != _MAGIC or len(head) != fixed or len(role) != size:
         raise StateError(
-            f"{path}: expected a sealed file of version {_MAGIC[-1]}, found another version or a truncated header; "
+            f"{path}: expected a sealed file of version {_MAGIC[-1]}, found a different version or a truncated header; "
             "restore it from a backup"
         )
     key, salt = head[len(_MAGIC) :][:_ID_BYTES], head[len(_MAGIC) + _ID_BYTES : -2]

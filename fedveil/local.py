@@ -48,7 +48,7 @@ class LocalFederation:
 
     Attributes:
         config: the run config, checked.
-        method: what is shared and what stays, with its fields.
+        method: the method with its fields; it decides what is shared.
         task: base model, adapter, data and scores; all sites use this one.
         federation: the server's state, the sites' private states, bytes and reports of each round.
     """
@@ -69,8 +69,8 @@ class LocalFederation:
         """Loads the base model and every site's rows; no round has run.
 
         Args:
-            config: as for `fedveil submit`: {"method.name": "fedrand", "run.rounds": 2}. Keys left out have their
-                defaults.
+            config: the run config, as for `fedveil submit`: {"method.name": "fedrand", "run.rounds": 2}. Omitted keys
+                have their defaults.
             sites: each site's folder or file of rows, by name. Sites that name the same one divide its rows among them,
                 as task.partition says.
             device: on which all sites train, one after the other: "cpu", "cuda", "auto".
@@ -110,8 +110,8 @@ class LocalFederation:
 
         Args:
             data: folder or file of rows.
-            site: whose own model is scored, for a method by which sites have one; None = the server's.
-            split: which rows of the folder.
+            site: the site whose own model is scored, if the method gives sites one; None = the server's.
+            split: the split of the folder to score.
             generate: whether texts are generated, which takes longer.
 
         Raises:

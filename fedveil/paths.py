@@ -1,4 +1,4 @@
-"""Where the files of this installation lie: in a wheel, in a checkout, or in the bundle that Flower installed.
+"""Locations of this installation's files: in a wheel, in a checkout, or in the bundle that Flower installed.
 
 | file | in a wheel | in a checkout | in a bundle |
 |---|---|---|---|
@@ -100,7 +100,7 @@ def find_other_writer(file: Path, about: os.stat_result) -> str:
     file is checked: no process replaces files there, and Kubernetes gives such folders every permission.
 
     Args:
-        about: of the opened file.
+        about: metadata of the opened file.
 
     Raises:
         OSError: the folder cannot be looked at.

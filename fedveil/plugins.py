@@ -31,8 +31,8 @@ class PluginPackage:
 
     Attributes:
         package: its import name: "fedveil.tasks".
-        group: of the entry points of other packages: "fedveil.tasks".
-        key: of the run config, for messages: "task.name".
+        group: group of the entry points of other packages: "fedveil.tasks".
+        key: the run config key that messages name: "task.name".
         joint: between the words of a name; in the name of a file it is "_".
         needs: what a module of another package must define.
     """

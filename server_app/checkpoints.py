@@ -133,7 +133,7 @@ def sealed_id(name: str) -> bytes:
 def read_id(folder: Path) -> str:
     """Return the run's id. Raises StateError if its file is damaged; a resume rewrites it from the checkpoint."""
     if not _is_id(folder):
-        raise StateError(f"{folder / 'id'}: expected the run's id, found another text; resume the run: run.resume=true")
+        raise StateError(f"{folder / 'id'}: expected the run's id, found other text; resume the run: run.resume=true")
     return (folder / "id").read_text().partition(" ")[0]
 
 
@@ -158,7 +158,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def resume_mark(folder: Path, round_: int) -> dict[str, Any]:
-    """Return the line of metrics.jsonl that marks a resume of the run with `round_`, after so many messages."""
+    """Return the line of metrics.jsonl that marks a resume of the run with `round_`, and counts the messages so far."""
     return {
         "round": round_,
         "resumed": True,

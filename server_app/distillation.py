@@ -39,7 +39,7 @@ class ServerDistillation:
         for task, has_cells in ((proxy, True), (model, False)):
             if not isinstance(task.adapter, PrefixAdapter) or (task.adapter.cells > 0) != has_cells:
                 raise ConfigError(
-                    f"adapter: expected a prefix {'with' if has_cells else 'without'} cells, found another"
+                    f"adapter: expected a prefix {'with' if has_cells else 'without'} cells, found a different one"
                 )
         if not rows:
             raise TaskError("task.server-data: expected at least one example to distill on, found none; add examples")

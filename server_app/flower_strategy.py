@@ -43,7 +43,7 @@ class MethodStrategy(Strategy):
         folder: the folder in which the run is recorded; None records nothing.
         scores: returns the scores of a server state after a round (round -1: before round 0).
         spec: the parameters that the task trains, with their places in the model; by default from the initial weights.
-        device: where a method with `on_device` builds its messages; None: on the CPU.
+        device: the device on which a method with `on_device` builds its messages; None: on the CPU.
         save: writes the server's last model to the run folder in a form that other programs load; None writes none.
         signer: signs the instructions and verifies the replies in `start` and `run`; None: nothing is signed.
         app: SHA-256 of the bundle, which a plan of secure aggregation names; guarded sites refuse any other.

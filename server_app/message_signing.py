@@ -183,7 +183,7 @@ class MessageSigner:
         answer = claims.answer_claims(asked, digests.digest_content([data]), site_log)
         if not claims.is_signed(answer, signer.signing, signature):
             raise WireError(
-                "signature: expected one by the site's registered signing key over this reply, found another"
+                "signature: expected one by the site's registered signing key over this reply, found a different one"
             )
         return {**answer.as_evidence(), "key": signature["key"], "signature": signature["signature"]}
 
@@ -191,7 +191,7 @@ class MessageSigner:
         """Return a site's entry. Raises WireError unless it is registered with this node."""
         signer = signers.sites.get(site)
         if signers.federation != self._federation:
-            raise WireError("signature: expected the federation that the run began with, found another")
+            raise WireError("signature: expected the federation that the run began with, found a different one")
         if signer is None or signer.state != "registered":
             state = "not registered" if signer is None else signer.state
             raise WireError(f"signature: expected a registered site, found one that is {state}")

@@ -60,7 +60,7 @@ class ObjectReader:
     Args:
         pull: returns the bytes of an object. Raises IncompleteReplyError, LostObjectError.
         max_bytes: maximum size of the upload.
-        folder: where a long upload is stored until it is processed; None: in memory.
+        folder: folder that stores a long upload until it is processed; None: in memory.
 
     Attributes:
         received_bytes: size of the slices read so far, for a reply that is refused.
@@ -116,10 +116,10 @@ class ObjectReader:
     def _object(self, object_id: str, expected: ObjectType) -> tuple[FlowerObject, bytes]:
         """Return an object and its bytes. Raises WireError unless they have the hash, the type and the form."""
         if not flower_objects.is_object_id(object_id):
-            raise WireError("reply: expected the id of an object, found another text")
+            raise WireError("reply: expected the id of an object, found other text")
         content = self._pull(object_id)
         if hashlib.sha256(content).hexdigest() != object_id:
-            raise WireError("reply: expected an object with the hash that names it, found another hash")
+            raise WireError("reply: expected an object with the hash that names it, found a different hash")
         return flower_objects.parse_object(content, expected, self._slices), content
 
     def _read_slices(self, arrays: list[str]) -> bytearray | mmap:
@@ -188,6 +188,6 @@ def _require_announced(message: ProtoMessage, announced: ProtoMessage) -> None:
     """Raise WireError unless a message's site, run and instruction are those that the SuperLink has checked."""
     for name in _ANNOUNCED:
         if getattr(message.metadata, name) != getattr(announced.metadata, name):
-            raise WireError(f"reply: expected the {name} that its site announced, found another in its object")
+            raise WireError(f"reply: expected the {name} that its site announced, found a different one in its object")
     if message.HasField("error") != announced.HasField("error") or message.error != announced.error:
-        raise WireError("reply: expected the error that its site announced, found another in its object")
+        raise WireError("reply: expected the error that its site announced, found a different one in its object")

@@ -41,7 +41,7 @@ class PendingSum:
     """A closed list of uploads, and what the round's record needs of them.
 
     Attributes:
-        turns: by site, the client round of its upload.
+        turns: for each site, the client round of its upload.
         scalars: values that each site sent in the clear, by site.
     """
 
@@ -90,7 +90,7 @@ class PendingSumStore:
                 return None
             data = (self.folder / _TOTAL).read_bytes()
             if hashlib.sha256(data).hexdigest() != content["total"]:
-                raise WireError(f"{_TOTAL}: expected the total with the list's digest, found another")
+                raise WireError(f"{_TOTAL}: expected the total with the list's digest, found a different one")
             uploads = {site: UploadAttachment.from_bytes(text.encode()) for site, text in content["uploads"].items()}
             turns = {str(site): str(turn) for site, turn in content["turns"].items()}
             scalars = {str(site): {str(k): str(v) for k, v in of.items()} for site, of in content["scalars"].items()}

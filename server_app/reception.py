@@ -69,8 +69,8 @@ class LostReply:
     """There is no reply, or one with an error.
 
     Attributes:
-        code: Flower's ErrorCode; 0 if the message did not even leave.
-        reason: in the words of who says so.
+        code: Flower's ErrorCode; 0 if the message was never sent.
+        reason: the reason as the sender states it.
     """
 
     site: str
@@ -84,7 +84,7 @@ class RefusedReply:
 
     Attributes:
         reason: field, expected and found, or the kind of an unexpected error.
-        received_bytes: of its slices, as far as they were read.
+        received_bytes: bytes of its slices that were read.
     """
 
     site: str
@@ -118,7 +118,7 @@ class Reception:
 
     Args:
         source: the way to the sites.
-        folder: where a long upload waits for its turn; None: in memory.
+        folder: folder in which a long upload waits for its turn; None: in memory.
         note_dropped: records a message that was dropped.
         signer: signs the instructions and verifies the replies; None: nothing is signed.
     """
@@ -297,7 +297,7 @@ class Reception:
 
 
 def read_given_reply(reply: Message, site: str, max_bytes: int, folder: Path | None) -> ReplyOutcome:
-    """Return what a reply comes to that a caller's own loop has gathered, and which is taken for this site's."""
+    """Return the outcome of a reply that the caller's own loop received, read as a reply of `site`."""
     reader = MessageReader(reply, max_bytes, folder)
     try:
         content = reader.read_content()

@@ -98,7 +98,7 @@ class ReplySource(Protocol):
         ...
 
     def open_reader(self, head: ReplyHead, max_bytes: int, folder: Path | None) -> ReplyReader:
-        """Return a reader for a reply of at most so many bytes. `folder` is for a long upload."""
+        """Return a reader for a reply of at most `max_bytes`. `folder` is for a long upload."""
         ...
 
     def discard_message(self, head: ReplyHead) -> None:

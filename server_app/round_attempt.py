@@ -119,7 +119,7 @@ class AttemptResult:
     Attributes:
         record: the record without the scores and the digest of the weights, which only a round that counts has.
         state: the server's next state if the attempt has a quorum; None without a sum or with too few uploads.
-        turns: by accepted site, the client round of its upload.
+        turns: for each accepted site, the client round of its upload.
         is_lost: the round has no sum and cannot be repeated (secure_round.py).
     """
 
@@ -149,12 +149,12 @@ class RoundAttempt:
     Attributes:
         exchange: the method's exchange for its parameter layout.
         server: the state to broadcast.
-        settings: of the run: quorum, upload limits, and how uploads are aggregated.
+        settings: settings of the run: quorum, upload limits, and how uploads are aggregated.
         address: the run's name, under which sites store their private state, and the attempt's number.
         round: 0-based.
         contexts: one context for each site of the cohort.
         recorder: receives each message as it leaves or arrives.
-        folder: where a long upload is stored until it is processed; None: in memory.
+        folder: folder that stores a long upload until it is processed; None: in memory.
         last: each site's last client round whose upload is in `server`.
         undecided: validated uploads, by site, until `filter_by_norm` has decided on them.
         tally: filled in while the attempt runs.
@@ -215,7 +215,7 @@ class RoundAttempt:
 
     @property
     def has_closed_list(self) -> bool:
-        """Return whether the uploads were accepted before a restart, whatever quorum is required now."""
+        """Return whether the uploads were accepted before a restart, regardless of the quorum that is required now."""
         return False
 
     def aggregate(self, uploads: Iterator[AcceptedUpload]) -> FederatedState | None:

@@ -14,15 +14,15 @@ class RoundRecord:
 
     Attributes:
         failed: reason by site, for every site of the cohort whose upload is not in the sums.
-        upload_bytes, download_bytes: of whole messages, including refused uploads, because they were sent.
-        unlisted: by site, bytes and messages up and down that disclosure.jsonl does not list: refused
+        upload_bytes, download_bytes: sizes of whole messages, including refused uploads, because they were sent.
+        unlisted: for each site, bytes and messages up and down that disclosure.jsonl does not list: refused
             uploads, and keys and shares of secure aggregation. Older versions wrote only the bytes.
         reports: what each accepted site reported, with its num_examples.
         cut: the counted examples, for a site that claimed more than cohort.max-weight-fraction allows.
         left_out: accepted sites whose uploads the rule did not select (aggregate.rule = "multi-krum").
         unsigned: accepted sites that did not sign their upload; only the SuperLink vouches for these senders.
-        unseen: for secure aggregation: sites in the sum, share holders and threshold, holders that revealed no shares
-            and why, and why there is no sum, if there is none; {} if uploads are added up in the clear.
+        unseen: for secure aggregation, the sites in the sum, share holders and threshold, holders that revealed no
+            shares and why, and why there is no sum, if there is none; {} if uploads are added up in the clear.
         weights: digest of the models' weights after the round.
     """
 

@@ -19,7 +19,7 @@ class RunSettings:
     Attributes:
         cohort: fraction, quorum, deadline, repeats, and the maximum weight of one site.
         aggregate: how a round's uploads are aggregated.
-        seed, deterministic: with `deterministic` every draw depends only on the seed, and replies are added up in the
+        seed, deterministic: if `deterministic`, every draw depends only on the seed, and replies are added up in the
             order of the sites' names, not in the order in which they arrive.
         name: name of the run; sites store their private state under it.
         method: the name by which sites find the method; "" stands for the name of the file that defines it.

@@ -72,7 +72,7 @@ class SecureRoundAttempt(RoundAttempt):
         server_ctx: context for the server's own random draws in the round.
         roster: text of the signing keys to which the plan refers; "" for none.
         scalars: values that each site sends in the clear, by site; filled in while the attempt runs.
-        pending: where the closed list is stored for a restart; None: nowhere.
+        pending: store that keeps the closed list for a restart; None: none is kept.
         is_resumed: the list was closed before a restart, by the settings of that time.
     """
 
@@ -263,7 +263,7 @@ class ServerSecAgg:
         self.coordinator.settings.graph(sites)
 
     def is_lost(self, requests: SecAggRequests, quorum: int) -> bool:
-        """Return whether so many sites have agreed to a sum of the round already that too few are left for another."""
+        """Return whether too few sites are left for another sum, because the others agreed to one already."""
         refused = self.coordinator.refusals(requests.round).keys() & requests.nodes.keys()
         left = self.coordinator.ready.keys() & requests.nodes.keys() - refused
         return not self._is_enough(len(left), quorum) and self._is_enough(len(left) + len(refused), quorum)

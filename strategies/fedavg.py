@@ -12,7 +12,7 @@ Data. AISTATS 2017. https://arxiv.org/abs/1602.05629. With LoRA factors as the w
     w_{t+1}^k = ClientUpdate(k, w_t)                (Algorithm 1, client)
     w_{t+1}   = sum_k (n_k / m_t) w_{t+1}^k         (Algorithm 1, server)
 
-A client shares: all trained weights (LoRA factors or the whole model). With it stays: nothing.
+A client shares: all trained weights (LoRA factors or the whole model). A client keeps: nothing.
 
 The client learns: the global weights of every round it takes part in.
 The server learns: each client's trained weights, in full. With `dp.*` they come from noisy training steps.

@@ -20,7 +20,7 @@ means goes into the base, so the new model is the mean of the clients' models.
     R_{t+1} = R_t + D_t                                                                            (4, server and site)
     R_{t+1} + B_{t+1} A_{t+1} = R_t + sum_i (n_i / m_t) B_i A_i                                    (5: it is exact)
 
-A client shares: both LoRA factors; the error of their mean goes into the base. With it stays: a copy of the change
+A client shares: both LoRA factors; the error of their mean goes into the base. A client keeps: a copy of the change
 to the base.
 
 The client learns: A_t, B_t and R_t of every round it takes part in; of the others' products it learns only the

@@ -15,7 +15,7 @@ factors in full precision and sends them quantised block by block; the clients t
     A_{t+1} = A_t + eta sum_k n_k Delta_k / sum_k n_k, likewise B                  update = "delta"
     A_{t+1} = Q(A_t) + eta sum_k n_k Delta_k / sum_k n_k, likewise B               update = "replace"
 
-A client shares: the change that training made to the received LoRA factors. With it stays: nothing; the server keeps
+A client shares: the change that training made to the received LoRA factors. A client keeps: nothing; the server keeps
 the exact factors, and sends them rounded to a few levels.
 
 The client learns: the quantised factors of every round it takes part in. It has the frozen base in clear.

@@ -23,7 +23,7 @@ transport between its patches and the texts of the two prompts.
 With `adapter = {form = "sum"}` there is no transport: the text has the context p_g + p_{l,i}, and the image is one
 feature. Tran et al. (DP-FPL, ICLR 2025) ran this form under the name FedOTP.
 
-A client shares: one of two prompts. With it stays: the other prompt.
+A client shares: one of two prompts. A client keeps: the other prompt.
 
 The client learns: the shared prompt of every round it takes part in.
 The server learns: each client's trained shared prompt, in full, and n_i. It never gets a local prompt.

@@ -21,7 +21,7 @@ product entry by entry and never leaves the site.
     A_{r+1} = sum_k (n_k / m_r) A^k, and B likewise  (3, on the server)
     W       = W_0 + s B A                            (4, the server's model: the private factor is 1 everywhere)
 
-A client shares: one pair of factors per layer. With it stays: a second pair, whose product scales the product of
+A client shares: one pair of factors per layer. A client keeps: a second pair, whose product scales the product of
 the first entry by entry.
 
 The client learns: A and B of every round it takes part in.
@@ -37,7 +37,7 @@ message cannot contain one.
   in form "plus-one" (so that W^k is the server's model), from N(0, 1/r) in form "product" |
 | site that lost its private state | it draws a new pair, as at a first participation |
 | site that is new to the server but has a private state | it continues with its own pair |
-| form "product", if B_p were 0 | with B = 0 every gradient is zero and training never starts, so B_p is drawn |
+| form "product", starting from B_p = 0 | with B = 0 every gradient is zero and training never starts, so B_p is drawn |
 | form "plus-one", B = 0 and B_p = 0 | only B has a gradient in the first step, then all four |
 | form "product", the server's model | every client trains A and B under its own random factor, mostly far below 1. With
   factor 1 instead, (4) is a model that no client trained: it may not learn at all |
@@ -116,7 +116,7 @@ class FedPara(WeightAveragingMethod):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the server's model (Eq. 4); with `private` also that client's, with both pairs as last trained."""
+        """Return the server's model (Eq. 4); with `private` also that client's, with the pairs that it last trained."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": self._with_neutral_pair(server.tensors), **clients}
 

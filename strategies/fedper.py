@@ -20,7 +20,7 @@ The pairs of the top layers are shared; after a first round over all layers, the
 
 A layer's number is the first whole number between the dots of a tensor's name: 3 in "model.layers.3.mlp.lora_A".
 
-A client shares: the LoRA factors of the top layers; all layers in round 0. With it stays: the lower layers.
+A client shares: the LoRA factors of the top layers; all layers in round 0. A client keeps: the lower layers.
 
 The client learns: W_T of every round it takes part in, and W_L,1 (in round 0 the initial weights).
 The server learns: in round 0 everything that a client trained; in later rounds its trained top layers and n_k.
@@ -109,7 +109,7 @@ class FedPer(Method):
 
     @property
     def has_single_site_entries(self) -> bool:
-        """Return False: under secure aggregation, a site that would send only its top layers in round 0 refuses."""
+        """Return False: under secure aggregation, a site refuses if it would send only its top layers in round 0."""
         return False
 
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
@@ -161,7 +161,7 @@ class FedPer(Method):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the server's model, with lower layers W_L,1; with `private` also that client's, as last trained."""
+        """Return the server's model, with lower layers W_L,1; with `private` also that client's last trained one."""
         clients = {"client": private.tensors} if private is not None else {}
         return {"server": server.tensors, **clients}
 

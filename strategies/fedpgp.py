@@ -22,7 +22,7 @@ contrastive term keeps the shared prompt general.
 
 With `adapter = {form = "factored", contrast = 0.0}` there is no such term: Tran et al. (DP-FPL, ICLR 2025) ran it so.
 
-A client shares: one prompt. With it stays: a low-rank part that is added to it.
+A client shares: one prompt. A client keeps: a low-rank part that is added to it.
 
 The client learns: the shared prompt of every round it takes part in.
 The server learns: each client's trained shared prompt, in full, and n_i. It never gets U_i or V_i.

@@ -19,7 +19,7 @@ FedAvg with a loss term that pulls each client's weights back to those that the 
 The trainer adds the term once per step, for any train.gradient-accumulation-steps. With LoRA it pulls A and B
 separately, not their product.
 
-A client shares: all trained weights, which a term of the loss pulls back to those received. With it stays:
+A client shares: all trained weights, which a term of the loss pulls back to those received. A client keeps:
 nothing.
 
 The client learns: the global weights of every round it takes part in.

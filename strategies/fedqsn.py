@@ -20,8 +20,8 @@ are missing, either in every round or in one, and the rest is rounded to a few l
 
 A column is an output feature. Q acts on the matrices of attention and MLP layers, in blocks over the visible columns.
 
-A client shares: the change that training made to the received proxy. With it stays: nothing; the server keeps its
-model, and sends that proxy: some columns are missing, the rest is rounded to a few levels.
+A client shares: the change that training made to the received proxy. A client keeps: nothing; the server keeps its
+model and sends only a proxy, with some columns missing and the rest rounded to a few levels.
 
 The client learns: its proxies, and so which columns are missing; over the rounds it sees all columns that the server
 does not mask. Under secure aggregation it gets the seeds of all masks of the round, and so the positions of all
@@ -39,7 +39,7 @@ Formal guarantees: none (epsilon is infinite). By construction:
 | output head | a tied head is one tensor with the embedding and has its mask; a head that is not tied gets the same
   mask |
 | an upload that names other columns than the client received | server-masked columns are never counted |
-| no upload | everything stays |
+| no upload | nothing changes |
 | secure aggregation, a cohort below 20 | one M^c for all sites, drawn in each round |
 | secure aggregation, a column that too few sites of the cohort see | no site gets or sends it in this round |
 | a tensor of more than two axes without a known location (fused experts) | ConfigError: it would be sent unprotected |
@@ -47,8 +47,8 @@ Formal guarantees: none (epsilon is infinite). By construction:
 Differences from the paper: its code sends all weights and masks activations on the client; here the weights, with their
 biases, are masked before they are sent. `mask_targets = "proj"` masks the layers whose activations the paper's code
 masks. Block scales are over visible columns. The server divides by `scale` before the mean. Clients differ in what they
-saw, so each column has its own sum of |D_k|. The architecture need not be secret. Where W_0 is a public checkpoint, it
-is not hidden.
+saw, so each column has its own sum of |D_k|. The architecture need not be secret. If W_0 is a public checkpoint, it is
+not hidden.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class FedQSN(Method):
                 if not torch.equal(planned, veil.visible(down)[layer]):
                     raise WireError(
                         f"{_VISIBLE}{sanitize(layer, 80)}: expected the columns that follow from the table of entries, "
-                        "found others"
+                        "found different ones"
                     )
         visible, received = veil.visible(down), lazy_spec(veil.opened(down, ctx.device), trainer.spec)
         frozen = {n: ~veil.seen(n, visible) for n in veil.masked}

@@ -19,7 +19,7 @@ factors that it gets, and likewise the B factors.
     send A^(k) if a_k = 1 else B^(k), after E local epochs on both                      (Algorithm 2)
     A_{r+1} = sum_{a_k=1} n_k / (alpha m_r) A^(k),  B_{r+1} = sum_{a_k=0} n_k / (beta m_r) B^(k)   (Algorithm 1)
 
-A client shares: one LoRA factor, drawn in each round. With it stays: the other factor.
+A client shares: one LoRA factor, drawn in each round. A client keeps: the other factor.
 
 The client learns: A_r and B_r (with `downlink = "selected"` only the factor it shares).
 The server learns: one trained factor of each client and round, which factor it is, and n_k. It never gets both
@@ -304,7 +304,7 @@ def _planned_factor(table: EntryTable, site: str, names: Collection[str]) -> Fac
     for side in FACTORS:
         if planned == frozenset(name for name in names if factor_name(name) == side):
             return side
-    raise WireError("entries: expected a table that gives this site one factor of every layer, found another")
+    raise WireError("entries: expected a table that gives this site one factor of every layer, found a different one")
 
 
 def _factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

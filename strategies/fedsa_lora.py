@@ -15,7 +15,7 @@ Clients train both LoRA factors. They share A and keep B at the site, so every c
     A_{t+1} = sum_i (n_i / m_t) A_i                                                    (2, server)
     W_i = W_0 + scale B_i A_{t+1}                                                      (3, the model of client i)
 
-A client shares: one trained LoRA factor, A. With it stays: the other factor, B.
+A client shares: one trained LoRA factor, A. A client keeps: the other factor, B.
 
 The client learns: A_t of every round it takes part in.
 The server learns: each client's trained A in full, and n_i. It never gets a B.

@@ -15,8 +15,8 @@ compares itself with it. The server sends only a few layers of its model; both s
     P <- sum_k n_k P_k / sum_k n_k;  m likewise with proxy = "shared"
     deployed: M with P
 
-A client shares: a deep prefix, trained on a proxy that repeats a few layers. With it stays: the proxy; the server keeps
-its model's other layers.
+A client shares: a deep prefix, trained on a proxy that repeats a few layers. A client keeps: the proxy; the server
+keeps its model's other layers.
 
 The client learns: P of every round it takes part in, and once m_0 as distilled: `cells` layers, embeddings, norms and
 head. With proxy = "shared" it learns the mean of m in every round.
@@ -122,7 +122,7 @@ class FedSP(Method):
     def init(self, spec: Spec, weights: Weights, rng: RandomStream) -> FederatedState:
         """Return (P, m_0)."""
         if PREFIX not in spec or len(spec) < 2:
-            raise ConfigError(f'adapter: expected the tensor "{PREFIX}" and those of a proxy, found {sorted(spec)}')
+            raise ConfigError(f'adapter: expected "{PREFIX}" and the tensors of a proxy, found {sorted(spec)}')
         return FederatedState(dict(weights))
 
     def broadcast(self, server: FederatedState, ctx: RoundContext) -> Payload:

@@ -19,7 +19,7 @@ One LoRA factor, A, is drawn once and never trained. Clients train and share onl
 With `dp.*`, methods that train both factors multiply noise in A with noise in B. Here a step's noise is only in B, and
 the bound C on a per-example gradient covers only B.
 
-A client shares: one LoRA factor, B; the other one, A, is never trained. With it stays: nothing.
+A client shares: one LoRA factor, B; the other one, A, is never trained. A client keeps: nothing.
 
 The client learns: A_0, and B_t of every round it takes part in.
 The server learns: each client's trained B in full and n_i, and with A_0, which it drew, the client's whole model.

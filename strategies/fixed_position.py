@@ -13,7 +13,7 @@ Clients never send the gradient of the position embedding, which APRIL's closed 
     send g^n_j for every tensor j that is not hidden
     w_j <- w_j - eta (1/N) sum_n g^n_j  (Eq. 10 and 12 without masks);  E_pos <- E_pos
 
-A client shares: its gradient without the position embedding's part. With it stays: that part of the gradient.
+A client shares: its gradient without the position embedding's part. A client keeps: that part of the gradient.
 
 The client learns: the weights of every round it takes part in.
 The server learns: each client's gradient of every tensor that is not hidden, in full.

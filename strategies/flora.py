@@ -20,8 +20,8 @@ products. It goes into the base, and the next round starts from fresh factors. S
     D_t = B A = sum_k p_k B_k A_k                                                                  (3, server)
     R_{t+1} = R_t + D_t                                                                            (4, server and site)
 
-A client shares: both LoRA factors, possibly of the site's own rank; their mean product goes into the base. With it
-stays: a copy of the change to the base.
+A client shares: both LoRA factors, possibly of the site's own rank; their mean product goes into the base. A client
+keeps: a copy of the change to the base.
 
 The client learns: A_t and R_t of every round it takes part in; of the others' products only their mean.
 The server learns: each client's trained A and B in full, and n_k; under secure aggregation, if it

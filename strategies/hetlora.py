@@ -17,7 +17,7 @@ zeros.
     (A_k, B_k) <- local epochs on both                                              (2, client)
     A = sum_k (S_k / sum_j S_j) [A_k; 0],  B = sum_k (S_k / sum_j S_j) [B_k, 0]     (3, server)
 
-A client shares: both LoRA factors, possibly of the site's own rank. With it stays: nothing.
+A client shares: both LoRA factors, possibly of the site's own rank. A client keeps: nothing.
 
 The client learns: the first r_k rows of A and columns of B of every round it takes part in.
 The server learns: each client's trained A_k and B_k in full, and n_k.

@@ -19,7 +19,7 @@ RoLoRA alternates over rounds, so the mean of the products is exact. LA-LoRA alt
 not exact: `aggregation_gap` of `fedveil.ops.lora_algebra` measures the difference. With `dp.*`, each step's noise is in
 one factor, and the bound C clips only that factor's gradient: a step never multiplies noise of A with noise of B.
 
-A client shares: both LoRA factors, trained in alternating steps. With it stays: nothing.
+A client shares: both LoRA factors, trained in alternating steps. A client keeps: nothing.
 
 The client learns: (A_t, B_t) of every round it takes part in.
 The server learns: each client's trained A and B in full, and n_i, as under FedAvg.

@@ -14,7 +14,7 @@ averages weights.
     P_t^k   = local epochs from P_t, the model frozen       (client)
     P_{t+1} = sum_k (n_k / n) P_t^k                         (server)
 
-A client shares: one prompt before a frozen CLIP's class names. With it stays: nothing.
+A client shares: one prompt before a frozen CLIP's class names. A client keeps: nothing.
 
 The client learns: the shared prompt of every round it takes part in.
 The server learns: each client's trained prompt, in full, and n_k.

@@ -18,7 +18,7 @@ Each client multiplies its gradient entry by entry with a random binary mask and
                                                 (Eq. 13, corrected: it is printed with R^{n(1-f)} for R^{n(m-f)})
 
 A client shares: the entries of its gradient that a random mask selects; masks are drawn for each batch or
-epoch, or once. With it stays: the other entries.
+epoch, or once. A client keeps: the other entries.
 
 The client learns: the weights of every round it takes part in.
 The server learns: each client's surviving gradient entries, bit for bit, and which they are. Masks are public:

@@ -18,7 +18,7 @@ Clients train and share one LoRA factor in each round: B in even rounds, A in od
 By (3) the mean of the products is exact in every round, as in FFA-LoRA; but over two rounds both factors are learnt.
 All clients train the same factor in a round, whereas FedRand's clients draw a factor and keep the other.
 
-A client shares: the LoRA factor that the round trains: B, then A. With it stays: nothing.
+A client shares: the LoRA factor that the round trains: B, then A. A client keeps: nothing.
 
 The client learns: (A_t, B_t) of every round it takes part in.
 The server learns: each client's trained factor of the round in full, and n_i. It sent the other factor, so it has

@@ -21,7 +21,7 @@ A client corrects each of its steps by the difference between all clients' mean 
 
 The correction is the gradient of the linear term <c - c_i, y>, which the trainer adds to the loss of every step.
 
-A client shares: all trained weights, and the change of a gradient that corrects its steps. With it stays: nothing.
+A client shares: all trained weights, and the change of a gradient that corrects its steps. A client keeps: nothing.
 
 The client learns: x and c of every round it takes part in; c is the mean of the last gradients of all clients.
 The server learns: each client's trained weights in full, n_i, and the change of c_i. The sum of these changes is

@@ -116,7 +116,7 @@ def audit_run_pair(told: SharedAuditInputs, folder: Path, config: RunConfig) -> 
     """
     if any(getattr(config, section) != getattr(told.config, section) for section in _SAME):
         raise ConfigError(
-            f"runs: expected equal sections {' and '.join(_SAME)}, found others in {config.run.name}; audit it "
+            f"runs: expected equal sections {' and '.join(_SAME)}, found different ones in {config.run.name}; audit it "
             "separately"
         )
     knowledge, view, sums, notes = _read(folder, config)

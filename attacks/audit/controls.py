@@ -113,7 +113,7 @@ def train_overfitted_control(
 
     Args:
         task: loaded with `config`.
-        config: from `control_config`.
+        config: the result of `control_config`.
         tap: captures the messages.
         say: called with the progress after each round.
     """
@@ -135,7 +135,7 @@ def train_control(
 
     Args:
         task: loaded with `config`.
-        config: from `gentle_config`.
+        config: the result of `gentle_config`.
         tap: captures the messages.
         loss_share: final loss of the attacked model's members divided by their initial loss.
         say: called with the progress after each round.

@@ -89,7 +89,7 @@ class AuditReport:
         notes: sentences, with the verdicts on the controls first.
         undecided: sentences naming the models and uploads for which no attack with valid controls gives a
             result.
-        across: for an audit of several runs of the same examples: each attack over all sites, compared with
+        across: in an audit of several runs of the same examples, each attack over all sites, compared with
             one of the
         runs.
         epsilon_shown: lower bound on epsilon from canaries; None without canaries.

@@ -186,14 +186,14 @@ def run_audit(
 
     Args:
         view: the server's view.
-        knowledge: of the same run; `server` is its final model.
+        knowledge: what the adversary knows of the same run; `server` is its final model.
         members: training examples of each site that took part.
         non_members: examples that no site trained on, of the same distribution.
         control: the overfitted control.
         taught: the control of other examples, if there are enough.
         seed: seed of the bootstrap.
         sums: view of a secure run's sums, if its broadcasts reveal them.
-        attacks: by default every installed attack.
+        attacks: the attacks to run; by default every installed attack.
         known: findings about the controls, if they are already known.
         budget: time limit; steps that do not fit are skipped and named.
         scored: receives the scores of members and non-members, by model and attack.

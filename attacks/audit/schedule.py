@@ -27,7 +27,7 @@ class AuditStep:
     Attributes:
         attacks: names of the attacks.
         on: description of the target.
-        cost: as `AuditAttack.cost`.
+        cost: the value of `AuditAttack.cost`.
         take: runs the step.
     """
 

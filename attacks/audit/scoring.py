@@ -39,7 +39,7 @@ class AuditScorer:
 
     Attributes:
         done: the findings.
-        kinds: for each score name, whether it is a score of models or of uploads.
+        kinds: by score name, whether it is a score of models or of uploads.
     """
 
     def __init__(

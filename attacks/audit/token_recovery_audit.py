@@ -7,8 +7,8 @@ the audit reports why it skips the attack (`explain_misfit`).
 | case | example |
 |---|---|
 | a site | the auditor's example of that site whose tokens the uploads reveal most |
-| the control to lose | the same, among as many examples of no site; first tokens may coincide |
-| the control to win | an example of no site, on which the auditor takes one step from the same start |
+| the control to lose | the same, among as many examples that no site has; first tokens may coincide |
+| the control to win | an example that no site has, on which the auditor takes one step from the same start |
 
 The auditor's examples are a sample. If it has few of a site's examples, an upload may reveal one outside
 the sample.

@@ -110,7 +110,7 @@ def best_epsilon_bound(
     """Return the best bound over several scores and numbers of guesses, corrected for their number.
 
     Args:
-        scores: by name, (canaries,) numbers, above 0 if the coin is more likely true; further from 0 means more
+        scores: arrays of shape (canaries,) by name, above 0 if the coin is more likely true; further from 0 means more
             certain. They depend on the mechanism's output and not on the coins.
         coins: (canaries,) results of the coins.
 

@@ -39,7 +39,7 @@ from fedveil.contract.task import Rows
 __all__ = ["COSINE", "GradientAttack", "GradientReading", "GradientStatistic", "SharedGradientScorer"]
 
 MOST = 1 << 19  # maximum number of stored pairs of example and reading: about 100 MB
-OTHERS = 12  # maximum number of other sites whose updates are read along with a site's own
+OTHERS = 12  # maximum number of other sites whose updates are also scored with a site's own
 Gradient = Mapping[str, Tensor]
 Read = Callable[[Gradient], Sequence[float]]
 _Key = tuple[int, bytes, bytes, str]  # task, start, move, gauge
@@ -96,7 +96,7 @@ class GradientAttack(UploadAttack):
         """Return scores by name, each of shape (rows,).
 
         Args:
-            values: for each usable client update and each update read for it, an array (rows, numbers).
+            values: one array for each usable client update and each update read for it, of shape (rows, numbers).
             count: number of rows.
         """
 
@@ -111,7 +111,7 @@ class SharedGradientScorer:
 
     Attributes:
         attacks: all attacks that may request scores.
-        others: maximum number of other sites whose updates are read along.
+        others: maximum number of other sites whose updates are also scored.
         most: maximum number of stored pairs of example and reading.
         computed: number of gradients computed so far.
     """

@@ -123,7 +123,8 @@ def april_closed_form(
     """Return the image that gives these gradients, clipped to [low, high]. Zeros of a mask count as data.
 
     Args:
-        gradients: by parameter name; the attack uses those of the position embedding and of q, k, v of block 0.
+        gradients: the gradients by parameter name; the attack uses those of the position embedding and of q, k, v of
+            block 0.
         model: the ViT with the weights at which the gradients were computed.
         enlargement: the map from a smaller image to the model's input, if the adversary knows it.
 

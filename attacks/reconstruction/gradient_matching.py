@@ -84,8 +84,8 @@ def levenberg_marquardt(
     """Find the image by damped Gauss-Newton steps in double precision, for about a thousand unknowns.
 
     Args:
-        model: in evaluation mode, so that the images of a batch do not affect each other; with `sdpa` attention,
-            because transformers' eager attention rounds to single precision.
+        model: a model in evaluation mode, so that the images of a batch do not affect each other; with `sdpa`
+            attention, because transformers' eager attention rounds to single precision.
         labels: (batch,) classes.
         shape: the unknown's shape (batch, channels, height, width); the model's input shape without `upsample`.
         upsample: T, applied to each image separately.

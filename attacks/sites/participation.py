@@ -3,11 +3,11 @@
 This is client-level inference: the secret is not an example but that an institution took part in training.
 The adversary sees a run's models: another site, any recipient of the broadcasts, or the server under secure
 aggregation. It sees the sum of each round, but the messages do not reveal the contributors. The attacker has
-examples of each candidate, not necessarily those used in training, and examples of no candidate. It knows
+examples of each candidate, not necessarily those used in training, and examples that belong to none of them. It knows
 base and method.
 
 Client update t is an upload or a sum with start S_t and end S_t + d_t. X_k are the examples of
-candidate k, and X_0 those of no candidate:
+candidate k, and X_0 those that belong to none:
 
     p_t(X) = mean_{x in X} g(x) / |g(x)|,  g(x) = dL(x)/dS at the start                       (1)
              as in `property_inference`
@@ -31,7 +31,7 @@ site may have taken part in all rounds.
 | one candidate, one update | (3) is 0: there is nothing to compare with |
 | the same sites in every round, seen as sums | (3) is noise; (4) separates them from candidates that never took part |
 | a candidate that never took part | (3) is noise: a control to lose |
-| uploads that do not depend on the examples | (3) and (4) are noise: the other control to lose |
+| uploads that do not depend on the examples | (3) and (4) are noise; this is the second control that must lose |
 
 Noisy steps bound what an example reveals, not what a site of many examples reveals. Noise for sites would
 have to be added to the sum, with the whole upload clipped.
@@ -96,14 +96,16 @@ def participation_scores(
     Args:
         view: the server's view, of uploads or sums.
         candidates: each candidate's examples that the attacker has.
-        nobody: examples of no candidate.
+        nobody: examples that belong to none of the candidates.
 
     Raises:
         ValueError: no candidate, a candidate without examples, `nobody` is empty, or the view has no
             readable turn.
     """
     if not candidates or not len(nobody) or not all(len(rows) for rows in candidates.values()):
-        raise ValueError("candidates, nobody: expected rows of each, found none of one; name rows for every candidate")
+        raise ValueError(
+            "candidates, nobody: expected examples for each, found none for one; add examples for every candidate"
+        )
     turns, values, turn_sites = (
         ObservedClientUpdates(view, knowledge.initial),
         list[list[float]](),

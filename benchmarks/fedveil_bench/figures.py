@@ -52,7 +52,7 @@ class ParetoFront:
     Attributes:
         preset: the preset whose result is drawn.
         units: units of the two axes.
-        series: of each method, at most ten, (row, metric) for each axis.
+        series: points of each method, at most ten, (row, metric) for each axis.
         guess: on the second axis, where nothing is told.
         base: (row, metric) of the first axis before any training. A method that ends there has no model of its own at
             the server: it is drawn next to the base's line, hollow and without an interval on that axis.

@@ -86,7 +86,7 @@ class SketchedTensor:
     Attributes:
         norm: the norm that distances from it are measured by.
         entries: its number of entries.
-        sketch: of shape (SIZE,), under the reference's key.
+        sketch: array of shape (SIZE,), under the reference's key.
     """
 
     norm: float

@@ -49,7 +49,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
     Attributes:
         rank: r, the inner width of each pair.
         alpha: the numerator of the scale; None means `rank`, which gives scale 1.
-        targets: as for `LoraAdapter`.
+        targets: the same as in `LoraAdapter`.
         form: how M is computed from the private pair.
     """
 

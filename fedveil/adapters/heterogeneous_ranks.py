@@ -5,7 +5,7 @@ Entries beyond a site's rank are zero and stay zero, which is equivalent to pair
 bytes but no computation. A site cannot choose its rank: the server refuses an upload of another rank.
 
 Ranks are nested: all sites send the first ranks, and fewer sites the later ones. Under secure aggregation a rank that
-too few sites of the cohort have is left out of the round: nobody trains or sends it (`plan_ranks`).
+too few sites of the cohort have is left out of the round: no site trains or sends it (`plan_ranks`).
 """
 
 from __future__ import annotations

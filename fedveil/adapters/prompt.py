@@ -40,9 +40,9 @@ class PromptAdapter(Adapter):
         form: see above.
         rank: k, for the form "factored".
         std: standard deviation of the initial entries.
-        mass: for the form "transport": gamma, the fraction of an image's patches that is transported.
-        contrast: for the form "factored": mu, weight of the contrastive term in the loss; 0 = none.
-        temperature: of the contrastive term.
+        mass: gamma of the form "transport", the fraction of an image's patches that is transported.
+        contrast: mu of the form "factored", the weight of the contrastive term in the loss; 0 = none.
+        temperature: temperature of the contrastive term.
     """
 
     mount: ClassVar[Mount] = "texts"

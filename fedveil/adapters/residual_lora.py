@@ -55,7 +55,7 @@ class ResidualLoraAdapter(LowRankPairsAdapter):
     Attributes:
         rank: r, the inner width of each pair; R may have any rank.
         alpha: the numerator of the scale; None means `rank`, which gives scale 1.
-        targets: as for `LoraAdapter`.
+        targets: the same as in `LoraAdapter`.
     """
 
     kind: Literal["residual-lora"] = "residual-lora"

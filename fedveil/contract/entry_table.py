@@ -1,14 +1,14 @@
 """Tables that say which sites send which entries of a secure sum, so that no entry is summed over too few sites.
 
-Under secure aggregation an entry is summed over 0 or at least `least` sites of the sum (secure.min-sites). Where not
-every site sends every entry, the server draws before the round who sends what, and every site checks the table before
-it trains. The table is no secret. It has one of two forms:
+Under secure aggregation an entry is summed over 0 or at least `least` sites of the sum (secure.min-sites). If sites
+send different entries, the server draws before the round which site sends which, and every site checks this table
+before it trains. The table is not secret. It has one of two forms:
 
 | form | says | methods |
 |---|---|---|
 | `blocks` | the sites that send each block: a name of the vector, or a slice `name[first:end]` of its ranks or columns | FedRand, HetLoRA, FLoRA |
-| `seeds` | a seed per site, from which everybody computes which columns each site sees; a column that fewer than `fewest`
-  sites see is left out by everybody | FedQSN |
+| `seeds` | a seed per site, from which all compute which columns each site sees; a column that fewer than `fewest`
+  sites see is sent by no site | FedQSN |
 
 Of a cohort of m sites, a sum has at least max(q, least) sites (q: `secagg.plan.quorum_of`). So a block that
 least + m - max(q, least) sites of the cohort send is in every sum of at least `least` of them.
@@ -106,11 +106,11 @@ class EntryTable(BaseModel):
             first = error.errors(include_url=False, include_input=False)[0]
             where = sanitize(".".join(map(str, first["loc"])), 100)
             raise WireError(
-                f"entries: {where}: expected a table of sites by block, found another form ({first['type']})"
+                f"entries: {where}: expected a table of sites by block, found a different form ({first['type']})"
             ) from None
         if table.to_text() != text:
             raise WireError(
-                "entries: expected the table's canonical JSON, found another text; the digests would differ"
+                "entries: expected the table's canonical JSON, found a different text; the digests would differ"
             )
         return table
 
@@ -120,7 +120,7 @@ class EntryTable(BaseModel):
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     def names_of(self, site: str) -> frozenset[str] | None:
-        """Return the names of the vector of which a site sends anything; None in a table of seeds: all names."""
+        """Return the vector's names that `site` sends, even in part; None in a table of seeds: all names."""
         if self.seeds:
             return None
         return frozenset(name for name, slices in self.slices.items() if any(site in sites for _, _, sites in slices))
@@ -163,7 +163,7 @@ class EntryTable(BaseModel):
             raise PolicyError("entries: expected a seed of each site of the cohort, found other sites")
         for block, senders in self.blocks.items():
             if not sites.issuperset(senders):
-                raise PolicyError(f"entries: {block}: expected sites of the cohort, found others")
+                raise PolicyError(f"entries: {block}: expected sites of the cohort, found sites outside it")
             if 0 < len(senders) < self.fewest:
                 raise PolicyError(
                     f"entries: {block}: expected none or at least {self.fewest} sites, found {len(senders)}: the sum "

@@ -41,7 +41,9 @@ class WireField:
 
     def __post_init__(self) -> None:
         if None in self.shape and len(self.most) != len(self.shape):
-            raise ValueError(f"{self.name}: expected the largest shape (most) next to {self.shape}, found {self.most}")
+            raise ValueError(
+                f"{self.name}: expected `most`, the largest shape, next to shape {self.shape}, found {self.most}"
+            )
 
     @property
     def largest(self) -> tuple[int, ...]:
@@ -98,7 +100,7 @@ class Payload:
 
     Attributes:
         fields: values by name, as the layout declares them.
-        variant: which of the layout's variants this is; "" if there is only one form.
+        variant: name of this variant of the layout; "" if there is only one form.
         scalars: the layout's words of this direction.
     """
 

@@ -73,7 +73,8 @@ class RoundContext:
         address: the address of this client round's messages; for the envelope, not for methods.
         noise_in_sum: True if noise is added to the sum outside the method (secure.noise), which then adds
             none to it.
-        device: where a method with `on_device` quantizes, masks and packs; None means where the tensors are.
+        device: the device on which a method with `on_device` quantizes, masks and packs; None means the device of the
+            tensors.
         entries: who sends which entries under secure aggregation; None in the clear, or if the method plans
             none.
     """
@@ -234,13 +235,13 @@ class Method(ABC):
         """Return the server's next state, from sums over at least one client. The server's `ctx` names no client."""
 
     def plan_entries(self, spec: Spec, cohort: Sequence[str], fewest: int, ctx: RoundContext) -> EntryTable:
-        """Draw who sends which entries of a round under secure aggregation, where `plans_entries` is True.
+        """Draw which site sends which entries of a round under secure aggregation, if `plans_entries` is True.
 
         The server's and the sites' contexts of the round then have the table, and both halves follow it.
 
         Args:
             cohort: the round's sites, sorted, at least `fewest`.
-            fewest: every block needs no site or at least so many.
+            fewest: minimum number of sites that send a block, unless no site sends it.
             ctx: the server's context of the round, which names no client.
         """
         raise NotImplementedError(f"{type(self).__name__}: plans_entries is True, so it needs plan_entries")

@@ -80,7 +80,7 @@ class Step(NamedTuple):
         kind: "gaussian", "poisson", "fixed", `SUMMED` or `OWN_SHARE`.
         examples, batch: the site's, and those of a batch; 0 without sampling.
         multiplier: z.
-        variation: for noise in a sum, the total variation distance between one sum and the continuous mechanism.
+        variation: the total variation distance, for noise in a sum, between one sum and the continuous mechanism.
     """
 
     kind: str
@@ -143,7 +143,7 @@ class SummableNoise:
         part: how far adding or removing one example moves an upload, in the upload's unit; replacing one
             moves it twice as far.
         kept: multipliers of the noise that stays at the site, on the same use of the examples.
-        sampling, across_rounds: as the accountant expects them.
+        sampling, across_rounds: the values that the accountant expects.
     """
 
     multiplier: float

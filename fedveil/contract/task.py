@@ -182,7 +182,7 @@ class TaskInfo:
     Attributes:
         mounts: the mounts that its models offer to adapters.
         columns: the columns that it reads from every example, under that section of the run config.
-        tiny: where the task's own small model is, for task.model = "tiny"; None where code builds that
+        tiny: folder of the task's own small model, for task.model = "tiny"; None if code builds that
             model, or where the folder is not installed.
         train_keys: task-dependent keys of the train section that this task supports: "loss-mask", "packing".
         chats: whether its examples may be formatted by a chat template (task.chat-template).

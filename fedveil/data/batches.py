@@ -105,7 +105,7 @@ class TokenBatch:
 
     Attributes:
         ids, mask: token ids, and 1 where they are not padding.
-        positions: where the model predicts a target token, counted over the flattened `ids`.
+        positions: the positions at which the model predicts a target token, counted over the flattened `ids`.
         wanted: the target token of each of these positions.
         tokens: number of tokens in all examples, without padding.
         inputs: further model inputs: the images of all examples, for a vision model.

@@ -12,7 +12,8 @@ the tokenizer, the code.
 |---|---|
 | the key differs in anything | another set is used; this one is not read |
 | an incomplete or damaged set, or one that other users can access | it is removed and rebuilt |
-| the process dies while it writes | a .part stays, which no process reads; a later write removes it after an hour |
+| the process dies while it writes | a .part file remains; no process reads it, and a later write removes it after an
+hour |
 | two processes build the same set | each uses its own; the first one to finish stores it |
 | more than KEPT sets | the least recently used are removed; a process that has one mapped can still use it |
 | the disk is full | StateError, nothing is stored |

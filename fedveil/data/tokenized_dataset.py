@@ -22,7 +22,8 @@ class TokenizedDataset(Sequence[TokenExample]):
     """Tokenized examples. An example becomes a Python object on access; a slice is a list of such objects.
 
     Args:
-        arrays: by the names of KINDS: the concatenated tokens of all examples and, for each example, its number of
+        arrays: arrays by the names of KINDS: the concatenated tokens of all examples and, for each example, its number
+            of
         tokens, the start of its target, its `cut`, and the row of the file that it was read from (0 if none).
     """
 

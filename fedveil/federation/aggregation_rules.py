@@ -146,7 +146,7 @@ def bound_weights(
     """Yield the uploads so that none has more than `share` of all examples. At most 3 are in memory at a time.
 
     Args:
-        uploads: in order of arrival.
+        uploads: the uploads in order of arrival.
         share: s, from 1/2 to 1.
         cut: called with the name of a site whose number of examples was reduced, and with the reduced
             number.

@@ -21,16 +21,16 @@ class LoadedModel:
     """A base model with its adapter.
 
     Attributes:
-        model: in eval mode, so that there is no dropout (except in 4-bit layers, which have none);
+        model: the model in eval mode, so that there is no dropout (except in 4-bit layers, which have none);
             only `trained` requires gradients.
         tokenizer: has an end token. None for an image classifier.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
         context: longest sequence of tokens; None if the model sets no limit.
-        processor: for a vision model: converts images (and text) to its inputs. None if a model has
+        processor: for a vision model, the object that converts images (and text) to its inputs. None if a model has
             none.
-        image_token: for a vision model: the token id that stands for a part of an image.
-        places: for a language model whose own tensors are trained: their locations in it.
-        draw: for a model without weights: draws all its parameters from a stream.
+        image_token: for a vision model, the token id that stands for a part of an image.
+        places: for a language model whose own tensors are trained, their locations in it.
+        draw: for a model without weights, the function that draws all its parameters from a stream.
         lent: names of trained parameters that are temporarily the caller's tensors and must not be written
             to.
     """

@@ -47,7 +47,7 @@ class MaskedWeightsCodec:
         spec: all tensors.
         masked: locations of the tensors with masked columns.
         coders: quantizers of the tensors that are sent as codes.
-        dtype: of the tensors that are not quantized.
+        dtype: dtype of the tensors that are not quantized.
     """
 
     spec: Spec

@@ -48,7 +48,7 @@ def message_kinds(messages: Sequence[Mapping[str, Any]]) -> list[DisclosureKind]
     """Return the messages by kind, uploads first.
 
     Args:
-        messages: from `fedveil.records.disclosure_ledger.read_messages`.
+        messages: the result of `fedveil.records.disclosure_ledger.read_messages`.
     """
     kinds: dict[int, DisclosureKind] = {}
     for message in messages:

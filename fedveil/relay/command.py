@@ -51,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _both(action: argparse.ArgumentParser) -> None:
-    action.add_argument("orders", type=Path, metavar="ORDERS", help="the folder of the server's orders")
+    action.add_argument(
+        "orders", type=Path, metavar="ORDERS", help="folder for the server's encrypted instructions (orders)"
+    )
     action.add_argument("replies", type=Path, metavar="REPLIES", help="the folder of the site's replies")
     action.add_argument(
         "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit; the options below override it"

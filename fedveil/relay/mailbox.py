@@ -90,7 +90,7 @@ class IncomingFolder:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise WireError(
-                f"{name}: expected a readable regular file, found another ({sanitize(error.strerror, 80)}); "
+                f"{name}: expected a readable regular file, found none ({sanitize(error.strerror, 80)}); "
                 "copy the file itself"
             ) from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

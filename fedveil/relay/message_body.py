@@ -153,7 +153,8 @@ def _unpacked(
         version, sizes = about.pop("version"), about.pop("sizes")
         if type(version) is not int or version != _VERSION:
             raise WireError(
-                f"relay file: expected version {_VERSION}, found {sanitize(version, 20)}; update the older end"
+                f"relay file: expected version {_VERSION}, found {sanitize(version, 20)}; update the end that has the "
+                "older FedVeil"
             )
         if any(type(about[name]) is not kind for name, kind in kinds.items()) or set(sizes) != set(names):
             raise ValueError("other types")

@@ -130,16 +130,18 @@ def decrypt_message(
         if value != expected:
             raise WireError(f"{name}: {what}: expected {expected}, found {value}; it is for another relay")
     if not ciphers.is_signed(peer.verifying, signature, context_bytes("letter") + head):
-        raise WireError(f"{name}: signature: expected one by the other end, {peer.id}, found another; ask for it again")
+        raise WireError(
+            f"{name}: signature: expected that of the other end, {peer.id}, found another; ask for it again"
+        )
     if _digest(file, start, end) != header.body:
-        raise WireError(f"{name}: expected the signed bytes, found others; ask for it again")
+        raise WireError(f"{name}: expected the signed bytes, found different ones; ask for it again")
     purpose = context_bytes("letter", kind, header.id, header.sender, header.recipient)
     key = ciphers.agree_secret(own.opening, bytes.fromhex(header.ephemeral), purpose)
     body = io.BufferedReader(_Part(file, start, end), _PIECE)
     try:
         return header, b"".join(FileSeal(key).opened(body, f"{kind}/{header.id}", Path(name)))
     except StateError:
-        raise WireError(f"{name}: expected a file sealed for this end, found another; ask for it again") from None
+        raise WireError(f"{name}: expected a file sealed for this end, found another one; ask for it again") from None
 
 
 def _tail(file: BinaryIO, size: int, name: str) -> tuple[bytes, bytes, int, int]:

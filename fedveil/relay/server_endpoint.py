@@ -211,8 +211,8 @@ class ServerEndpoint:
             raise DuplicateMessageError("was accepted before")
         if head.id != reply.order or reply.order not in self._open:
             raise WireError(
-                f"{name}: expected a reply to an open order, found another: the server no longer waits for it, or the "
-                "relay was restarted; skip it"
+                f"{name}: expected a reply to an open order, found a different one: the server no longer waits for it, "
+                "or the relay was restarted; skip it"
             )
         return reply, self._open[reply.order]
 

@@ -13,6 +13,6 @@ besides. Nothing else in FedVeil imports this package.
 | `secagg` | the two halves of secure aggregation |
 | `planner` | the plan of a site's memory |
 | `training` | a client's training in parts |
-| `pretraining` | the pictures that the bundled bases have seen |
+| `pretraining` | the pictures that the bundled bases were trained on |
 | `tensor_ops` | operations on tensors whose cost is measured |
 """

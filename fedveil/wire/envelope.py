@@ -84,7 +84,7 @@ class DecodedMessage:
 
     Attributes:
         payload: the fields; tensors may be views of the received bytes.
-        num_examples: as received, not yet checked; None for a broadcast.
+        num_examples: the received number, not yet checked; None for a broadcast.
         report: metrics that the client reports; names and values are checked.
         turn: the site's name for this client round; "" if it keeps no private state, and for a broadcast.
         field_bytes: raw bytes by field name.

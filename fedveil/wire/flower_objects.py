@@ -65,7 +65,7 @@ class ObjectFormError(WireError):
     """Raised for an object of a wrong form. `value` is the wrong value, only for a log."""
 
     def __init__(self, fault: ObjectFault, expected: ObjectType, value: str = "") -> None:
-        super().__init__(f"reply: expected an object {expected.value}, found one with another {fault.value}")
+        super().__init__(f"reply: expected an object {expected.value}, found one with a different {fault.value}")
         self.fault, self.value = fault, value
 
 
@@ -93,12 +93,12 @@ def is_object_id(text: str) -> bool:
 
 
 def max_slices(max_bytes: int) -> int:
-    """Return how many slices a message of at most so many bytes has."""
+    """Return how many slices a message of at most `max_bytes` has."""
     return -(-max_bytes // chunking.SLICE_BYTES)
 
 
 def parse_object(content: bytes, expected: ObjectType, slices: int) -> FlowerObject:
-    """Return the object in `content`, of a reply with at most so many slices. Raises ObjectFormError."""
+    """Return the object in `content`, of a reply with at most `slices` slices. Raises ObjectFormError."""
     end = content.find(b"\0")
     head, body = content[: max(end, 0)], memoryview(content)[end + 1 :]
     parts = _HEAD.fullmatch(head)

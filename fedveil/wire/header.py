@@ -62,7 +62,7 @@ def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, A
         ) from None
     _check_content(content)
     if not inflate.eof or inflate.unused_data or text != write_header(content):
-        raise WireError("header: expected one zlib stream of JSON as the sender writes it, found another form of it")
+        raise WireError("header: expected one zlib stream of JSON as the sender writes it, found a different form")
     start = PREFIX + length + -(PREFIX + length) % 8
     check_padding("header", whole[PREFIX + length : start])
     return content, start

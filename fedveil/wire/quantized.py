@@ -137,7 +137,7 @@ def _check_scales(scales: Tensor) -> None:
     refused = ~(torch.isfinite(scales) & (scales >= 0))
     if refused.any():
         first = int(refused.nonzero()[0])
-        raise WireError(f"scales: expected finite and not negative, found {float(scales[first])} at {first}")
+        raise WireError(f"scales: expected finite values of at least 0, found {float(scales[first])} at {first}")
 
 
 def _bits(levels: int, digits: int) -> int:
@@ -161,7 +161,7 @@ def _pack(codes: NDArray[np.uint8], levels: int) -> NDArray[np.uint8]:
     for chunk in range(-(-len(codes) // (rows * width))):
         part = codes[chunk * rows * width : (chunk + 1) * rows * width]
         if (max_code := int(part.max())) >= levels:
-            raise WireError(f"codes: expected below {levels}, found {max_code}")
+            raise WireError(f"codes: expected values below {levels}, found {max_code}")
         if short := -len(part) % width:
             part = np.concatenate([part, np.zeros(short, dtype=np.uint8)])
         out = packed[chunk * rows * row_bytes : (chunk + 1) * rows * row_bytes]
@@ -177,7 +177,7 @@ def _unpack(packed: NDArray[np.uint8], count: int, levels: int) -> NDArray[np.ui
         part = packed[chunk * rows * row_bytes : (chunk + 1) * rows * row_bytes]
         digits = _to_digits(_unpack_words(part, -(-len(out) // width), row_bytes), levels)
         if digits[len(out) :].any():
-            raise WireError(f"codes: expected zero bits after the last of {count} codes below {levels}, found others")
+            raise WireError(f"codes: expected zero bits after the last of {count} codes below {levels}, found ones")
         out[:] = digits[: len(out)]
     return codes
 
@@ -245,7 +245,7 @@ def _pack_there(codes: Tensor, levels: int) -> Tensor:
     packed = []
     for part in torch.split(codes, _CODES_THERE // width * width):
         if (max_code := int(part.max())) >= levels:
-            raise WireError(f"codes: expected below {levels}, found {max_code}")
+            raise WireError(f"codes: expected values below {levels}, found {max_code}")
         digits = torch.zeros(-(-len(part) // width) * width, dtype=torch.int64, device=codes.device)
         digits[: len(part)] = part
         words = (digits.view(-1, k) * powers).sum(1).view(-1, 8)
@@ -281,5 +281,5 @@ def _unpack_there(packed: Tensor, count: int, levels: int) -> Tensor:
             digits[:, j] = words % levels
             words //= levels
     if codes[count:].any():
-        raise WireError(f"codes: expected zero bits after the last of {count} codes below {levels}, found others")
+        raise WireError(f"codes: expected zero bits after the last of {count} codes below {levels}, found ones")
     return codes[:count]

@@ -36,7 +36,7 @@ def unpack_statement(message: bytes, round_: int, direction: Direction, address:
     size = content["fields"][0][3] if content["fields"] else 0
     data = bytes(whole[start : start + size])
     if content != _content(data, round_, direction) or whole[start + size :] != bytes(-size % 8):
-        raise WireError(f"message: expected one whole statement of round {round_}, found another message")
+        raise WireError(f"message: expected one whole statement of round {round_}, found a different message")
     return data
 
 

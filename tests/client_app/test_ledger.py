@@ -181,5 +181,5 @@ def test_under_a_policy_the_order_s_fields_are_those_that_the_policy_has_judged(
     (tmp_path / "policy.toml").write_text(run_config_rules.permits_for_run(honest.config))
     site = honest.site.model_copy(update={"policy": str(tmp_path / "policy.toml")})
     take(replace(honest, site=site))
-    with pytest.raises(PolicyError, match="order.fields: expected those of the run config"):
+    with pytest.raises(PolicyError, match="order.fields: expected the run config's"):
         take(replace(honest, site=site, order=assignment(tmp_path, noise_local=1e-9).order))

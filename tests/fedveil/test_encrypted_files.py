@@ -80,7 +80,7 @@ def test_a_head_that_was_cut_off_or_is_of_another_version_is_named(tmp_path):
     for content in (whole[:15], whole[:40], whole[: _HEAD - 1], whole[:15] + b"\x02" + whole[16:]):
         path.write_bytes(content)
         with pytest.raises(
-            StateError, match="expected a sealed file of version 1, found another version or a truncated header"
+            StateError, match="expected a sealed file of version 1, found a different version or a truncated header"
         ):
             KEY.read(path, ROLE)
 

@@ -259,7 +259,7 @@ def test_12_an_array_that_names_a_chunk_a_thousand_times_takes_no_memory(federat
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert record.failed == {"west": "refused: reply: expected an object Array, found one with another size"}
+    assert record.failed == {"west": "refused: reply: expected an object Array, found one with a different size"}
     assert peak < 30e6
 
 
@@ -294,7 +294,7 @@ def test_15_other_metadata_inside_the_object_than_announced_are_refused(federati
         site.send(with_root(own_reply(site, instruction), **{field: east[field] if value == "EAST" else value}))
 
     record = require_as_without_west(federation, act)
-    expected = f"refused: reply: expected the {field} that its site announced, found another in its object"
+    expected = f"refused: reply: expected the {field} that its site announced, found a different one in its object"
     assert record.failed == {"west": expected}
 
 

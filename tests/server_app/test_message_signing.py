@@ -219,7 +219,7 @@ def test_a_reply_is_not_parsed_before_its_signature_is_verified(federation, monk
     text = zlib.compress(b'{"report":{"a":[' + b"[]," * 5_000_000 + b"[]]}}", 9)
     bomb = header.MAGIC + len(text).to_bytes(4, "little") + xxhash.xxh3_64_digest(text)[::-1] + bytes(16) + text
     assert len(bomb) < 20_000
-    with pytest.raises(WireError, match="found another"):
+    with pytest.raises(WireError, match="found a different one"):
         federation.count(bomb, HEAD, {"version": 1, "key": "0a" * 8, "signature": "00" * 64})
 
 
@@ -286,7 +286,7 @@ def test_a_superlink_that_delays_an_instruction_within_its_time_gains_no_reply_a
     assert federation.count(upload, HEAD, record)["instruction"] == federation.asked.digest
     for later in ({"attempt": 2}, {"round": 4}, {}):  # the last: the same again
         federation.send(**later)
-        with pytest.raises(WireError, match="found another"):
+        with pytest.raises(WireError, match="found a different one"):
             federation.count(upload, HEAD, record)
 
 
@@ -294,7 +294,7 @@ def test_a_reply_to_an_equal_instruction_does_not_count_for_this_one(federation)
     earlier, upload = federation.take(federation.send()), statement(b"upload")
     record = federation.answer(earlier, upload)
     federation.send()  # the same round and attempt, of a server that was restored from a backup
-    with pytest.raises(WireError, match="found another"):
+    with pytest.raises(WireError, match="found a different one"):
         federation.count(upload, HEAD, record)
 
 
@@ -302,13 +302,13 @@ def test_a_reply_to_an_earlier_attempt_does_not_count_and_neither_does_one_after
     taken, upload = federation.take(federation.send()), statement(b"upload")
     record = federation.answer(taken, upload)
     federation.send(attempt=2)
-    with pytest.raises(WireError, match="found another"):
+    with pytest.raises(WireError, match="found a different one"):
         federation.count(upload, HEAD, record)
     federation.signer = MessageSigner(
         INSTRUCTION_KEY, SignerFile(federation.folder / "signers.json"), RUN + 1, APP, CONFIG
     )
     federation.send()
-    with pytest.raises(WireError, match="found another"):
+    with pytest.raises(WireError, match="found a different one"):
         federation.count(upload, HEAD, record)
 
 
@@ -367,7 +367,7 @@ def test_a_reply_from_another_node_or_by_a_replaced_key_does_not_count(federatio
     with pytest.raises(WireError, match="node"):
         federation.count(upload, HEAD, record, node=NODE + 1)
     federation.change_north(signing=public(OTHER_KEY))
-    with pytest.raises(WireError, match="found another"):
+    with pytest.raises(WireError, match="found a different one"):
         federation.count(upload, HEAD, record)
 
 

@@ -170,7 +170,7 @@ def test_an_object_has_the_hash_that_names_it():
     reply = upload(b"abc")
     for id_ in list(reply.objects):
         wrong = Reply(reply.request, reply.objects | {id_: reply.objects[id_] + b"x"})
-        assert why_refused(wrong) == "reply: expected an object with the hash that names it, found another hash"
+        assert why_refused(wrong) == "reply: expected an object with the hash that names it, found a different hash"
 
 
 def test_objects_that_are_not_there_are_no_fault_of_form():

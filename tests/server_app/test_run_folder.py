@@ -287,7 +287,7 @@ def test_a_damaged_id_is_found_and_comes_back_from_the_checkpoint(runs):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
             (runs.at / "id").write_bytes(bytes(bad))
-            with pytest.raises(StateError, match="expected the run's id, found another text; resume the run"):
+            with pytest.raises(StateError, match="expected the run's id, found other text; resume the run"):
                 _ = RunFolder.id.fget(type("", (), {"folder": runs.at})())
     assert [record.round for record in runs.go(resume=True).history] == [2, 3]
     assert (runs.at / "id").read_bytes() == good

@@ -194,7 +194,7 @@ def test_a_site_that_is_sent_another_message_than_the_plan_s_trains_nothing(runs
 
     monkeypatch.setattr(MessageExchange, "packed", packed)
     _, history = runs.run(ON, runs.grid(ON))
-    assert "expected the message that all its sites get" in history[0].failed["b"]
+    assert "expected the message for all its sites" in history[0].failed["b"]
     assert history[0].accepted == ["a", "c", "d", "e"]
 
 

@@ -1,4 +1,5 @@
-"""A server that reaches its crafted broadcast over several rounds, beside what a site's bounds leave of the attack.
+"""A server that reaches its crafted broadcast over several rounds, compared with the attack that a site's bounds
+permit.
 
 A row is a defense; a metric is the number of rounds that the server takes. In each round it sends weights that the
 site's guard accepts, and the last of them are the steepest crafted pair that it can reach. "rows" is the share of the

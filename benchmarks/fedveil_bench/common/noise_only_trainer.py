@@ -32,12 +32,12 @@ class NoiseOnlyTrainer(TrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Refuse: there is only noise."""
+        """Raise NotImplementedError: this control trains on noise alone."""
         raise NotImplementedError("the control is of a method with noise")
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
-        """Refuse: there is only noise."""
+        """Raise NotImplementedError: this control trains on noise alone."""
         raise NotImplementedError("the control is of a method with noise")
 
 

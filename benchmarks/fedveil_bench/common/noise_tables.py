@@ -45,9 +45,9 @@ def said_of(
     """Return the sentences of a table.
 
     Args:
-        found: for each of `sites` four, of CLEAR, SITE and SUM against their controls and of SUM against SITE, each a
-            text and its word.
-        won: the word of a row that stands on the right `side` of its controls.
+        found: four verdicts for each number in `sites`, each with its text: CLEAR, SITE and SUM against their
+            controls, and SUM against SITE.
+        won: the verdict of a row that is on the expected `side` of its controls.
     """
     *sentences, how = verdicts.list_verdicts(found, seeds)
     words = verdicts.decide_words([each for _, each in found])

@@ -37,7 +37,7 @@ def measure_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of those names, in order, as from `measure_row`.
 
-    Rows that another process is still measuring are omitted, and those that had not begun after so many minutes.
+    Rows that another process is still measuring are omitted, and those not begun within the time limit.
     """
     began, made = time.monotonic(), dict[str, dict[str, Any]]()
     for name, measure in measures.items():

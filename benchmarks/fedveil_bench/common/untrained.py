@@ -26,5 +26,5 @@ class NoOpTrainer:
 
     @property
     def rows(self) -> PerExampleGradientSource:
-        """Refuse: nothing is drawn here."""
+        """Raise NotImplementedError: this trainer draws no examples."""
         raise NotImplementedError("nothing is drawn here")

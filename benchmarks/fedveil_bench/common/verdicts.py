@@ -2,7 +2,7 @@
 
 A verdict that methods differ is an error if they do not. All verdicts of one table (a preset's claims, an order's
 pairs) are corrected together, by Holm, so that at most one table in twenty has such an error. All others are "not told
-apart" or "not decided", which says nothing either way. One seed or two decide nothing.
+apart" or "not decided", which supports neither claim. One seed or two decide nothing.
 
 | a claim | holds where the difference lies in | does not hold where it lies beyond that |
 |---|---|---|
@@ -52,9 +52,9 @@ class ClaimSentence:
     """A statement about a figure, with its p-value.
 
     Attributes:
-        word: where it is sure.
-        p: of that word.
-        otherwise: where it is not.
+        word: the verdict if the difference is significant.
+        p: p-value of that verdict.
+        otherwise: the verdict if it is not.
     """
 
     word: str

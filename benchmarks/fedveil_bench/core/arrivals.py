@@ -35,11 +35,11 @@ class ArrivalCosts:
     """Seconds, except for the link's values.
 
     Attributes:
-        send, fold: of the ServerApp, per message.
-        relay: of the SuperLink, per message and direction.
-        look: of the ServerApp, for one message that has not arrived.
-        poll_seconds: between two polls of an idle SuperNode.
-        train_seconds: of the fastest and the slowest site, including the start of the client process.
+        send, fold: seconds of the ServerApp per message.
+        relay: seconds of the SuperLink per message and direction.
+        look: seconds of the ServerApp for one message that has not arrived.
+        poll_seconds: interval between two polls of an idle SuperNode.
+        train_seconds: training times of the fastest and the slowest site, including the start of the client process.
         megabytes: size of a message, each way.
         megabytes_a_second: speed of the server's link, each way.
     """
@@ -59,9 +59,9 @@ class SimulatedRound:
     """The measurements of one simulated round.
 
     Attributes:
-        seconds: until the last upload is folded.
-        training: of the slowest site, the lower bound of a round.
-        last_arrival: until the last upload is at the SuperLink.
+        seconds: time until the last upload is folded.
+        training: training time of the slowest site, the lower bound of a round.
+        last_arrival: time until the last upload is at the SuperLink.
         most_waiting: maximum number of uploads at the SuperLink that were not yet folded.
         most_polling: maximum number of SuperNodes that waited for their message at one time.
         busy: busy share of the time, for the ServerApp, the SuperLink, and the busier direction of the link.

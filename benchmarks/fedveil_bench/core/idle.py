@@ -71,7 +71,7 @@ def _window(federation: Any, seconds: float) -> IdleWindow:
 
 
 def build_outcome(found: Mapping[str, Sequence[IdleWindow]], asked: float) -> BenchOutcome:
-    """Return rows and verdicts of the windows of each way.
+    """Return rows and verdicts of the windows of each system.
 
     `asked`: the maximum percentage of a core that a waiting FedVeil site should use.
     """

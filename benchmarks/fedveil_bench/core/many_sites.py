@@ -52,7 +52,7 @@ class ManySitesCase:
 
     Attributes:
         way: "in-process" or "strategy".
-        method, fields: as in the run config.
+        method, fields: the values of the run config.
         sites: N.
         rounds: number of rounds; in the first every site is new.
         megabytes: size of one upload, for "strategy"; 0 = a few KB.
@@ -71,10 +71,11 @@ class ManySitesResult:
     """The measurements of one case.
 
     Attributes:
-        seconds, cpu_seconds: of each round; only the first includes waiting for the disk and other programs.
-        sending_cpu_seconds: of each round, until the last message has been passed on; [] in process.
+        seconds, cpu_seconds: wall and CPU time of each round; only the first includes waiting for the disk and other
+            programs.
+        sending_cpu_seconds: CPU time of each round until the last message has been passed on; [] in process.
         grown_mb: maximum resident memory beyond that before the first round.
-        upload_bytes: of the last round.
+        upload_bytes: bytes of the last round.
     """
 
     seconds: list[float]
@@ -209,8 +210,8 @@ class StreamedGrid(Grid):
         raise NotImplementedError("no run here")
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Refuse Flower's old way to create a message."""
-        raise NotImplementedError("messages are made by their class")
+        """Raise NotImplementedError: Flower's older function for creating messages is not supported."""
+        raise NotImplementedError("create messages with their class")
 
     def get_node_ids(self) -> list[int]:
         """Return all nodes."""
@@ -261,7 +262,7 @@ class StreamedGrid(Grid):
         return make_message(about, RecordDict({"fedveil": ArrayRecord(arrays)}))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Refuse to return all replies at once, which the benchmark must not measure."""
+        """Raise NotImplementedError: the benchmark measures replies that are pulled one at a time."""
         raise NotImplementedError("replies are pulled one at a time")
 
 

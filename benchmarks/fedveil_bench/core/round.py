@@ -27,11 +27,11 @@ _WORKER = "worker"
 
 @dataclass(frozen=True)
 class PairedRound:
-    """Both ways with one number of sites.
+    """FedVeil's and stock Flower's measurements with the same number of sites.
 
     Attributes:
         ours, stock: their rounds.
-        upload_bytes: of our last message.
+        upload_bytes: size of our last message.
         beyond: bytes of our largest message beyond its payload.
     """
 
@@ -84,7 +84,7 @@ def build_outcome(
     """Build the rows and verdicts.
 
     Args:
-        pairs: by number of sites.
+        pairs: measurements by number of sites.
         asked_seconds: the most that a round should take, by number of sites; other numbers get no verdict.
         asked_cpu: the most CPU seconds a round for a site's processes other than the worker.
     """

@@ -53,7 +53,7 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
                 options.say(f"{count:,} rows, {way}: {found[way]['seconds']:.2f} s, {found[way]['peak_mb']:.0f} MB")
                 rows.append(_row(f"{count} rows, {way}", found[way]))
             if len({of["digest"] for of in found.values()}) > 1:
-                raise RuntimeError(f"expected the same tokens in every way, found others at {count} rows")
+                raise RuntimeError(f"expected the same tokens in every mode, found different ones at {count} rows")
     return BenchOutcome(rows, _verdicts(rows, settings["rows"]))
 
 

@@ -36,7 +36,7 @@ _ARRIVALS = "arrivals"
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each way, method and N, and a row with the exponents of each way and method.
+    """Return a row for each mode, method and N, and a row with the exponents of each mode and method.
 
     Raises:
         ConfigError: no launcher, or a case that failed.

@@ -1,6 +1,6 @@
 """Measure what signatures cost a round that trains nothing: the same federation with and without them, in turn.
 
-Both ways have a guard at each site, so that only the signatures differ. The first round of each run is left out: it
+Both variants have a guard at each site, so that only the signatures differ. The first round of each run is left out: it
 waits for the sites.
 """
 
@@ -23,7 +23,7 @@ WAYS = {"unsigned": False, "signed": True}
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return one row for each way: seconds per round, and CPU seconds of all processes per round.
+    """Return one row for each variant: seconds per round, and CPU seconds of all processes per round.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.

@@ -37,7 +37,7 @@ class ProcessSamples:
     """The measurements after each round.
 
     Attributes:
-        held: by process ("site-0 worker 4711"), for each round in which it lived.
+        held: measurements by process ("site-0 worker 4711"), for each round in which it lived.
         alive: number of processes.
         disk: bytes of the run folder, and of the federation's folder (logs, keys, private state).
     """

@@ -251,7 +251,7 @@ class _Bare:
         self._wait()
         seconds = time.perf_counter() - started
         if not torch.isfinite(torch.stack(losses)).all():
-            raise RuntimeError("the bare loop: expected finite losses, found others")
+            raise RuntimeError("the bare loop: expected finite losses, found NaN or infinity")
         tokens = sum(len(row.ids) for row in self._rows)
         return _Measured(tokens / seconds, tokens)
 

@@ -25,7 +25,7 @@ _SITE = "site-0"  # its memory is watched
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return the rows: small messages three ways, the large base, and the large message two ways.
+    """Return the rows: small messages in three modes, the large base, and the large message in two modes.
 
     Raises:
         ConfigError: no launcher, or a run that did not complete.

@@ -138,7 +138,7 @@ def compute_accuracy(
     """Return the percentage of correct test rows of each site's own or of the other classes; the mean over sites.
 
     Args:
-        right: for each site (rows,), 1 where its model names the row's class, else 0.
+        right: an array of shape (rows,) per site, 1 where its model predicts the row's class, else 0.
         labels: (rows,) classes of the rows.
         classes: classes of each site.
         local: whether to count rows of the own classes, or of the others.

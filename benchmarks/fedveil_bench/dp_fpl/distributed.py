@@ -13,7 +13,7 @@ epsilon. Rows of a result:
 | N sites, start | the shared prompt before the first round |
 | N sites, no noise | rows' gradients are clipped as in the others |
 | N sites, at the site | every site adds all of the noise |
-| N sites, in the sum | each of N sites adds a share; two thirds of them, rounded up, are counted on |
+| N sites, in the sum | each of N sites adds a share; the guarantee assumes two thirds of them, rounded up |
 | ..., noise only | the same run with every row's gradient set to zero |
 
 | metric | meaning |

@@ -279,7 +279,7 @@ def _costs(claim: PrivacyGuarantee | None, plans: Sequence[SamplingPlan]) -> tup
 
 
 def epsilon_of(done: FederatedPrompts, times: int) -> float:
-    """Return the accountant's epsilon of so many runs like this one on the same rows, infinite without a claim."""
+    """Return the accountant's epsilon of `times` runs like this one on the same rows, infinite without a claim."""
     if done.claim is None:
         return math.inf
     budget, plans = done.claim.budget, [replace(plan, rounds=times * plan.rounds) for plan in done.plans]

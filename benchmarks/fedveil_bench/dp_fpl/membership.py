@@ -148,10 +148,10 @@ def _together(sites: PromptSites) -> PromptSites:
 def split_members(
     rows: Mapping[str, Sequence[EncodedImage]], generator: np.random.Generator, most: int | None = None
 ) -> dict[str, dict[str, list[EncodedImage]]]:
-    """Members, others and pool of each site: of every class a quarter, a quarter and a half.
+    """Split each site's rows of every class into members (a quarter), others (a quarter) and pool (a half).
 
-    Up to three rows of a class are left out, so that half of the pool is as many rows as the members. Of more than
-    `most` members a class of a site the rest is left out, and as much of the pool.
+    Up to three rows of a class are omitted, so that half of the pool has as many rows as the members. A site with more
+    than `most` members of a class omits the rest, and the same fraction of the pool.
     """
     found: dict[str, dict[str, list[EncodedImage]]] = {part: {} for part in _PARTS}
     for site, of_site in rows.items():

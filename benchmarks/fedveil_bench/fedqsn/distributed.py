@@ -8,7 +8,7 @@ of them. A round is one step on all of a site's rows, so that no sampling hides 
 | public base | W_0, which everyone has |
 | N sites, no noise | rows' gradients are clipped as in the others |
 | N sites, at the site | every site adds all of the noise |
-| N sites, in the sum | each of N sites adds a share; two thirds of them, rounded up, are counted on |
+| N sites, in the sum | each of N sites adds a share; the guarantee assumes two thirds of them, rounded up |
 | ..., noise only | the same run with every row's gradient set to zero |
 
 | metric | meaning |

@@ -51,7 +51,7 @@ class AttackTarget:
 
 @dataclass(frozen=True)
 class NonMembers:
-    """Rows of no client: held-out ones of the members' distribution, with their labels, and shifted ones."""
+    """Examples that no client has: held-out and labeled ones of the members' distribution, and shifted ones."""
 
     held_out: Rows
     labels: Sequence[str]

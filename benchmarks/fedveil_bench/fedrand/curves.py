@@ -32,7 +32,7 @@ class CurvePoint:
 
     Attributes:
         round: number of finished rounds; 0 = none.
-        upload_bytes, download_bytes: of all messages so far.
+        upload_bytes, download_bytes: total size of all messages so far.
         figures: the model's scores.
     """
 
@@ -58,7 +58,7 @@ class FollowedRun:
     """The result of `run_and_score`.
 
     Attributes:
-        points: from round 0 to the last; none if no curve was requested.
+        points: the points from round 0 to the last; none if no curve was requested.
         seconds: time spent on scores, which is not part of the method's time.
     """
 
@@ -127,8 +127,8 @@ def compare_costs(
     points of a curve, the metric and the bytes are interpolated linearly. Intervals are over the seeds.
 
     Args:
-        curves: of each row, that of each seed.
-        targets: of the preset, each with "row", "metric" and "margin".
+        curves: by row, one curve per seed.
+        targets: the targets of the preset, each with "row", "metric" and "margin".
 
     Raises:
         ConfigError: a row without that metric in its curve, or a margin that is not above 0.

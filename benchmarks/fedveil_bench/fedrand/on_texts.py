@@ -9,7 +9,7 @@ none. `client = "all"` adds "clients_loss" and "clients_bleu", the mean over all
 
 With `settings["learning_rates"]` every method first runs with each of them in the seed `rate_seed`, which no figure of
 the table uses. In every seed the method then has the rate with the least loss on `rate_test` sources of the validation
-rows, of its model or of its clients' models. "one client alone" uses the run config's rate.
+rows, of its model or of its clients' models. The row "one client alone" uses the rate of the run config.
 
 A method may have keys of the run config of its own (`config`), such as more rounds if it sends half in each.
 

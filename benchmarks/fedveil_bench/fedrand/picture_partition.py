@@ -21,7 +21,7 @@ class PicturePartition:
 
     Attributes:
         clients: the members of each client.
-        held_out: rows of no client, of the members' distribution.
+        held_out: examples of the members' distribution that no client has.
         shifted: rows of another data set.
         test: examples for measuring quality.
         labels: labels of each client's rows, and under "" of the held-out ones.

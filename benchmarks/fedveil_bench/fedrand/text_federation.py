@@ -35,12 +35,12 @@ class TextFederationRun:
     """The results of one federation.
 
     Attributes:
-        scores: by name; for a trial only the validation loss.
-        upload_bytes, download_bytes: of all sites and rounds.
-        seconds: of the training.
+        scores: values by name; for a trial only the validation loss.
+        upload_bytes, download_bytes: totals of all sites and rounds.
+        seconds: duration of the training.
         rounds: number of rounds.
         commit: the measured commit.
-        curve: of a method, if requested: the points of `curves`, as JSON.
+        curve: the curve of a method, if requested: the points of `curves`, as JSON.
     """
 
     scores: Mapping[str, float]

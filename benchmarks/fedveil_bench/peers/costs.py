@@ -20,7 +20,7 @@ class PeerRun:
     """The result of one run.
 
     Attributes:
-        scores: by the names of the table in e2e.py.
+        scores: values by the names of the table in e2e.py.
         seen: what the server sees of each upload: "A and B", "A alone" or "B alone".
     """
 
@@ -50,7 +50,7 @@ def measure_costs(federation: Any, server: str, site: str, run: Callable[[], T])
     """Return what `run` returns, and what it cost.
 
     Args:
-        federation: with the processes of both names, and a relay between them.
+        federation: a federation with the processes of both names, and a relay between them.
         server, site: the processes whose memory is watched.
         run: a complete run, from its submission.
     """

@@ -6,7 +6,7 @@ same test rows.
 | metric | |
 |---|---|
 | loss | of the server's model, nats per token |
-| s a round | at the server, all but the first; FedVeil's without its scoring and checkpoint, which peers lack |
+| s a round | at the server, all except the first; FedVeil's without its scoring and checkpoint, which peers lack |
 | s | the whole run, from its submission; the federation runs already |
 | MB up, MB down | all traffic between sites and server, including TLS and heartbeats (process_monitor/relay.py) |
 | server MB, site MB | maximum PSS at one time of all processes of the server, of one site |
@@ -43,7 +43,7 @@ _SITE, _SERVER = "site-0", "superlink"  # their memory is watched
 
 
 def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutcome:
-    """Return a row for each way, over the seeds.
+    """Return a row for each system, over the seeds.
 
     Raises:
         ConfigError: no launcher, settings that a peer does not support, or a run that did not complete.
@@ -114,7 +114,7 @@ def _run(
 
 
 def build_outcome(done: Mapping[str, Sequence[PeerRun]], settings: Mapping[str, Any], note: str = "") -> BenchOutcome:
-    """Rows and verdicts of the runs, by way and seed; what a peer does with less is said as the claims are.
+    """Rows and verdicts of the runs, by system and seed; a peer's better figures are stated as claims are.
 
     Args:
         note: on NVFlare's environment; there is no claim on an omitted peer.

@@ -66,7 +66,7 @@ def redirect_stores(resources: str, folder: Path) -> str:
         ConfigError: resources that do not name that folder.
     """
     if resources.count(_STORES) != 2:
-        raise ConfigError(f"resources.json.default: expected {_STORES} for jobs and for snapshots, found another text")
+        raise ConfigError(f"resources.json.default: expected {_STORES} for jobs and for snapshots, found other text")
     return resources.replace(_STORES, json.dumps(f"{folder}/")[1:-1])
 
 
@@ -135,7 +135,7 @@ class NVFlareFederation:
         folder: a new folder for keys, logs and the job.
 
     Attributes:
-        processes: by the names of their startup kits.
+        processes: the processes by the names of their startup kits.
         relay: between sites and server.
     """
 

@@ -6,7 +6,7 @@ in a process of one thread, one after the other; FedVeil scores both final model
 | metric | |
 |---|---|
 | loss, right | of the server's model on the test rows: nats per row; percentage of correct classes |
-| s a round | of all rounds but the first |
+| s a round | of all rounds except the first |
 | sites a second | trained in these rounds |
 """
 

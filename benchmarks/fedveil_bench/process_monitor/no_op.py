@@ -24,8 +24,8 @@ class NoOpRun:
     """The measurements of one run.
 
     Attributes:
-        seconds: of each round but the first.
-        cpu: CPU seconds by kind of process, of each round but the first; for stock Flower the mean of all rounds.
+        seconds: duration of each round except the first.
+        cpu: CPU seconds by kind of process, of each round except the first; for stock Flower the mean of all rounds.
         usage: all measurements.
         payload_bytes: bytes of one message.
     """

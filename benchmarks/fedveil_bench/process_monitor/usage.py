@@ -42,7 +42,7 @@ class WatchedProcess:
     """One process and its measurements so far. A process that has ended retains its last ones.
 
     Attributes:
-        process: to read from.
+        process: the process to read from.
         kind: its kind, by `Usage.kind`.
         cpu_seconds: user and system time since it started.
         mb, peak_mb: resident memory at the last reading, and at most, in 10^6 bytes.
@@ -68,7 +68,7 @@ class ProcessUsage:
         every: seconds between two readings.
         shared: memory is PSS, for processes that share pages: a sum of RSS would count those once for each process.
         seen: the processes by their id.
-        timeline: of each reading (time.time(), {kind: resident MB of all its processes}).
+        timeline: one entry per reading (time.time(), {kind: resident MB of all its processes}).
     """
 
     find: Callable[[], Iterable[psutil.Process]]

@@ -13,7 +13,7 @@ def draw_figure(rows: Sequence[Mapping[str, Any]], laws: Mapping[str, Sequence[f
 
     Args:
         rows: rows with base, method, curve (an interval for each epoch) and counts.
-        laws: by method, the expected shares of entries that move 0, 1, ... times.
+        laws: for each method, the expected shares of entries that move 0, 1, ... times.
     """
     from matplotlib.figure import Figure as Canvas
 

@@ -89,7 +89,7 @@ def _masked(gradient: Tensor, rate: float, key: bytes) -> dict[str, tuple[float,
     values, packed = _timed(lambda: pack_masked(gradient, mask))
     whole, unpacked = _timed(lambda: unpack_masked("gradient", values, mask))
     if not torch.equal(whole, gradient * mask):
-        raise RuntimeError("unpacked gradient: expected the masked one, found another")
+        raise RuntimeError("unpacked gradient: expected the masked one, found a different one")
     return {"draw": drawn, "pack": packed, "unpack": unpacked}
 
 

@@ -8,10 +8,10 @@ captured messages, and knows the model at the broadcast weights and the labels. 
 | mean image | the mean of other pictures of the same data: the best guess of an adversary that saw no message |
 | <case> | one attack on one method on one model, over all images of all seeds |
 
-PSNR is of values in [-1, 1], per image. "recovered" is the share of images above 30 dB. "read" is the share of seeds
-with such an image: a search succeeds or fails as a whole, so a mean of a few values in dB says little (see `shares`). A
-seed draws the model's weights and has images of its own; intervals are 95 %, over images and seeds (`resampling`). A
-case with `seeds` uses only the first seeds; a case with `expect` ends with a sentence:
+PSNR is computed per image on values in [-1, 1]. "recovered" is the share of images above 30 dB. "read" is the share of
+seeds with such an image: a search succeeds or fails as a whole, so a mean of a few values in dB says little (see
+`shares`). A seed draws the model's weights and has images of its own; intervals are 95 %, over images and seeds
+(`resampling`). A case with `seeds` uses only the first seeds; a case with `expect` ends with a sentence:
 
 | expect | tests that |
 |---|---|

@@ -1,4 +1,4 @@
-"""Measure what the table of entries costs: FedRand and FedQSN with it, beside sites that draw for themselves.
+"""Measure what the table of entries costs: FedRand and FedQSN with it, compared with sites that draw for themselves.
 
 A row is a method, a number of sites, and who draws. Its metrics, over seeds:
 
@@ -41,7 +41,7 @@ Figures = dict[str, float]
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Texts that sites train on, and texts of the test."""
+    """The training texts of the sites, and the test texts."""
     return [data.DataRequirement(settings["data"], ("train", "test"))]
 
 
@@ -111,8 +111,8 @@ class CountingExchange(MessageExchange):
     """An exchange that counts, round by round, how many sites send each entry.
 
     Attributes:
-        counts: by round and name.
-        table_bytes: of each site's table in each round.
+        counts: counts by round and name.
+        table_bytes: size of each site's table in each round.
     """
 
     counts: dict[int, dict[str, Tensor]] = field(default_factory=dict)

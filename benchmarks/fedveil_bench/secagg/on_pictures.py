@@ -1,7 +1,7 @@
 """Reconstruct pictures from one site's gradient of a single picture: by the closed form, and by gradient matching.
 
-Each site has one picture, and the server knows its label. PSNR is of values in [-1, 1]. On the sum, matching searches
-for the pictures of all sites at once and puts them in the order that fits best, because a sum has no order.
+Each site has one picture, and the server knows its label. PSNR is computed on values in [-1, 1]. On the sum, matching
+searches for the pictures of all sites at once and puts them in the order that fits best, because a sum has no order.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def _require_signing(members: SiteRegistry) -> None:
     _require_private(file)
     if instruction_key_files.public_key(file) != members.instruction_keys[0]:
         raise ConfigError(
-            f"{file}: expected the current key of registry/members.json, which the kits name, found another; restore "
-            f"it, or let the standby key sign: fedveil members renew-instruction-key {members.folder}"
+            f"{file}: expected the current key of registry/members.json, which the kits name, found a different one; "
+            f"restore it, or let the standby key sign: fedveil members renew-instruction-key {members.folder}"
         )
 
 

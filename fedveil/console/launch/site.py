@@ -81,7 +81,7 @@ def resolve_site(
     """Return the kit's checked values, overridden by `options`; nothing is started or contacted.
 
     Args:
-        options: by name without leading dashes; None = not given.
+        options: values by name without leading dashes; None = not given.
         need: required options; without "superlink", the site has no connection and needs no keys for one.
 
     Raises:

@@ -176,11 +176,11 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
     try:
         public = serialization.load_ssh_public_key(content["key"].encode())
         if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP384R1):
-            raise ConfigError(f"{file}: key: expected a P-384 key, found another kind; fedveil site init makes one")
+            raise ConfigError(f"{file}: key: expected a P-384 key, found a different kind; fedveil site init makes one")
         public.verify(base64.b64decode(proof, validate=True), text, ec.ECDSA(hashes.SHA384()))
     except (ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
         raise ConfigError(
-            f"{file}: proof: expected a signature by the key itself, found another ({type(error).__name__})"
+            f"{file}: proof: expected a signature by the key itself, found a different one ({type(error).__name__})"
         ) from None
     try:
         signed = crypto.is_signed(
@@ -190,7 +190,7 @@ def check_request(file: Path, federation: str, ca: bytes) -> RegistrationRequest
         signed = False
     if not signed:
         raise ConfigError(
-            f"{file}: signing-proof: expected a signature by the signing key itself, found another; make a new "
+            f"{file}: signing-proof: expected a signature by the signing key itself, found a different one; make a new "
             "request with fedveil site init --renew"
         )
     public_key = " ".join(content["key"].split()[:2])

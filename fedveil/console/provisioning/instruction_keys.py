@@ -83,7 +83,7 @@ def _read_standby(file: Path, expected: str) -> bytes:
     private = read_key_file(file, "--standby-key", "fetch it from its safe place, and name its file", RENEW)
     if crypto.verifying_key(private).hex() != expected:
         raise ConfigError(
-            f"--standby-key: expected the standby key that the kits name, found another key in {file}; fetch the "
+            f"--standby-key: expected the standby key that the kits name, found a different key in {file}; fetch the "
             "right one from its safe place, and name its file"
         )
     return private

@@ -32,7 +32,7 @@ class RunView:
         attempts: the attempts at a round in metrics.jsonl, in order. Those with "void" did not enter the model, because
             the run was resumed from before them; their messages were sent all the same.
         before: scores of the initial model, by view; {} if there are none.
-        messages: from `fedveil.records.disclosure_ledger.read_messages`.
+        messages: the result of `fedveil.records.disclosure_ledger.read_messages`.
         resumes: the lines of resumes.jsonl.
         progress: progress.json; {} if there is none, or if it belongs to another run.
     """

@@ -93,7 +93,7 @@ class AccessMiddleware:
         """Return the response that refuses a request or sets the cookie; None if the request has access."""
         headers = Headers(scope=scope)
         if not _is_ours(headers.getlist("host")):
-            return _said(421, f"Host: expected {' or '.join(HOSTS)}, found another; open the printed link")
+            return _said(421, f"Host: expected {' or '.join(HOSTS)}, found a different one; open the printed link")
         if scope["method"] not in ("GET", "HEAD"):
             return _said(405, "expected GET or HEAD: this dashboard is read-only", Allow="GET, HEAD")
         # Checked first, even with the cookie, so that the token does not stay in the address.

@@ -78,7 +78,7 @@ class InstructionClaims(_Claims):
     Attributes:
         federation: 32 hex digits, drawn once for each federation.
         flower_run, node: Flower's numbers, in decimal: nothing of an earlier run or before a resume counts.
-        run, round, attempt, site: as in the order.
+        run, round, attempt, site: the values of the instruction.
         kind: "train" or "secure"; it fits Flower's type of the message.
         app: SHA-256 of the bundle.
         config: digest of the flat run config.
@@ -166,12 +166,12 @@ def read_signature(record: Mapping[str, Any], is_instruction: bool) -> dict[str,
     """Return a signature record with its form checked; the signature itself is not. Raises WireError."""
     form = _DOWN if is_instruction else _UP
     if set(record) != set(form) or any(type(record[name]) is not kind for name, kind in form.items()):
-        raise WireError(f"signature: expected a record with {', '.join(form)}, found another form")
+        raise WireError(f"signature: expected a record with {', '.join(form)}, found a different form")
     if record["version"] != VERSION:
         raise WireError(f"signature: version: expected {VERSION}, found {record['version']}")
     lengths = {"key": 16, "signature": 128, "nonce": 32}
     if any(not _is_hex(record[name], length) for name, length in lengths.items() if name in form):
-        raise WireError("signature: expected key, signature and nonce in hexadecimal digits, found another form")
+        raise WireError("signature: expected key, signature and nonce in hexadecimal digits, found a different form")
     return dict(record)
 
 

@@ -37,13 +37,13 @@ def digest_record(record: Mapping[str, Any]) -> str:
         text = json.dumps(tagged, sort_keys=True, separators=(",", ":")).encode()
     except (UnicodeEncodeError, RecursionError) as error:
         raise WireError(
-            f"record: expected texts that UTF-8 can encode, found another ({type(error).__name__})"
+            f"record: expected texts that UTF-8 can encode, found one that it cannot ({type(error).__name__})"
         ) from None
     return hashlib.sha256(_RECORD + text).hexdigest()
 
 
 def digest_content(slices: Iterable[Buffer]) -> str:
-    """Return the digest of a message in slices, 64 hex digits. Where it is cut does not matter."""
+    """Return the digest of a message in slices, 64 hex digits. The positions of the cuts do not matter."""
     hasher = hashlib.sha256()
     for part in slices:
         hasher.update(part)
@@ -54,7 +54,7 @@ def _tagged(value: Any) -> list[Any]:
     if type(value) is list:
         items = [_tagged(item) for item in value]
         if len({tag for tag, _ in items}) > 1 or any(isinstance(text, list) for _, text in items):
-            raise WireError("record: expected lists of values of one type, found another list")
+            raise WireError("record: expected lists of values of one type, found mixed types")
         return ["[" + (items[0][0] if items else ""), [text for _, text in items]]
     match value:
         case bool():

@@ -105,7 +105,7 @@ class SiteSigners:
 
     Attributes:
         required: a site that does not sign does not count.
-        sites: by name.
+        sites: the sites by name.
     """
 
     federation: str
@@ -150,7 +150,7 @@ class SiteSigners:
 def require_moment(text: object) -> None:
     """Raise ValueError for anything but a time in ISO format with a time zone."""
     if type(text) is not str or datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("expected until to be a time in ISO format with a time zone")
+        raise ValueError("expected `until` as a time in ISO format with a time zone")
 
 
 def _read(file: Path) -> bytes:

@@ -75,7 +75,7 @@ class MemoryPlan:
 
     Attributes:
         phases: the parts by phase, in the memory of the model's device.
-        host: for a model on a GPU: the parts in main memory.
+        host: for a model on a GPU, the parts in main memory.
     """
 
     phases: Mapping[str, tuple[MemoryPart, ...]]

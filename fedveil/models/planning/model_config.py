@@ -52,7 +52,7 @@ class ModelConfig:
 
     Attributes:
         kind: its model_type.
-        values: by transformers' own names.
+        values: config values by transformers' own names.
         stored: bytes of an entry on disk, from the file; 4 if it does not say.
     """
 

@@ -87,5 +87,5 @@ def test_only_attacks_that_read_every_site_are_compared():
 def test_a_run_of_other_rows_is_refused_before_anything_is_read(tmp_path):
     shared_inputs = SharedAuditInputs(parse({}), [AlignmentAttack()], {}, AuditSample([], []), None, None, [], 0)
     other = parse({"task.examples-per-site": 9, "run.name": "b"})
-    with pytest.raises(ConfigError, match="expected equal sections task and train, found others in b; audit it sep"):
+    with pytest.raises(ConfigError, match="expected equal sections task and train, found different ones in b; audit"):
         audit_run_pair(shared_inputs, tmp_path, other)

@@ -148,9 +148,9 @@ def test_scores_by_hand():
 
 def test_a_candidate_without_rows_is_refused(tmp_path):
     _, (view, knowledge, known_rows, nobody) = attacked(tmp_path, rounds=1)
-    with pytest.raises(ValueError, match="expected rows of each"):
+    with pytest.raises(ValueError, match="expected examples for each"):
         participation_scores(view, knowledge, known_rows | {"s0": []}, nobody)
-    with pytest.raises(ValueError, match="expected rows of each"):
+    with pytest.raises(ValueError, match="expected examples for each"):
         participation_scores(view, knowledge, known_rows, [])
 
 

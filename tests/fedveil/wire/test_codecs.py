@@ -298,9 +298,9 @@ def crafted(packed: bytes, scale: float = 1.0) -> memoryview:
         (5, 1, crafted(bytes([5])), "expected zero bits after the last of 1 codes below 5"),
         (5, 6, crafted((1 << 14).to_bytes(2, "little")), "expected zero bits after the last of 6 codes"),
         (2, 3, crafted(bytes([8])), "expected zero bits after the last of 3 codes"),
-        (2, 3, crafted(bytes([7]), math.nan), "expected finite and not negative, found nan at 0"),
-        (2, 3, crafted(bytes([7]), math.inf), "expected finite and not negative, found inf at 0"),
-        (2, 3, crafted(bytes([7]), -1.5), "expected finite and not negative, found -1.5 at 0"),
+        (2, 3, crafted(bytes([7]), math.nan), "expected finite values of at least 0, found nan at 0"),
+        (2, 3, crafted(bytes([7]), math.inf), "expected finite values of at least 0, found inf at 0"),
+        (2, 3, crafted(bytes([7]), -1.5), "expected finite values of at least 0, found -1.5 at 0"),
     ],
 )
 def test_codes_refuse_bytes(levels, count, data, match):
@@ -321,14 +321,17 @@ def test_a_code_too_large_is_found_in_any_chunk():
         codec.decode(memoryview(data), (count,))
     value = random_coded(codec, (count,))
     value.codes[-200] = 3
-    with pytest.raises(WireError, match="expected below 3, found 3"):
+    with pytest.raises(WireError, match="expected values below 3, found 3"):
         codec.encode(value)
 
 
 @pytest.mark.parametrize(
     "value,match",
     [
-        (QuantizedTensor(torch.tensor([0, 5], dtype=torch.uint8), torch.ones(1)), "codes: expected below 5, found 5"),
+        (
+            QuantizedTensor(torch.tensor([0, 5], dtype=torch.uint8), torch.ones(1)),
+            "codes: expected values below 5, found 5",
+        ),
         (QuantizedTensor(torch.tensor([0, 4]), torch.ones(1)), "codes: expected uint8, found int64"),
         (
             QuantizedTensor(torch.tensor([0], dtype=torch.uint8), torch.ones(1).half()),
@@ -384,7 +387,7 @@ def test_codes_on_another_device_refuse_what_those_on_the_cpu_do(levels):
             assert messages[0] == messages[1]
             refused += bool(messages[0])
     assert refused
-    with Pretended(), pytest.raises(WireError, match=f"codes: expected below {levels}, found {levels}"):
+    with Pretended(), pytest.raises(WireError, match=f"codes: expected values below {levels}, found {levels}"):
         codec.encode(QuantizedTensor(torch.full((30,), levels, dtype=torch.uint8).to(DEVICE), torch.ones(1).to(DEVICE)))
 
 

@@ -1,6 +1,6 @@
 """The user's side of a federation of NVFlare's, with its session API; KIT is the user's startup kit.
 
-python admin.py ready KIT SITES           waits until so many sites are there
+python admin.py ready KIT SITES           waits until SITES sites are connected
 python admin.py run KIT FOLDER            submits the job in FOLDER, waits for its end, prints its id and status
 python admin.py result KIT ID OUT         fetches the model of a job, and writes OUT/weights.safetensors
 """
@@ -15,7 +15,7 @@ _EVERY = 0.5  # seconds, as of the other peers' ends
 
 
 def ready(session: Session, sites: str) -> None:
-    """Returns when so many sites are there."""
+    """Wait until that many sites are connected."""
     while len(session.get_system_info().client_info) < int(sites):
         time.sleep(_EVERY)
 

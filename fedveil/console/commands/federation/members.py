@@ -236,7 +236,7 @@ def _register(args: argparse.Namespace, members: SiteRegistry) -> int:
     if args.fingerprint not in ("-", asked.fingerprint):
         raise ConfigError(
             # Not the request's own fingerprint: the user would copy it from here instead of asking by telephone.
-            f"--fingerprint: expected the fingerprint of the keys in {args.request}, found another: "
+            f"--fingerprint: expected the fingerprint of the keys in {args.request}, found a different one: "
             f"{sanitize(args.fingerprint, 100)}; have the site read out the one that its fedveil site init printed, "
             "and do not register this request if it still differs"
         )

@@ -95,7 +95,7 @@ def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
     """
     table = Table(show_lines=True)
     table.add_column("method", min_width=max(map(len, strategies.list_methods())))
-    for name in ("a client shares / stays with it", "the server learns", "guarantee"):
+    for name in ("a client shares / keeps", "the server learns", "guarantee"):
         table.add_column(name)
     for name in ("down", "up"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -119,8 +119,8 @@ def _compared(columns: Mapping[str, Mapping[str, str]]) -> Table:
 
 
 def shared_and_kept(words: str) -> tuple[str, str]:
-    """Return what a client shares and what it keeps, as stated on the method's page; README's table matches."""
-    return _sentence(words, "A client shares: "), _sentence(words, "With it stays: ")
+    """Return what a client shares and what it keeps, as stated on its page and in docs/methods.md."""
+    return _sentence(words, "A client shares: "), _sentence(words, "A client keeps: ")
 
 
 def _sentence(words: str, head: str) -> str:

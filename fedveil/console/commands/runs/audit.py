@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--non-members",
         type=Path,
         metavar="FOLDER",
-        help="similar examples of no site (default: those left out by task.examples-per-site, else the split test)",
+        help="similar examples that no site has (default: those beyond task.examples-per-site, else the split test)",
     )
     parser.add_argument(
         "--max-rows",

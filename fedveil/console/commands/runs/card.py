@@ -86,8 +86,9 @@ def _sign(args: argparse.Namespace) -> int:
     about = card.read_card(folder)
     if (folder / card.PAGE).read_bytes() != markdown.card_page(about).encode():
         raise StateError(
-            f"{folder / card.PAGE}: expected the page that this version generates from {card.NAME}, found another, so "
-            "a signature would cover text that the data does not back; run fedveil card make RUN to write both again"
+            f"{folder / card.PAGE}: expected the page that this version generates from {card.NAME}, found a different "
+            "one, so a signature would cover text that the data does not back; run fedveil card make RUN to "
+            "write both again"
         )
     if args.site:
         _require_own(about, args.site, args.log)

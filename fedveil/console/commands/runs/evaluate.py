@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER", help="the examples: a folder or a file")
     parser.add_argument("--split", default="test", help="split of the folder (default: test)")
     parser.add_argument(
-        "--eval-examples", type=int, metavar="N", help="examples to score; of texts, distinct sources; default: all"
+        "--eval-examples",
+        type=int,
+        metavar="N",
+        help="number of examples to score (for texts, of distinct sources); default: all",
     )
     parser.add_argument("--loss-only", action="store_true", help="skip text generation; report only loss-based metrics")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

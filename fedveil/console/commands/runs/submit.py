@@ -1,6 +1,6 @@
 """`fedveil submit`: submits a run to a federation and follows it to its end.
 
-Without an app, the command sends this installation's own. A relative run.dir is relative to the folder in which the
+Without an app, the command sends this installation's app. A relative run.dir is relative to the folder in which the
 server runs apps: FOLDER with fedveil server start. Everything that can be checked here is checked before anything is
 sent: the method, its parameters, and the rest of the run config. Sinks in sinks.use must be installed here, because
 the server normally uses this installation. If it has its own, --extras-at-server leaves that check to the ServerApp,

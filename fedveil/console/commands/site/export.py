@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
     )
-    parser.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+    parser.add_argument(
+        "--key-file", default="", metavar="FILE", help="key of a sealed state, if fedveil site start did not record it"
+    )
     parser.add_argument(
         "--base", default="", metavar="MODEL", help="path of the base model on this machine (default: task.model)"
     )

@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status.add_argument(
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
     )
-    status.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+    status.add_argument(
+        "--key-file", default="", metavar="FILE", help="key of a sealed state, if fedveil site start did not record it"
+    )
     status.set_defaults(run=_in_own_folder(_status))
     warm = actions.add_parser("warm", help="start a worker before the first message, for a container's entry point")
     warm.add_argument("--name", required=True, help="the site's name")
@@ -94,7 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.add_argument(
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
     )
-    dashboard.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+    dashboard.add_argument(
+        "--key-file", default="", metavar="FILE", help="key of a sealed state, if fedveil site start did not record it"
+    )
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
@@ -204,7 +208,7 @@ def _trust(args: argparse.Namespace) -> int:
     if old is not None and old.federation != new.federation:
         raise ConfigError(
             f"{args.file}: federation: expected {old.federation}, as in {file}, found {new.federation}; the keys of "
-            "another federation come with a kit of its own"
+            "another federation come in its own kit"
         )
     for title, keys in (("pinned now", old.keys if old else ()), ("in the file", new.keys)):
         print(f"{title}: {', '.join(enrollment.short_key(key) for key in keys) or 'no keys'}")
@@ -212,7 +216,7 @@ def _trust(args: argparse.Namespace) -> int:
     if args.fingerprint != fingerprint:
         raise ConfigError(
             # Not the file's own fingerprint: the user would copy it from here instead of asking by telephone.
-            f"--fingerprint: expected the fingerprint of the keys in {args.file}, found another: "
+            f"--fingerprint: expected the fingerprint of the keys in {args.file}, found a different one: "
             f"{sanitize(args.fingerprint, 100)}; have the operator read it out; if it still differs, keep the old keys"
         )
     write_atomic(file, new.to_toml().encode())

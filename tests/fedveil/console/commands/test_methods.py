@@ -53,7 +53,7 @@ def test_what_a_client_shares_and_keeps_is_what_the_page_of_methods_says():
     )
     told = {name: f"{shares} / {stays}" for name, shares, stays in rows if name in strategies.list_methods()}
     assert told
-    shown = cells("a client shares / stays with it")
+    shown = cells("a client shares / keeps")
     assert {name: shown[name] for name in told} == told
 
 

@@ -158,7 +158,9 @@ def test_an_instruction_key_that_others_can_read_is_missing_or_is_another_is_ref
     key.chmod(0o600)
     server.resolve_server(pilot)
     key.write_bytes(os.urandom(32))
-    with pytest.raises(ConfigError, match=r"instruction\.key: expected the current key .* found another; restore it"):
+    with pytest.raises(
+        ConfigError, match=r"instruction\.key: expected the current key .* found a different one; restore"
+    ):
         server.resolve_server(pilot)
     key.unlink()
     with pytest.raises(ConfigError, match=r"instruction\.key: expected the key that signs instructions, found none"):

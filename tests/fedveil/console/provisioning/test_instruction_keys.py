@@ -262,7 +262,7 @@ def test_a_standby_key_from_elsewhere_is_moved_and_another_key_is_refused(federa
     wrong.write_bytes(os.urandom(32))
     wrong.chmod(0o600)
     assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(wrong)]) == 2
-    assert "expected the standby key that the kits name, found another key" in capsys.readouterr().err
+    assert "expected the standby key that the kits name, found a different key" in capsys.readouterr().err
     away.chmod(0o640)
     assert main(["members", "renew-instruction-key", str(federation), "--standby-key", str(away)]) == 2
     assert "found mode 640" in capsys.readouterr().err

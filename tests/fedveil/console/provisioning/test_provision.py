@@ -268,7 +268,7 @@ def test_a_request_proves_its_key_its_site_and_its_federation(federation, capsys
     assert register(federation, kit, "SHA256:somebody-else") == 2
     stderr = capsys.readouterr().err
     assert "--fingerprint: expected the fingerprint of the keys in" in stderr
-    assert "found another: SHA256:somebody-else" in stderr
+    assert "found a different one: SHA256:somebody-else" in stderr
     assert stderr.count("SHA256:") == 1  # not the request's own, to be copied from here
     assert SiteRegistry(federation).sites["north"]["state"] == "invited"
 

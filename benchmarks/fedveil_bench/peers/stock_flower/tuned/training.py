@@ -41,7 +41,7 @@ class Site:
         """Return the weights after a round's steps from `weights`, and the mean loss of the steps.
 
         Args:
-            round_: from 1; it determines the order of the rows.
+            round_: number of the round, from 1; it determines the order of the rows.
 
         Raises:
             ValueError: weights that do not match the model.
