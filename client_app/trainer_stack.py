@@ -27,6 +27,7 @@ from fedveil.client_app.guards.example_counter import ExampleCounter
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import ChargedDataset
 from fedveil.client_app.state.held_out_record import HeldOutRecord
+from fedveil.client_app.state.privacy_unit import require_one_unit
 from fedveil.contract import held_out_report
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import Weights
@@ -79,6 +80,7 @@ def build_trainer(
         return TrainerStack(counter, counter, guard)
     trainer, rows = counter, counter.rows
     if not config.run.deterministic:
+        require_one_unit(assignment.site.state_dir, by_unit=data.units is not None)
         ledger = open_ledger(assignment.site.state_dir, assignment.name, round_.seal)
         dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
         records = ledger.names(dataset.records(data.prepared.origins()))

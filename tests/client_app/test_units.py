@@ -9,7 +9,7 @@ import pytest
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.contract.privacy import Step
 from fedveil.encrypted_files import FileSeal
-from fedveil.errors import ConfigError, PolicyError, TaskError
+from fedveil.errors import BudgetError, ConfigError, PolicyError, StateError, TaskError
 from fedveil.wire import header
 from tests.client_app.one_site import Server
 
@@ -46,6 +46,26 @@ def test_what_a_server_sees_beside_the_gradient_is_the_same_for_a_patient_with_m
     assert heads[0] == heads[1]
     assert len(TWICE) == 12 + 2 * 3
     assert "Secret-" not in caplog.text
+
+
+@pytest.mark.parametrize("first", ["", "patient"])
+def test_a_site_protects_rows_or_patients_and_never_both(tmp_path, first):
+    second = {"": "patient", "patient": ""}[first]
+    server = Server(tmp_path, "", ROWS, **{**UNITS, "dp.unit-column": first})
+    server.send(server.initial)
+    ledger = next(tmp_path.rglob("s.json"))
+    before = ledger.read_bytes()
+    other = Server(tmp_path, "", ROWS, **{**UNITS, "dp.unit-column": second})
+    with pytest.raises(BudgetError, match="expected a run that protects (one row|a unit .*), like the earlier"):
+        other.send(other.initial)
+    assert ledger.read_bytes() == before
+    if not first:  # a ledger of an earlier version has charges of rows
+        (ledger.parent / "unit").unlink()
+        with pytest.raises(BudgetError, match="expected a run that protects one row"):
+            other.send(other.initial)
+    (ledger.parent / "unit").write_text("{}")
+    with pytest.raises(StateError, match="restore it from a backup"):
+        server.send(server.initial, 1)
 
 
 def test_min_examples_counts_patients_and_not_rows(tmp_path):
