@@ -29,7 +29,7 @@ from fedveil.contract.task import DatasetShard, ExampleOrigin, PreparedData
 from fedveil.data import images, tables
 from fedveil.errors import TaskError
 
-__all__ = ["UnitRows", "group_rows", "group_rows_of_run", "read_ids"]
+__all__ = ["UnitRows", "group_ids", "group_rows", "group_rows_of_run", "read_ids"]
 
 UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
 
@@ -70,14 +70,22 @@ def group_rows(data: Path, split: str, column: str, origins: Iterable[ExampleOri
         )
     file = tables.split_file(data, split)
     ids = read_ids(file, column)
-    units: defaultdict[str, list[int]] = defaultdict(list)
-    for index, origin in enumerate(origins):
+    chosen = []
+    for origin in origins:
         if origin is None or Path(origin.file) != file or not 1 <= origin.row <= len(ids):
             raise TaskError(
                 f'dp.unit-column: expected every example to be a row of "{file}", found {origin}; this task cannot '
                 "be trained by units"
             )
-        units[ids[origin.row - 1]].append(index)
+        chosen.append(ids[origin.row - 1])
+    return group_ids(chosen)
+
+
+def group_ids(ids: Iterable[str]) -> UnitRows:
+    """Return the indices of each id, in the order of first appearance."""
+    units: defaultdict[str, list[int]] = defaultdict(list)
+    for index, each in enumerate(ids):
+        units[each].append(index)
     return tuple(map(tuple, units.values()))
 
 
