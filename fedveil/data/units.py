@@ -7,8 +7,8 @@ stay in this module, which returns only row indices, so no log, error or report 
 |---|---|
 | no such column | TaskError with the file's columns |
 | a row without an id: null, NaN or blank | TaskError with the row's number: such rows may belong to one person |
-| ids that differ only in writing (7, 7.0 and 007; a1 and A1) | TaskError with their number: they would be two units, |
-| | so a person with both would be protected less than the claim says |
+| ids that differ only in writing (7, 7.0 and 007; a1 and A1) | TaskError with their rows: they would be two units, so |
+| | a person with both would be protected less than the claim says |
 | images in class folders, which have no columns | TaskError |
 """
 
@@ -33,6 +33,7 @@ __all__ = ["UnitRows", "group_ids", "group_rows", "group_rows_of_run", "read_ids
 
 UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
 
+_LISTED = 10  # pairs of rows in an error
 _NUMBER = re.compile(r"([+-]?)0*([0-9]+)(?:\.([0-9]*))?")
 
 
@@ -92,13 +93,15 @@ def group_ids(ids: Iterable[str]) -> UnitRows:
 def read_ids(file: Path, column: str) -> list[str]:
     """Return the id of each row of a data file. Raises TaskError as in the table above."""
     ids = [_id(value, number, file, column) for number, value in enumerate(_values(file, column), start=1)]
-    writings: defaultdict[str, set[str]] = defaultdict(set)
-    for each in ids:
-        writings[_plain(each)].add(each)
-    if similar := sum(len(of_one) > 1 for of_one in writings.values()):
+    writings: defaultdict[str, dict[str, int]] = defaultdict(dict)  # of each id: every writing, and its first row
+    for number, each in enumerate(ids, start=1):
+        writings[_plain(each)].setdefault(each, number)
+    if similar := [list(first_rows.values()) for first_rows in writings.values() if len(first_rows) > 1]:
+        pairs = "; ".join(f"{a} and {b}" for a, b, *_ in similar[:_LISTED])
         raise TaskError(
-            f'dp.unit-column: expected one writing of each id in column "{column}" of "{file}", found {similar} ids in '
-            "several (such as 7, 7.0 and 007, or a1 and A1); write each person's id the same way in all rows"
+            f'dp.unit-column: expected one writing of each id in column "{column}" of "{file}", found '
+            f"{len(similar)} ids in several (such as 7, 7.0 and 007, or a1 and A1), first in rows {pairs}; write each "
+            "person's id the same way in all rows"
         )
     return ids
 

@@ -59,7 +59,9 @@ def test_an_id_that_is_no_text_or_number_is_refused(tmp_path, value):
      ('"a\\u200b1"', '"a1"'), ('"\\uff17"', "7"), ('"Stra\\u00dfe"', '"STRASSE"'), ("1.5", '"1.50"')],
 )  # fmt: skip
 def test_two_writings_of_one_id_are_refused_by_their_number_alone(tmp_path, first, second):
-    with pytest.raises(TaskError, match=r"one writing of each id .*, found 1 ids in several") as refused:
+    with pytest.raises(
+        TaskError, match=r"one writing of each id .*, found 1 ids in several .*, first in rows 1 and 3;"
+    ) as refused:
         units.read_ids(lines(tmp_path, first, '"Zoe-4711"', second), "patient")
     assert "Zoe" not in str(refused.value)
 
