@@ -15,7 +15,7 @@ tag, its number of changes and entries, and its last head. A restored ledger is 
 
 | case | what happens |
 |---|---|
-| another state folder has charged the data folder, or this folder's ledger is lost | StateError; `site ledger adopt` adds
+| another state folder has charged the data folder, or this one's ledger is lost | StateError; `site ledger adopt` adds
   the other history, or an open entry for a lost one |
 | the witness knows a later change, or another history | StateError; `site ledger recover` |
 | the ledger is damaged, or from a later version | StateError: nothing is charged until the site has restored it |
@@ -60,6 +60,7 @@ FILE = "ledger.json"
 _VERSION = 4
 _OLD_VERSIONS = (1, 2, 3)  # one file for each site name, with a history of each record
 _WITHOUT_CHECKSUM = (1, 2)
+_BY_CONTENT = 1  # the version that carried nothing
 _HEAD = 16  # hex digits
 
 
@@ -156,9 +157,8 @@ class PrivacyLedger:
         self._change(own, witness, lambda account: account.note_open(run, why))
 
     def read(self, own: PrivacyBudget) -> StoredAccount:
-        """Return the ledger's content, under this limit. Raises BudgetError, StateError."""
-        stored, _ = self._read(own)
-        return replace(stored, account=stored.account.hold_to(own))
+        """Return the ledger's content as its last change left it; one for `own` if there is none. Raises StateError."""
+        return self._read(own)[0]
 
     def recover(self, own: PrivacyBudget, witness: LedgerWitness) -> str:
         """Take a restored ledger into use again, with the most that may have been charged since; return what was done.
@@ -323,7 +323,7 @@ class PrivacyLedger:
             if content["fedveil-ledger"] not in _OLD_VERSIONS:
                 raise ValueError("a second ledger of this version")
             histories: list[Spent] = [_parse_history(history) for history, _ in content["spent"]]
-            carried = _parse_history(content.get("carried", []))
+            carried = _parse_history([] if content["fedveil-ledger"] == _BY_CONTENT else content["carried"])
             return [*histories, carried] if histories or carried else []
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(self._damaged(path, error)) from None
