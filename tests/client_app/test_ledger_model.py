@@ -172,6 +172,20 @@ class Rows(PerExampleGradientSource):
         raise AssertionError("not used")
 
 
+ABOUT = ("z", "batch", "steps", "epsilon")
+HOW = st.fixed_dictionaries(
+    {
+        "z": st.sampled_from([6.0, 12.0, 3.0]),
+        "batch": st.sampled_from([5, 2, 20]),
+        "steps": st.integers(1, 3),
+        "epsilon": st.sampled_from([9.0, None, 3.0, 1.0]),
+        "site": st.sampled_from(["north", "north-2", "north", "north-2", ""]),
+        "kill": st.sampled_from(["", "", "", "", "before charge", "after charge", "after look"]),
+        "repeats": st.integers(1, 3),
+    }
+)
+
+
 class Site(RuleBasedStateMachine):
     """Two state folders, the data folders of one site, and what the runs really released."""
 
@@ -255,28 +269,39 @@ class Site(RuleBasedStateMachine):
         self.budget = epsilon
         self.seen["policy"] += 1
 
-    @rule(
-        data=st.data(),
-        new=st.booleans(),
-        kind=st.sampled_from(["dp", "disjoint", "paper", "plain", "seeded"]),
-        z=st.sampled_from([3.0, 6.0, 12.0]),
-        batch=st.sampled_from([2, 5, 20]),
-        steps=st.integers(1, 3),
-        epsilon=st.sampled_from([None, 1.0, 3.0, 9.0]),
-        site=st.sampled_from(["north", "north-2", ""]),
-        kill=st.sampled_from(["", "", "", "before charge", "after charge", "after look"]),
-        repeats=st.integers(1, 2),
-    )
-    def run_rounds(self, data, new, kind, z, batch, steps, epsilon, site, kill, repeats):
-        folder = data.draw(st.sampled_from(sorted(self.folders)))
-        if new or not self.runs:
-            run, about = f"run-{len(self.runs)}", (kind, z, batch, steps, epsilon)
-            self.runs[run] = about
-        else:
-            run = data.draw(st.sampled_from(sorted(self.runs)))
-            about = self.runs[run] if data.draw(st.integers(0, 3)) else (kind, z, batch, steps, epsilon)
+    @rule(data=st.data(), how=HOW)
+    def run_with_noisy_steps(self, data, how):
+        self.run_rounds(data, "dp", **how)
+
+    @rule(data=st.data(), how=HOW)
+    def run_with_shuffled_epochs(self, data, how):
+        self.run_rounds(data, "disjoint", **how)
+
+    @rule(data=st.data(), how=HOW)
+    def run_that_shows_the_server_its_values(self, data, how):
+        self.run_rounds(data, "paper", **how)
+
+    @rule(data=st.data(), how=HOW, kind=st.sampled_from(["plain", "seeded"]))
+    def run_without_a_claim(self, data, how, kind):
+        self.run_rounds(data, kind, **how)
+
+    @rule(data=st.data(), how=HOW, kind=st.sampled_from(["dp", "disjoint", "paper", "plain"]))
+    @precondition(lambda self: self.runs)
+    def repeat_a_run(self, data, how, kind):
+        """The same run goes on, perhaps with other parameters under its name."""
+        run = data.draw(st.sampled_from(sorted(self.runs)))
+        about = self.runs[run] if data.draw(st.integers(0, 3)) else (kind, *(how[key] for key in ABOUT))
+        self.serve(self.draw_folder(data), run, about, how["site"], how["kill"])
+        self.seen["repeated run"] += 1
+
+    def run_rounds(self, data, kind, site, kill, repeats, **about):
+        folder, run = self.draw_folder(data), f"run-{len(self.runs)}"
+        self.runs[run] = (kind, *(about[key] for key in ABOUT))
         for _ in range(repeats):
-            self.serve(folder, run, about, site, kill)
+            self.serve(folder, run, self.runs[run], site, kill)
+
+    def draw_folder(self, data) -> str:
+        return data.draw(st.sampled_from(sorted(self.folders)))
 
     @rule(data=st.data())
     @precondition(lambda self: (self.at / "first" / ".ledger" / "ledger.json").exists())
@@ -444,14 +469,13 @@ def search(machine: type[Site], sequences: int, length: int) -> None:
 
 
 def test_no_history_of_a_site_is_undercharged():
-    search(Site, 12, 8)
-    assert all(
-        Site.seen[name] for name in ("dp", "disjoint", "paper", "plain", "copy", "restore", "second state folder")
-    )
+    search(Site, 15, 10)
+    kinds = ("dp", "disjoint", "paper", "plain", "copy", "second state folder")
+    assert all(Site.seen[kind] for kind in kinds), Site.seen
 
 
 @pytest.mark.long
 def test_no_history_of_a_site_is_undercharged_in_a_long_search():
-    search(Site, 600, 12)
+    search(Site, 400, 12)
     assert min(Site.seen.values()) >= 20
     search(SampledSite, 20, 8)
