@@ -120,13 +120,13 @@ class PartyStanding:
     Attributes:
         party: the adversary.
         because: the first run that makes epsilon infinite over all runs; "" for none.
-        reserved: sum of the reserved epsilons; not a bound without max-epsilon.
+        reserved: sum of the reserved epsilons; None if no limit applies.
         composed: epsilon of all charges so far, had all runs been planned together.
     """
 
     party: Party
     because: str
-    reserved: float
+    reserved: float | None
     composed: float
 
 
@@ -225,15 +225,17 @@ class SiteAccount:
         used: Counter[Step] = Counter()
         for entry in closed:
             used.update(_against(party, entry.used))
-        composed = accounting.compute_epsilon(used, self.own.delta, self.own.neighbours)
+        composed = accounting.round_epsilon(used, self.own.delta, self.own.neighbours)
+        is_limited = party in LIMITED and self.own.epsilon < math.inf
+        return PartyStanding(party, because, self.reserved(party) if is_limited else None, composed)
+
+    def reserved(self, party: Party) -> float:
+        """Return the sum of the reserved epsilons, of the runs that are not open against a party."""
+        entries = [entry for entry in self.entries if entry.steps and party not in entry.open]
         if party in LIMITED:
-            reserved = sum(self.reserved_epsilon(entry) for entry in closed)
-        else:
-            reserved = sum(
-                accounting.compute_epsilon(_against(party, entry.largest), self.delta_of_run, self.own.neighbours)
-                for entry in closed
-            )
-        return PartyStanding(party, because, reserved, composed)
+            return sum(self.reserved_epsilon(entry) for entry in entries)
+        plans = (_against(party, entry.largest) for entry in entries)
+        return sum(accounting.compute_epsilon(plan, self.delta_of_run, self.own.neighbours) for plan in plans)
 
     @cached_property
     def used(self) -> Spent:
@@ -267,11 +269,8 @@ class SiteAccount:
                 "its policy it makes none"
             )
         entry = replace(entry, reserved=self.reserved_epsilon(entry))
-        needed = max(
-            self.reserved_epsilon(entry)
-            + sum(self.reserved_epsilon(one) for one in self.entries if one.steps and party not in one.open)
-            for party in LIMITED
-            if party not in entry.open
+        needed = self.reserved_epsilon(entry) + max(
+            self.reserved(party) for party in LIMITED if party not in entry.open
         )
         if needed > self.own.epsilon * (1 + _RELATIVE):
             limit = stated_guarantee(self.own.epsilon, self.own.delta, self.own.neighbours)

@@ -44,7 +44,7 @@ class LedgerStanding:
     @property
     def left(self) -> float:
         """Return the part of the limit that is not reserved; infinite without a limit."""
-        return max(0.0, self.budget.epsilon - max(one.reserved for one in self.parties if one.party in LIMITED))
+        return max(0.0, self.budget.epsilon - max(one.reserved or 0.0 for one in self.parties))
 
 
 def ledger_files(state_dir: Path) -> list[Path]:
@@ -120,7 +120,7 @@ def bound_of(one: PartyStanding, budget: PrivacyBudget) -> str:
         return f"over all runs epsilon is infinite, because of run {sanitize(one.because, 100)}"
     if one.party not in LIMITED:
         return "no limit applies"
-    if budget.epsilon == math.inf:
+    if one.reserved is None:
         return "no limit over all runs: the policy sets no max-epsilon"
     limit = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)
     if one.reserved > budget.epsilon * (1 + 1e-9):

@@ -74,7 +74,7 @@ def test_a_run_is_stopped_before_its_own_claim_is_passed_and_over_restarts(tmp_p
     assert stat.S_IMODE((tmp_path / "ledger.json").stat().st_mode) == 0o600
     standing = account(tmp_path).standing(Party.SERVER)
     assert standing.composed == pytest.approx(cost(3))
-    assert standing.reserved == pytest.approx(cost(3, DELTA / MAX_RUNS))
+    assert account(tmp_path).reserved(Party.SERVER) == pytest.approx(cost(3, DELTA / MAX_RUNS))
 
 
 def test_a_run_reserves_its_largest_plan_at_a_sixteenth_of_delta_and_runs_add_up(tmp_path):
@@ -172,9 +172,9 @@ def test_noise_in_a_sum_is_limited_against_the_server_and_shown_against_all(tmp_
     once = accounting.compute_epsilon({Step(SUMMED, 0, 0, 3.0): 1}, DELTA / MAX_RUNS, REPLACE)
     charge(tmp_path, terms(most=1), PrivacyBudget(once * 1.001, DELTA, REPLACE), both)
     standings = {party: account(tmp_path).standing(party) for party in Party}
-    assert standings[Party.SERVER] == standings[Party.OTHERS].__class__(
-        Party.SERVER, "", standings[Party.OTHERS].reserved, standings[Party.OTHERS].composed
-    )
+    assert standings[Party.SERVER].reserved == standings[Party.OTHERS].reserved == pytest.approx(once)
+    assert standings[Party.SERVER].composed == standings[Party.OTHERS].composed
+    assert standings[Party.ALL].reserved is None
     alone = accounting.compute_epsilon({Step(SUMMED, 0, 0, 1.0): 1}, DELTA, REPLACE)
     assert standings[Party.ALL].composed == pytest.approx(alone)
     assert standings[Party.ALL].composed > standings[Party.SERVER].composed
