@@ -150,11 +150,13 @@ class PrivacyLedger:
             BudgetError: the charge is not within the run's plan, or the run is not within the site's limit.
             StateError: ledger or witness cannot be read or written, or do not fit each other.
         """
-        self._change(own, witness, lambda account: account.charge(terms, charges, after_open))
+        self._change(own, witness, lambda account: account.hold_to(own).charge(terms, charges, after_open))
 
     def note_open(self, run: str, why: str, own: PrivacyBudget, witness: LedgerWitness | None = None) -> None:
-        """Write an open entry for a run, unless it has one. Raises BudgetError, StateError as `charge` does."""
-        self._change(own, witness, lambda account: account.note_open(run, why))
+        """Write an open entry for a run, unless it has one; `own` counts only for a new ledger. Raises StateError."""
+        self._change(
+            own, witness, lambda account: (account if account.limits else account.hold_to(own)).note_open(run, why)
+        )
 
     def read(self, own: PrivacyBudget) -> StoredAccount:
         """Return the ledger's content as its last change left it; one for `own` if there is none. Raises StateError."""
@@ -250,7 +252,7 @@ class PrivacyLedger:
                     "taken over; use that site's state folder"
                 )
             before = stored.account
-            account = decide(before.hold_to(own))
+            account = decide(before)
             if account == before and not old and stored.tag:
                 if witness is not None and mark != stored.mark:
                     witness.write(stored.mark)

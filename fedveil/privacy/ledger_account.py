@@ -37,6 +37,7 @@ from fedveil.privacy import accounting
 MAX_RUNS = 16  # among which delta is divided
 _OLD_SUM_UNIT = 1.5  # the most by which older versions overstate the z of noise in a sum
 _RELATIVE = 1e-9  # slack of a comparison of floats
+_MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # of Poisson steps and their mean privacy loss
 
 
 class Party(StrEnum):
@@ -211,7 +212,7 @@ class SiteAccount:
         """Return the epsilon that an entry reserves against the limited parties that it is not open for."""
         if entry.reserved is not None:
             return entry.reserved
-        return accounting.compute_epsilon(entry.largest, self.delta_of_run, self.own.neighbours)
+        return self._epsilon(entry.largest, self.delta_of_run)
 
     @property
     def runs(self) -> int:
@@ -225,7 +226,7 @@ class SiteAccount:
         used: Counter[Step] = Counter()
         for entry in closed:
             used.update(_against(party, entry.used))
-        composed = accounting.round_epsilon(used, self.own.delta, self.own.neighbours)
+        composed = accounting.round_epsilon(used, self.own.delta, self.own.neighbours) if _is_small(used) else math.inf
         is_limited = party in LIMITED and self.own.epsilon < math.inf
         return PartyStanding(party, because, self.reserved(party) if is_limited else None, composed)
 
@@ -235,7 +236,10 @@ class SiteAccount:
         if party in LIMITED:
             return sum(self.reserved_epsilon(entry) for entry in entries)
         plans = (_against(party, entry.largest) for entry in entries)
-        return sum(accounting.compute_epsilon(plan, self.delta_of_run, self.own.neighbours) for plan in plans)
+        return sum(self._epsilon(plan, self.delta_of_run) for plan in plans)
+
+    def _epsilon(self, charges: Spent, delta: float) -> float:
+        return accounting.compute_epsilon(charges, delta, self.own.neighbours) if _is_small(charges) else math.inf
 
     @cached_property
     def used(self) -> Spent:
@@ -269,16 +273,17 @@ class SiteAccount:
                 "its policy it makes none"
             )
         entry = replace(entry, reserved=self.reserved_epsilon(entry))
-        needed = self.reserved_epsilon(entry) + max(
-            self.reserved(party) for party in LIMITED if party not in entry.open
-        )
+        reserved = max(self.reserved(party) for party in LIMITED if party not in entry.open)
+        needed = self.reserved_epsilon(entry) + reserved
         if needed > self.own.epsilon * (1 + _RELATIVE):
             limit = stated_guarantee(self.own.epsilon, self.own.delta, self.own.neighbours)
+            enough = (
+                "" if needed == math.inf else f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}"
+            )
             raise BudgetError(
-                f"max-epsilon: this site permits at most {limit} over all runs together, found "
-                f"{needed - (entry.reserved or 0.0):.4g} reserved by {self.runs} earlier runs and {entry.reserved:.4g} "
-                f"for this one (at delta / {MAX_RUNS}); agree on a smaller epsilon or fewer rounds, or the site sets "
-                f"max-epsilon to {math.ceil(needed * 100) / 100:g}"
+                f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved by "
+                f"{self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on a "
+                f"smaller epsilon or fewer rounds{enough}"
             )
         return entry
 
@@ -308,11 +313,20 @@ def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
     def fits(times: int) -> bool:
         plan = {step: times * count for step, count in charges.items()}
         kinds = {(claim.delta, claim.neighbours), (own.delta, own.neighbours)}
-        return all(accounting.compute_epsilon(plan, *kind) <= claim.epsilon for kind in kinds)
+        return _is_small(plan) and all(accounting.compute_epsilon(plan, *kind) <= claim.epsilon for kind in kinds)
 
     if claim.epsilon == math.inf:
         return terms.most_charges
     return _largest(fits, terms.most_charges, (terms.rounds, terms.rounds + 1))
+
+
+def _is_small(charges: Spent) -> bool:
+    """Return whether the accountant takes seconds for these charges, and not all memory.
+
+    The server chooses the number of rounds. Larger plans count as infinite, which is an upper bound.
+    """
+    is_closed = all(step.kind != "poisson" for step in charges)
+    return is_closed or (sum(charges.values()) <= _MAX_STEPS and accounting.mean_loss(charges) <= _MAX_LOSS)
 
 
 def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> int:
@@ -323,6 +337,10 @@ def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> i
     for probe in likely:
         if low < probe < high:
             low, high = (probe, high) if fits(probe) else (low, probe)
+    probe = max(1, 2 * low)  # from below, because the server chooses `most`, and large plans take long
+    while probe < high and fits(probe):
+        low, probe = probe, 2 * probe
+    high = min(high, probe)
     while high - low > 1:
         probe = (low + high) // 2
         low, high = (probe, high) if fits(probe) else (low, probe)

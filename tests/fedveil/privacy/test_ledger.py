@@ -16,7 +16,7 @@ from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
 from fedveil.privacy.ledger import PrivacyLedger, WitnessMark
-from fedveil.privacy.ledger_account import MAX_RUNS, Party, RunTerms, SiteAccount
+from fedveil.privacy.ledger_account import MAX_RUNS, Party, RunTerms, SiteAccount, _largest
 from fedveil.records.atomic_files import write_checksummed
 
 DELTA, REPLACE, ZERO = 1e-5, Adjacency.REPLACE_ONE, Adjacency.ZERO_OUT
@@ -190,6 +190,32 @@ def test_a_promise_keeps_its_delta_and_relation_and_a_larger_limit_is_a_new_one(
     assert account(tmp_path).limits == (9.0, 12.0)
     with pytest.raises(BudgetError, match="unit: expected row"):
         charge(tmp_path, terms("c", 5.0, 1, unit="patient"), PrivacyBudget(12.0, DELTA, REPLACE))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 10**12])
+@pytest.mark.parametrize("edge", [0, 1, 2, 5, 8, 99, 100, 10**6])
+def test_the_largest_plan_is_found_in_few_tries(most, edge):
+    tried = []
+    assert _largest(lambda times: tried.append(times) or times <= edge, most, (5, 6)) == min(most, edge)
+    assert len(tried) <= 4 + 2 * (edge + 1).bit_length()
+
+
+def test_a_run_of_absurdly_many_rounds_ends_the_site_s_patience_and_not_its_memory(tmp_path):
+    """The server chooses the rounds: a plan that the accountant cannot compute is not reserved."""
+    drawn = {Step("poisson", 50, 25, 1.0): 1}
+    charge(tmp_path, terms("endless", most=10**12), charges=drawn)
+    assert account(tmp_path).reserved(Party.SERVER) == math.inf
+    with pytest.raises(BudgetError, match="over all runs together"):
+        charge(tmp_path, terms("next", most=1), PrivacyBudget(1e6, DELTA, REPLACE), drawn)
+    with pytest.raises(BudgetError, match="for its first client round"):
+        charge(tmp_path, terms("r", 0.5, 10**12), charges=drawn)
+
+
+def test_a_plain_run_is_noted_whatever_the_policy_s_delta_is(tmp_path):
+    charge(tmp_path, terms(most=1))
+    PrivacyLedger(tmp_path).note_open("plain", "no claim", PrivacyBudget(9.0, 1e-3, ZERO))
+    assert [entry.run for entry in account(tmp_path).entries] == ["r", "plain"]
+    assert account(tmp_path).limits == (math.inf,)
 
 
 def test_the_own_relation_and_delta_bound_a_run_too(tmp_path):
