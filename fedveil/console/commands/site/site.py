@@ -17,7 +17,7 @@ from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.launch import site as site_start
 from fedveil.console.launch import site_options
 from fedveil.console.provisioning import enrollment, kit_reader
-from fedveil.console.runs import re_encrypt
+from fedveil.console.runs import ledger_actions, re_encrypt
 from fedveil.console.runs.dataset_cache import list_cached_datasets
 from fedveil.console.runs.ledger_summary import ledger_lines
 from fedveil.console.runs.retained_state import list_retained, offer_purge, purge_line
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write flower-superlink and flower-supernode that serve only this user, for shared hosts",
     )  # fmt: skip
     guard.set_defaults(run=_guard)
-    status = actions.add_parser("status", help="show the workers, private state and ledgers of this machine's sites")
+    status = actions.add_parser("status", help="show the workers, private state and ledger of this machine's sites")
     status.add_argument("--follow", action="store_true", help="keep running and show training progress")
     status.add_argument(
         "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     key.add_argument("file", type=Path, metavar="NEWFILE", help="file of 32 bytes that only this user can read")
     key.set_defaults(run=_key)
     seal, purge = _keeping(actions)
+    ledgers = ledger_actions.add_actions(actions, _in_own_folder)
     dashboard = actions.add_parser(
         "dashboard", help="show uploads, refusals, ledger and worker in a browser on this machine"
     )
@@ -102,11 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
-    for action in (status, seal, purge, dashboard):
+    for action in (status, seal, purge, dashboard, *ledgers):
         action.add_argument(
             "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names the state folder"
         )
-    for action in (status, warm, seal, purge, dashboard):
+    for action in (status, warm, seal, purge, dashboard, *ledgers):
         action.add_argument("--state-dir", type=Path, help=f"the site's own folder; default {SiteConfig().state_dir}")
 
 
