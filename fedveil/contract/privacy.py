@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from fedveil.errors import ConfigError
 
 __all__ = [
+    "LEAST_DELTA",
     "OWN_SHARE",
     "SUMMED",
     "UNTIMED",
@@ -91,6 +92,7 @@ class Step(NamedTuple):
 
 
 SUMMED, OWN_SHARE = "summed", "own share"  # noise in a sum: all of it, and the site's part
+LEAST_DELTA = 1e-10
 Spent = Mapping[Step, int]  # how often each step was taken
 UNTIMED = "An epsilon with Poisson sampling assumes a server that does not time the site."
 
@@ -201,17 +203,17 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_delta(delta: float) -> None:
-    """Raise ConfigError unless `delta` is above 0 and below 1."""
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta: expected a number above 0 and below 1, found {delta}; 1e-5 is usual")
+    """Raise ConfigError unless `delta` is at least 1e-10, below which the accountant's rounding shows, and below 1."""
+    if not LEAST_DELTA <= delta < 1:
+        raise ConfigError(f"delta: expected at least {LEAST_DELTA:g} and less than 1, found {delta}; 1e-5 is usual")
 
 
 def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
-    """Raise ConfigError for batches that depend on the number of examples, under a relation that changes it."""
-    if sampling != "poisson" and neighbours is Adjacency.ZERO_OUT:
+    """Raise ConfigError for batches of a fixed size under zero-out, for which no accountant is known."""
+    if sampling == "fixed" and neighbours is Adjacency.ZERO_OUT:
         raise ConfigError(
-            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change '
-            f"with the number of examples; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
+            f'sampling: expected "poisson" or "disjoint" under {neighbours.value}, found "fixed", for which no epsilon '
+            f"is known; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
         )
 
 

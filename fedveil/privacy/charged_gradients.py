@@ -55,10 +55,10 @@ class ChargedGradientSource(WrappedGradientSource):
     @override
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
         """Draw batches and charge the ledger. Raises BudgetError before any example is used."""
-        if sampling != "poisson" and self._own.neighbours is Adjacency.ZERO_OUT:
+        if sampling == "fixed" and self._own.neighbours is Adjacency.ZERO_OUT:
             raise BudgetError(
-                f'sampling: expected "poisson" at this site, whose own adjacency is {self._own.neighbours.value}, '
-                f'found "{sampling}", whose batches all change with the number of rows; agree on it with the site'
+                'sampling: expected "poisson" or "disjoint" at this site, whose own adjacency is '
+                f'{self._own.neighbours.value}, found "fixed", for which no epsilon is known; agree on it with the site'
             )
         drawn = super().batches(sampling, steps, rng, skip)
         budget = self._claim.budget

@@ -164,9 +164,8 @@ def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
             client_assignment, site=client_assignment.site.model_copy(update={"policy": str(tmp_path / "policy.toml")})
         )
 
-    disjoint = asked('adjacency = "zero-out"')
-    with pytest.raises(BudgetError, match='sampling: expected "poisson" at this site'):
-        take(disjoint)
+    with pytest.raises(BudgetError, match='sampling: expected "poisson" or "disjoint" at this site'):
+        take(asked('adjacency = "zero-out"', sampling="fixed"))
     fields = under("zero-out", cost(1, Adjacency.ZERO_OUT))
     with pytest.raises(BudgetError, match="replace-one"):
         take(asked("", **fields))
