@@ -78,7 +78,8 @@ def build_trainer(
         ledger = open_ledger(assignment.site.state_dir, assignment.name, round_.seal)
         dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
         records = ledger.names(dataset.records(data.prepared.origins()))
-        rows = ChargedGradientSource(rows, guarantee, round_.policy.budget, ledger, records)
+        charged = round_.charged_guarantee(loaded.exchange, guarantee)
+        rows = ChargedGradientSource(rows, charged, round_.policy.budget, ledger, records)
         trainer = GradientsOnlyTrainer(counter.spec, rows)
     if dp := DpSgdConfig.from_config(config.dp):
         trainer = NoisyTrainer(trainer.spec, rows, dp, context)

@@ -9,14 +9,19 @@ one record moves the sum by up to 2 C; zeroing one out moves it by up to C.
 | with Poisson subsampling, or with batches of a fixed size under replace-one | the dominating pair of each step
   (dominating_pairs.py), all in one composition with the Gaussian steps | exact for Poisson, an upper bound for fixed
   sizes; the grid adds less than 0.01 % |
-| integer noise in a sum ("summed"; discrete_gaussian.py) | Renyi, for a discrete Gaussian has a Gaussian's Renyi
-  divergence, but not its loss distribution; at orders where Poisson subsampling has it too (see `_renyi`) | an upper
-  bound |
-| "summed" beside sampled steps | epsilon of each group at delta / 2, added up | an upper bound, by basic composition;
-  Gaussian steps count with the sampled ones |
+| integer noise in a sum ("summed") | as the Gaussian or Poisson step that is rounded to it, at delta (1 - 2^-10), if
+  (1 + e^epsilon) times the distance from that (`Step.variation`) is at most 2^-10 delta | as above, plus 0.1 % |
+| "summed" where the distance is too large or unknown, and sums of ledgers before version 4 | Renyi, for a discrete
+  Gaussian has a Gaussian's Renyi divergence, but not its loss distribution; at orders where Poisson subsampling has it
+  too (see `_renyi`) | an upper bound |
+| those beside sampled steps | epsilon of each group at delta / 2, added up | an upper bound, by basic composition |
 | sampling without replacement, under zero-out | none: all batches change with the number of rows | infinite |
 | no noise: z = 0 | - | infinite |
 | "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
+
+The z of integer noise is in units of D1, the most that one record's integers are away from those of no record. Two
+records are at most 2 D1 apart. In ledgers before version 4, z may be in units of half the distance of two records,
+which is at least D1 / 1.5: there, z / 1.5 counts wherever D1 is meant.
 
 Integer noise is charged twice: as "summed", with the noise of all honest sites of a sum, and as "own share", with the
 noise of the site alone. `compute_epsilon` counts the first, which holds if no more sites collude with the server than
@@ -37,6 +42,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OLD_SUMMED,
     OWN_SHARE,
     SUMMED,
     Adjacency,
@@ -57,12 +64,14 @@ if TYPE_CHECKING:
     from fedveil.privacy.dominating_pairs import DominatingPair
 
 __all__ = [
+    "VARIATION_SHARE",
     "compute_epsilon",
     "epsilon_against_all",
     "epsilon_in_sum",
     "loss_distributions",
     "max_charged",
     "mean_loss",
+    "name_sum_accountant",
     "noise_multiplier_for",
     "round_epsilon",
 ]
@@ -81,6 +90,8 @@ _TABLE_DISTANCE = (
     2.0**-163
 )  # of a round's noise: discrete_gaussian.total_variation_bound of 2^30 draws at each of 2^13 sites
 _TABLE_SHARE = 2.0**-20  # of delta that it may take
+VARIATION_SHARE = 2.0**-10  # of delta that the distance of sums from the continuous mechanism may take
+_OLD_UNIT = 1.5  # the most that D1 can be of the unit of an old sum, in which rounding at most doubled the noise
 
 
 def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, across_rounds: bool) -> Spent:
@@ -127,7 +138,7 @@ def _narrowing(charges: Spent, delta: float, neighbours: Adjacency) -> Iterator[
     interval, then with the interval, then with its square. Tests compare both with the finest grid.
     """
     steps, upper_bounds = _sorted(charges), list[float]()
-    for multiple in _COARSER if any(step.kind in ("poisson", "fixed") for step, _ in steps) else ():
+    for multiple in _COARSER if any(0 < step.batch < step.examples for step, _ in steps) else ():
         upper_bounds.append(_epsilon(steps, delta, neighbours, multiple))
         yield _at_least(upper_bounds[-3:]), upper_bounds[-1]
     exact = _epsilon(steps, delta, neighbours, 1)
@@ -145,59 +156,107 @@ def _at_least(found: list[float]) -> float:
 
 
 def mean_loss(charges: Spent) -> float:
-    """Bound the mean privacy loss (Kullback-Leibler) of the Gaussian and Poisson-subsampled steps.
+    """Bound the mean privacy loss (Kullback-Leibler) of the steps.
 
     The time and memory of a privacy loss distribution grow with it. For one step at rate q, under either
-    relation, it is at most 2 q / z^2 (convexity) and 2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
+    relation, it is at most 2 q / z^2 (convexity); with Poisson sampling it is also at most
+    2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
     """
     total = 0.0
     for (kind, examples, batch, multiplier, _), count in charges.items():
-        if kind == OWN_SHARE:
+        if kind in (OWN_SHARE, OLD_OWN_SHARE):
             continue
         if multiplier == 0:
             return math.inf
-        inverse, rate = multiplier**-2, batch / examples if examples and kind in ("poisson", SUMMED) else 1.0
+        inverse, rate = (
+            (multiplier / (_OLD_UNIT if kind == OLD_SUMMED else 1)) ** -2,
+            batch / examples if examples else 1.0,
+        )
         one = 2 * rate * inverse
-        if rate < 1 and inverse < 1:  # above it, the other bound is the smaller one or the step is hardly private
+        if kind != "fixed" and rate < 1 and inverse < 1:  # above 1, the other bound is the smaller one
             one = min(one, 4 * rate**2 / (1 - rate) * math.sinh(inverse))
         total += count * one
     return total
 
 
-def epsilon_in_sum(charges: Spent, own: Spent) -> Spent:
+def epsilon_in_sum(charges: Spent, own: Spent, variations: tuple[float, float] = (0.0, 0.0)) -> Spent:
     """Return charges of both kinds for the same uses: with the noise of a sum, and with a site's own share of it."""
-    kinds = ((SUMMED, charges), (OWN_SHARE, own))
-    return {step._replace(kind=kind): count for kind, spent_ in kinds for step, count in spent_.items()}
+    kinds = zip((SUMMED, OWN_SHARE), (charges, own), variations, strict=True)
+    return {
+        step._replace(kind=kind, variation=variation): count
+        for kind, spent, variation in kinds
+        for step, count in spent.items()
+    }
 
 
 def epsilon_against_all(charges: Spent) -> Spent:
     """Return the charges with only the site's own share of the noise in sums."""
+    own = {OWN_SHARE: SUMMED, OLD_OWN_SHARE: OLD_SUMMED}
     return {
-        step._replace(kind=SUMMED) if step.kind == OWN_SHARE else step: count
+        step._replace(kind=own.get(step.kind, step.kind)): count
         for step, count in charges.items()
-        if step.kind != SUMMED
+        if step.kind not in (SUMMED, OLD_SUMMED)
     }
+
+
+def name_sum_accountant(charges: Spent, delta: float, neighbours: Adjacency) -> str:
+    """Return by which accountant `compute_epsilon` counts the noise in sums; "" without such noise."""
+    counted = _counted(_sorted(charges))
+    if not any(step.kind in (SUMMED, OLD_SUMMED) for step, _ in counted):
+        return ""
+    is_continuous = _epsilon_as_continuous(counted, delta, neighbours, 1) is not None
+    return "privacy loss distributions" if is_continuous else "Renyi divergences"
 
 
 @lru_cache(maxsize=4096)
 def _epsilon(charges: Charges, delta: float, neighbours: Adjacency, multiple: int) -> float:
     """Compute epsilon on a grid whose interval is this multiple of the finest one."""
-    charges = tuple((step, count) for step, count in charges if step.kind != OWN_SHARE)
+    charges = _counted(charges)
     if not charges:
         return 0.0
     if any(step.multiplier == 0 or (step.kind == "fixed" and neighbours is Adjacency.ZERO_OUT) for step, _ in charges):
         return math.inf
-    sums = tuple((step, count) for step, count in charges if step.kind == SUMMED)
-    others = tuple((step, count) for step, count in charges if step.kind != SUMMED)
-    if not sums:
-        return _epsilon_of_pairs(others, delta, neighbours, multiple)
-    if all(step.kind == "gaussian" for step, _ in others):
+    if (epsilon := _epsilon_as_continuous(charges, delta, neighbours, multiple)) is not None:
+        return epsilon
+    kinds = {step.kind for step, _ in charges}
+    if kinds <= {SUMMED, OLD_SUMMED, "gaussian"}:
         return _renyi(charges, delta, neighbours)
-    return _renyi(sums, delta / 2, neighbours) + _epsilon_of_pairs(others, delta / 2, neighbours, multiple)
+    apart = {OLD_SUMMED} if OLD_SUMMED in kinds else {SUMMED}
+    old, others = (tuple(c for c in charges if (c[0].kind in apart) is is_apart) for is_apart in (True, False))
+    return _renyi(old, delta / 2, neighbours) + _epsilon(others, delta / 2, neighbours, multiple)
+
+
+def _counted(charges: Charges) -> Charges:
+    return tuple((step, count) for step, count in charges if step.kind not in (OWN_SHARE, OLD_OWN_SHARE))
+
+
+def _epsilon_as_continuous(charges: Charges, delta: float, neighbours: Adjacency, multiple: int) -> float | None:
+    """Compute epsilon with the noise in sums as continuous noise; None if its distance from that is too large.
+
+    delta(epsilon) of the sums is at most that of the continuous mechanism plus (1 + e^epsilon) times the distance.
+    """
+    if any(step.kind == OLD_SUMMED for step, _ in charges):
+        return None
+    if not any(step.kind == SUMMED for step, _ in charges):
+        return _epsilon_of_pairs(charges, delta, neighbours, multiple)
+    distance = sum(count * step.variation for step, count in charges if step.kind == SUMMED)
+    spare = delta * VARIATION_SHARE
+    if 2 * distance > spare:
+        return None
+    epsilon = _epsilon_of_pairs(charges, delta - spare, neighbours, multiple)
+    return (
+        epsilon
+        if epsilon < math.inf and math.log1p(math.exp(min(epsilon, 700.0))) + _log(distance) <= math.log(spare)
+        else None
+    )
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
 
 
 def _epsilon_of_pairs(charges: Charges, delta: float, neighbours: Adjacency, multiple: int) -> float:
-    if all(step.kind == "gaussian" for step, _ in charges):
+    if not any(0 < step.batch < step.examples for step, _ in charges):
         from dp_accounting import gaussian_mechanism
 
         return float(gaussian_mechanism.get_epsilon_gaussian(_together(charges) / _moved(neighbours), delta))
@@ -270,6 +329,7 @@ def _renyi(charges: Charges, delta: float, neighbours: Adjacency) -> float:
     from dp_accounting.rdp import RdpAccountant, compute_epsilon
 
     replaced = neighbours is Adjacency.REPLACE_ONE
+    charges = tuple((_in_today_s_unit(step, replaced), count) for step, count in charges)
     drawn = [(step, count) for step, count in charges if step.kind == SUMMED and step.examples]
     whole = [(step, count) for step, count in charges if (step, count) not in drawn]
     orders = [order for order in _HALF_ORDERS if replaced or order == int(order)] if drawn else None
@@ -287,6 +347,13 @@ def _renyi(charges: Charges, delta: float, neighbours: Adjacency) -> float:
     # Draws within a distance d of exact ones add (1 + e^epsilon) d to delta.
     taken = math.log(summed * _TABLE_DISTANCE) + epsilon + 1 if summed else -math.inf
     return epsilon if taken <= math.log(delta * _TABLE_SHARE) else math.inf
+
+
+def _in_today_s_unit(step: Step, replaced: bool) -> Step:
+    if step.kind != OLD_SUMMED:
+        return step
+    is_half_of_two = replaced and not step.examples  # the old unit itself: half the distance of two records
+    return step._replace(kind=SUMMED, multiplier=step.multiplier / (1 if is_half_of_two else _OLD_UNIT))
 
 
 def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -7,8 +7,8 @@ noise's standard deviation z and a record's part of at most 1:
 | step | pair | proof |
 |---|---|---|
 | Gaussian | N(m), N(0), with m = 1, or 2 under replace-one; its own reverse | Balle, Wang 2018 |
-| Poisson, zero-out | (1 - q) N(0) + q N(1), N(0), and the reverse; each order is composed, the larger epsilon counts | Zhu
-  et al. 2022 |
+| Poisson, zero-out | (1 - q) N(0) + q N(1), N(0), and the reverse; each order is composed, the larger epsilon counts |
+  Zhu et al. 2022 |
 | Poisson, replace-one | (1 - q) N(0) + q N(-1), (1 - q) N(0) + q N(1); its own reverse | Koskela et al. 2020 |
 | fixed size, replace-one | the joint pair of A = (1 - q) N(0) + q N(2) and B = N(0) | Zhu et al. 2022, Prop. 30 |
 

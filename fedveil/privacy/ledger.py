@@ -44,7 +44,17 @@ from pathlib import Path
 from typing import Any, final
 
 from fedveil import paths
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OLD_SUMMED,
+    OWN_SHARE,
+    SUMMED,
+    PrivacyBudget,
+    Spent,
+    Step,
+    legacy_step,
+    stated_guarantee,
+)
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
@@ -62,6 +72,7 @@ _VERSION = 3
 _WITHOUT_CHECKSUM = (1, 2)
 _BY_CONTENT = 1  # the version whose records were named by their content
 _KEY_BYTES = 32
+_KINDS = ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE, OLD_SUMMED, OLD_OWN_SHARE)
 
 
 @final
@@ -212,7 +223,7 @@ class PrivacyLedger:
 
 
 def _listed(history: Iterable[tuple[Step, int]]) -> list[Any]:
-    return [[step[:4], count] for step, count in history]
+    return [[step, count] for step, count in history]
 
 
 def _history(spent: Iterable[Sequence[Any]]) -> Counter[Step]:
@@ -220,7 +231,8 @@ def _history(spent: Iterable[Sequence[Any]]) -> Counter[Step]:
 
 
 def _step(parts: Sequence[Any]) -> Step:
-    kind, examples, batch, multiplier = parts
-    if kind not in ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE) or not float(multiplier) >= 0:
+    kind, examples, batch, multiplier, *variation = parts
+    if kind not in _KINDS or not float(multiplier) >= 0 or not all(0 <= float(v) <= 1 for v in variation):
         raise ValueError(f"step {parts}")
-    return Step(str(kind), int(examples), int(batch), float(multiplier))
+    step = Step(str(kind), int(examples), int(batch), float(multiplier), *map(float, variation))
+    return step if variation else legacy_step(step)  # before version 4, steps had no variation

@@ -12,7 +12,14 @@ from pathlib import Path
 from fedveil.client_app.policy import site_policy as policies
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.console.runs.site_notes import read_site_note
-from fedveil.contract.privacy import OWN_SHARE, UNTIMED, PrivacyBudget, is_poisson_sampled, stated_guarantee
+from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OWN_SHARE,
+    UNTIMED,
+    PrivacyBudget,
+    is_poisson_sampled,
+    stated_guarantee,
+)
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
@@ -76,7 +83,7 @@ def ledger_standing(state_dir: Path, name: str, policy: str = "", key_file: str 
             (accounting.compute_epsilon(history, budget.delta, budget.neighbours) for history in charged), default=0.0
         )
 
-    in_sum = any(step[0] == OWN_SHARE for history, _ in histories for step in history)
+    in_sum = any(step.kind in (OWN_SHARE, OLD_OWN_SHARE) for history, _ in histories for step in history)
     rows = sum(records for _, records in histories)
     poisson = any(is_poisson_sampled(history) for history, _ in histories)
     return LedgerStanding(len(histories), rows, most(own=False), most(own=True) if in_sum else None, poisson, budget)

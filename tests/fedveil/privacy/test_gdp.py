@@ -33,7 +33,8 @@ def test_mu_of_gaussian_steps_is_the_root_of_their_sum():
 @pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
 def test_mu_of_subsampled_steps_bounds_the_whole_curve_and_not_much_more(neighbours):
     mu_bound = compute_mu(STEPS, 1e-5, neighbours)
-    accountant = PLDAccountant(NeighboringRelation[neighbours.name])
+    relation = NeighboringRelation.REPLACE_ONE if neighbours is REPLACE else NeighboringRelation.ADD_OR_REMOVE_ONE
+    accountant = PLDAccountant(relation)
     for step, count in STEPS.items():
         gaussian = GaussianDpEvent(step.multiplier)
         accountant.compose(

@@ -325,13 +325,11 @@ def test_charges_of_other_kinds_compose(tmp_path):
 
 
 @pytest.mark.long
-def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
-    """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
+def test_charges_of_two_kinds_cost_less_together_than_apart(tmp_path):
     poisson, fixed = {Step("poisson", 50, 5, 1.5): 4}, {Step("fixed", 50, 5, 8.0): 3}
     alone = [accounting.compute_epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
     epsilon = accounting.compute_epsilon(poisson | fixed, DELTA, REPLACE)
-    assert epsilon == sum(accounting.compute_epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
-    assert sum(alone) < epsilon < 1.2 * sum(alone)
+    assert max(alone) < epsilon < sum(alone)
     assert accounting.compute_epsilon(poisson | fixed | {STEP: 5}, DELTA, REPLACE) > epsilon
     ledger = PrivacyLedger(tmp_path / "s.json")
     ledger.charge(["a"], fixed, PrivacyBudget(epsilon, DELTA, REPLACE))
