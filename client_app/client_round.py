@@ -19,6 +19,7 @@ from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.config import RunConfig
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
+from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.contract.task import PreparedData, Task
 from fedveil.data.units import UnitRows
 from fedveil.encrypted_files import FileSeal
@@ -136,9 +137,18 @@ class ClientRound:
         """Return the site's half of the exchange, which masks the upload under secure aggregation."""
         if self.secagg is None:
             return exchange.participate
+        return self._codec(exchange).of_site(self.secagg.site, self.secagg.plan, self.secagg.terms)
+
+    def charged_guarantee(self, exchange: MessageExchange, guarantee: PrivacyGuarantee) -> PrivacyGuarantee:
+        """Return the guarantee as the ledger charges it: noise in the sum depends on this round's integers."""
+        if self.secagg is None or (noise := self._codec(exchange).noise) is None:
+            return guarantee
+        return noise.charged(self._codec(exchange).ring(self.secagg.plan))
+
+    def _codec(self, exchange: MessageExchange) -> MaskedUploadCodec:
+        assert self.secagg is not None
         guarantee = guarantee_of(exchange.method, self.assignment.config)
-        codec = MaskedUploadCodec.from_exchange(exchange, self.assignment.order.round, self.secagg.plan.bits, guarantee)
-        return codec.of_site(self.secagg.site, self.secagg.plan, self.secagg.terms)
+        return MaskedUploadCodec.from_exchange(exchange, self.assignment.order.round, self.secagg.plan.bits, guarantee)
 
     def require_same(self, message: Buffer) -> Buffer:
         """Return the message if it is the plan's, and the round was served with no other message and state.

@@ -90,7 +90,8 @@ def build_trainer(
     trainer, rows = counter, counter.rows
     if not config.run.deterministic:
         require_one_unit(assignment.site.state_dir, by_unit=data.units is not None)
-        rows = ChargedGradientSource(rows, guarantee, open_charger(round_, guarantee))
+        charged = round_.charged_guarantee(loaded.exchange, guarantee)
+        rows = ChargedGradientSource(rows, charged, open_charger(round_, charged))
         trainer = GradientsOnlyTrainer(counter.spec, rows)
     if dp := DpSgdConfig.from_config(config.dp):
         trainer = NoisyTrainer(trainer.spec, rows, dp, context)

@@ -28,9 +28,9 @@ LYING = (
 )
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact)",
-    "poisson": "privacy loss distributions (an upper bound)",
-    "fixed": "Renyi divergences (an upper bound)",
-    "summed": "Renyi divergences of the discrete Gaussian in the sum (an upper bound)",
+    "poisson": "privacy loss distributions (exact to 0.01 %)",
+    "fixed": "privacy loss distributions of a pair for fixed batch sizes (an upper bound)",
+    "summed": "the continuous mechanism that a sum rounds, or Renyi divergences of the sum (an upper bound)",
 }
 
 

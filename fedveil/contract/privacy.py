@@ -11,6 +11,9 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from fedveil.errors import ConfigError
 
 __all__ = [
+    "LEAST_DELTA",
+    "OLD_OWN_SHARE",
+    "OLD_SUMMED",
     "OWN_SHARE",
     "SUMMED",
     "UNTIMED",
@@ -32,6 +35,7 @@ __all__ = [
     "check_seeded",
     "is_poisson_sampled",
     "joint_budget",
+    "legacy_step",
     "stated_guarantee",
 ]
 
@@ -77,10 +81,11 @@ class Step(NamedTuple):
     """One use of a record.
 
     Attributes:
-        kind: "gaussian", "poisson", "fixed", `SUMMED` or `OWN_SHARE`.
+        kind: "gaussian", "poisson", "fixed", `SUMMED`, `OWN_SHARE`, `OLD_SUMMED` or `OLD_OWN_SHARE`.
         examples, batch: the site's, and those of a batch; 0 without sampling.
         multiplier: z.
-        variation: the total variation distance, for noise in a sum, between one sum and the continuous mechanism.
+        variation: for noise in a sum, the total variation distance between one sum and the continuous mechanism; 1 if
+            it is not known.
     """
 
     kind: str
@@ -91,6 +96,8 @@ class Step(NamedTuple):
 
 
 SUMMED, OWN_SHARE = "summed", "own share"  # noise in a sum: all of it, and the site's part
+OLD_SUMMED, OLD_OWN_SHARE = "summed before version 4", "own share before version 4"  # with another unit of z
+LEAST_DELTA = 1e-10
 Spent = Mapping[Step, int]  # how often each step was taken
 UNTIMED = "An epsilon with Poisson sampling assumes a server that does not time the site."
 
@@ -169,7 +176,18 @@ class DistributableGuarantee(PrivacyGuarantee, Protocol):
 
 def is_poisson_sampled(charges: Iterable[Step]) -> bool:
     """Return whether the epsilon of these steps relies on Poisson sampling of the batches."""
-    return any(step.kind == "poisson" or (step.kind in (SUMMED, OWN_SHARE) and step.examples > 0) for step in charges)
+    return any(
+        step.kind == "poisson" or (step.kind not in ("gaussian", "fixed") and step.examples > 0) for step in charges
+    )
+
+
+def legacy_step(step: Step) -> Step:
+    """Return a step of a ledger of version 3 or older with the kind that its unit of z has now.
+
+    Those ledgers do not say how far the noise in a sum is from a continuous one. Their z may be in units of half the
+    distance between a record and the one that replaces it, which rounding makes smaller than a record's own part.
+    """
+    return step._replace(kind={SUMMED: OLD_SUMMED, OWN_SHARE: OLD_OWN_SHARE}.get(step.kind, step.kind))
 
 
 def joint_budget(*multipliers: float) -> float:
@@ -201,17 +219,17 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_delta(delta: float) -> None:
-    """Raise ConfigError unless `delta` is above 0 and below 1."""
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta: expected a number above 0 and below 1, found {delta}; 1e-5 is usual")
+    """Raise ConfigError unless `delta` is at least 1e-10, below which the accountant's rounding shows, and below 1."""
+    if not LEAST_DELTA <= delta < 1:
+        raise ConfigError(f"delta: expected at least {LEAST_DELTA:g} and less than 1, found {delta}; 1e-5 is usual")
 
 
 def check_sampling(sampling: Sampling, neighbours: Adjacency) -> None:
-    """Raise ConfigError for batches that depend on the number of examples, under a relation that changes it."""
-    if sampling != "poisson" and neighbours is Adjacency.ZERO_OUT:
+    """Raise ConfigError for batches of a fixed size under zero-out, for which no accountant is known."""
+    if sampling == "fixed" and neighbours is Adjacency.ZERO_OUT:
         raise ConfigError(
-            f'sampling: expected "poisson" under {neighbours.value}, found "{sampling}", whose batches all change '
-            f"with the number of examples; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
+            f'sampling: expected "poisson" or "disjoint" under {neighbours.value}, found "fixed", for which no epsilon '
+            f"is known; use dp.adjacency = {Adjacency.REPLACE_ONE.value}"
         )
 
 

@@ -1,22 +1,27 @@
-"""Compute epsilon from charges, and noise for a target epsilon, with dp-accounting. No other module computes bounds.
+"""Compute epsilon from charges, and noise for a target epsilon. No other module computes bounds.
 
-Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it), as in
-`GaussianDpEvent`. Replacing one record moves the sum by up to 2 C; adding or removing one moves it by up to C.
+Noise multipliers are z = (standard deviation of the noise on a sum) / (bound C of one record's part in it). Replacing
+one record moves the sum by up to 2 C; zeroing one out moves it by up to C.
 
-| event | accountant | how exact |
+| step | how it is counted | how exact |
 |---|---|---|
 | Gaussian steps only | the analytic Gaussian mechanism: z / sqrt(steps), halved under replace-one | exact |
-| with Poisson subsampling | privacy loss distributions | an upper bound, tight to about 1 % |
-| with sampling without replacement | Renyi, with every z halved: its bound assumes that the sum moves by C | an upper
-  bound |
-| integer noise in a sum ("summed"; discrete_gaussian.py) | Renyi, for a discrete Gaussian has a Gaussian's Renyi
-  divergence, but not its loss distribution; at orders where Poisson subsampling has it too (see `_renyi`) | an upper
-  bound |
-| Poisson and one of the last two | no accountant covers both: epsilon of each group at delta / 2, added up | an upper
-  bound, by basic composition; Gaussian steps count with the Poisson ones |
+| with Poisson subsampling, or with batches of a fixed size under replace-one | the dominating pair of each step
+  (dominating_pairs.py), all in one composition with the Gaussian steps | exact for Poisson, an upper bound for fixed
+  sizes; the grid adds less than 0.01 % |
+| integer noise in a sum ("summed") | as the Gaussian or Poisson step that is rounded to it, at delta (1 - 2^-10), if
+  (1 + e^epsilon) times the distance from that (`Step.variation`) is at most 2^-10 delta | as above, plus 0.1 % |
+| "summed" where the distance is too large or unknown, and sums of ledgers before version 4 | Renyi, for a discrete
+  Gaussian has a Gaussian's Renyi divergence, but not its loss distribution; at orders where Poisson subsampling has it
+  too (see `_renyi`) | an upper bound |
+| those beside sampled steps | epsilon of each group at delta / 2, added up | an upper bound, by basic composition |
 | sampling without replacement, under zero-out | none: all batches change with the number of rows | infinite |
-| NonPrivate, or z = 0 | - | infinite |
+| no noise: z = 0 | - | infinite |
 | "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
+
+The z of integer noise is in units of D1, the most that one record's integers are away from those of no record. Two
+records are at most 2 D1 apart. In ledgers before version 4, z may be in units of half the distance of two records,
+which is at least D1 / 1.5: there, z / 1.5 counts wherever D1 is meant.
 
 Integer noise is charged twice: as "summed", with the noise of all honest sites of a sum, and as "own share", with the
 noise of the site alone. `compute_epsilon` counts the first, which holds if no more sites collude with the server than
@@ -31,12 +36,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OLD_SUMMED,
     OWN_SHARE,
     SUMMED,
     Adjacency,
@@ -52,24 +59,30 @@ from fedveil.contract.privacy import (
 from fedveil.errors import ConfigError
 
 if TYPE_CHECKING:
-    import dp_accounting
+    from dp_accounting.pld.pld_pmf import PLDPmf
+
+    from fedveil.privacy.dominating_pairs import DominatingPair
 
 __all__ = [
-    "accountant_relation",
+    "VARIATION_SHARE",
     "compute_epsilon",
-    "dp_event",
     "epsilon_against_all",
     "epsilon_in_sum",
+    "loss_distributions",
     "max_charged",
     "mean_loss",
+    "name_sum_accountant",
     "noise_multiplier_for",
     "round_epsilon",
 ]
 
+Charges = tuple[tuple[Step, int], ...]
+
 _LARGEST_MULTIPLIER = 1e6
 _TOLERANCE = 1e-3  # relative, of a calibrated multiplier; always on the private side
-_INTERVAL = 1e-4  # of privacy losses, at which an epsilon is charged
-_COARSER = tuple(_INTERVAL * 4**power for power in (5, 4, 3, 2, 1))
+_INTERVAL = 4e-4  # of privacy losses, at most, at which an epsilon is charged
+_COARSER = (256, 64, 16, 4)  # multiples of the finest interval, which are tried first
+_GRID_SHARE = 2.0**-20  # of delta that the ends of all steps' grids may take
 _LEFT = 0.1  # lower bound on the error left, relative to the last refinement's gain: fourfold intervals leave 1/15 once
 # their error is quadratic
 _HALF_ORDERS = [order / 2 for order in (*range(3, 128), 128, 160, 192, 256, 384, 512, 1024)]
@@ -77,6 +90,8 @@ _TABLE_DISTANCE = (
     2.0**-163
 )  # of a round's noise: discrete_gaussian.total_variation_bound of 2^30 draws at each of 2^13 sites
 _TABLE_SHARE = 2.0**-20  # of delta that it may take
+VARIATION_SHARE = 2.0**-10  # of delta that the distance of sums from the continuous mechanism may take
+_OLD_UNIT = 1.5  # the most that D1 can be of the unit of an old sum, in which rounding at most doubled the noise
 
 
 def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, across_rounds: bool) -> Spent:
@@ -96,45 +111,13 @@ def max_charged(multiplier: float, sampling: Sampling, plan: SamplingPlan, acros
     return {Step(sampling, plan.examples, plan.batch, multiplier): plan.rounds * plan.steps}
 
 
-def accountant_relation(neighbours: Adjacency) -> dp_accounting.NeighboringRelation:
-    """Return dp-accounting's name for the relation."""
-    from dp_accounting import NeighboringRelation
-
-    if neighbours is Adjacency.REPLACE_ONE:
-        return NeighboringRelation.REPLACE_ONE
-    return NeighboringRelation.ADD_OR_REMOVE_ONE
-
-
-def dp_event(charges: Spent) -> Any:
-    """Return the charges as one dp-accounting event."""
-    import dp_accounting
-
-    parts = [dp_accounting.SelfComposedDpEvent(_one(*step[:4]), count) for step, count in charges.items() if count]
-    return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
-
-
-def _one(kind: str, examples: int, batch: int, multiplier: float) -> Any:
-    import dp_accounting
-
-    if multiplier == 0:
-        return dp_accounting.NonPrivateDpEvent()
-    gaussian = dp_accounting.GaussianDpEvent(multiplier)
-    if kind == "poisson":
-        return dp_accounting.PoissonSampledDpEvent(batch / examples, gaussian)
-    if kind == "fixed":
-        return dp_accounting.SampledWithoutReplacementDpEvent(examples, batch, gaussian)
-    if kind == "gaussian":
-        return gaussian
-    raise ConfigError(f'sampling: expected "poisson", "fixed" or "gaussian", found "{kind}"')
-
-
 def compute_epsilon(charges: Spent, delta: float, neighbours: Adjacency) -> float:
     """Return the smallest epsilon known for these charges; infinite if none is known."""
     check_delta(delta)
-    return _epsilon(_sorted(charges), delta, neighbours, _INTERVAL)
+    return _epsilon(_sorted(charges), delta, neighbours, 1)
 
 
-def _sorted(charges: Spent) -> tuple[tuple[Step, int], ...]:
+def _sorted(charges: Spent) -> Charges:
     return tuple(sorted((step, count) for step, count in charges.items() if count))
 
 
@@ -155,10 +138,10 @@ def _narrowing(charges: Spent, delta: float, neighbours: Adjacency) -> Iterator[
     interval, then with the interval, then with its square. Tests compare both with the finest grid.
     """
     steps, upper_bounds = _sorted(charges), list[float]()
-    for interval in _COARSER if any(step[0] == "poisson" for step, _ in steps) else ():
-        upper_bounds.append(_epsilon(steps, delta, neighbours, interval))
+    for multiple in _COARSER if any(0 < step.batch < step.examples for step, _ in steps) else ():
+        upper_bounds.append(_epsilon(steps, delta, neighbours, multiple))
         yield _at_least(upper_bounds[-3:]), upper_bounds[-1]
-    exact = _epsilon(steps, delta, neighbours, _INTERVAL)
+    exact = _epsilon(steps, delta, neighbours, 1)
     yield exact, exact
 
 
@@ -173,68 +156,167 @@ def _at_least(found: list[float]) -> float:
 
 
 def mean_loss(charges: Spent) -> float:
-    """Bound the mean privacy loss (Kullback-Leibler) of the Gaussian and Poisson-subsampled steps.
+    """Bound the mean privacy loss (Kullback-Leibler) of the steps.
 
     The time and memory of a privacy loss distribution grow with it. For one step at rate q, under either
-    relation, it is at most 2 q / z^2 (convexity) and 2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
+    relation, it is at most 2 q / z^2 (convexity); with Poisson sampling it is also at most
+    2 q^2 / (1 - q) (e^(1/z^2) - e^(-1/z^2)) (chi-square distance).
     """
     total = 0.0
     for (kind, examples, batch, multiplier, _), count in charges.items():
-        if kind == OWN_SHARE:
+        if kind in (OWN_SHARE, OLD_OWN_SHARE):
             continue
         if multiplier == 0:
             return math.inf
-        inverse, rate = multiplier**-2, batch / examples if examples and kind in ("poisson", SUMMED) else 1.0
+        inverse, rate = (
+            (multiplier / (_OLD_UNIT if kind == OLD_SUMMED else 1)) ** -2,
+            batch / examples if examples else 1.0,
+        )
         one = 2 * rate * inverse
-        if rate < 1 and inverse < 1:  # above it, the other bound is the smaller one or the step is hardly private
+        if kind != "fixed" and rate < 1 and inverse < 1:  # above 1, the other bound is the smaller one
             one = min(one, 4 * rate**2 / (1 - rate) * math.sinh(inverse))
         total += count * one
     return total
 
 
-def epsilon_in_sum(charges: Spent, own: Spent) -> Spent:
+def epsilon_in_sum(charges: Spent, own: Spent, variations: tuple[float, float] = (0.0, 0.0)) -> Spent:
     """Return charges of both kinds for the same uses: with the noise of a sum, and with a site's own share of it."""
-    kinds = ((SUMMED, charges), (OWN_SHARE, own))
-    return {step._replace(kind=kind): count for kind, spent_ in kinds for step, count in spent_.items()}
+    kinds = zip((SUMMED, OWN_SHARE), (charges, own), variations, strict=True)
+    return {
+        step._replace(kind=kind, variation=variation): count
+        for kind, spent, variation in kinds
+        for step, count in spent.items()
+    }
 
 
 def epsilon_against_all(charges: Spent) -> Spent:
     """Return the charges with only the site's own share of the noise in sums."""
+    own = {OWN_SHARE: SUMMED, OLD_OWN_SHARE: OLD_SUMMED}
     return {
-        step._replace(kind=SUMMED) if step.kind == OWN_SHARE else step: count
+        step._replace(kind=own.get(step.kind, step.kind)): count
         for step, count in charges.items()
-        if step.kind != SUMMED
+        if step.kind not in (SUMMED, OLD_SUMMED)
     }
 
 
+def name_sum_accountant(charges: Spent, delta: float, neighbours: Adjacency) -> str:
+    """Return by which accountant `compute_epsilon` counts the noise in sums; "" without such noise."""
+    counted = _counted(_sorted(charges))
+    if not any(step.kind in (SUMMED, OLD_SUMMED) for step, _ in counted):
+        return ""
+    is_continuous = _epsilon_as_continuous(counted, delta, neighbours, 1) is not None
+    return "privacy loss distributions" if is_continuous else "Renyi divergences"
+
+
 @lru_cache(maxsize=4096)
-def _epsilon(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adjacency, interval: float) -> float:
-    charges = tuple((step, count) for step, count in charges if step[0] != OWN_SHARE)
-    kinds = {step[0] for step, _ in charges}
-    if any(step[3] == 0 for step, _ in charges):
-        return math.inf
+def _epsilon(charges: Charges, delta: float, neighbours: Adjacency, multiple: int) -> float:
+    """Compute epsilon on a grid whose interval is this multiple of the finest one."""
+    charges = _counted(charges)
     if not charges:
         return 0.0
-
-    from dp_accounting import gaussian_mechanism
-    from dp_accounting.pld import PLDAccountant
-
-    if kinds == {"gaussian"}:
-        moved = 2 if neighbours is Adjacency.REPLACE_ONE else 1
-        together = sum(count / step[3] ** 2 for step, count in charges) ** -0.5
-        return float(gaussian_mechanism.get_epsilon_gaussian(together / moved, delta))
-    if not kinds & {"fixed", SUMMED}:
-        return _composed(PLDAccountant(accountant_relation(neighbours), interval), charges, delta)
-    if "fixed" in kinds and neighbours is Adjacency.ZERO_OUT:
+    if any(step.multiplier == 0 or (step.kind == "fixed" and neighbours is Adjacency.ZERO_OUT) for step, _ in charges):
         return math.inf
-    if "poisson" in kinds:
-        groups = [tuple(c for c in charges if (c[0][0] in ("fixed", SUMMED)) is renyi) for renyi in (True, False)]
-        return sum(_epsilon(group, delta / 2, neighbours, interval) for group in groups)
-    return _renyi(charges, delta, neighbours)
+    if (epsilon := _epsilon_as_continuous(charges, delta, neighbours, multiple)) is not None:
+        return epsilon
+    kinds = {step.kind for step, _ in charges}
+    if kinds <= {SUMMED, OLD_SUMMED, "gaussian"}:
+        return _renyi(charges, delta, neighbours)
+    apart = {OLD_SUMMED} if OLD_SUMMED in kinds else {SUMMED}
+    old, others = (tuple(c for c in charges if (c[0].kind in apart) is is_apart) for is_apart in (True, False))
+    return _renyi(old, delta / 2, neighbours) + _epsilon(others, delta / 2, neighbours, multiple)
 
 
-def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adjacency) -> float:
-    """Compute epsilon of Gaussian, fixed and summed steps.
+def _counted(charges: Charges) -> Charges:
+    return tuple((step, count) for step, count in charges if step.kind not in (OWN_SHARE, OLD_OWN_SHARE))
+
+
+def _epsilon_as_continuous(charges: Charges, delta: float, neighbours: Adjacency, multiple: int) -> float | None:
+    """Compute epsilon with the noise in sums as continuous noise; None if its distance from that is too large.
+
+    delta(epsilon) of the sums is at most that of the continuous mechanism plus (1 + e^epsilon) times the distance.
+    """
+    if any(step.kind == OLD_SUMMED for step, _ in charges):
+        return None
+    if not any(step.kind == SUMMED for step, _ in charges):
+        return _epsilon_of_pairs(charges, delta, neighbours, multiple)
+    distance = sum(count * step.variation for step, count in charges if step.kind == SUMMED)
+    spare = delta * VARIATION_SHARE
+    if 2 * distance > spare:
+        return None
+    epsilon = _epsilon_of_pairs(charges, delta - spare, neighbours, multiple)
+    return (
+        epsilon
+        if epsilon < math.inf and math.log1p(math.exp(min(epsilon, 700.0))) + _log(distance) <= math.log(spare)
+        else None
+    )
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def _epsilon_of_pairs(charges: Charges, delta: float, neighbours: Adjacency, multiple: int) -> float:
+    if not any(0 < step.batch < step.examples for step, _ in charges):
+        from dp_accounting import gaussian_mechanism
+
+        return float(gaussian_mechanism.get_epsilon_gaussian(_together(charges) / _moved(neighbours), delta))
+    pairs = _pairs(charges, neighbours)
+    if _total_variation(pairs) <= delta:
+        return 0.0
+    return max(0.0, *(float(pmf.get_epsilon_for_delta(delta)) for pmf in _distributions(pairs, delta, multiple)))
+
+
+def loss_distributions(charges: Spent, delta: float, neighbours: Adjacency) -> list[PLDPmf]:
+    """Return the privacy losses of Gaussian and sampled steps together, one for each order of the two data sets."""
+    check_delta(delta)
+    return _distributions(_pairs(_sorted(charges), neighbours), delta, 1)
+
+
+def _distributions(pairs: list[tuple[DominatingPair, int]], delta: float, multiple: int) -> list[PLDPmf]:
+    from fedveil.privacy import dominating_pairs
+
+    tail = delta * _GRID_SHARE / sum(count for _, count in pairs)
+    interval = dominating_pairs.finest_interval(pairs, _INTERVAL, tail)
+    return dominating_pairs.compose(pairs, multiple * interval, tail)
+
+
+def _pairs(charges: Iterable[tuple[Step, int]], neighbours: Adjacency) -> list[tuple[DominatingPair, int]]:
+    """Return the dominating pair of each kind of step with its count; Gaussian steps are one release."""
+    from fedveil.privacy import dominating_pairs
+
+    replaced = neighbours is Adjacency.REPLACE_ONE
+    sampled = [(step, count) for step, count in charges if 0 < step.batch < step.examples]
+    whole = [(step, count) for step, count in charges if not 0 < step.batch < step.examples]
+    pairs = [(dominating_pairs.gaussian_pair(_together(whole), _moved(neighbours)), 1)] if whole else []
+    for step, count in sampled:
+        rate = step.batch / step.examples
+        if step.kind == "fixed":
+            pair = dominating_pairs.fixed_size_pair(rate, step.multiplier)
+        elif replaced:
+            pair = dominating_pairs.poisson_replace_pair(rate, step.multiplier)
+        else:
+            pair = dominating_pairs.poisson_zero_out_pair(rate, step.multiplier)
+        pairs.append((pair, count))
+    return pairs
+
+
+def _total_variation(pairs: Iterable[tuple[DominatingPair, int]]) -> float:
+    """Bound delta at epsilon 0: total variation distances add up."""
+    return float(sum(count * pair.curve(np.zeros(1))[0] for pair, count in pairs))
+
+
+def _together(charges: Iterable[tuple[Step, int]]) -> float:
+    """Return z of one Gaussian release that costs as much as these."""
+    return float(sum(count / step.multiplier**2 for step, count in charges) ** -0.5)
+
+
+def _moved(neighbours: Adjacency) -> int:
+    """Return how far a record moves a sum, in units of C."""
+    return 2 if neighbours is Adjacency.REPLACE_ONE else 1
+
+
+def _renyi(charges: Charges, delta: float, neighbours: Adjacency) -> float:
+    """Compute epsilon of Gaussian and summed steps.
 
     For integers x and a shift by a vector D of integers, E (q(x) / p(x))^k = exp((k^2 - k) |D|^2 / (2 sigma^2)) for
     every whole k, as for a Gaussian. So the divergence of a Poisson-subsampled step, whose power at a whole order
@@ -243,42 +325,47 @@ def _renyi(charges: tuple[tuple[Step, int], ...], delta: float, neighbours: Adja
     Under replace-one, a subsampled step is bounded via the data set without the record (Mironov 2017, Proposition 11):
     D_a(P, Q) <= (a - 1/2) / (a - 1) D_2a(P, R) + D_2a-1(R, Q).
     """
+    from dp_accounting import GaussianDpEvent
     from dp_accounting.rdp import RdpAccountant, compute_epsilon
 
     replaced = neighbours is Adjacency.REPLACE_ONE
-    drawn = [(step, count) for step, count in charges if step[0] == SUMMED and step[1]]
+    charges = tuple((_in_today_s_unit(step, replaced), count) for step, count in charges)
+    drawn = [(step, count) for step, count in charges if step.kind == SUMMED and step.examples]
     whole = [(step, count) for step, count in charges if (step, count) not in drawn]
     orders = [order for order in _HALF_ORDERS if replaced or order == int(order)] if drawn else None
-    rest = RdpAccountant(orders, accountant_relation(neighbours))
-    for (kind, examples, batch, z, _), count in whole:
-        shifted = ("gaussian" if kind == SUMMED else kind, examples, batch, z / 2 if replaced else z)
-        rest.compose(_one(*shifted), count)
+    rest = RdpAccountant(orders)
+    if whole:
+        rest.compose(GaussianDpEvent(_together(whole) / _moved(neighbours)))
     used = rest.orders
     total = rest.rdp
     if drawn and replaced:
         total = total + (used - 0.5) / (used - 1) * _drawn(drawn, 2 * used) + _drawn(drawn, 2 * used - 1)
     elif drawn:
         total = total + _drawn(drawn, used)
-    summed = sum(count for step, count in charges if step[0] == SUMMED)
+    summed = sum(count for step, count in charges if step.kind == SUMMED)
     epsilon = float(compute_epsilon(used, total, delta * (1 - _TABLE_SHARE if summed else 1))[0])
     # Draws within a distance d of exact ones add (1 + e^epsilon) d to delta.
     taken = math.log(summed * _TABLE_DISTANCE) + epsilon + 1 if summed else -math.inf
     return epsilon if taken <= math.log(delta * _TABLE_SHARE) else math.inf
 
 
+def _in_today_s_unit(step: Step, replaced: bool) -> Step:
+    if step.kind != OLD_SUMMED:
+        return step
+    is_half_of_two = replaced and not step.examples  # the old unit itself: half the distance of two records
+    return step._replace(kind=SUMMED, multiplier=step.multiplier / (1 if is_half_of_two else _OLD_UNIT))
+
+
 def _drawn(charges: Iterable[tuple[Step, int]], orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return divergences of Poisson-subsampled steps when a record is added or removed."""
+    """Return divergences of Poisson-subsampled steps when a record is zeroed out."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import RdpAccountant
 
-    accountant = RdpAccountant(orders.tolist(), accountant_relation(Adjacency.ZERO_OUT))
-    for (_, examples, batch, z, _), count in charges:
-        accountant.compose(_one("poisson", examples, batch, z), count)
+    accountant = RdpAccountant(orders.tolist())  # its relation is add-or-remove-one at a fixed rate: zero-out
+    for step, count in charges:
+        sampled = PoissonSampledDpEvent(step.batch / step.examples, GaussianDpEvent(step.multiplier))
+        accountant.compose(sampled, count)
     return np.asarray(accountant.rdp)
-
-
-def _composed(accountant: dp_accounting.PrivacyAccountant, charges: Iterable[tuple[Step, int]], delta: float) -> float:
-    accountant.compose(dp_event(dict(charges)))
-    return float(accountant.get_epsilon(delta))
 
 
 def noise_multiplier_for(

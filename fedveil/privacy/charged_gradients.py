@@ -42,10 +42,10 @@ class ChargedGradientSource(WrappedGradientSource):
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
         """Charge the ledger, then draw batches. Raises BudgetError before any example is used."""
         own = self._charger.own
-        if sampling != "poisson" and own.neighbours is Adjacency.ZERO_OUT:
+        if sampling == "fixed" and own.neighbours is Adjacency.ZERO_OUT:
             raise BudgetError(
-                f'sampling: expected "poisson" at this site, whose own adjacency is {own.neighbours.value}, '
-                f'found "{sampling}", whose batches all change with the number of rows; agree on it with the site'
+                'sampling: expected "poisson" or "disjoint" at this site, whose own adjacency is '
+                f'{own.neighbours.value}, found "fixed", for which no epsilon is known; agree on it with the site'
             )
         neighbours = self._claim.budget.neighbours
         plan = SamplingPlan(1, max(steps, 1), self.batch_size, self.num_examples, neighbours)

@@ -6,28 +6,34 @@ that add noise themselves.
 
 | symbol | code | unit |
 |---|---|---|
-| z | `multiplier` | noise on the sum over what one example moves it by |
-| P | `part` | of an upload, by which adding or removing one example moves it; replacing one moves it by 2 P |
-| m | `moved` | 1 where an example is added or removed, 2 where one is replaced |
+| z | `multiplier` | noise on the sum over D1 |
+| P | `part` | of an upload, by which one example moves it from an upload without the example |
 | h | `honest` | sites of a sum whose noise is unknown to the adversary: secure.min-sites - secure.max-colluders |
 | S, C, d | `scale`, `bound`, `entries` | integers a unit; bound on an entry; entries of an upload |
-| sigma, sigma_i | `deviation` times sqrt h, `deviation` | standard deviation in the sum, and at a site; integers |
+| sigma_i | `deviation` | standard deviation at a site; integers |
+| V | `variations` | distance of one sum from a continuous mechanism |
 
     integer_j = round(S clip(x_j, -C, C)) + noise_j
-    sigma = D / (m / z - tau sqrt d),    sigma_i = sigma / sqrt h,    D = m P S + sqrt d (1 + 2^-21 S C)
+    sigma_i^2 = x^2 + 1/12,    x = D1 / (sqrt h (1 / z - tau sqrt d)),    D1 = P S + sqrt d (1 + 2^-21 S C)
+    V = sqrt d 9e-4 / sigma^4 + d tau + the sampler's distance,    sigma^2 = h sigma_i^2
 
-D is the sensitivity of the integers. Two neighbors' uploads differ by m P, and clipping an entry moves
-no two values apart. Rounding to integers moves an entry by at most 1/2 on either side. So the difference
+D1 is the sensitivity of the integers to one record against none. The two uploads differ by P, and clipping
+an entry moves no two values apart. Rounding to integers moves an entry by at most 1/2 on either side. So the difference
 of an entry moves by at most 1, and that of d entries by sqrt d. An entry is fp32, of weights within +-C
 and a change within +-C. That makes two roundings of at most 2^-23 C on either side, which the last term
-counts along with all fp64 rounding. So noise of z D / m integers is worth the z of the run config in any
-ring.
+counts along with all fp64 rounding. So noise of z D1 integers is worth the z of the run config in any
+ring. Two records are at most 2 D1 apart.
+
+round(N(0, s^2)) added to integers is the continuous mechanism with its result rounded. The discrete Gaussian
+of sigma is within sqrt d 9e-4 / sigma^4 of round(N(0, sigma^2 - 1/12)) in total variation (8.51e-4 from
+sigma = 4 on), and a sum of h draws is within a log-ratio of tau an entry of one draw. So sums count as
+continuous where V fits into the guarantee's delta. S is so fine that it does, up to the sampler's largest
+sigma; beyond that they count by Renyi divergences (accounting.py, "summed").
 
 Formal guarantees, for each example of a site, if the server follows the protocol and at most `colluding`
 sites of a sum tell it their noise:
 1. An unmasked sum has at least `secure.min-sites` uploads (site.py refuses others), so it has noise of at
-least sigma that is unknown to the adversary. Its divergence is that of a Gaussian with multiplier z
-(accounting.py, "summed").
+least sigma that is unknown to the adversary.
 2. Against the server and all other sites together, only the site's own share is left: z / sqrt h ("own
    share").
 3. All summed entries have noise, even the zeros of a tensor that a method omits.
@@ -46,21 +52,18 @@ least sigma that is unknown to the adversary. Its divergence is that of a Gaussi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from typing_extensions import override
 
 from fedveil.config import RunConfig
 from fedveil.contract.privacy import (
-    SUMMED,
-    Adjacency,
     DistributableGuarantee,
     PrivacyBudget,
     PrivacyGuarantee,
     SamplingPlan,
     Spent,
-    Step,
     SummableNoise,
     joint_budget,
 )
@@ -71,6 +74,10 @@ MOST_ENTRIES = 1 << 30  # for which the table's distance is accounted
 _ROUNDED = 2.0**-21  # of the bound: rounding of an entry by floats, on both sides together
 _FINE = 64  # sigma_i relative to the effect of rounding; finer integers make no visible difference
 _LEAST_TARGET = 1024.0
+_LARGEST_EPSILON = 100.0  # of a guarantee; above it, noise in a sum has none
+_DISCRETE = 9e-4  # sigma^4 times the distance of one entry's discrete Gaussian from a rounded continuous one
+_ROUNDED_VARIANCE = 1 / 12  # of a continuous value rounded to an integer
+_RUNS = 4  # of the planned length, for which a sum is fine enough: attempts that fail are charged as well
 _SPARE = 2.0**-40  # by which sums of floats may exceed the largest draw
 
 
@@ -83,11 +90,15 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         claim: the same guarantee with its noise at the site.
         noise: the noise that an upload needs.
         honest: h.
+        rounds: planned sums of a site's uploads.
+        variations: V of a sum and of the site's own share; 1 where the noise is not known yet.
     """
 
     claim: PrivacyGuarantee
     noise: SummableNoise
     honest: int
+    rounds: int
+    variations: tuple[float, float] = (1.0, 1.0)
 
     @classmethod
     def from_guarantee(cls, claim: PrivacyGuarantee | None, config: RunConfig) -> DistributedDiscreteGaussian:
@@ -119,7 +130,7 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
             raise ConfigError(
                 'secure.noise: expected "site" in a run without noise, found "sum"; set the noise above 0'
             )
-        return cls(claim, noise, secure.honest)
+        return cls(claim, noise, secure.honest, config.run.rounds)
 
     @property
     @override
@@ -132,24 +143,14 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         if plan.steps != 1:
             raise ConfigError(f'steps: expected 1 between two sums with secure.noise = "sum", found {plan.steps}')
         how = (self.noise.sampling, plan, self.noise.across_rounds)
-        return accounting.epsilon_in_sum(*(accounting.max_charged(z, *how) for z in self._multipliers))
+        charges, own = (accounting.max_charged(z, *how) for z in self._multipliers)
+        return accounting.epsilon_in_sum(charges, own, self.variations)
 
     @property
     def _multipliers(self) -> tuple[float, float]:
         """Return the multipliers of a whole use: with all honest sites' noise, and with the site's own share."""
         noise = self.noise
         return tuple(joint_budget(noise.multiplier / root, *noise.kept) for root in (1.0, math.sqrt(self.honest)))  # type: ignore[return-value]
-
-    def against_all(self, counted: float) -> float:
-        """Return the epsilon against the server and all other sites, for examples charged an epsilon of `counted`.
-
-        It is exact where all examples are used, and approximate where they are subsampled.
-        """
-        budget, (z, own) = self.budget, self._multipliers
-        once = accounting.noise_multiplier_for(
-            lambda z: {Step(SUMMED, 0, 0, z): 1}, counted, budget.delta, budget.neighbours
-        )
-        return accounting.compute_epsilon({Step(SUMMED, 0, 0, once * own / z): 1}, budget.delta, budget.neighbours)
 
     @property
     def words(self) -> str:
@@ -159,25 +160,40 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
             "its share of the noise secret, and on a server that follows the protocol"
         )
 
-    @property
-    def moved(self) -> int:
-        """Return m."""
-        return 2 if self.claim.budget.neighbours is Adjacency.REPLACE_ONE else 1
+    def at_scale(self, scale: float, entries: int, bound: float) -> DistributedDiscreteGaussian:
+        """Return the guarantee of uploads at this scale, whose distance from a continuous mechanism is known."""
+        own = self.deviation(scale, entries, bound)
+        return replace(self, variations=(self._variation(own, entries, self.honest), self._variation(own, entries, 1)))
+
+    def _variation(self, own: float, entries: int, sites: int) -> float:
+        """Return V of the noise of so many sites, each with a deviation of `own`."""
+        discrete = math.sqrt(entries) * _DISCRETE / (sites * own**2) ** 2
+        summands = entries * discrete_gaussian.sum_divergence(sites, own)
+        sampler = discrete_gaussian.total_variation_bound(entries * sites, own)
+        return min((discrete + summands + sampler) * (1 + _SPARE), 1.0)
 
     def deviation(self, scale: float, entries: int, bound: float) -> float:
         """Return sigma_i."""
         fixed, each = self._line(entries, bound)
-        return fixed + each * scale
+        return math.sqrt((fixed + each * scale) ** 2 + _ROUNDED_VARIANCE)
 
     def _line(self, entries: int, bound: float) -> tuple[float, float]:
-        """Return (a, b) with sigma_i = a + S b."""
+        """Return (a, b) with x = a + S b."""
         root = math.sqrt(entries)
         of_sensitivity = 1 / (
-            self.moved / self.noise.multiplier
+            1 / self.noise.multiplier
             - discrete_gaussian.sum_divergence(self.honest, discrete_gaussian.LEAST_SIGMA) * root
         )
         share = of_sensitivity / math.sqrt(self.honest)
-        return share * root, share * (self.moved * self.noise.part + root * _ROUNDED * bound)
+        return share * root, share * (self.noise.part + root * _ROUNDED * bound)
+
+    def _continuous_from(self, entries: int) -> float:
+        """Return sigma_i from which sums are fine enough for a continuous mechanism, if the guarantee has a limit."""
+        budget = self.claim.budget
+        if budget.epsilon > _LARGEST_EPSILON:
+            return 0.0
+        fits = accounting.VARIATION_SHARE * budget.delta / (1 + math.exp(budget.epsilon)) / (_RUNS * self.rounds)
+        return math.sqrt(math.sqrt(math.sqrt(entries) * _DISCRETE / fits) / self.honest)
 
     def scale(self, entries: int, bound: float, room: float) -> float:
         """Return S, as fine as is useful under the noise and fits the ring.
@@ -189,10 +205,11 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
             ConfigError: no scale fits.
         """
         fixed, each = self._line(entries, bound)
-        target = min(max(_FINE * fixed, _LEAST_TARGET), discrete_gaussian.MOST_SIGMA * (1 - _SPARE))
-        fits = (room - 4 - discrete_gaussian.TAIL * fixed) / (bound + discrete_gaussian.TAIL * each)
+        finest = max(_FINE * fixed, _LEAST_TARGET, self._continuous_from(entries))
+        target = math.sqrt(min(finest, discrete_gaussian.MOST_SIGMA * (1 - _SPARE)) ** 2 - _ROUNDED_VARIANCE)
+        fits = (room - 5 - discrete_gaussian.TAIL * fixed) / (bound + discrete_gaussian.TAIL * each)
         scale = min((target - fixed) / each, fits)
-        fine = scale > 0 and fixed + each * scale >= discrete_gaussian.LEAST_SIGMA
+        fine = scale > 0 and self.deviation(scale, entries, bound) >= discrete_gaussian.LEAST_SIGMA
         if not (entries <= MOST_ENTRIES and fine and self.excess(scale, entries, bound) <= 1):
             raise ConfigError(
                 "secure.clip-bound: expected a bound for which the noise in the sum is at most twice the exact "

@@ -9,21 +9,25 @@ every epsilon its delta is at most Phi(mu / 2 - epsilon / mu) - e^epsilon Phi(-m
 | with Poisson subsampling | the smallest, to 0.1 %, whose deltas are no smaller than the accountant's, for every
 epsilon down to a hundredth of the guarantee's delta; below that, no mu bounds it |
 | others, none, and no noise | none is stated |
+
+The mu of subsampled steps only describes a run: far out, their losses have heavier tails than those of any smaller
+Gaussian than the unsampled one. Do not compose it, and do not stop a run by it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedveil.contract.privacy import Adjacency, Spent
+from fedveil.contract.privacy import LEAST_DELTA, Adjacency, Spent
 from fedveil.privacy import accounting
 
 if TYPE_CHECKING:
-    import dp_accounting
+    from dp_accounting.pld.pld_pmf import PLDPmf
 
 _POINTS = 1000  # of epsilon; between two of them the distribution's delta counts as at the lower one
 _LARGEST = 100.0
@@ -53,22 +57,19 @@ def compute_mu(charges: Spent, delta: float, neighbours: Adjacency) -> GdpMu | N
         moved = 2 if neighbours is Adjacency.REPLACE_ONE else 1
         return GdpMu(moved * math.sqrt(sum(count / step[3] ** 2 for step, count in taken.items())), 0.0)
 
-    from dp_accounting.pld import PLDAccountant  # heavy: see accounting.py
-
-    accountant = PLDAccountant(accounting.accountant_relation(neighbours))
-    accountant.compose(accounting.dp_event(taken))
-    return _dominating(accountant, delta / 100)
+    floor = max(delta / 100, LEAST_DELTA)
+    return _dominating(accounting.loss_distributions(taken, floor, neighbours), floor)
 
 
-def _dominating(accountant: dp_accounting.PrivacyAccountant, floor: float) -> GdpMu | None:
-    """Return the smallest mu whose deltas are at least the accountant's, for epsilons from 0 up to that of `floor`."""
-    from scipy.stats import norm
+def _dominating(losses: Sequence[PLDPmf], floor: float) -> GdpMu | None:
+    """Return the smallest mu whose deltas are at least the losses', for epsilons from 0 up to that of `floor`."""
+    from scipy.stats import norm  # heavy: see accounting.py
 
-    top = float(accountant.get_epsilon(floor))
+    top = max(float(pmf.get_epsilon_for_delta(floor)) for pmf in losses)
     if not 0 < top < math.inf:
         return None
     grid = np.linspace(0.0, top, _POINTS)
-    least = np.asarray(accountant.get_delta(grid[:-1]))  # it takes many at once
+    least = np.max([pmf.get_delta_for_epsilon(grid[:-1]) for pmf in losses], axis=0)
 
     def bounds(value: float) -> bool:
         of_gaussian = norm.cdf(value / 2 - grid[1:] / value) - np.exp(

@@ -41,7 +41,16 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from fedveil import paths
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, Spent, Step
+from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OLD_SUMMED,
+    OWN_SHARE,
+    SUMMED,
+    Adjacency,
+    PrivacyBudget,
+    Spent,
+    Step,
+)
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import StateError
 from fedveil.privacy.ledger_account import (
@@ -62,6 +71,7 @@ _OLD_VERSIONS = (1, 2, 3)  # one file for each site name, with a history of each
 _WITHOUT_CHECKSUM = (1, 2)
 _BY_CONTENT = 1  # the version that carried nothing
 _HEAD = 16  # hex digits
+_KINDS = ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE, OLD_SUMMED, OLD_OWN_SHARE)
 
 
 @dataclass(frozen=True)

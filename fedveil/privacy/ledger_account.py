@@ -30,12 +30,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.contract.privacy import OLD_OWN_SHARE, OWN_SHARE, PrivacyBudget, Spent, Step, stated_guarantee
 from fedveil.errors import BudgetError
 from fedveil.privacy import accounting
 
 MAX_RUNS = 16  # among which delta is divided
-_OLD_SUM_UNIT = 1.5  # the most by which older versions overstate the z of noise in a sum
 _RELATIVE = 1e-9  # slack of a comparison of floats
 _MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # of Poisson steps and their mean privacy loss
 
@@ -281,8 +280,8 @@ class SiteAccount:
                 "" if needed == math.inf else f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}"
             )
             raise BudgetError(
-                f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved by "
-                f"{self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on a "
+                f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved "
+                f"by {self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on a "
                 f"smaller epsilon or fewer rounds{enough}"
             )
         return entry
@@ -294,16 +293,10 @@ def carry_over(histories: Iterable[Iterable[Spent]]) -> AccountEntry:
     for file in histories:
         largest: Counter[Step] = Counter()
         for history in file:
-            largest |= _count((read_old_step(step), count) for step, count in history.items())
+            largest |= _count(history.items())
         total.update(largest)
     steps = tuple(ReservedStep(step, count, count) for step, count in sorted(total.items()))
     return AccountEntry("all runs before ledger version 4", steps=steps)
-
-
-def read_old_step(step: Step) -> Step:
-    """Return the step that a ledger of versions 1 to 3 means, whose noise in a sum has a larger unit."""
-    in_sum = step.kind in (SUMMED, OWN_SHARE)
-    return step._replace(multiplier=step.multiplier / _OLD_SUM_UNIT) if in_sum else step
 
 
 def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
@@ -387,7 +380,7 @@ def _fixed(run: str, reserved: str, found: str) -> str:
 def _against(party: Party, charges: Spent) -> Spent:
     if party is Party.ALL:
         return accounting.epsilon_against_all(charges)
-    return {step: count for step, count in charges.items() if step.kind != OWN_SHARE}
+    return {step: count for step, count in charges.items() if step.kind not in (OWN_SHARE, OLD_OWN_SHARE)}
 
 
 def _count(pairs: Iterable[tuple[Step, int]]) -> Counter[Step]:

@@ -90,7 +90,7 @@ def server_side_bound(
     charges = Counter(dict(claim.privacy_spent(plan)))
     for _ in range(len(asked) - len(set(asked))):
         charges.update(dict(claim.privacy_spent(once)))
-    is_closed = all(kind != "poisson" for kind, *_ in charges)  # a formula, for any number of steps
+    is_closed = all(kind == "gaussian" for kind, *_ in charges)  # a formula, for any number of steps
     if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
         return (
             f"{rows} examples, {len(asked)} participations of {steps} steps: more than the accountant supports (a "

@@ -221,8 +221,8 @@ def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
     def asked(text, **fields):
         return policed(tmp_path, text, assignment(tmp_path, **fields))
 
-    with pytest.raises(BudgetError, match='sampling: expected "poisson" at this site'):
-        take(asked('adjacency = "zero-out"'))
+    with pytest.raises(BudgetError, match='sampling: expected "poisson" or "disjoint" at this site'):
+        take(asked('adjacency = "zero-out"', sampling="fixed"))
     fields = under("zero-out", cost(1, Adjacency.ZERO_OUT))
     for text in ("", 'adjacency = "zero-out"\ndelta = 1e-9'):
         with pytest.raises(BudgetError, match="for its first client round"):

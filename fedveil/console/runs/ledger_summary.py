@@ -11,7 +11,14 @@ from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import site_policy as policies
 from fedveil.client_app.state.client_state import LEDGER, open_ledger
 from fedveil.console.runs.site_notes import read_site_note
-from fedveil.contract.privacy import OWN_SHARE, UNTIMED, PrivacyBudget, is_poisson_sampled, stated_guarantee
+from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OWN_SHARE,
+    UNTIMED,
+    PrivacyBudget,
+    is_poisson_sampled,
+    stated_guarantee,
+)
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import FedVeilError
 from fedveil.privacy.ledger_account import LIMITED, MAX_RUNS, Party, PartyStanding, SiteAccount
@@ -80,7 +87,7 @@ def ledger_standing(state_dir: Path, policy: str = "", key_file: str = "") -> Le
         )
     elif site.policy:
         account = replace(account, own=budget)
-    in_sum = any(step.kind == OWN_SHARE for entry in account.entries for step in entry.largest)
+    in_sum = any(step.kind in (OWN_SHARE, OLD_OWN_SHARE) for entry in account.entries for step in entry.largest)
     parties = [party for party in Party if party in LIMITED or in_sum]
     poisson = any(is_poisson_sampled(entry.largest) for entry in account.entries)
     return LedgerStanding(account, tuple(account.standing(party) for party in parties), problem, poisson)

@@ -50,6 +50,10 @@ class DistributedNoise:
         """Return sigma_i, in the ring's integers."""
         return self.claim.deviation(ring.scale, self.entries, ring.bound)
 
+    def charged(self, ring: FixedPointRing) -> DistributedDiscreteGaussian:
+        """Return the guarantee that a site charges for an upload in this ring."""
+        return self.claim.at_scale(ring.scale, self.entries, ring.bound)
+
     def add(self, vector: Integers, ring: FixedPointRing, source: Source) -> None:
         """Add the site's share of the noise to a vector, in place."""
         sigma = self.deviation(ring)

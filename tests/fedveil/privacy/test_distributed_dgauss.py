@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import dp_accounting
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting.rdp import RdpAccountant
@@ -13,14 +14,25 @@ from hypothesis import strategies as st
 
 from fedveil import strategies
 from fedveil.config import parse
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, SamplingPlan, Step
+from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OLD_SUMMED,
+    OWN_SHARE,
+    SUMMED,
+    Adjacency,
+    PrivacyBudget,
+    SamplingPlan,
+    Step,
+    legacy_step,
+)
 from fedveil.errors import BudgetError, ConfigError
-from fedveil.privacy import accounting, discrete_gaussian
+from fedveil.privacy import accounting, discrete_gaussian, distributed_dgauss
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.privacy.ledger_account import Party, RunTerms
 from fedveil.privacy.server_side_bound import promised_epsilon
+from fedveil.records.atomic_files import write_checksummed
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DP = {
@@ -50,12 +62,13 @@ def test_the_noise_a_site_by_the_exact_gaussian_for_an_epsilon_of_8(sites, z):
     assert alone / math.sqrt(honest) == pytest.approx(z, abs=0.006)
 
 
-def test_integer_noise_takes_six_per_cent_more_than_the_exact_gaussian_for_it_is_counted_by_divergences():
-    exact, ours = (
-        accounting.noise_multiplier_for(lambda z, k=kind: {Step(k, 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
-        for kind in ("gaussian", SUMMED)
+def test_integer_noise_takes_as_much_as_the_exact_gaussian_and_six_per_cent_more_if_it_is_coarse():
+    exact, fine, coarse = (
+        accounting.noise_multiplier_for(lambda z, s=step: {s._replace(multiplier=z): 10}, 8.0, 1e-5, REPLACE)
+        for step in (Step("gaussian", 0, 0, 1.0), Step(SUMMED, 0, 0, 1.0), Step(SUMMED, 0, 0, 1.0, 1.0))
     )
-    assert 1.05 < ours / exact < 1.07
+    assert 0.999 < fine / exact < 1.002
+    assert 1.05 < coarse / exact < 1.07
 
 
 @pytest.mark.parametrize("neighbours,moved", [(ZERO, 1), (REPLACE, 2)])
@@ -64,7 +77,7 @@ def test_with_all_sites_honest_epsilon_is_that_of_one_noise_at_the_centre(neighb
     """dp-accounting's own, on a Gaussian of that multiplier; never below the exact value."""
     central = RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     central.compose(dp_accounting.GaussianDpEvent(z / moved), count)
-    epsilon = accounting.compute_epsilon({Step(SUMMED, 0, 0, z): count}, 1e-5, neighbours)
+    epsilon = accounting.compute_epsilon({Step(SUMMED, 0, 0, z, 1.0): count}, 1e-5, neighbours)
     assert epsilon == pytest.approx(central.get_epsilon(1e-5), rel=1e-6)
     assert epsilon > accounting.compute_epsilon({Step("gaussian", 0, 0, z): count}, 1e-5, neighbours)
 
@@ -93,37 +106,170 @@ def test_a_subsampled_sum_of_integers_has_the_divergence_that_is_counted(order, 
     assert divergence(drawn, replaced, order) <= (order - 0.5) / (order - 1) * twice + once
 
 
-def test_subsampled_sums_cost_less_than_whole_ones_and_more_than_a_gaussian():
-    for neighbours in Adjacency:
-        epsilon = accounting.compute_epsilon({Step(SUMMED, 400, 8, 2.0): 50}, 1e-5, neighbours)
-        assert accounting.compute_epsilon({Step("poisson", 400, 8, 2.0): 50}, 1e-5, neighbours) < epsilon
-        assert epsilon < accounting.compute_epsilon({Step(SUMMED, 0, 0, 2.0): 50}, 1e-5, neighbours) / 4
+@pytest.mark.parametrize(
+    "z, batch, rows, steps, rounded, figure",
+    [  # rounding as coarse as is usual, or so coarse that it doubles the noise: sqrt d = P S / 31.5, or 2 P S
+        (1.5, 10, 100, 50, 1 / 31.5, 4.2406),
+        (1.5, 10, 100, 50, 2.0, 7.1855),
+        (8.0, 30, 60, 100, 1 / 31.5, 5.7706),
+        (8.0, 30, 60, 100, 2.0, 9.1866),
+        (3.0, 100, 1000, 300, 1 / 31.5, 5.2475),
+        (3.0, 100, 1000, 300, 2.0, 8.3270),
+        (2.0, 8, 57, 30, 1 / 31.5, 3.3098),
+        (2.0, 8, 57, 30, 2.0, 5.3156),
+    ],
+)
+def test_a_sampled_sum_costs_the_distance_of_a_record_from_none(z, batch, rows, steps, rounded, figure):
+    """The noise is z times half the distance of two records, (2 P S + sqrt d) / 2, as ledgers before 4 had it."""
+    of_one = z * (2 + rounded) / 2 / (1 + rounded)
+    epsilon = accounting.compute_epsilon({Step(SUMMED, rows, batch, of_one, 1e-15): steps}, 1e-5, REPLACE)
+    assert figure * (1 - 1e-4) <= epsilon <= figure * 1.002
+
+
+@pytest.mark.parametrize("neighbours", list(Adjacency))
+def test_a_sum_costs_a_little_more_than_the_continuous_step_and_far_less_than_by_renyi(neighbours):
+    continuous = accounting.compute_epsilon({Step("poisson", 400, 8, 2.0): 50}, 1e-5, neighbours)
+    fine = accounting.compute_epsilon({Step(SUMMED, 400, 8, 2.0, 1e-14): 50}, 1e-5, neighbours)
+    coarse = accounting.compute_epsilon({Step(SUMMED, 400, 8, 2.0, 1.0): 50}, 1e-5, neighbours)
+    assert continuous < fine < continuous * 1.002
+    assert coarse > fine * 1.05
+    assert coarse < accounting.compute_epsilon({Step(SUMMED, 0, 0, 2.0): 50}, 1e-5, neighbours) / 3
+
+
+def test_the_distance_from_the_continuous_mechanism_is_paid_from_delta_or_renyi_counts():
+    """(1 + e^epsilon) V may take 2^-10 of delta."""
+    step = Step(SUMMED, 0, 0, 2.0)
+    at = lambda variation: accounting.compute_epsilon({step._replace(variation=variation): 3}, 1e-5, ZERO)  # noqa: E731
+    exact = accounting.compute_epsilon({Step("gaussian", 0, 0, 2.0): 3}, 1e-5 * (1 - 2**-10), ZERO)
+    most = 1e-5 * 2**-10 / (1 + math.exp(exact)) / 3
+    assert at(0.0) == pytest.approx(exact, rel=1e-9)
+    assert at(most * 0.999) == pytest.approx(exact, rel=1e-9)
+    assert at(most * 1.001) > exact * 1.05
+    for variation, name in ((most * 0.999, "privacy loss distributions"), (most * 1.001, "Renyi divergences")):
+        charges = {step._replace(variation=variation): 3, Step(OWN_SHARE, 0, 0, 1.0, 1.0): 3}
+        assert accounting.name_sum_accountant(charges, 1e-5, ZERO) == name
+    assert accounting.name_sum_accountant({Step(OLD_SUMMED, 0, 0, 2.0): 1}, 1e-5, ZERO) == "Renyi divergences"
+    assert accounting.name_sum_accountant({Step("poisson", 9, 3, 2.0): 1}, 1e-5, ZERO) == ""
+
+
+@pytest.mark.parametrize(
+    "entries, epsilon, sites, rounds", [(10**7, 8.0, 2, 50), (10**6, 2.0, 5, 20), (100, 8.0, 3, 10)]
+)
+def test_the_scale_is_so_fine_that_the_distance_fits_into_the_claim(entries, epsilon, sites, rounds):
+    changes = {"dp__epsilon": epsilon, "secure__min_sites": sites + 1, "run__rounds": rounds}
+    claim = claimed(**changes)
+    scale = claim.scale(entries, 1.0, 2.0**62)
+    variation, own = claim.at_scale(scale, entries, 1.0).variations
+    sigma = claim.deviation(scale, entries, 1.0) * math.sqrt(sites)
+    assert variation == pytest.approx(math.sqrt(entries) * 9e-4 / sigma**4, rel=1e-3)
+    assert own == pytest.approx(variation * sites**2, rel=1e-3)
+    assert (1 + math.exp(epsilon)) * rounds * variation <= 1e-5 * 2**-10
+
+
+def test_coarse_sums_of_a_tight_ring_are_not_continuous():
+    """Two sites with a sigma of 4 each and 1e6 entries are a distance of 9e-4 away."""
+    assert claimed(secure__min_sites=3)._variation(4.0, 10**6, 2) == pytest.approx(9e-4, rel=0.05)
+
+
+@pytest.mark.parametrize("sigma", [4.0, 5.5, 11.0])
+def test_the_discrete_gaussian_is_as_far_from_a_rounded_continuous_one_as_is_counted(sigma):
+    """By the divergence, which bounds the distance of d entries by sqrt(d KL / 2); with 60 digits."""
+    with mpmath.workdps(60):
+        s2 = mpmath.mpf(sigma) ** 2
+        s = mpmath.sqrt(s2 - mpmath.mpf(1) / 12)
+        reach = math.ceil(12 * sigma)
+        weights_ = [mpmath.exp(-(mpmath.mpf(k) ** 2) / (2 * s2)) for k in range(-reach, reach + 1)]
+        total, divergence_ = sum(weights_), mpmath.mpf(0)
+        tail = lambda x: mpmath.erfc(x / (s * mpmath.sqrt(2))) / 2  # noqa: E731
+        for k, weight in zip(range(-reach, reach + 1), weights_, strict=True):
+            lower = abs(mpmath.mpf(k)) - mpmath.mpf(1) / 2
+            rounded = tail(lower) - tail(lower + 1)
+            divergence_ += weight / total * mpmath.log(weight / total / rounded)
+        counted = float(s2**2 * mpmath.sqrt(divergence_ / 2))
+    assert 8.50e-4 < counted < 8.52e-4 < distributed_dgauss._DISCRETE
+
+
+@pytest.mark.parametrize("neighbours", list(Adjacency))
+def test_sums_of_old_ledgers_cost_at_least_what_they_did_and_what_they_would_cost_now(neighbours):
+    """z in units of half the distance of two records: D1 is up to 1.5 of them."""
+    for examples, batch in ((0, 0), (400, 8)):
+        old = legacy_step(Step(SUMMED, examples, batch, 2.0))
+        assert old.kind == OLD_SUMMED
+        epsilon = accounting.compute_epsilon({old: 50}, 1e-5, neighbours)
+        whole_replaced = neighbours is REPLACE and not examples
+        unit = 1.0 if whole_replaced else 1.5
+        by_renyi = accounting.compute_epsilon({Step(SUMMED, examples, batch, 2.0 / unit, 1.0): 50}, 1e-5, neighbours)
+        assert epsilon == pytest.approx(by_renyi, rel=1e-9)
+    assert legacy_step(Step(OWN_SHARE, 0, 0, 2.0)).kind == OLD_OWN_SHARE
+    assert legacy_step(Step("poisson", 9, 3, 2.0)) == Step("poisson", 9, 3, 2.0)
+    against_all = accounting.epsilon_against_all({Step(OLD_SUMMED, 0, 0, 2.0): 1, Step(OLD_OWN_SHARE, 0, 0, 1.0): 1})
+    assert against_all == {Step(OLD_SUMMED, 0, 0, 1.0): 1}
+
+
+def test_an_old_ledger_s_sums_are_read_as_old_ones(tmp_path):
+    path = tmp_path / "a.json"
+    (record,) = PrivacyLedger(path).names([("d", "train.jsonl", 1)])
+    content = {"fedveil-ledger": 3, "carried": [], "spent": [[[[["summed", 40, 8, 2.0], 3]], [record]]]}
+    path.write_bytes(write_checksummed(content))
+    budget = PrivacyBudget(1e3, 1e-5, REPLACE)
+    charged = PrivacyLedger(path).epsilon(record, budget)
+    assert charged == accounting.compute_epsilon({Step(OLD_SUMMED, 40, 8, 2.0): 3}, 1e-5, REPLACE)
+    PrivacyLedger(path).charge([record], {Step(SUMMED, 40, 8, 2.0, 1e-14): 1}, budget)
+    ((history, _),) = PrivacyLedger(path).histories()
+    assert history == {Step(OLD_SUMMED, 40, 8, 2.0): 3, Step(SUMMED, 40, 8, 2.0, 1e-14): 1}
 
 
 def test_sums_compose_with_all_other_charges():
-    mine, theirs = {Step(SUMMED, 400, 8, 2.0): 50, Step(OWN_SHARE, 400, 8, 1.0): 50}, {Step("poisson", 400, 8, 1.5): 20}
-    together = accounting.compute_epsilon(mine | theirs, 1e-5, REPLACE)
+    mine, theirs = {Step(SUMMED, 400, 8, 2.0, 1.0): 50}, {Step("poisson", 400, 8, 1.5): 20}
+    own = {Step(OWN_SHARE, 400, 8, 1.0, 1.0): 50}
+    together = accounting.compute_epsilon(mine | own | theirs, 1e-5, REPLACE)
     parts = [accounting.compute_epsilon(c, 5e-6, REPLACE) for c in (mine, theirs)]
     assert together == pytest.approx(sum(parts))
-    whole = accounting.compute_epsilon({Step(SUMMED, 0, 0, 4.0): 3, Step("gaussian", 0, 0, 5.0): 2}, 1e-5, ZERO)
+    fine = {Step(SUMMED, 400, 8, 2.0, 1e-14): 50}
+    one = accounting.compute_epsilon({Step("poisson", 400, 8, 2.0): 50} | theirs, 1e-5, REPLACE)
+    assert one < accounting.compute_epsilon(fine | own | theirs, 1e-5, REPLACE) < one * 1.002
+    old = {Step(OLD_SUMMED, 400, 8, 2.0): 50}
+    parts = [accounting.compute_epsilon(c, 5e-6, REPLACE) for c in (old, fine | theirs)]
+    assert accounting.compute_epsilon(old | fine | theirs, 1e-5, REPLACE) == pytest.approx(sum(parts))
+    whole = accounting.compute_epsilon({Step(SUMMED, 0, 0, 4.0, 1.0): 3, Step("gaussian", 0, 0, 5.0): 2}, 1e-5, ZERO)
     assert whole == pytest.approx(
-        accounting.compute_epsilon({Step(SUMMED, 0, 0, (3 / 16 + 2 / 25) ** -0.5): 1}, 1e-5, ZERO)
+        accounting.compute_epsilon({Step(SUMMED, 0, 0, (3 / 16 + 2 / 25) ** -0.5, 1.0): 1}, 1e-5, ZERO)
     )
     assert (
         accounting.compute_epsilon({Step(SUMMED, 0, 0, 4.0): 3, Step("fixed", 40, 4, 2.0): 2}, 1e-5, ZERO) == math.inf
     )
 
 
+@pytest.mark.parametrize("honest, alone", [(2, 12.3), (3, 15.9), (5, 22.2), (10, 35.6)])
+def test_the_own_share_costs_a_multiple_of_a_claim_of_8(honest, alone):
+    z = accounting.noise_multiplier_for(lambda z: {Step(SUMMED, 0, 0, z): 10}, 8.0, 1e-5, REPLACE)
+    shares = {Step(OWN_SHARE, 0, 0, z / math.sqrt(honest)): 10}
+    own = accounting.compute_epsilon(accounting.epsilon_against_all(shares), 1e-5, REPLACE)
+    assert own == pytest.approx(alone, abs=0.06)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("honest, alone, unsampled", [(2, 5.62, 4.23), (3, 9.81, 5.35), (5, 21.5, 7.24)])
+def test_the_own_share_of_sampled_steps_costs_far_more_than_a_gaussian_of_the_same_claim(honest, alone, unsampled):
+    """n 1000, b 10, z 1, T 1000: a claim of 2.84."""
+    shares = {Step(OWN_SHARE, 1000, 10, 1 / math.sqrt(honest)): 1000}
+    own = accounting.compute_epsilon(accounting.epsilon_against_all(shares), 1e-5, REPLACE)
+    assert own == pytest.approx(alone, rel=0.01)
+    once = accounting.noise_multiplier_for(lambda z: {Step("gaussian", 0, 0, z): 1}, 2.8434, 1e-5, REPLACE)
+    mapped = accounting.compute_epsilon({Step("gaussian", 0, 0, once / math.sqrt(honest)): 1}, 1e-5, REPLACE)
+    assert mapped == pytest.approx(unsampled, rel=0.01)
+
+
 def test_beyond_what_the_table_of_the_sampler_carries_no_epsilon_is_known():
-    assert accounting.compute_epsilon({Step(SUMMED, 0, 0, 0.5): 1}, 1e-5, ZERO) < 20
-    assert accounting.compute_epsilon({Step(SUMMED, 0, 0, 0.1): 1}, 1e-5, ZERO) == math.inf
+    assert accounting.compute_epsilon({Step(SUMMED, 0, 0, 0.5, 1.0): 1}, 1e-5, ZERO) < 20
+    assert accounting.compute_epsilon({Step(SUMMED, 0, 0, 0.1, 1.0): 1}, 1e-5, ZERO) == math.inf
     assert discrete_gaussian.total_variation_bound(1 << 43, discrete_gaussian.MOST_SIGMA) < accounting._TABLE_DISTANCE
 
 
 def test_both_figures_of_a_charge():
     """h = 5 - 1. The private part keeps its noise at the site in both."""
     plan = SamplingPlan(3, 1, 8, 40, REPLACE)
-    assert claimed().privacy_spent(plan) == {Step(SUMMED, 40, 8, 1.25): 3, Step(OWN_SHARE, 40, 8, 0.625): 3}
+    assert claimed().privacy_spent(plan) == {Step(SUMMED, 40, 8, 1.25, 1.0): 3, Step(OWN_SHARE, 40, 8, 0.625, 1.0): 3}
     z, alone = (3.0**-2 + 4.0**-2) ** -0.5, (3.0**-2 + 2.0**-2) ** -0.5
     charges = claimed("dp_fpl", FPL).privacy_spent(plan)
     assert {kind: values for (kind, *values, _), _ in charges.items()} == {
@@ -134,7 +280,7 @@ def test_both_figures_of_a_charge():
         SUMMED: [0, 0, pytest.approx(z)], OWN_SHARE: [0, 0, pytest.approx(alone)]
     }  # fmt: skip
     against_all = accounting.epsilon_against_all({**claimed().privacy_spent(plan), Step("gaussian", 0, 0, 9.0): 1})
-    assert against_all == {Step(SUMMED, 40, 8, 0.625): 3, Step("gaussian", 0, 0, 9.0): 1}
+    assert against_all == {Step(SUMMED, 40, 8, 0.625, 1.0): 3, Step("gaussian", 0, 0, 9.0): 1}
     with pytest.raises(ConfigError, match="steps: expected 1 between two sums"):
         claimed().privacy_spent(SamplingPlan(3, 2, 8, 40, REPLACE))
 
@@ -157,7 +303,7 @@ def test_the_ledger_charges_the_noise_of_the_sum_and_keeps_the_own_share_beside_
 @pytest.mark.parametrize("neighbours", list(Adjacency))
 @pytest.mark.parametrize("entries", [1, 5, 300])
 def test_rounding_moves_integers_of_neighbours_by_no_more_than_the_noise_counts(neighbours, entries):
-    """Vectors at the largest distance, in random directions and towards the corners; sigma = z D / m."""
+    """Vectors at the largest distance, in random directions and towards the corners; sigma = z D1."""
     claim, rng = claimed(dp__adjacency=neighbours.value), np.random.default_rng(3)
     part = 0.5 * 2.0 / 8
     scale = claim.scale(entries, 1.0, 2**31 / 10)
@@ -170,7 +316,7 @@ def test_rounding_moves_integers_of_neighbours_by_no_more_than_the_noise_counts(
         ours = [np.round(scale * np.clip(v.astype(np.float32), -1, 1).astype(float)) for v in (x, y)]
         worst = max(worst, float(np.linalg.norm(ours[0] - ours[1])))
     assert sigma / worst >= 1.25 / moved
-    assert sigma == pytest.approx(1.25 / moved * (moved * part * scale + math.sqrt(entries) * (1 + 2**-21 * scale)))
+    assert sigma == pytest.approx(1.25 * (part * scale + math.sqrt(entries) * (1 + 2**-21 * scale)), rel=1e-4)
 
 
 @pytest.mark.long
@@ -194,7 +340,7 @@ def test_the_scale_is_as_fine_as_noise_makes_sensible_and_its_table_small(bits, 
     scale = claim.scale(entries, 1.0, 2 ** (bits - 1) / 10)
     assert discrete_gaussian.LEAST_SIGMA <= claim.deviation(scale, entries, 1.0) <= discrete_gaussian.MOST_SIGMA
     assert scale + discrete_gaussian.TAIL * claim.deviation(scale, entries, 1.0) < 2 ** (bits - 1) / 10
-    assert 0 < claim.excess(scale, entries, 1.0) < {1: 0.01, 10**6: 0.03, 10**8: 0.2}[entries]
+    assert 0 < claim.excess(scale, entries, 1.0) < {1: 0.01, 10**6: 0.03, 10**8: 0.3}[entries]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation
+from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
 from scipy.stats import norm
 
 from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, Step
-from fedveil.privacy import accounting
 from fedveil.privacy.gdp import compute_mu
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
@@ -34,8 +33,13 @@ def test_mu_of_gaussian_steps_is_the_root_of_their_sum():
 @pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
 def test_mu_of_subsampled_steps_bounds_the_whole_curve_and_not_much_more(neighbours):
     mu_bound = compute_mu(STEPS, 1e-5, neighbours)
-    accountant = PLDAccountant(NeighboringRelation[neighbours.name])
-    accountant.compose(accounting.dp_event(STEPS))
+    relation = NeighboringRelation.REPLACE_ONE if neighbours is REPLACE else NeighboringRelation.ADD_OR_REMOVE_ONE
+    accountant = PLDAccountant(relation)
+    for step, count in STEPS.items():
+        gaussian = GaussianDpEvent(step.multiplier)
+        accountant.compose(
+            gaussian if not step.batch else PoissonSampledDpEvent(step.batch / step.examples, gaussian), count
+        )
     assert mu_bound.down_to == pytest.approx(1e-7)
     within = np.random.default_rng(7).uniform(0, accountant.get_epsilon(mu_bound.down_to), 40)
     true = [accountant.get_delta(float(epsilon)) for epsilon in within]

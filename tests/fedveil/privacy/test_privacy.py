@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import dp_accounting
 import numpy as np
 import pytest
 import torch
@@ -51,41 +50,6 @@ def test_gaussian_steps_agree_with_the_closed_formula(z, steps, neighbours, move
     charges = accounting.max_charged(z, "disjoint", SamplingPlan(steps, 1, 5, 5, REPLACE), True)
     epsilon = accounting.compute_epsilon(charges, DELTA, neighbours)
     assert epsilon == pytest.approx(gdp(moved * math.sqrt(steps) / z), rel=0.01)
-
-
-@pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
-def test_the_analytic_value_is_what_loss_distributions_say(neighbours):
-    accountant = dp_accounting.pld.PLDAccountant(accounting.accountant_relation(neighbours))
-    accountant.compose(accounting.dp_event({Step("gaussian", 0, 0, 2.71828): 11}))
-    assert accounting.compute_epsilon({Step("gaussian", 0, 0, 2.71828): 11}, DELTA, neighbours) == pytest.approx(
-        accountant.get_epsilon(DELTA), rel=0.01
-    )
-
-
-@pytest.mark.parametrize("neighbours", [ZERO, REPLACE])
-def test_poisson_agrees_with_dp_accounting(neighbours):
-    plan = SamplingPlan(31, 3, 17, 211, neighbours)
-    epsilon = accounting.compute_epsilon(accounting.max_charged(1.41421, "poisson", plan, False), DELTA, neighbours)
-    relation = accounting.accountant_relation(neighbours)
-    accountant = dp_accounting.pld.PLDAccountant(relation)
-    for _ in range(3):
-        event = dp_accounting.PoissonSampledDpEvent(17 / 211, dp_accounting.GaussianDpEvent(1.41421))
-        accountant.compose(dp_accounting.SelfComposedDpEvent(event, 31))
-    assert epsilon == pytest.approx(accountant.get_epsilon(DELTA), rel=0.01)
-    if neighbours is ZERO:
-        renyi = dp_accounting.rdp.RdpAccountant()
-        renyi.compose(event, 93)
-        assert epsilon < renyi.get_epsilon(DELTA) < 1.4 * epsilon
-
-
-def test_fixed_batches_cost_no_less_than_a_bound_of_their_own():
-    """Renyi of sampling without replacement with the noise over the 2 C that a replacement moves."""
-    plan = SamplingPlan(40, 1, 20, 200, REPLACE)
-    epsilon = accounting.compute_epsilon(accounting.max_charged(6.0, "fixed", plan, True), DELTA, REPLACE)
-    renyi = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
-    renyi.compose(dp_accounting.SampledWithoutReplacementDpEvent(200, 20, dp_accounting.GaussianDpEvent(3.0)), 40)
-    assert epsilon == pytest.approx(renyi.get_epsilon(DELTA), rel=1e-6)
-    assert epsilon < gdp(2 * math.sqrt(40) / 6.0)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +120,6 @@ def test_the_bound_on_the_mean_loss_is_above_the_loss_itself(rate, z):
 def test_without_noise_epsilon_is_infinite_and_without_charges_zero():
     charges = accounting.max_charged(0.0, "poisson", SamplingPlan(2, 1, 5, 10, REPLACE), True)
     assert accounting.compute_epsilon(charges, DELTA, REPLACE) == math.inf
-    assert isinstance(accounting.dp_event(charges).event, dp_accounting.NonPrivateDpEvent)
     assert accounting.compute_epsilon({}, DELTA, ZERO) == 0.0
 
 
@@ -176,12 +139,12 @@ def test_coarse_grids_find_the_noise_and_the_digits_of_the_finest(steps, batch, 
     def cost(z: float) -> dict:
         return accounting.max_charged(z, "poisson", SamplingPlan(steps, 1, batch, rows, neighbours), True)
 
-    intervals = []
-    original = dp_accounting.pld.PLDAccountant
-    monkeypatch.setattr(dp_accounting.pld, "PLDAccountant", lambda *a: intervals.append(a[1]) or original(*a))
+    multiples = []
+    original = accounting._distributions
+    monkeypatch.setattr(accounting, "_distributions", lambda *a: multiples.append(a[2]) or original(*a))
     accounting._epsilon.cache_clear()
     noise_multiplier = accounting.noise_multiplier_for(cost, wished, DELTA, neighbours)
-    assert intervals.count(1e-4) <= 3  # what takes the time
+    assert multiples.count(1) <= 3  # what takes the time
     assert accounting.compute_epsilon(cost(noise_multiplier), DELTA, neighbours) <= wished
     assert (
         accounting.compute_epsilon(cost(noise_multiplier / 2 ** (1 / 1024)), DELTA, neighbours) > wished
@@ -209,7 +172,7 @@ def test_the_coarsest_grid_tells_the_digits_where_that_is_certain():
         (lambda: accounting.compute_epsilon({}, 0.0, ZERO), "delta"),
         (lambda: accounting.noise_multiplier_for(lambda z: {}, 0.0, DELTA, ZERO), "epsilon"),
         (lambda: accounting.noise_multiplier_for(lambda z: {}, -1.0, DELTA, ZERO), "epsilon"),
-        (lambda: accounting.max_charged(1.0, "disjoint", SamplingPlan(1, 1, 3, 32, ZERO), True), "sampling"),
+        (lambda: accounting.max_charged(1.0, "fixed", SamplingPlan(1, 1, 3, 32, ZERO), True), "sampling"),
         (lambda: check_seeded(PrivacyBudget(1.0, DELTA, ZERO), True), "run.deterministic"),
         (lambda: check_seeded(PrivacyBudget(math.inf, DELTA, ZERO, 0.1), True), "run.deterministic"),
     ],
@@ -319,14 +282,12 @@ def test_no_noise_asks_for_no_bytes_and_a_bad_std_is_refused():
 
 
 @pytest.mark.long
-def test_charges_that_no_accountant_takes_together_are_added_up():
-    """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
+def test_charges_of_two_kinds_cost_less_together_than_apart():
     step = Step("gaussian", 0, 0, 10.0)
     poisson, fixed = {Step("poisson", 50, 5, 1.5): 4}, {Step("fixed", 50, 5, 8.0): 3}
     alone = [accounting.compute_epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
     epsilon = accounting.compute_epsilon(poisson | fixed, DELTA, REPLACE)
-    assert epsilon == sum(accounting.compute_epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
-    assert sum(alone) < epsilon < 1.2 * sum(alone)
+    assert max(alone) < epsilon < sum(alone)
     assert accounting.compute_epsilon(poisson | fixed | {step: 5}, DELTA, REPLACE) > epsilon
 
 

@@ -26,7 +26,6 @@ from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.contract import held_out_report
 from fedveil.contract.layout import Direction
 from fedveil.contract.method import REPORT_FIELDS, hyperparameters_of
-from fedveil.contract.privacy import stated_guarantee
 from fedveil.errors import PolicyError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import server_learns
@@ -130,11 +129,11 @@ def explain_run(
         lines.append(timing)
     if isinstance(claim, DistributedDiscreteGaussian):
         lines.append(f"Its {claim.words}.")
-        if not math.isinf(epsilon):
-            alone = stated_guarantee(claim.against_all(epsilon), claim.budget.delta, claim.budget.neighbours)
-            lines.append(
-                f"Against the server and all other sites together, an example charged that much has about {alone}."
-            )
+        lines.append(
+            "Against the server and all other sites together, only this site's own share of the noise is left, and "
+            f"epsilon is larger: fedveil privacy plan --honest {claim.honest} computes it from this site's number of "
+            "examples."
+        )
     words = disclosure_summary.what_is_learned(exchange.name)
     return [
         *lines,

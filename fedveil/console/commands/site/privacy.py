@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             f"--steps {args.steps}, {args.sampling}; a second step between two sums would have no noise before it"
         )
     plans = [SamplingPlan(args.rounds, args.steps, args.batch, rows, args.adjacency) for rows in args.sites]
-    costs = [_cost(args, plan) for plan in plans]
+    costs = [_cost(args, plan, 0.0) for plan in plans]
     local, shared = args.noise_local, args.noise_global
     given = [noise is not None for noise in (args.epsilon, args.noise_multiplier, local, shared)]
     if given not in ([True, False, False, False], [False, True, False, False], [False, False, True, True]):
@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     title = f"delta {args.delta:g}, {args.adjacency}"
     table = Table("rows", "batch", "needs z (local = global)", "epsilon", *seconds, title=title)
     for plan, cost, z in zip(plans, costs, needed, strict=True):
-        figures = [cost(joint_budget(local, shared)), *(cost(_own(args, local, shared)) for _ in seconds)]
+        own = [_cost(args, plan, 1.0)(_own(args, local, shared)) for _ in seconds]
+        figures = [cost(joint_budget(local, shared)), *own]
         guarantees = [
             stated_guarantee(accounting.round_epsilon(c, args.delta, args.adjacency), args.delta, args.adjacency)
             for c in figures
@@ -135,10 +136,12 @@ def _needed(
             yield accounting.noise_multiplier_for(cost, args.epsilon, args.delta, args.adjacency)
 
 
-def _cost(args: argparse.Namespace, plan: SamplingPlan) -> Callable[[float], Any]:
+def _cost(args: argparse.Namespace, plan: SamplingPlan, variation: float) -> Callable[[float], Any]:
+    """Return the charges by multiplier; `variation` is that of one sum: 0 if it fits into delta, 1 if it may not."""
+
     def charges(z: float) -> Any:
         cost = accounting.max_charged(z, args.sampling, plan, args.exchange == "batch")
-        return cost if args.honest is None else accounting.epsilon_in_sum(cost, {})
+        return cost if args.honest is None else accounting.epsilon_in_sum(cost, {}, (variation, 1.0))
 
     return charges
 

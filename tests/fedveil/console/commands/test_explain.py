@@ -10,11 +10,10 @@ from fedveil.console.commands.site import explain
 from fedveil.console.main import main
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
-from fedveil.contract.privacy import UNTIMED, Adjacency, Step
+from fedveil.contract.privacy import UNTIMED
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import DEVIATING, SINGLE_SITE, server_learns
-from fedveil.privacy import accounting
 from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.records.disclosure_summary import what_is_learned, what_is_learned_in_sum
 from fedveil.wire.envelope import describe_message
@@ -99,8 +98,8 @@ def test_epsilon_is_the_methods_budget_and_infinite_where_nothing_keeps_it():
     assert promised_epsilon(strategies.create_method("fedavg"), config, 1e-5) == float("inf")
 
 
-def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(lora_spec):
-    """h = 5 - 1: the site's own share alone has half of the multiplier."""
+def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_share_is_computed(lora_spec):
+    """h = 5 - 1."""
     flat = {
         "dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.epsilon": 3.0, "train.max-steps": 1,
         "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5,
@@ -109,9 +108,8 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
     explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5))
     assert "Epsilon: at most 3 at delta = 1e-05" in explanation
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
-    once = accounting.noise_multiplier_for(lambda z: {Step("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
-    alone = accounting.compute_epsilon({Step("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
-    assert f"together, an example charged that much has about epsilon {alone:.4g}" in explanation
+    assert "only this site's own share of the noise is left" in explanation
+    assert "fedveil privacy plan --honest 4 computes it" in explanation
     assert UNTIMED in explanation
     assert "and on a server that follows the protocol" in explanation
     plain = "\n".join(explain.explain_run(exchange, parse({}), 1e-5))
