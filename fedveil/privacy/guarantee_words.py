@@ -23,6 +23,7 @@ from fedveil.contract.privacy import (
     SUMMED,
     Adjacency,
     PrivacyGuarantee,
+    SamplingPlan,
     Spent,
     is_poisson_sampled,
     joint_budget,
@@ -33,13 +34,13 @@ from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import untimed
 
 __all__ = [
-    "NOT_TO_BE_SAID",
     "UNIT",
     "GuaranteeWords",
     "PartyEpsilon",
     "board_sentences",
     "conditions",
     "describe_accountant",
+    "describe_claim",
     "describe_guarantee",
     "describe_relation",
     "describe_sampling",
@@ -47,20 +48,6 @@ __all__ = [
 ]
 
 UNIT = "one example of one site's data set"
-NOT_TO_BE_SAID = (
-    "anonymous",
-    "anonymised",
-    "anonymized",
-    "cannot be re-identified",
-    "cannot be reidentified",
-    "gdpr-compliant",
-    "gdpr compliant",
-    "compliant with the gdpr",
-    "% of protection",
-    "% protection",
-    "% protected",
-    "percent protected",
-)
 _MOST_LOSS = 1200.0  # mean privacy loss; beyond it, accounting of Poisson batches takes minutes and then all memory
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact; Balle, Wang 2018)",
@@ -157,6 +144,16 @@ def describe_guarantee(
     )
 
 
+def describe_claim(claim: PrivacyGuarantee) -> str:
+    """Return the words of a guarantee that do not depend on a site's number of examples."""
+    plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
+    charges = claim.privacy_spent(plan)
+    return (
+        f"unit: {UNIT}; relation: {describe_relation(claim.budget.neighbours)}; sampling: "
+        f"{describe_sampling(charges)}; accountant: {describe_accountant(charges)}"
+    )
+
+
 def party_epsilons(
     claim: PrivacyGuarantee,
     config: RunConfig,
@@ -222,16 +219,13 @@ def describe_accountant(charges: Spent) -> str:
     return "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds) or "nothing was charged"
 
 
-def board_sentences(
-    claim: PrivacyGuarantee, epsilon: float, is_limit: bool, against_all: float | None, sites_know: bool = True
-) -> list[str]:
+def board_sentences(claim: PrivacyGuarantee, epsilon: float, is_limit: bool, against_all: float | None) -> list[str]:
     """Return three sentences for an ethics board; none if the server gets values before the noise.
 
     Args:
         epsilon: the limit that a site's ledger enforces over its runs, or what this run alone cost.
         is_limit: whether it is the ledger's limit.
         against_all: the epsilon against all others together in this run; None if it is not known.
-        sites_know: whether the site's own ledger has the figure that is not known here.
     """
     budget = claim.budget
     if budget.server_trusted or not math.isfinite(epsilon):
@@ -250,15 +244,16 @@ def board_sentences(
     in_sum = isinstance(claim, DistributedDiscreteGaussian)
     if isinstance(claim, DistributedDiscreteGaussian):
         two = f"epsilon {2 * epsilon:.3g} at delta {(1 + math.exp(min(epsilon, 700.0))) * budget.delta:.2g}"
-        noise = f", at least {claim.honest - 1} other hospitals in every sum tell nobody their noise, the server "
-        noise += "follows the protocol of secure aggregation"
+        others = "1 other hospital" if claim.honest == 2 else f"{claim.honest - 1} other hospitals"
+        noise = f", at least {others} in every sum tell nobody their noise, the server follows the protocol of secure "
+        noise += "aggregation"
     else:
         two, noise = f"epsilon {2 * epsilon:.3g} at delta {2 * budget.delta:.2g}", ""
     timing = " and the server does not time the hospital" if untimed(claim) else ""
     if not in_sum:
         everyone = f"epsilon {epsilon:.4g}, the same"
     elif against_all is None:
-        everyone = "not known to the server" + "; this hospital's own ledger has it" * sites_know
+        everyone = "not known to the server (this hospital's own ledger has it)"
     else:
         everyone = "infinite" if math.isinf(against_all) else f"epsilon {against_all:.4g} in this run"
     return [

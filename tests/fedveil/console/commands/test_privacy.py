@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedveil.console.main import main
+from fedveil.console.runs import privacy_statements
 from fedveil.console.runs.run_reader import RunView
-from fedveil.console.web.report import privacy_section
 from fedveil.console.web.report import run_page as report
 from fedveil.contract.privacy import UNTIMED, Adjacency, Step
 from fedveil.privacy import accounting
@@ -56,7 +56,7 @@ def test_a_plan_of_dp_sgd_there_and_back(capsys):
 
 
 def test_a_plan_reads_the_run_config_as_every_other_command_does(capsys, tmp_path):
-    """Line 1 of table A of the specification: n 100, b 10, z 1.5, T 50 is 4.16 under replace-one, 2.53 under zero-out."""
+    """By an FFT accountant, n 100, b 10, z 1.5, T 50 costs 4.1602 under replace-one and 2.5302 under zero-out."""
     file = tmp_path / "run.toml"
     file.write_text("[run]\nrounds = 5\n[train]\nbatch-size = 10\n[dp]\nnoise-multiplier = 1.5\ndelta = 1e-5\n")
     plan = ["privacy", "plan", "--config", str(file), "--sites", "100"]
@@ -189,14 +189,14 @@ def run_of(method: str = "dp_fpl", deterministic: bool = False, **fields) -> Run
 
 @pytest.mark.long
 def test_the_report_states_the_honest_epsilon_of_every_site():
-    first, a, b = privacy_section.privacy_statements(run_of(noise_local=4.0, noise_global=4.0))
+    first, a, b = privacy_statements.privacy_statements(run_of(noise_local=4.0, noise_global=4.0))
     assert first.endswith(UNTIMED)
     assert "trusted" not in first
     assert "nominal" not in first
     assert "a: 40 examples, 4 participations of 1 steps: at most epsilon" in a
     assert "(replace-one)" in a
     assert "the server does not know the site's number of examples" in b
-    mean = privacy_section.privacy_statements(run_of(mode="code", epsilon=0.1, sampling="disjoint", rounds=3))
+    mean = privacy_statements.privacy_statements(run_of(mode="code", epsilon=0.1, sampling="disjoint", rounds=3))
     assert UNTIMED not in mean[0]
     assert "nominal epsilon was 0.1" in mean[0]
     assert "except the server" in mean[0]
@@ -209,7 +209,7 @@ def test_a_repeated_round_is_charged_twice():
     from fedveil.privacy import accounting
 
     (epsilon,) = epsilons(
-        privacy_section.privacy_statements(run_of(sampling="disjoint", noise_local=9.0, noise_global=9.0))[1]
+        privacy_statements.privacy_statements(run_of(sampling="disjoint", noise_local=9.0, noise_global=9.0))[1]
     )
     # 5 batches an epoch: rounds 0 to 2 meet a row once, the repetition once more
     charges = {Step("gaussian", 0, 0, 9 / math.sqrt(2)): 2}
@@ -217,8 +217,32 @@ def test_a_repeated_round_is_charged_twice():
 
 
 def test_seeded_noise_and_methods_without_a_claim_say_so():
-    assert privacy_section.privacy_statements(run_of(deterministic=True)) == [
+    assert privacy_statements.privacy_statements(run_of(deterministic=True)) == [
         "Not private: seeded noise (run.deterministic = true). Epsilon infinite."
     ]
-    assert "no claim" in privacy_section.privacy_statements(run_of("fedavg"))[0]
-    assert "rho" in privacy_section.privacy_statements(run_of("fedavg", rho=1))[0]
+    assert "no claim" in privacy_statements.privacy_statements(run_of("fedavg"))[0]
+    assert "rho" in privacy_statements.privacy_statements(run_of("fedavg", rho=1))[0]
+
+
+def test_the_end_of_a_private_run_says_its_epsilon_with_all_that_it_means():
+    run = run_of(sampling="disjoint", noise_local=9.0, noise_global=9.0, epsilon=3.0)
+    first, of_a, _ = privacy_statements.privacy_statements(run)
+    assert "unit: one example of one site's data set; relation: the example is replaced by any other one" in first
+    assert "sampling: no gain from sampling" in first
+    assert "accountant: the analytic Gaussian mechanism (exact" in first
+    assert "No site's ledger lets an example be charged more than epsilon 3 at delta 1e-05 (replace-one)" in first
+    assert "against the server, other sites and all of them together, this run only." in of_a
+    line = privacy_statements.privacy_summary(run)
+    assert line.startswith(
+        f"privacy: this run cost an example of a, the most charged site, at most epsilon {epsilons(of_a)[0]:g}"
+    )
+    assert "against the server, other sites and all of them together; unit: one example" in line
+    assert "Not known for 1 of 2 sites" in line
+
+
+def test_the_end_of_other_runs_says_nothing_or_why_it_is_not_private():
+    assert privacy_statements.privacy_summary(run_of("fedavg")) == ""
+    assert privacy_statements.privacy_summary(run_of(deterministic=True)).startswith("privacy: not private: seeded")
+    unreadable = privacy_statements.privacy_summary(run_of(rho=1))
+    assert unreadable.startswith("privacy: unknown")
+    assert "treat it as infinite" in unreadable
