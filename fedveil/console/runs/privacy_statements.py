@@ -39,7 +39,7 @@ def privacy_statements(run: RunView) -> list[str]:
     )
     where = f" Its {claim.words}." if isinstance(claim, DistributedDiscreteGaussian) else ""
     timing = f" {timing}" if (timing := untimed(claim)) else ""
-    about = f" {describe_claim(claim).replace('unit', 'Unit', 1)}."
+    about = f" The guarantee: {describe_claim(claim)}."
     sentences = [
         f"{run.method}: a Gaussian mechanism for each example.{nominal}{trusted}{about}{_limit(claim)}{where}{timing}"
     ]

@@ -251,7 +251,7 @@ def test_without_a_limit_an_ethics_board_is_told_of_this_run_alone(tmp_path):
 
 
 def test_noise_in_the_sum_is_told_an_ethics_board_with_its_honest_hospitals(tmp_path):
-    attempt_records = attempts(("a", "b", "c"), steps=1)
+    attempt_records = attempts(steps=1)
     secure = {"secure.enabled": True, "secure.noise": "sum", "train.max-steps": 1}
     seen = card(tmp_path, attempts=attempt_records, **DP, **secure).guarantee
     assert [one.party for one in seen.against] == [
