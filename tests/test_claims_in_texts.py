@@ -7,9 +7,13 @@ import subprocess
 
 import pytest
 
+from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.privacy.guarantee_words import board_sentences
 from tests.conftest import ROOT
 
 OVER = (
+    "about k times the epsilon",
+    "about k times epsilon",
     "and nothing of a single one",
     "larger batches are what helps",
     "it is the undefended baseline",
@@ -41,17 +45,50 @@ MUST = {
         "steps alone are no defense",
         "an epsilon with poisson sampling assumes a server that does not",
     ),
-    "docs/pitfalls.md": ("a larger batch is no defense", "a bound on the change alone buys rounds"),
+    "docs/pitfalls.md": (
+        "a larger batch is no defense",
+        "a bound on the change alone buys rounds",
+        "group privacy is k times epsilon at (e^(k epsilon) - 1) / (e^epsilon - 1) times delta",
+        "two sites of epsilon 8 give 19.1, not 16",
+        "charging shuffled epochs, or batches of fixed size, by a Poisson figure",
+    ),
+    "docs/deploy/site-policy.md": (
+        "(e^(k epsilon) - 1) / (e^epsilon - 1) times as large",
+        "the sum of the sites' epsilons is no bound",
+        "`max-epsilon = 3` over all runs together, and 8 at the most",
+        "min(1e-6, 1 / (10 x examples))",
+    ),
     "docs/deploy/secure-aggregation.md": (
         "lies, without a roster",
         "may come from a single site",
         "it does not promise",
     ),
     "docs/runs.md": ("a server that kept to the protocol could not see", "does not time the site"),
-    "docs/cards.md": ("does not time the site",),
+    "docs/cards.md": (
+        "does not time the site",
+        "Balle, Wang",
+        "Zhu, Dong, Wang",
+        "Canonne, Kamath, Steinke",
+        "Kairouz, Liu, Steinke",
+        "Chua et al.",
+        "Lebeda",
+        "Rogers",
+        "Feldman, Zrnic",
+    ),
     "docs/tutorials/to-a-guarantee.md": ("deviates or lies", "may come from a single site", "does not time the site"),
 }
 
+# What no epsilon supports. Only this page may name these words: it lists them as what not to say.
+NOT_TO_BE_SAID = (
+    r"\banonym",
+    r"(cannot|can't|can not|impossible to) be re-?identif",
+    r"\bre-?identification is impossible",
+    r"gdpr[- ]compl",
+    r"compl\w+ with the gdpr",
+    r"\d ?(%|percent) (of )?protect",
+    r"(fully|perfectly|completely|100 ?%) private\b",
+)
+MAY_LIST_THEM = {"docs/tutorials/to-a-guarantee.md"}
 
 # There is no public repository yet: an address under this name could be anybody's. The signed type of a card is a name.
 NO_ADDRESS = "github.com/fedveil"
@@ -80,6 +117,37 @@ def test_no_text_claims_what_is_not_so():
     names = tracked("*.py", "*.md", "*.html", ":!tests/", ":!benchmarks/results/")
     claims = [(name, words) for name in names for words in OVER if words in flat((ROOT / name).read_text())]
     assert claims == []
+
+
+def forbidden_words(text: str) -> list[str]:
+    return [match[0] for pattern in NOT_TO_BE_SAID for match in re.finditer(pattern, flat(text))]
+
+
+def test_no_text_says_of_an_epsilon_what_none_supports():
+    names = set(tracked("*.py", "*.md", "*.html", "*.toml", "*.ipynb", "*.js", "*.yaml", ":!tests/")) - MAY_LIST_THEM
+    claims = {name: words for name in sorted(names) if (words := forbidden_words((ROOT / name).read_text()))}
+    assert claims == {}
+
+
+@pytest.mark.parametrize(
+    "claim",
+    ["the model is anonymous", "anonymised data", "Patients cannot be\n  re-identified.", "a GDPR-compliant run",
+     "it complies with the GDPR", "99 % protected", "95 % of protection", "fully private training"],
+)  # fmt: skip
+def test_words_that_no_epsilon_supports_are_found(claim):
+    assert forbidden_words(claim)
+
+
+def test_the_page_that_lists_what_not_to_say_lists_it():
+    listed = forbidden_words("".join((ROOT / page).read_text() for page in MAY_LIST_THEM))
+    assert {"anonym", "cannot be re-identif", "gdpr-compl", "5 % protect"} <= set(listed)
+
+
+def test_the_tutorial_has_the_three_sentences_of_a_card():
+    page = flat((ROOT / "docs" / "tutorials" / "to-a-guarantee.md").read_text())
+    sentences = board_sentences(DpSgdConfig(1.0, 1.0, 0.1, 3.0, 1e-6), 3.0, True, None)
+    assert [words for words in sentences if flat(words) not in page] == []
+    assert len(sentences) == 3
 
 
 def test_no_file_sends_a_reader_to_an_address_that_is_not_ours():

@@ -149,6 +149,13 @@ class SiteCost(_Part):
     unknown: Text = ""
 
 
+class PartyBound(_Part):
+    """The epsilon against one party."""
+
+    party: Short
+    epsilon: Epsilon
+
+
 class PrivacyGuaranteeEntry(_Part):
     """The formal guarantee of a run, or the statement that it has none.
 
@@ -157,6 +164,9 @@ class PrivacyGuaranteeEntry(_Part):
         says: the guarantee in a sentence.
         unit: what may differ between neighboring data sets.
         relation: the neighboring relation; "" without a guarantee.
+        sampling: how batches are drawn, as far as it counts for epsilon.
+        against: the epsilon against each party.
+        for_the_board: three sentences for an ethics board; [] without a figure that holds against the server.
         nominal: an epsilon that the method was given but does not keep.
         allowed: the largest epsilon that a site's ledger allows for a record.
         epsilon: upper bound for the most charged site.
@@ -167,6 +177,9 @@ class PrivacyGuaranteeEntry(_Part):
     says: Text
     unit: Text
     relation: Short = ""
+    sampling: Text = ""
+    against: list[PartyBound] = []
+    for_the_board: list[Text] = []
     delta: float | None = None
     nominal: float | None = None
     allowed: Epsilon = "infinite"

@@ -7,31 +7,34 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedveil.cards.card import Epsilon, PrivacyGuaranteeEntry, SiteCost, card_text, short_digest
+from fedveil.cards.card import Epsilon, PartyBound, PrivacyGuaranteeEntry, SiteCost, card_text, short_digest
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
-from fedveil.contract.privacy import PrivacyGuarantee, stated_guarantee
+from fedveil.contract.privacy import PrivacyGuarantee, SamplingPlan, Spent, stated_guarantee
 from fedveil.federation.secagg.adversary_model import BROADCASTS, single_site
 from fedveil.privacy import gdp
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.privacy.guarantee_source import guarantee_of, untimed
+from fedveil.privacy.guarantee_words import (
+    UNIT,
+    board_sentences,
+    conditions,
+    describe_accountant,
+    describe_guarantee,
+    describe_sampling,
+    party_epsilons,
+)
 from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
 from fedveil.records import disclosure_summary
 
 NONE = "There is NO formal guarantee"
-UNIT = "one example of one site's data set, in this run alone"
+IN_THIS_RUN = f"{UNIT}, in this run alone"
 LYING = (
     "The server wrote this card and can write anything. A signature shows whose key signed these bytes, not that "
     "they are true. A site that also signs vouches only for what it saw itself: its own messages, log and ledger. It "
     "knows nothing about what other sites sent, what the server kept, or what the attacks found."
 )
-_ACCOUNTANTS = {
-    "gaussian": "the analytic Gaussian mechanism (exact)",
-    "poisson": "privacy loss distributions (exact to 0.01 %)",
-    "fixed": "privacy loss distributions of a pair for fixed batch sizes (an upper bound)",
-    "summed": "the continuous mechanism that a sum rounds, or Renyi divergences of the sum (an upper bound)",
-}
 
 
 def formal_guarantees(
@@ -52,23 +55,68 @@ def formal_guarantees(
     costs = {site: server_side_bound(claim, batch, attempts, site) for site in sites}
     each = [_site(site, cost, claim, whole) for site, cost in costs.items()]
     worst = _worst(each, budget.epsilon)
-    kinds = {kind for cost in costs.values() if isinstance(cost, ServerSideBound) for kind, *_ in cost.charges}
-    used = "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds)
+    known = [cost for cost in costs.values() if isinstance(cost, ServerSideBound)]
+    seen = {step: count for cost in known for step, count in cost.charges.items()}
+    charges = seen if known else _planned(claim)
+    against_all = _against_all(known, is_complete=len(known) == len(costs))
     return PrivacyGuaranteeEntry(
         formal=isinstance(worst, float),
         says=_says(worst, claim),
-        unit=UNIT,
+        unit=IN_THIS_RUN,
         relation=budget.neighbours.value,
+        sampling=describe_sampling(charges),
+        against=_against(claim, config, worst, known, against_all),
+        for_the_board=_for_the_board(claim, worst, against_all),
         delta=budget.delta,
         nominal=budget.nominal,
         allowed=_number(budget.epsilon),
         epsilon=worst,
         model=_model(claim),
         mechanism=_mechanism(claim, config),
-        accountant=f"dp-accounting {importlib.metadata.version('dp-accounting')}: {used or 'nothing was charged'}",
+        accountant=f"dp-accounting {importlib.metadata.version('dp-accounting')}: {describe_accountant(charges)}",
         sites=each,
         assumptions=_assumptions(claim),
     )
+
+
+def _planned(claim: PrivacyGuarantee) -> Spent:
+    """Return the charge of one step, for a run whose charges are not known."""
+    return claim.privacy_spent(SamplingPlan(1, 1, 1, 2, claim.budget.neighbours))
+
+
+def _against_all(known: Sequence[ServerSideBound], is_complete: bool) -> float | None:
+    """Return the largest epsilon against all others together; None if it is not known for each site."""
+    values = [cost.against_all for cost in known if cost.against_all is not None]
+    return max(values) if values and is_complete else None
+
+
+def _against(
+    claim: PrivacyGuarantee,
+    config: RunConfig,
+    worst: Epsilon,
+    known: Sequence[ServerSideBound],
+    against_all: float | None,
+) -> list[PartyBound]:
+    """Return the epsilon against each party; [] where nothing bounds it."""
+    if not isinstance(worst, float):
+        return []
+    most = max(known, key=lambda cost: cost.epsilon, default=None)
+    parties = party_epsilons(claim, config, worst, against_all)
+    if most is not None and most.epsilon == worst:
+        parties = describe_guarantee(claim, config, most.charges).parties
+    return [
+        PartyBound(party=one.party, epsilon="not known" if one.epsilon is None else _number(one.epsilon))
+        for one in parties
+    ]
+
+
+def _for_the_board(claim: PrivacyGuarantee, worst: Epsilon, against_all: float | None) -> list[str]:
+    """Return the three sentences, with the limit of the sites' ledgers where the run has one."""
+    if not isinstance(worst, float):
+        return []
+    limit = claim.budget.epsilon
+    is_limit = math.isfinite(limit)
+    return board_sentences(claim, limit if is_limit else worst, is_limit, against_all)
 
 
 def _none(why: str) -> PrivacyGuaranteeEntry:
@@ -116,14 +164,9 @@ def _says(worst: Epsilon, claim: PrivacyGuarantee) -> str:
     whom = "everyone but the site itself"
     if budget.server_trusted:
         whom += " and the server, which saw sums without noise: against the server epsilon is infinite"
-    assumed = []
-    if isinstance(claim, DistributedDiscreteGaussian):
-        assumed.append(f"{claim.honest} sites in every sum keep their share of the noise secret")
-        assumed.append("the server follows the protocol")
-    if untimed(claim):
-        assumed.append("the server does not time the site")
+    assumed = conditions(claim)
     whom += f", provided that {' and '.join(assumed)}" if assumed else ""
-    return f"{stated_guarantee(worst, budget.delta, budget.neighbours)} at most, for {UNIT}, against {whom}."
+    return f"{stated_guarantee(worst, budget.delta, budget.neighbours)} at most, for {IN_THIS_RUN}, against {whom}."
 
 
 def _model(claim: PrivacyGuarantee) -> str:
@@ -160,6 +203,11 @@ def _assumptions(claim: PrivacyGuarantee) -> list[str]:
             "The figures are for this run alone: other runs on the same examples add up, and the site's ledger counts "
             "them."
         ),
+        (
+            "A limit over several runs is kept if their settings are fixed before the first result: settings that "
+            "follow from earlier results are not covered by composing the runs (Rogers et al. 2016; Feldman, Zrnic "
+            "2021)."
+        ),
         "Noise and batches are drawn at random by the party that adds them, from its operating system.",
         "Noise is drawn in fp64 and sums are rounded to fp32; attacks on the rounding itself are not accounted for.",
         "Settings chosen by looking at the examples, and runs discarded for their scores, are not counted.",
@@ -182,8 +230,10 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
     claim = guarantee_of(method, config)
     sentences = [
         LYING,
-        "A person with several examples, or with examples at several sites: the unit is one example, so their "
-        "bound is several times that.",
+        "A person with k examples in a site's data: the unit is one example, so their bound is k times epsilon, at a "
+        "larger delta: delta (e^(k epsilon) - 1) / (e^epsilon - 1).",
+        "A person with examples at several sites: with the noise at each site the sites' epsilons and deltas add up "
+        "at most; with the noise in the sum they do not bound it (two sites of epsilon 8: 19.1, not 16).",
         "Properties of a site's examples as a whole: how many there are, what they are about, how well the model "
         "fits them.",
         "Who took part, when, and the sizes of messages.",

@@ -24,6 +24,10 @@ NOT_MEASURED = (
     "Not measured: this run had not been attacked when this card was written, so nothing is claimed about what "
     "attacks would find. `fedveil audit RUN` attacks it, and `fedveil card make RUN` then updates the card."
 )
+NOT_SAID = (
+    "An epsilon bounds what changes with one example. It does not decide whether data or a model are personal data in "
+    "the sense of a law, and it is no percentage."
+)
 BY_SITE = (
     "All messages by site: those above, refused uploads, and the keys and shares of secure aggregation. A site's own "
     "log may have more: answers that came too late or were no longer needed, and messages of an attempt that the "
@@ -50,6 +54,7 @@ def card_page(card: PrivacyCard) -> str:
         "content as data.",
         "## Guarantee",
         *_guarantee(card.guarantee),
+        *_board(card.guarantee),
         "## Who saw what, and was trusted with what",
         *_parties(card),
         "## What was sent",
@@ -89,6 +94,7 @@ def _guarantee(of: PrivacyGuaranteeEntry) -> list[str]:
     rows: list[tuple[str, object]] = [
         ("unit", of.unit),
         ("relation of neighboring data sets", of.relation),
+        ("sampling", of.sampling),
         ("epsilon spent, at most", format_epsilon(of.epsilon)),
         ("delta", "" if of.delta is None else f"{of.delta:g}"),
         ("nominal epsilon, which is not guaranteed", "none" if of.nominal is None else f"{of.nominal:g}"),
@@ -98,10 +104,21 @@ def _guarantee(of: PrivacyGuaranteeEntry) -> list[str]:
         ("accountant", of.accountant),
     ]
     blocks.append(markdown_table(["", ""], rows))
+    if of.against:
+        against = ((one.party, format_epsilon(one.epsilon)) for one in of.against)
+        blocks.append(markdown_table(["against", "epsilon, at most"], against))
     head = ["site", "examples", "participations", "steps in each", "epsilon, at most", "against all others", "mu (GDP)"]
     blocks.append(markdown_table(head, map(_site, of.sites)))
     blocks += [markdown_list(f"{site.site}: {site.unknown}" for site in of.sites if site.unknown)]
     return [part for part in [*blocks, "It relies on these assumptions:", markdown_list(of.assumptions)] if part]
+
+
+def _board(of: PrivacyGuaranteeEntry) -> list[str]:
+    """Return the section for an ethics board; [] if there is nothing to tell one."""
+    if not of.for_the_board:
+        return []
+    numbered = "\n".join(f"{number}. {plain_text(words)}" for number, words in enumerate(of.for_the_board, 1))
+    return ["## For an ethics board", numbered, NOT_SAID]
 
 
 def _site(site: SiteCost) -> list[object]:

@@ -69,6 +69,7 @@ from fedveil.contract.privacy import (
 )
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting, discrete_gaussian
+from fedveil.privacy.ledger_account import MAX_RUNS
 
 MOST_ENTRIES = 1 << 30  # for which the table's distance is accounted
 _ROUNDED = 2.0**-21  # of the bound: rounding of an entry by floats, on both sides together
@@ -77,7 +78,8 @@ _LEAST_TARGET = 1024.0
 _LARGEST_EPSILON = 100.0  # of a guarantee; above it, noise in a sum has none
 _DISCRETE = 9e-4  # sigma^4 times the distance of one entry's discrete Gaussian from a rounded continuous one
 _ROUNDED_VARIANCE = 1 / 12  # of a continuous value rounded to an integer
-_RUNS = 4  # of the planned length, for which a sum is fine enough: attempts that fail are charged as well
+_RUNS = 8  # of the planned length, for which a sum is fine enough: attempts that fail are charged as well
+_UNLIMITED = 8.0  # the epsilon for which the sums of a guarantee without a limit are judged
 _SPARE = 2.0**-40  # by which sums of floats may exceed the largest draw
 
 
@@ -91,7 +93,7 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         noise: the noise that an upload needs.
         honest: h.
         rounds: planned sums of a site's uploads.
-        variations: V of a sum and of the site's own share; 1 where the noise is not known yet.
+        variations: V of a sum and of the site's own share, as charged; 1 if it is too large or not known yet.
     """
 
     claim: PrivacyGuarantee
@@ -163,7 +165,23 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
     def at_scale(self, scale: float, entries: int, bound: float) -> DistributedDiscreteGaussian:
         """Return the guarantee of uploads at this scale, whose distance from a continuous mechanism is known."""
         own = self.deviation(scale, entries, bound)
-        return replace(self, variations=(self._variation(own, entries, self.honest), self._variation(own, entries, 1)))
+        return replace(self, variations=(self._charged(own, entries, self.honest), self._charged(own, entries, 1)))
+
+    def as_planned(self) -> DistributedDiscreteGaussian:
+        """Return the guarantee of sums as fine as `scale` makes them where the ring has room for it."""
+        return replace(self, variations=(self._fine, 1.0))
+
+    @property
+    def _fine(self) -> float:
+        """Return the V up to which a sum counts as fine: small enough for the run, also at a reservation's delta."""
+        budget = self.claim.budget
+        epsilon = budget.epsilon if budget.epsilon <= _LARGEST_EPSILON else _UNLIMITED
+        share = accounting.VARIATION_SHARE * budget.delta / MAX_RUNS
+        return share / (1 + math.exp(epsilon + 1)) / (_RUNS * self.rounds)  # + 1: epsilon is larger at delta / MAX_RUNS
+
+    def _charged(self, own: float, entries: int, sites: int) -> float:
+        """Return the V that is charged, one of two values, so that another ring does not change a run's steps."""
+        return self._fine if self._variation(own, entries, sites) <= self._fine else 1.0
 
     def _variation(self, own: float, entries: int, sites: int) -> float:
         """Return V of the noise of so many sites, each with a deviation of `own`."""
@@ -189,11 +207,10 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     def _continuous_from(self, entries: int) -> float:
         """Return sigma_i from which sums are fine enough for a continuous mechanism, if the guarantee has a limit."""
-        budget = self.claim.budget
-        if budget.epsilon > _LARGEST_EPSILON:
+        if self.claim.budget.epsilon > _LARGEST_EPSILON:
             return 0.0
-        fits = accounting.VARIATION_SHARE * budget.delta / (1 + math.exp(budget.epsilon)) / (_RUNS * self.rounds)
-        return math.sqrt(math.sqrt(math.sqrt(entries) * _DISCRETE / fits) / self.honest)
+        spared = self._fine / 2  # the rest is for the other terms of V
+        return math.sqrt(math.sqrt(math.sqrt(entries) * _DISCRETE / spared) / self.honest)
 
     def scale(self, entries: int, bound: float, room: float) -> float:
         """Return S, as fine as is useful under the noise and fits the ring.

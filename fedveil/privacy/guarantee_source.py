@@ -9,7 +9,7 @@ from fedveil.errors import ConfigError
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
 
-__all__ = ["check_guarantee", "guarantee_of"]
+__all__ = ["as_planned", "check_guarantee", "guarantee_of"]
 
 
 def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
@@ -20,6 +20,11 @@ def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
     """
     claim = DpSgdConfig.from_config(config.dp) or (method if isinstance(method, PrivacyGuarantee) else None)
     return DistributedDiscreteGaussian.from_guarantee(claim, config) if config.secure.noise == "sum" else claim
+
+
+def as_planned(claim: PrivacyGuarantee) -> PrivacyGuarantee:
+    """Return the guarantee with noise in the sum as fine as planned; any other guarantee unchanged."""
+    return claim.as_planned() if isinstance(claim, DistributedDiscreteGaussian) else claim
 
 
 def untimed(claim: PrivacyGuarantee) -> str:

@@ -281,8 +281,8 @@ class SiteAccount:
             )
             raise BudgetError(
                 f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved "
-                f"by {self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on a "
-                f"smaller epsilon or fewer rounds{enough}"
+                f"by {self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on "
+                f"a smaller epsilon or fewer rounds{enough}"
             )
         return entry
 

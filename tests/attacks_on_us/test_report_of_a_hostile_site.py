@@ -8,8 +8,8 @@ import time
 import pytest
 
 from fedveil.console.main import main
+from fedveil.console.runs import privacy_statements
 from fedveil.console.runs import run_reader as runs
-from fedveil.console.web.report import privacy_section
 from tests.fedveil.console.conftest import make_run  # noqa: F401  # a fixture
 
 REPORTS = {
@@ -44,7 +44,7 @@ def test_the_page_is_made_and_says_what_is_not_known(kind, make_run, capsys):  #
         line["reports"]["site-0"] = report
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     started = time.process_time()
-    (sentence,) = [s for s in privacy_section.privacy_statements(runs.load_run(folder)) if s.startswith("site-0")]
+    (sentence,) = [s for s in privacy_statements.privacy_statements(runs.load_run(folder)) if s.startswith("site-0")]
     assert expected in sentence
     assert main(["report", str(folder), "--out", str(folder / "page.html")]) == 0
     assert "site-0" in (folder / "page.html").read_text()

@@ -6,6 +6,7 @@ from fedveil import strategies, tasks
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy.site_policy import SitePolicy, policy_of_site
 from fedveil.console.doctor.checks import CheckResult
+from fedveil.privacy.privacy_warnings import MAX_RECOMMENDED_EPSILON, delta_warnings, noise_warnings
 from fedveil.sanitize import sanitize, suggest_name
 
 _NAMES = ("methods", "tasks", "models", "app_digests", "signers")  # an empty list under any of these permits nothing
@@ -33,7 +34,24 @@ def check_policy_file(file: str) -> CheckResult:
         )
     if strange := unknown_names(policy):
         return CheckResult("policy", "warn", f"{file}: {strange}")
+    if weak := privacy_limits_warnings(policy):
+        return CheckResult("policy", "warn", f"{file}: {'; '.join(weak)}")
     return CheckResult("policy", "ok", f"{file} is readable")
+
+
+def privacy_limits_warnings(policy: SitePolicy) -> list[str]:
+    """Return a sentence for each limit of the policy that promises next to nothing; [] without a limit on privacy."""
+    budget, warnings = policy.budget, []
+    if "delta" in policy.model_fields_set or policy.max_epsilon is not None:
+        warnings += delta_warnings(budget.delta, [policy.min_examples] if policy.min_examples else ())
+    if policy.max_epsilon is not None and policy.max_epsilon > MAX_RECOMMENDED_EPSILON:
+        warnings.append(
+            f"max-epsilon {policy.max_epsilon:g} lets a conclusion become e^{policy.max_epsilon:g} times as likely; "
+            f"use 3, or at most {MAX_RECOMMENDED_EPSILON:g}"
+        )
+    if policy.min_noise_multiplier is not None:
+        warnings += noise_warnings([policy.min_noise_multiplier], budget)
+    return [f"of this site's policy: {sentence}" for sentence in warnings]
 
 
 def check_empty_policy(policy: SitePolicy) -> str:

@@ -232,6 +232,8 @@ def require_policy(node: SiteConfig) -> None:
         )
     if strange := policy_checks.unknown_names(policy):
         print(f"site {node.site}: {file}: {strange}", flush=True)
+    for warning in policy_checks.privacy_limits_warnings(policy):
+        print(f"site {node.site}: {file}: {warning}", flush=True)
 
 
 def require_device(device: str) -> None:

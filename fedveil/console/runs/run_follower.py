@@ -189,6 +189,11 @@ def closing_lines(folder: Path) -> list[str]:
     lines += [sanitize(words, 200) for words in (run.of_round, summary.is_unchanged(run)) if words]
     if (folder / "final").is_dir():
         lines.append(f"model: {shlex.quote(sanitize((folder / 'final').absolute(), 1000))}")
+    if summary.may_claim_privacy(run):
+        from fedveil.console.runs import privacy_statements  # it imports torch, which a watched run does not need
+
+        if privacy := privacy_statements.privacy_summary(run):
+            lines.append(sanitize(privacy, 2000))
     return [*lines, f"next: fedveil report {shlex.quote(sanitize(folder, 1000))}"]
 
 

@@ -43,6 +43,20 @@ def _row(run: RunView) -> dict[str, Any]:
     }
 
 
+def may_claim_privacy(run: RunView) -> bool:
+    """Return whether the run may claim differential privacy, so that there is something to report."""
+    config = run.config.get("config", {})
+    fields = str(run.config.get("method", {}).get("fields"))
+    return bool(config.get("dp.noise-multiplier") or config.get("dp.epsilon") or "epsilon" in fields)
+
+
+def protected_method(run: RunView) -> str:
+    """Return the run's method with the protections added to it, such as "fedavg + noise"."""
+    config = run.config.get("config", {})
+    secure = " + secure aggregation" if config.get("secure.enabled") else ""
+    return run.method + secure + (" + noise" if config.get("dp.noise-multiplier") else "")
+
+
 def metric_names(runs: Sequence[RunView]) -> list[str]:
     """Return every metric that any run has, the loss first."""
     names = {name for run in runs for name in run.final}

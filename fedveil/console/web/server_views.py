@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedveil.console.runs import disclosure, per_site
+from fedveil.console.runs import disclosure, per_site, privacy_statements
 from fedveil.console.runs.run_reader import RunView
-from fedveil.console.runs.summary import metric_names, run_label
+from fedveil.console.runs.summary import may_claim_privacy, metric_names, protected_method, run_label
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries
 from fedveil.console.web.components import (
@@ -31,7 +31,7 @@ from fedveil.console.web.components import (
 )
 from fedveil.console.web.federations import DashboardFederations
 from fedveil.console.web.pages import PageNotFound, PageView, page_digest
-from fedveil.console.web.report import audit_section, disclosure_section, privacy_section, run_page
+from fedveil.console.web.report import audit_section, disclosure_section, run_page
 from fedveil.console.web.safe_files import RunLocation
 from fedveil.errors import FedVeilError
 from fedveil.sanitize import sanitize
@@ -132,7 +132,7 @@ class ServerViews:
             word = sanitize(run.status.get("state", "unknown"), 20)
             states[word] += 1
             rows.append([
-                *self._federation(place), page_link(self.base, ("runs", place.key), place.name), _protected(run),
+                *self._federation(place), page_link(self.base, ("runs", place.key), place.name), protected_method(run),
                 state_badge(word), f"{run.rounds_done} of {plain_number(run.status.get('rounds', '?'))}",
                 run.final.get("loss"), len(run.sites), run.upload_bytes, format_time(run.config.get("started", "")),
                 format_time(run.status.get("ended", "")),
@@ -186,7 +186,7 @@ class ServerViews:
         head = [*self._column(), "site", *(["online"] if self.federations else []), "last upload (UTC)", "runs",
                 "asked", "accepted", "unsigned", "refused or failed", "upload bytes", "download bytes",
                 "last reason"]  # fmt: skip
-        spent = [(place.key, self._privacy(place, run)) for place, run in loaded_runs if _claims(run)]
+        spent = [(place.key, self._privacy(place, run)) for place, run in loaded_runs if may_claim_privacy(run)]
         about = {
             "head": head,
             "rows": rows,
@@ -210,7 +210,7 @@ class ServerViews:
     def _privacy(self, place: RunLocation, run: RunView) -> list[str]:
         """Return the run's privacy cost to its sites' records, which takes seconds of accounting."""
         answer = self.later.ask(
-            ("privacy", place.key), safe_files.run_stamp(place), lambda: privacy_section.privacy_statements(run)
+            ("privacy", place.key), safe_files.run_stamp(place), lambda: privacy_statements.privacy_statements(run)
         )
         if answer.value is None:
             return [answer.why or "Computing."]
@@ -271,27 +271,11 @@ class ServerViews:
             "disclosed": disclosure_section.exchange_section(run), "words": disclosure.what_was_learned(run),
             "symbols": disclosure.SYMBOLS,
             "reported": [sanitize(name, 80) for name in disclosure.reported_metrics(run)],
-            "privacy": self._privacy(place, run), "bound": config.get("dp.epsilon") or None,
+            "privacy": self._privacy(place, run),
         }  # fmt: skip
         return PageView("run.html", f"Run {place.key}", about)
-
-
-def _claims(run: RunView) -> bool:
-    """Return whether the run may claim differential privacy, so that there is something to report."""
-    config = run.config.get("config", {})
-    fields = str(run.config.get("method", {}).get("fields"))
-    return bool(config.get("dp.noise-multiplier") or config.get("dp.epsilon") or "epsilon" in fields)
 
 
 def _now(run: RunView, word: str) -> str:
     """Return the round state of a running run; "" for other runs."""
     return round_progress(run.folder) if word == "running" else ""
-
-
-def _protected(run: RunView) -> str:
-    """Return the method and the protections added to it."""
-    config = run.config.get("config", {})
-    beside = [" + secure aggregation"] * bool(config.get("secure.enabled")) + [" + noise"] * bool(
-        config.get("dp.noise-multiplier")
-    )
-    return run.method + "".join(beside)

@@ -220,6 +220,62 @@ def test_noise_in_the_sum_holds_while_some_sites_are_honest_and_a_ledger_bounds_
     assert "the server saw only sums" in guarantee.sites[0].unknown
 
 
+def test_the_card_says_against_whom_and_gives_an_ethics_board_three_sentences(tmp_path):
+    """By hand: e^8 = 2,981; two hospitals: 16 at 2e-5; the noise is at the site, so all others have the same figure."""
+    privacy_card = card(tmp_path, **DP)
+    guarantee = privacy_card.guarantee
+    assert [(one.party, one.epsilon) for one in guarantee.against] == [
+        (party, guarantee.epsilon) for party in ("the server", "other sites", "all of them together")
+    ]
+    assert guarantee.sampling.startswith("Poisson batches")
+    assert "Zhu, Dong, Wang 2022" in guarantee.accountant
+    first, second, third = guarantee.for_the_board
+    assert "whether this example or another one was used" in first
+    assert "more than 2.98e+03 times as likely (e^8;" in first
+    assert "about 1e-05 (one in 100,000)" in first
+    assert "all runs in this hospital's ledger together" in second
+    assert "for two hospitals with this figure: at most epsilon 16 at delta 2e-05" in second
+    assert "the server does not time the hospital; against all others working together the figure is epsilon 8" in third
+    page = markdown.card_page(privacy_card)
+    assert "## For an ethics board\n\n1. A person who sees everything" in page
+    assert "| against | epsilon, at most |" in page
+    assert cards.parse_card(privacy_card.to_bytes(), "card") == privacy_card
+
+
+def test_without_a_limit_an_ethics_board_is_told_of_this_run_alone(tmp_path):
+    guarantee = card(tmp_path, **DP | {"dp.epsilon": 0.0, "dp.adjacency": "zero-out"}).guarantee
+    first, second, _ = guarantee.for_the_board
+    assert f"(e^{guarantee.epsilon:.4g};" in first
+    assert "whether this example was used or added nothing" in first
+    assert second.startswith("This counts this run alone")
+
+
+def test_noise_in_the_sum_is_told_an_ethics_board_with_its_honest_hospitals(tmp_path):
+    attempt_records = attempts(steps=1)
+    secure = {"secure.enabled": True, "secure.noise": "sum", "train.max-steps": 1}
+    seen = card(tmp_path, attempts=attempt_records, **DP, **secure).guarantee
+    assert [one.party for one in seen.against] == [
+        "the server", "other sites", "the server with 1 other site", "all of them together",
+    ]  # fmt: skip
+    assert seen.against[0].epsilon < seen.against[3].epsilon == seen.sites[0].against_all
+    assert "at least 1 other hospital in every sum tell nobody their noise" in seen.for_the_board[2]
+    assert f"the figure is epsilon {seen.sites[0].against_all:.4g} in this run" in seen.for_the_board[2]
+    for row in attempt_records:
+        row |= {"reports": {}, "unseen": dict(UNSEEN)}
+    unseen = card(tmp_path, attempts=attempt_records, **DP, **secure).guarantee
+    assert unseen.against[3].epsilon == "not known"
+    assert "not known to the server (this hospital's own ledger has it)" in unseen.for_the_board[2]
+    assert "at most epsilon 16 at delta 0.03" in unseen.for_the_board[1]  # (1 + e^8) 1e-5
+
+
+def test_without_a_figure_against_the_server_there_is_nothing_for_an_ethics_board(tmp_path):
+    trusted = {"method.name": "dp_fpl", "method.params": 'mode = "paper"\nepsilon = 4.0\nrounds = 2'}
+    for changes in ({}, trusted | {"train.batch-size": 8}):
+        privacy_card = card(tmp_path, **changes)
+        assert privacy_card.guarantee.for_the_board == []
+        assert "ethics board" not in markdown.card_page(privacy_card)
+
+
 def test_the_card_says_what_its_own_signatures_are_worth(tmp_path):
     page = markdown.card_page(card(tmp_path))
     assert "The server wrote this card and can write anything." in page

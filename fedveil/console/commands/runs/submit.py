@@ -11,6 +11,7 @@ which refuses before any site is contacted. The exit code is that of `fedveil wa
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from fedveil.config import RunConfig, RunSection, parse
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
                 raise ConfigError(f"{error}; nothing was sent") from None
         if parsed.sinks.names:
             _require_sinks(parsed)
+    _warn_of_privacy(parsed, is_method_here=args.app is None and not args.extras_at_server)
     flower = FlowerCli(args.federation.absolute() / "server" / "flower")
     try:
         number = flower.submit(args.app, settings)
@@ -83,6 +85,24 @@ def _require_possible(config: RunConfig) -> None:
     ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
     aggregation_rules.check_cohort(config.secure, config.aggregate, config.cohort)
     aggregation_rules.check_entries(method, config.secure, config.cohort)
+
+
+def _warn_of_privacy(config: RunConfig, is_method_here: bool) -> None:
+    """Print a warning for each setting of a privacy guarantee that promises next to nothing.
+
+    A method that only the server has may make a guarantee that is not known here.
+    """
+    from fedveil import strategies
+    from fedveil.privacy.dp_sgd import DpSgdConfig
+    from fedveil.privacy.guarantee_source import guarantee_of
+    from fedveil.privacy.privacy_warnings import privacy_warnings
+
+    if is_method_here:
+        claim = guarantee_of(strategies.create_method(config.method.name, config.method.params), config)
+    else:
+        claim = DpSgdConfig.from_config(config.dp)
+    for warning in privacy_warnings(claim, [config.task.examples_per_site]):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _require_new(federation: Path, run: RunSection) -> None:

@@ -19,19 +19,25 @@ from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import decisions, run_config_rules
 from fedveil.client_app.policy import site_policy as policies
 from fedveil.config import RunConfig, parse
+from fedveil.console.doctor.policy_checks import privacy_limits_warnings
 from fedveil.console.flower.app_bundle import build_bundle
 from fedveil.console.run_config_args import parse_overrides
+from fedveil.console.runs.sampling_plan import plan_sampling
 from fedveil.console.runs.secagg_preview import MaskedUploadPreview
 from fedveil.console.runs.site_requirements import site_requirements
 from fedveil.contract import held_out_report
 from fedveil.contract.layout import Direction
 from fedveil.contract.method import REPORT_FIELDS, hyperparameters_of
-from fedveil.errors import PolicyError
+from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import server_learns
 from fedveil.guard import run_signature
+from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
-from fedveil.privacy.guarantee_source import guarantee_of, untimed
+from fedveil.privacy.guarantee_source import as_planned, guarantee_of, untimed
+from fedveil.privacy.guarantee_words import describe_guarantee
+from fedveil.privacy.privacy_warnings import privacy_warnings
 from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.records import disclosure_summary
 from fedveil.sanitize import sanitize
@@ -51,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="TOML file with the run config, as for flwr run -c")
     parser.add_argument("--policy", type=Path, help="check whether this site policy permits the run")
     parser.add_argument("--app", type=Path, default=None, help="the app that would run, if the policy names digests")
-    parser.add_argument("--delta", type=float, default=1e-5, help="delta of the stated epsilon; default 1e-5")
+    parser.add_argument("--delta", type=float, help="delta of the stated epsilon; only the run's own is accepted")
+    parser.add_argument(
+        "--examples", type=int, metavar="N", help="this site's training examples: adds the epsilon that the noise gives"
+    )
     parser.add_argument(
         "--sites",
         type=int,
@@ -76,8 +85,13 @@ def run(args: argparse.Namespace) -> int:
     task = tasks.load_task(config, method.adapter, "cpu")
     exchange = MessageExchange(method, config.method.name, task.spec)
     masked = MaskedUploadPreview.from_exchange(exchange, config, args.sites) if config.secure.enabled else None
-    lines = [*explain_run(exchange, config, args.delta, masked, policy), *_scores(config, policy)]
+    claim = guarantee_of(method, config)
+    _require_own_delta(args.delta, claim)
+    lines = [*explain_run(exchange, config, masked, policy, args.examples), *_scores(config, policy)]
     print("\n".join(sanitize(line, 4000) for line in lines))
+    known = [args.examples or (policy.min_examples if policy and policy.min_examples else 0)]
+    for warning in [*privacy_warnings(claim, known), *(privacy_limits_warnings(policy) if policy else [])]:
+        print(f"Warning: {sanitize(warning, 1000)}.")
     if policy is None:
         return 0
     largest = masked.bytes if masked else exchange.largest("up")
@@ -93,11 +107,16 @@ def run(args: argparse.Namespace) -> int:
 def explain_run(
     exchange: MessageExchange,
     config: RunConfig,
-    delta: float,
     masked: MaskedUploadPreview | None = None,
     policy: policies.SitePolicy | None = None,
+    examples: int | None = None,
 ) -> list[str]:
-    """Explain the run in plain words, as lines. A `policy` of None explains it for a site without a policy."""
+    """Explain the run in plain words, as lines.
+
+    Args:
+        policy: None explains the run for a site without a policy.
+        examples: the site's number of training examples; None leaves out the epsilon that the noise gives.
+    """
     rounds, share = config.run.rounds, config.cohort.fraction
     often = "in every round" if share == 1 else f"in about {100 * share:g} % of rounds"
     lines = [
@@ -111,35 +130,65 @@ def explain_run(
         "fields leave this site.",
         "Examples, prepared examples and the method's private state stay in this site's own folders.",
     ]
-    epsilon, claim = promised_epsilon(exchange.method, config, delta), guarantee_of(exchange.method, config)
-    if config.run.deterministic:
-        lines.append("Epsilon: not private: seeded noise (run.deterministic).")
-    elif claim is None:
-        lines.append("Epsilon: infinite. This run gives no differential-privacy guarantee: its method adds no noise.")
-    elif math.isinf(epsilon):
-        lines.append(
-            f"Epsilon: infinite at delta = {delta:g} for what leaves this site; the method's description says why."
-        )
-    else:
-        lines.append(
-            f"Epsilon: at most {epsilon:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any example, "
-            "over this run alone; this site's ledger stops the run before it exceeds that."
-        )
-    if claim is not None and not math.isinf(epsilon) and (timing := untimed(claim)):
-        lines.append(timing)
-    if isinstance(claim, DistributedDiscreteGaussian):
-        lines.append(f"Its {claim.words}.")
-        lines.append(
-            "Against the server and all other sites together, only this site's own share of the noise is left, and "
-            f"epsilon is larger: fedveil privacy plan --honest {claim.honest} computes it from this site's number of "
-            "examples."
-        )
+    lines += _epsilon(exchange, config, examples)
     words = disclosure_summary.what_is_learned(exchange.name)
     return [
         *lines,
         "",
         *(disclosure_summary.what_is_learned_in_sum(words, server_learns(masked.partial)) if masked else words),
     ]
+
+
+def _epsilon(exchange: MessageExchange, config: RunConfig, examples: int | None) -> list[str]:
+    """Explain the run's limit on an example's charge, and what its noise gives to a site with `examples`."""
+    claim = guarantee_of(exchange.method, config)
+    if config.run.deterministic:
+        return ["Epsilon: not private: seeded noise (run.deterministic)."]
+    if claim is None:
+        return ["Epsilon: infinite. This run gives no differential-privacy guarantee: its method adds no noise."]
+    budget, lines = claim.budget, []
+    epsilon = promised_epsilon(exchange.method, config, budget.delta)
+    if budget.server_trusted:
+        lines.append(
+            f"Epsilon: infinite at delta = {budget.delta:g} against the server, which gets values before the noise."
+        )
+    elif math.isinf(epsilon):
+        key = "epsilon in method.params" if isinstance(exchange.method, PrivacyGuarantee) else "dp.epsilon"
+        lines.append(f"Epsilon: no bound was set ({key}), so this site's ledger counts charges and stops nothing.")
+    else:
+        lines.append(
+            f"Epsilon: at most {epsilon:.3g} at delta = {budget.delta:g} ({budget.neighbours.value}) for any example, "
+            "over this and all earlier runs; this site's ledger stops the run before it exceeds that."
+        )
+    if examples is not None:
+        given = _given(claim, config, exchange, examples)
+        lines.append(f"This noise gives, for {examples:,} examples in this run alone: {given}.")
+    else:
+        lines.append(
+            "The epsilon that this noise gives, also against the server and all other sites together, depends on this "
+            "site's number of examples: add --examples N."
+        )
+        if timing := untimed(claim):
+            lines.append(timing)
+    if isinstance(claim, DistributedDiscreteGaussian):
+        lines.append(f"Its {claim.words}.")
+    return lines
+
+
+def _given(claim: PrivacyGuarantee, config: RunConfig, exchange: MessageExchange, examples: int) -> str:
+    """State the epsilon of a site with `examples` that takes part in every round."""
+    plan = plan_sampling(exchange.method, config, claim.budget.neighbours, examples)
+    charges = as_planned(claim).privacy_spent(plan)
+    return describe_guarantee(claim, config, charges, accounting.round_epsilon).sentence
+
+
+def _require_own_delta(delta: float | None, claim: PrivacyGuarantee | None) -> None:
+    """Raise ConfigError for a delta that is not the run's: its epsilon and its ledger's limit hold at that one."""
+    if delta is not None and claim is not None and delta != claim.budget.delta:
+        raise ConfigError(
+            f"--delta: expected the run's own delta, {claim.budget.delta:g}, found {delta:g}; leave the option out, or "
+            "change the run's delta (dp.delta)"
+        )
 
 
 def _in_the_clear(exchange: MessageExchange, policy: policies.SitePolicy | None) -> list[str]:

@@ -1,23 +1,38 @@
 """`fedveil privacy`: plans a private run: the noise for an epsilon, or the reverse.
 
-`fedveil privacy plan` computes the noise for a target epsilon, or the epsilon of a given noise. Every
-epsilon is shown with its adjacency relation. The privacy cost of a finished run is in its report (fedveil
-report).
+`fedveil privacy plan` reads the run config like `fedveil submit` (--config, --set) and computes the noise for a target
+epsilon, or the epsilon of the run's noise. Its other options are short forms of config keys; one that contradicts
+the config is refused. The last sentence states the epsilon with unit, relation, delta, sampling, accountant, and
+against whom it holds. The privacy cost of a finished run is in its report (fedveil report).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fedveil.contract.privacy import UNTIMED, Adjacency, SamplingPlan, check_delta, joint_budget, stated_guarantee
+from fedveil import strategies
+from fedveil.config import RunConfig, parse, parse_toml
+from fedveil.console.run_config_args import parse_overrides
+from fedveil.console.runs.sampling_plan import plan_sampling
+from fedveil.contract.method import Method
+from fedveil.contract.privacy import Adjacency, PrivacyGuarantee, SamplingPlan, check_epsilon, stated_guarantee
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting
+from fedveil.privacy.guarantee_source import as_planned, check_guarantee, guarantee_of
+from fedveil.privacy.guarantee_words import GuaranteeWords, describe_guarantee
+from fedveil.privacy.privacy_warnings import privacy_warnings
+
+_OF_THE_METHOD = ("sampling", "exchange", "noise_local", "noise_global")  # options that are fields of DP-FPL
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,133 +40,261 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = parser.add_subparsers(metavar="ACTION", required=True).add_parser(
         "plan", help="convert a target epsilon to noise multipliers, or the reverse"
     )
+    plan.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="run config override; repeatable")
+    plan.add_argument("--config", type=Path, metavar="FILE", help="the same from a TOML file; --set takes precedence")
+    plan.add_argument(
+        "--sites", type=int, nargs="+", required=True, metavar="EXAMPLES", help="training examples of each site"
+    )
     plan.add_argument(
         "--epsilon",
         type=float,
         metavar="E",
-        help="target; if omitted, computed from --noise-multiplier, or --noise-local and --noise-global",
+        help="target; default: the epsilon of the run's noise, or the noise for dp.epsilon in a run without noise",
     )
+    plan.add_argument("--noise-multiplier", type=float, metavar="Z", help="dp.noise-multiplier")
     plan.add_argument(
-        "--noise-multiplier",
-        type=float,
-        metavar="Z",
-        help="dp.noise-multiplier of noisy steps, with one release per step",
+        "--noise-local", type=float, metavar="Z", help="DP-FPL: z of the private part, noise over its clipping bound"
     )
+    plan.add_argument("--noise-global", type=float, metavar="Z", help="DP-FPL: z of the shared part")
+    plan.add_argument("--delta", type=float, help="dp.delta, or DP-FPL's")
+    plan.add_argument("--rounds", type=int, metavar="N", help="run.rounds")
     plan.add_argument(
-        "--noise-local", type=float, metavar="Z", help="z of the private part: noise divided by its clipping bound"
+        "--steps", type=int, metavar="N", help="noisy steps per participation; default: by train.epochs and max-steps"
     )
-    plan.add_argument("--noise-global", type=float, metavar="Z", help="z of the shared part")
-    plan.add_argument("--delta", type=float, default=1e-5, help="delta of the stated epsilon (default: 1e-5)")
-    plan.add_argument("--rounds", type=int, required=True, metavar="N", help="run.rounds")
-    plan.add_argument("--steps", type=int, default=1, metavar="N", help="noisy steps per participation (default: 1)")
-    plan.add_argument("--batch", type=int, required=True, metavar="N", help="train.batch-size")
-    plan.add_argument(
-        "--sites", type=int, nargs="+", required=True, metavar="ROWS", help="training examples of each site"
-    )
-    plan.add_argument(
-        "--sampling",
-        choices=("poisson", "disjoint", "fixed"),
-        default="poisson",
-        help="how batches are drawn (default: poisson)",
-    )
-    plan.add_argument("--exchange", choices=("batch", "epoch"), default="batch", help="length of a participation")
+    plan.add_argument("--batch", type=int, metavar="N", help="train.batch-size")
+    plan.add_argument("--sampling", choices=("poisson", "disjoint", "fixed"), help="DP-FPL: how batches are drawn")
+    plan.add_argument("--exchange", choices=("batch", "epoch"), help="DP-FPL: length of a participation")
     plan.add_argument(
         "--honest",
         type=int,
         metavar="H",
-        help='with secure.noise = "sum": secure.min-sites minus secure.max-colluders; adds a second epsilon, '
-        "against the server and all other sites together",
+        help='noise in the sum (secure.noise = "sum") of secure.min-sites minus secure.max-colluders = H sites',
     )
-    plan.add_argument(
-        "--adjacency",
-        type=Adjacency,
-        choices=list(Adjacency),
-        default=Adjacency.REPLACE_ONE,
-        help="how neighboring data sets differ (default: replace-one)",
-    )
+    plan.add_argument("--adjacency", type=Adjacency, choices=list(Adjacency), help="dp.adjacency, or DP-FPL's")
     plan.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class _PlannedRun:
+    """The run that is planned.
+
+    Attributes:
+        flat: its config by dotted key.
+        method: its method, with the hyperparameters of the config and of the options.
+        is_own_noise: the method adds the noise itself, and not `dp.*`.
+    """
+
+    flat: dict[str, Any]
+    method: Method
+    is_own_noise: bool
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the parsed run config."""
+        return parse(self.flat)
+
+    def with_noise(self, z: float) -> _PlannedRun:
+        """Return the run with noise that is worth the multiplier `z` on one release a step."""
+        if not self.is_own_noise:
+            return replace(self, flat={**self.flat, "dp.noise-multiplier": z})
+        if getattr(self.method, "mode", "") != "strict":
+            raise ConfigError(
+                f'--epsilon: expected a run with dp.*, or DP-FPL in its mode "strict", found {self.flat["method.name"]}'
+                "; leave the option out to see the epsilon of its own noise"
+            )
+        each = z * math.sqrt(2)  # two releases per step share it
+        return replace(self, method=replace(self.method, noise_local=each, noise_global=each))  # type: ignore[type-var]
+
+    def claim(self) -> PrivacyGuarantee:
+        """Return the guarantee. Raises ConfigError if the run has none."""
+        claim = guarantee_of(self.method, self.config)
+        if claim is None:
+            raise ConfigError("--epsilon: expected a run with noise, found none; set dp.noise-multiplier or --epsilon")
+        return as_planned(claim)
+
+    def plan(self, examples: int, steps: int | None) -> SamplingPlan:
+        """Return how often the run samples the examples of a site."""
+        noisy = self if self.is_own_noise else self.with_noise(1.0)
+        return plan_sampling(noisy.method, noisy.config, noisy.claim().budget.neighbours, examples, steps)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan."""
-    check_delta(args.delta)
-    if args.exchange == "batch" and args.steps != 1:
-        raise ConfigError(f"--steps: expected 1 with --exchange batch, found {args.steps}; use --exchange epoch")
-    if args.honest is not None and (args.honest < 1 or args.steps != 1 or args.sampling == "fixed"):
-        raise ConfigError(
-            f"--honest: expected at least 1, with --steps 1 and batches that are not fixed, found {args.honest}, "
-            f"--steps {args.steps}, {args.sampling}; a second step between two sums would have no noise before it"
-        )
-    plans = [SamplingPlan(args.rounds, args.steps, args.batch, rows, args.adjacency) for rows in args.sites]
-    costs = [_cost(args, plan, 0.0) for plan in plans]
-    local, shared = args.noise_local, args.noise_global
-    given = [noise is not None for noise in (args.epsilon, args.noise_multiplier, local, shared)]
-    if given not in ([True, False, False, False], [False, True, False, False], [False, False, True, True]):
-        raise ConfigError(
-            "--epsilon: expected this option, --noise-multiplier, or --noise-local with --noise-global, found another "
-            "combination"
-        )
-    if args.noise_multiplier is not None:
-        local = shared = args.noise_multiplier * math.sqrt(2)
-    needed = [0.0] * len(plans)
+    planned = _planned_run(args)
     if args.epsilon is not None:
-        needed = list(_needed(args, plans, costs))
-        local = shared = _rounded_up(max(needed) * math.sqrt(2))  # two releases per step share it
-    elif min(local, shared) < 0 or not math.isfinite(local + shared):
-        raise ConfigError(f"--noise-local: expected finite numbers of at least 0, found {local} and {shared}")
-    seconds = [] if args.honest is None else ["against all others together"]
-    title = f"delta {args.delta:g}, {args.adjacency}"
-    table = Table("rows", "batch", "needs z (local = global)", "epsilon", *seconds, title=title)
-    for plan, cost, z in zip(plans, costs, needed, strict=True):
-        own = [_cost(args, plan, 1.0)(_own(args, local, shared)) for _ in seconds]
-        figures = [cost(joint_budget(local, shared)), *own]
-        guarantees = [
-            stated_guarantee(accounting.round_epsilon(c, args.delta, args.adjacency), args.delta, args.adjacency)
-            for c in figures
-        ]
-        needs = f"{z * math.sqrt(2):.4f}" if z else "-"
-        table.add_row(str(plan.examples), str(plan.batch), needs, *guarantees)
+        check_epsilon(args.epsilon)
+    plans = [planned.plan(examples, args.steps) for examples in args.sites]
+    target, needed = _target(args, planned), [0.0] * len(plans)
+    if target is not None:
+        needed = list(_needed(planned, plans, target))
+        factor = math.sqrt(2) if planned.is_own_noise else 1.0
+        configured = planned.config.dp.noise_multiplier
+        planned = planned.with_noise(_rounded_up(max(needed) * factor) / factor)
+        if 0 < configured < planned.config.dp.noise_multiplier:
+            _warn([f"dp.noise-multiplier = {configured:g} of the run config is below what epsilon {target:g} needs"])
+    config = planned.config
+    claim = check_guarantee(planned.method, config, has_row_gradients=True)
+    assert claim is not None
+    claim = as_planned(claim)
+    statements = [
+        describe_guarantee(claim, config, claim.privacy_spent(plan), accounting.round_epsilon) for plan in plans
+    ]
+    _warn(privacy_warnings(claim, args.sites))
     console = Console(highlight=False)
-    console.print(table)
-    multiplier = _rounded_up(joint_budget(local, shared))
-    alone = f"; noisy steps, with one release per step: dp.noise-multiplier = {multiplier:.6g}"
+    console.print(_table(planned, plans, needed, statements))
+    console.print(f"{_noise(planned)}, for all sites: {config.run.rounds} rounds", soft_wrap=True)
+    most = max(range(len(plans)), key=lambda i: statements[i].epsilon)
+    if statements[most].epsilon > claim.budget.epsilon:
+        _warn([f"a site's ledger stops this run before its end, at the run's own limit {claim.budget.epsilon:g}"])
     console.print(
-        f"noise_local = {local:.6g}, noise_global = {shared:.6g}, for all sites: {args.rounds} rounds of {args.steps} "
-        f"steps, {args.sampling} batches{alone if (args.sampling, args.exchange) == ('poisson', 'epoch') else ''}"
+        f"In this run alone, for the most charged site ({plans[most].examples:,} examples, in every round): "
+        f"{statements[most].sentence}.",
+        soft_wrap=True,
     )
-    if args.sampling == "poisson":
-        console.print(UNTIMED)
     return 0
 
 
-def _needed(
-    args: argparse.Namespace, plans: list[SamplingPlan], costs: list[Callable[[float], Any]]
-) -> Iterator[float]:
-    """Yield each site's multiplier for one release per step; a terminal shows the progress."""
-    with Console(stderr=True).status("") as status:
-        for number, (plan, cost) in enumerate(zip(plans, costs, strict=True), 1):
-            status.update(
-                f"site {number} of {len(plans)}, {plan.examples:,} examples: noise for epsilon {args.epsilon:g}"
+def _planned_run(args: argparse.Namespace) -> _PlannedRun:
+    """Return the run of the config and of the options. Raises ConfigError where they contradict each other."""
+    flat = parse_overrides(args.config, args.set)
+    for option, key in {"rounds": "run.rounds", "batch": "train.batch-size"}.items():
+        _merge(flat, key, getattr(args, option), option)
+    if args.honest is not None:
+        _merge_honest(flat, args.honest)
+    if args.steps is not None and flat.get("train.max-steps", 0) not in (0, args.steps):
+        raise ConfigError(
+            f"--steps: expected {flat['train.max-steps']}, as train.max-steps in the run config, found {args.steps}; "
+            "leave one of the two out"
+        )
+    if (args.noise_local is None) != (args.noise_global is None):
+        raise ConfigError("--noise-local: expected it together with --noise-global, found one of the two; give both")
+    if args.noise_local is not None:
+        flat.setdefault("method.name", "dp_fpl")  # the only method with noise in two parts
+    config = parse(flat)
+    method = strategies.create_method(config.method.name, config.method.params)
+    if isinstance(method, PrivacyGuarantee) and not any(key.startswith("dp.") for key in flat):
+        return _with_own_noise(args, {**flat, "method.name": config.method.name}, config.method.params)
+    for option in _OF_THE_METHOD:
+        if getattr(args, option) is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: expected this option only with --set method.name=dp_fpl, found "
+                f"{config.method.name}; dp.* draws Poisson batches and adds one noise a step, dp.noise-multiplier"
             )
-            yield accounting.noise_multiplier_for(cost, args.epsilon, args.delta, args.adjacency)
+    for option in ("noise_multiplier", "delta", "adjacency"):
+        _merge(flat, f"dp.{option.replace('_', '-')}", getattr(args, option), option)
+    if args.epsilon is not None and args.noise_multiplier is not None:
+        raise ConfigError("--epsilon: expected this option or --noise-multiplier, found both; leave one out")
+    flat.setdefault("dp.clip-norm", 1.0)  # no epsilon depends on it
+    if args.honest is not None or flat.get("secure.noise") == "sum":
+        flat.setdefault("train.max-steps", 1)
+    parse(flat)
+    return _PlannedRun(flat, method, is_own_noise=False)
 
 
-def _cost(args: argparse.Namespace, plan: SamplingPlan, variation: float) -> Callable[[float], Any]:
-    """Return the charges by multiplier; `variation` is that of one sum: 0 if it fits into delta, 1 if it may not."""
+def _with_own_noise(args: argparse.Namespace, flat: dict[str, Any], params: str) -> _PlannedRun:
+    """Return a run whose method adds noise itself. Raises ConfigError for options of `dp.*` and contradictions."""
+    name = flat["method.name"]
+    if args.noise_multiplier is not None:
+        raise ConfigError(
+            f"--noise-multiplier: expected --noise-local and --noise-global with {name}, which adds its own noise, "
+            "found this option; give those"
+        )
+    if args.epsilon is not None and args.noise_local is not None:
+        raise ConfigError("--epsilon: expected this option or --noise-local, found both; leave one out")
+    fields = parse_toml(params, "method.params")
+    for option in (*_OF_THE_METHOD, "delta"):
+        _merge(fields, option, getattr(args, option), option)
+    _merge(fields, "neighbours", None if args.adjacency is None else args.adjacency.value, "adjacency")
+    method = strategies.create_from_json(name, json.dumps(fields))
+    if getattr(method, "exchange", "epoch") == "batch" and args.steps not in (None, 1):
+        raise ConfigError(f'--steps: expected 1 with exchange = "batch", found {args.steps}; use --exchange epoch')
+    return _PlannedRun(flat, method, is_own_noise=True)
 
-    def charges(z: float) -> Any:
-        cost = accounting.max_charged(z, args.sampling, plan, args.exchange == "batch")
-        return cost if args.honest is None else accounting.epsilon_in_sum(cost, {}, (variation, 1.0))
 
-    return charges
+def _merge(flat: dict[str, Any], key: str, value: Any, option: str) -> None:
+    """Set a key to an option's value. Raises ConfigError if the config has another one."""
+    if value is None:
+        return
+    if key in flat and flat[key] != value:
+        raise ConfigError(
+            f"--{option.replace('_', '-')}: expected {flat[key]}, as {key} in the run config, found {value}; leave one "
+            "of the two out"
+        )
+    flat[key] = value
 
 
-def _own(args: argparse.Namespace, local: float, shared: float) -> float:
-    """Return the multiplier of a site's own share of the noise; noise given as a multiplier is shared out entirely."""
-    root = math.sqrt(args.honest)
-    return (
-        joint_budget(local, shared) / root if args.noise_multiplier is not None else joint_budget(local, shared / root)
-    )
+def _merge_honest(flat: dict[str, Any], honest: int) -> None:
+    if honest < 1:
+        raise ConfigError(f"--honest: expected at least 1, found {honest}; one site's noise is the least in a sum")
+    colluders = flat.get("secure.max-colluders", RunConfig().secure.max_colluders)
+    for key, value in (
+        ("secure.enabled", True), ("secure.noise", "sum"), ("secure.min-sites", honest + int(colluders)),
+    ):  # fmt: skip
+        _merge(flat, key, value, "honest")
+
+
+def _target(args: argparse.Namespace, planned: _PlannedRun) -> float | None:
+    """Return the epsilon to compute noise for; None for a run whose noise is given."""
+    if args.epsilon is not None or planned.is_own_noise:
+        return args.epsilon  # type: ignore[no-any-return]
+    dp = planned.config.dp
+    if dp.noise_multiplier:
+        return None
+    if not dp.epsilon:
+        raise ConfigError(
+            "--epsilon: expected this option, --noise-multiplier, or dp.* in the run config, found none of them; give "
+            "one, or --set method.name=dp_fpl"
+        )
+    return dp.epsilon
+
+
+def _needed(planned: _PlannedRun, plans: list[SamplingPlan], target: float) -> Iterator[float]:
+    """Yield each site's multiplier for one release per step; a terminal shows the progress."""
+    budget = planned.with_noise(1.0).claim().budget
+    with Console(stderr=True).status("") as status:
+        for number, plan in enumerate(plans, 1):
+            status.update(f"site {number} of {len(plans)}, {plan.examples:,} examples: noise for epsilon {target:g}")
+            yield accounting.noise_multiplier_for(
+                lambda z, plan=plan: planned.with_noise(z).claim().privacy_spent(plan),  # type: ignore[misc]
+                target,
+                budget.delta,
+                budget.neighbours,
+            )
+
+
+def _table(
+    planned: _PlannedRun, plans: list[SamplingPlan], needed: list[float], statements: list[GuaranteeWords]
+) -> Table:
+    factor, needs = 1.0, "needs dp.noise-multiplier"
+    if planned.is_own_noise:
+        factor, needs = math.sqrt(2), "needs noise_local = noise_global"
+    columns = ["examples", "batch", "steps", *([needs] if any(needed) else []), "epsilon"]
+    in_sum = planned.config.secure.noise == "sum"
+    table = Table(*columns, *(["against all others together"] if in_sum else []))
+    for plan, z, words in zip(plans, needed, statements, strict=True):
+        values = [words.epsilon, *([_finite(words.parties[-1].epsilon)] if in_sum else [])]
+        epsilons = [stated_guarantee(value, words.delta, words.neighbours) for value in values]
+        noise = [f"{z * factor:.4f}"] if z else []
+        table.add_row(str(plan.examples), str(plan.batch), str(plan.steps), *noise, *epsilons)
+    return table
+
+
+def _noise(planned: _PlannedRun) -> str:
+    """Return the noise of the run as keys and values."""
+    if not planned.is_own_noise:
+        return f"dp.noise-multiplier = {planned.config.dp.noise_multiplier:.6g}"
+    fields = [(name, getattr(planned.method, name, None)) for name in ("noise_local", "noise_global")]
+    return ", ".join(f"{name} = {value:.6g}" for name, value in fields if value is not None) or "the method's own noise"
+
+
+def _finite(epsilon: float | None) -> float:
+    """Return the epsilon; one that is not known counts as infinite."""
+    return math.inf if epsilon is None else epsilon
+
+
+def _warn(sentences: list[str]) -> None:
+    for sentence in sentences:
+        print(f"warning: {sentence}", file=sys.stderr)
 
 
 def _rounded_up(value: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fedveil.console.runs import disclosure, per_site
 from fedveil.console.runs.run_reader import RunView
+from fedveil.console.runs.summary import protected_method
 from fedveil.console.web.report.html import (
     FormattedNumber,
     Html,
@@ -195,5 +196,6 @@ def held_out(run: RunView, records: Sequence[per_site.SiteRecord]) -> Html:
 
 
 def section_heading(run: RunView) -> str:
-    """Return a run's name with its method, as a section heading."""
-    return run.name if run.name == run.method else f"{run.name} ({run.method})"
+    """Return a run's name with its method and protections, as a section heading."""
+    method = protected_method(run)
+    return run.name if run.name == method else f"{run.name} ({method})"

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedveil.console.run_config_args import flatten_config
-from fedveil.console.runs import disclosure, per_site, sample_texts, secagg_summary
+from fedveil.console.runs import disclosure, per_site, privacy_statements, sample_texts, secagg_summary
 from fedveil.console.runs.run_reader import Row, RunView
-from fedveil.console.runs.summary import is_unchanged, metric_names, run_label, upload_ratio
-from fedveil.console.web.report import audit_section, disclosure_section, privacy_section, tradeoff, tradeoff_plot
+from fedveil.console.runs.summary import is_unchanged, metric_names, protected_method, run_label, upload_ratio
+from fedveil.console.web.report import audit_section, disclosure_section, tradeoff, tradeoff_plot
 from fedveil.console.web.report import html as page
 from fedveil.console.web.report.html import Html, html_details, html_list, html_table, html_tag, join_markup
 from fedveil.console.web.report.line_chart import ChartCurve, curves_svg
@@ -166,7 +166,16 @@ def _summary(runs: Sequence[RunView]) -> Html:
         state = str(run.status.get("state", "unknown"))
         quality = [run.final.get(name) for name in metrics]
         totals = [run.upload_bytes, run.download_bytes, upload_ratio(run, runs), round(run.seconds, 1)]
-        rows.append([run.name, run.method, html_tag("span", state, f"tag {state}"), run.rounds_done, *quality, *totals])
+        rows.append(
+            [
+                run.name,
+                protected_method(run),
+                html_tag("span", state, f"tag {state}"),
+                run.rounds_done,
+                *quality,
+                *totals,
+            ]
+        )
     return join_markup([html_table(head, rows), html_tag("p", SUMMARY_NOTE, "note")])
 
 
@@ -197,7 +206,7 @@ def _figures(runs: Sequence[RunView]) -> Html:
 
 def _privacy(run: RunView) -> Html:
     return join_markup(
-        [html_tag("h3", disclosure_section.section_heading(run)), html_list(privacy_section.privacy_statements(run))]
+        [html_tag("h3", disclosure_section.section_heading(run)), html_list(privacy_statements.privacy_statements(run))]
     )
 
 

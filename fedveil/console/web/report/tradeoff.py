@@ -20,7 +20,7 @@ from fedveil.attacks.audit.delong import SiteAveragedAuroc
 from fedveil.attacks.audit.findings import AttackFinding, AuditReport
 from fedveil.attacks.statistics import holm_correction
 from fedveil.console.runs.run_reader import RunView
-from fedveil.console.runs.summary import BASELINE
+from fedveil.console.runs.summary import BASELINE, protected_method
 from fedveil.sanitize import sanitize
 
 _COMMITTED = ("FedAvg client", "FedRand client")
@@ -79,8 +79,10 @@ def read_tradeoff_run(run: RunView) -> TradeoffRun:
     """Read one run for the picture. Raises StateError for an unreadable audit."""
     curve, audit = run.curve("loss"), AuditReport.read(run.folder)
     before = curve[0][1] if curve and curve[0][0] == 0 else None
+    # A FedAvg run with noise is no undefended run, so every sentence that compares with it says so.
+    noise = " + noise" if protected_method(run).endswith(" + noise") else ""
     plain = TradeoffRun(
-        sanitize(run.name, 60), run.method, before, run.final.get("loss"), run.upload_bytes, audit is not None
+        sanitize(run.name, 60) + noise, run.method, before, run.final.get("loss"), run.upload_bytes, audit is not None
     )
     ordered = words.strongest_findings(audit.findings) if audit else []
     if audit is None or not ordered:

@@ -138,6 +138,15 @@ def test_the_policy_check_warns_of_one_that_names_no_app(tmp_path):
             "warn",
             "methods permits fedrnd, which is not installed here; did you mean fedrand?; tasks permits sorting, which",
         ),
+        (f'app-digests = ["{"ab" * 32}"]\ndelta = 0.5\n[permits]\n', "warn", "delta 0.5 is at least 0.01"),
+        (f'app-digests = ["{"ab" * 32}"]\nmin-noise-multiplier = 1e-9\n[permits]\n', "warn", "hides nothing"),
+        (f'app-digests = ["{"ab" * 32}"]\nmax-epsilon = 8.5\n[permits]\n', "warn", "use 3, or at most 8"),
+        (f'app-digests = ["{"ab" * 32}"]\nmax-epsilon = 8\n[permits]\n', "ok", "is readable"),
+        (
+            f'app-digests = ["{"ab" * 32}"]\nmax-epsilon = 3\nmin-examples = 200\ndelta = 0.006\n[permits]\n',
+            "warn",
+            "delta 0.006 is above 1 / 200",
+        ),
     ):
         file.write_text(text)
         result = policy_checks.check_policy_file(str(file))

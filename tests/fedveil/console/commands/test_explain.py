@@ -10,10 +10,11 @@ from fedveil.console.commands.site import explain
 from fedveil.console.main import main
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
-from fedveil.contract.privacy import UNTIMED
+from fedveil.contract.privacy import UNTIMED, Adjacency, Step
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import DEVIATING, SINGLE_SITE, server_learns
+from fedveil.privacy import accounting
 from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.records.disclosure_summary import what_is_learned, what_is_learned_in_sum
 from fedveil.wire.envelope import describe_message
@@ -105,16 +106,63 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_
         "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5,
     }  # fmt: skip
     exchange = MessageExchange(strategies.create_method("fedavg"), "fedavg", lora_spec)
-    explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5))
+    explanation = "\n".join(explain.explain_run(exchange, parse(flat)))
     assert "Epsilon: at most 3 at delta = 1e-05" in explanation
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
-    assert "only this site's own share of the noise is left" in explanation
-    assert "fedveil privacy plan --honest 4 computes it" in explanation
     assert UNTIMED in explanation
+    assert "add --examples N" in explanation
     assert "and on a server that follows the protocol" in explanation
-    plain = "\n".join(explain.explain_run(exchange, parse({}), 1e-5))
+    given = "\n".join(explain.explain_run(exchange, parse(flat), examples=160))
+    own = {Step("summed", 160, 16, 1.0): 5}
+    alone = accounting.compute_epsilon(own, 1e-5, Adjacency.REPLACE_ONE)
+    assert f"epsilon {alone:.4g} at delta 1e-05 (replace-one) against all of them together" in given
+    plain = "\n".join(explain.explain_run(exchange, parse({})))
     assert "Its noise is in the sum" not in plain
     assert UNTIMED not in plain
+
+
+def test_noise_without_a_bound_is_explained_by_the_epsilon_that_it_gives(lora_spec, capsys):
+    noisy = ["dp.clip-norm=1.0", "dp.noise-multiplier=1.5", "train.batch-size=10", "method.name=fedavg"]
+    asked = ["explain", *(word for pair in noisy for word in ("--set", pair))]
+    assert main(asked) == 0
+    stdout = capsys.readouterr().out
+    assert "Epsilon: no bound was set (dp.epsilon)" in stdout
+    assert "add --examples N" in stdout
+    assert "says why" not in stdout
+    assert main([*asked, "--examples", "100"]) == 0
+    stdout = capsys.readouterr().out
+    assert "This noise gives, for 100 examples in this run alone: epsilon 4.16" in stdout
+    assert "unit: one example of one site's data set" in stdout
+    assert "Warning" not in stdout
+
+
+def test_values_before_the_noise_are_explained_as_infinite_against_the_server(lora_spec):
+    method = strategies.create_method("dp_fpl", 'mode = "paper"\nepsilon = 1.0')
+    explanation = "\n".join(explain.explain_run(MessageExchange(method, "dp_fpl", lora_spec), parse({}), examples=100))
+    assert "infinite at delta = 1e-05 against the server, which gets values before the noise" in explanation
+    assert "epsilon infinite at delta 1e-05 (replace-one) against the server and all of them together" in explanation
+
+
+def test_a_delta_other_than_the_run_s_is_refused(capsys):
+    noisy = ["explain", "--set", "dp.clip-norm=1.0", "--set", "dp.noise-multiplier=1.5", "--set", "method.name=fedavg"]
+    assert main([*noisy, "--delta", "1e-6"]) == 2
+    assert "--delta: expected the run's own delta, 1e-05, found 1e-06" in capsys.readouterr().err
+    assert main([*noisy, "--delta", "1e-5"]) == 0
+
+
+def test_settings_that_promise_nothing_are_warned_of(tmp_path, capsys):
+    policy = tmp_path / "site-policy.toml"
+    policy.write_text('methods = ["fedavg"]\nmin-examples = 50\ndelta = 0.02\nmax-epsilon = 9\n')
+    noisy = ["dp.clip-norm=1.0", "dp.noise-multiplier=1e-9", "dp.delta=0.021", "method.name=fedavg"]
+    main(["explain", *(word for pair in noisy for word in ("--set", pair)), "--policy", str(policy)])
+    stdout = capsys.readouterr().out
+    for words in (
+        "Warning: delta 0.021 is at least 0.01",
+        "Warning: a noise multiplier of 1e-09 hides nothing",
+        "Warning: of this site's policy: delta 0.02 is at least 0.01",
+        "Warning: of this site's policy: max-epsilon 9",
+    ):
+        assert words in stdout
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,23 @@ def test_page_and_last_lines_say_that_no_round_changed_the_model(make_run):
         assert any(words in line for line in closing_lines(folder)) == has_warning
 
 
+def test_the_end_of_a_run_with_noise_says_its_epsilon_and_what_fedavg_ran_with(make_run):
+    folder = make_run(method="fedavg")
+    assert not any(line.startswith("privacy: ") for line in closing_lines(folder))
+    content = json.loads((folder / "config.json").read_text())
+    content["config"] |= {
+        "dp.clip-norm": 1.0, "dp.noise-multiplier": 40.0, "dp.epsilon": 8.0, "run.deterministic": False,
+        "train.batch-size": 1,
+    }  # fmt: skip
+    content["method"]["fields"] = {}
+    (folder / "config.json").write_text(json.dumps(content))
+    (line,) = [line for line in closing_lines(folder) if line.startswith("privacy: ")]
+    assert "at delta 1e-05 (replace-one) against the server, other sites and all of them together; unit: one" in line
+    page = report.run_page_html([runs.load_run(folder)])
+    assert "fedavg + noise" in page
+    assert "No site&#x27;s ledger lets an example be charged more than epsilon 8" in page
+
+
 def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_run):
     folder = make_run()
     loss = runs.load_run(folder).curve("loss")

@@ -71,6 +71,15 @@ def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path, flower, capsys, 
     assert f"next: fedveil report {tmp_path / 'runs' / 'first'}" in stdout
 
 
+def test_a_guarantee_that_promises_nothing_is_warned_of_before_it_is_sent(tmp_path, flower, capsys):
+    folder(tmp_path, "completed")
+    noisy = ["run.name=first", "run.rounds=1", "dp.clip-norm=1.0", "dp.noise-multiplier=1e-9", "dp.delta=0.5"]
+    assert submitted(tmp_path, *(word for pair in noisy for word in ("--set", pair))) == 0
+    stderr = capsys.readouterr().err
+    assert "warning: delta 0.5 is at least 0.01" in stderr
+    assert "warning: a noise multiplier of 1e-09 hides nothing" in stderr
+
+
 def test_a_folder_that_is_no_federation_is_named_as_it_was_given(tmp_path, capsys):
     assert main(["submit", "--federation", str(tmp_path / "pilt"), "--extras-at-server"]) == 2
     message = f"{tmp_path}/pilt: expected a folder made by fedveil provision, found no server/flower/config.toml in it"

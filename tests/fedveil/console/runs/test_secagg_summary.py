@@ -14,11 +14,11 @@ from rich.console import Console
 from fedveil.client_app.secure_round import FileSecAggStore
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.console.main import main
-from fedveil.console.runs import secagg_summary
+from fedveil.console.runs import privacy_statements, secagg_summary
 from fedveil.console.runs.progress_bar import RunProgress
 from fedveil.console.runs.retained_state import list_retained
 from fedveil.console.runs.run_reader import load_run
-from fedveil.console.web.report import privacy_section, run_page
+from fedveil.console.web.report import run_page
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.federation.secagg.adversary_model import (
     BROADCASTS,
@@ -73,7 +73,7 @@ def test_an_epsilon_is_left_to_the_sites_own_ledgers(make_run):
     }
     content["method"]["fields"] = {"rho": 0.5}
     (folder / "config.json").write_text(json.dumps(content))
-    statements = privacy_section.privacy_statements(load_run(folder))
+    statements = privacy_statements.privacy_statements(load_run(folder))
     words = "the server saw only sums, so it does not know the site's number of examples; the site's own ledger does."
     assert statements[1:5] == [f"{site}: {words}" for site in ("site-0", "site-1", "site-2", "site-3")]
     assert statements[5].startswith("site-9: no upload was accepted")

@@ -1,0 +1,95 @@
+"""Bound a run's privacy cost to the records of each site: sentences from the run folder alone."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from fedveil import strategies
+from fedveil.config import RunConfig, parse
+from fedveil.console.runs.run_reader import RunView
+from fedveil.contract.privacy import PrivacyGuarantee, stated_guarantee
+from fedveil.errors import ConfigError
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.guarantee_source import guarantee_of, untimed
+from fedveil.privacy.guarantee_words import describe_claim, describe_guarantee
+from fedveil.privacy.server_side_bound import server_side_bound
+
+_SEEDED = "Not private: seeded noise (run.deterministic = true). Epsilon infinite."
+
+
+def privacy_statements(run: RunView) -> list[str]:
+    """Bound this run's own privacy cost to each site's records, one sentence per site, from the run folder alone."""
+    if "method" not in run.config:
+        return []
+    try:
+        claim, config = _claim(run)
+    except ConfigError as error:  # a run from another version; still show the rest of its report
+        return [f"Unknown: this version cannot create the run's method ({error}). Treat epsilon as infinite."]
+    if claim is None:
+        return ["The run makes no claim of differential privacy: epsilon infinite."]
+    budget = claim.budget
+    if config.run.deterministic:
+        return [_SEEDED]
+    nominal = "" if budget.nominal is None else f" The nominal epsilon was {budget.nominal:g}; the actual one follows."
+    trusted = (
+        " It holds against everyone except the server, which saw the sums without noise."
+        if budget.server_trusted
+        else ""
+    )
+    where = f" Its {claim.words}." if isinstance(claim, DistributedDiscreteGaussian) else ""
+    timing = f" {timing}" if (timing := untimed(claim)) else ""
+    about = f" The guarantee: {describe_claim(claim)}."
+    sentences = [
+        f"{run.method}: a Gaussian mechanism for each example.{nominal}{trusted}{about}{_limit(claim)}{where}{timing}"
+    ]
+    return sentences + [f"{site}: {_of_site(run, site, claim, config)}" for site in run.sites]
+
+
+def privacy_summary(run: RunView) -> str:
+    """Return the run's own privacy cost to the most charged site in one line; "" for a run without a claim."""
+    if "method" not in run.config:
+        return ""
+    try:
+        claim, config = _claim(run)
+    except ConfigError as error:
+        return f"privacy: unknown, because this version cannot read the run's config ({error}); treat it as infinite"
+    if claim is None:
+        return ""
+    if config.run.deterministic:
+        return f"privacy: {_SEEDED[0].lower()}{_SEEDED[1:]}"
+    bounds = {site: server_side_bound(claim, config.train.batch_size, run.attempts, site) for site in run.sites}
+    unknown = [site for site, bound in bounds.items() if isinstance(bound, str)]
+    known = {site: bound for site, bound in bounds.items() if not isinstance(bound, str)}
+    not_known = f" Not known for {len(unknown)} of {len(bounds)} sites: {bounds[unknown[0]]}" if unknown else ""
+    if not known:
+        return f"privacy: {describe_claim(claim)}.{_limit(claim)}{not_known}"
+    most = max(known, key=lambda site: known[site].epsilon)
+    words = describe_guarantee(claim, config, known[most].charges)
+    return f"privacy: this run cost an example of {most}, the most charged site, at most {words.sentence}.{not_known}"
+
+
+def _claim(run: RunView) -> tuple[PrivacyGuarantee | None, RunConfig]:
+    """Return the run's guarantee and config. Raises ConfigError for a run of another version."""
+    method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
+    config = parse(run.config["config"])
+    return guarantee_of(method, config), config
+
+
+def _limit(claim: PrivacyGuarantee) -> str:
+    """Return a sentence on the limit that the sites' ledgers enforce."""
+    budget = claim.budget
+    if math.isinf(budget.epsilon):
+        return " No limit was set: the sites' ledgers count charges and stop nothing."
+    stated = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)
+    return f" No site's ledger lets an example be charged more than {stated} over this and all earlier runs."
+
+
+def _of_site(run: RunView, site: str, claim: PrivacyGuarantee, config: RunConfig) -> str:
+    """Describe the run's privacy cost to the site's records."""
+    bound = server_side_bound(claim, config.train.batch_size, run.attempts, site)
+    if isinstance(bound, str):
+        return bound
+    words = describe_guarantee(claim, config, bound.charges)
+    took_part = f"{bound.rows} examples, {bound.participations} participations of {bound.steps} steps"
+    return f"{took_part}: at most {words.against_whom}, this run only."

@@ -1,0 +1,296 @@
+"""The words of a differential-privacy guarantee: unit, relation, sampling, accountant, and against whom.
+
+Every command, page and card takes these words from here, so that they change in one place. `describe_guarantee` states
+charges, and `board_sentences` gives the three sentences for an ethics board.
+
+| party | epsilon, with the noise at the site | with the noise in the sum, h honest sites and c colluding ones |
+|---|---|---|
+| the server | that of the charges; infinite if it gets values before the noise | that of the charges |
+| other sites | that of the charges | that of the charges; with c = 0 the noise of h - 1 sites counts |
+| the server with c other sites | as the server | that of the charges |
+| all of them together | as the server | that of the site's own share of the noise |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fedveil.config import RunConfig
+from fedveil.contract.privacy import (
+    OWN_SHARE,
+    SUMMED,
+    Adjacency,
+    PrivacyGuarantee,
+    SamplingPlan,
+    Spent,
+    is_poisson_sampled,
+    joint_budget,
+    stated_guarantee,
+)
+from fedveil.privacy import accounting
+from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
+from fedveil.privacy.guarantee_source import untimed
+
+__all__ = [
+    "UNIT",
+    "GuaranteeWords",
+    "PartyEpsilon",
+    "board_sentences",
+    "conditions",
+    "describe_accountant",
+    "describe_claim",
+    "describe_guarantee",
+    "describe_relation",
+    "describe_sampling",
+    "party_epsilons",
+]
+
+UNIT = "one example of one site's data set"
+_MOST_LOSS = 1200.0  # mean privacy loss; beyond it, accounting of Poisson batches takes minutes and then all memory
+_ACCOUNTANTS = {
+    "gaussian": "the analytic Gaussian mechanism (exact; Balle, Wang 2018)",
+    "poisson": "privacy loss distributions (an upper bound; Zhu, Dong, Wang 2022)",
+    "fixed": "privacy loss distributions of a joint pair for fixed batch sizes (an upper bound; Zhu, Dong, Wang 2022)",
+    SUMMED: (
+        "the continuous mechanism that a sum rounds or, where sums are too coarse, Renyi divergences of the discrete "
+        "Gaussian (an upper bound; Kairouz, Liu, Steinke 2021; Canonne, Kamath, Steinke 2020)"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class PartyEpsilon:
+    """The epsilon against one party; None if it is not known."""
+
+    party: str
+    epsilon: float | None
+
+
+@dataclass(frozen=True)
+class GuaranteeWords:
+    """A guarantee with all that its epsilon means nothing without.
+
+    Attributes:
+        unit, relation, sampling, accountant: in words.
+        delta, neighbours: delta and relation of each epsilon.
+        epsilon: that of the charges.
+        parties: against whom each epsilon holds.
+        conditions: what the guarantee assumes, each as the rest of a sentence that begins with "provided that".
+    """
+
+    unit: str
+    relation: str
+    sampling: str
+    accountant: str
+    delta: float
+    neighbours: Adjacency
+    epsilon: float
+    parties: tuple[PartyEpsilon, ...]
+    conditions: tuple[str, ...]
+
+    @property
+    def against_whom(self) -> str:
+        """Return each epsilon with the parties that it holds against; parties of one epsilon are named together."""
+        groups: dict[float | None, list[str]] = {}
+        for one in self.parties:
+            groups.setdefault(one.epsilon, []).append(one.party)
+        return "; ".join(
+            f"{_stated(epsilon, self.delta, self.neighbours)} against {_listed(names)}"
+            for epsilon, names in groups.items()
+        )
+
+    @property
+    def sentence(self) -> str:
+        """Return the guarantee as one sentence without a full stop."""
+        provided = f"; provided that {_listed(self.conditions)}" if self.conditions else ""
+        return (
+            f"{self.against_whom}; unit: {self.unit}; relation: {self.relation}; sampling: {self.sampling}; "
+            f"accountant: {self.accountant}{provided}"
+        )
+
+
+def describe_guarantee(
+    claim: PrivacyGuarantee,
+    config: RunConfig,
+    charges: Spent,
+    epsilon_of: Callable[[Spent, float, Adjacency], float] = accounting.compute_epsilon,
+) -> GuaranteeWords:
+    """Return the guarantee that these charges of one record amount to.
+
+    An epsilon beyond the accountant counts as infinite: with next to no noise it would need all memory.
+    """
+    budget = claim.budget
+
+    def epsilon(spent: Spent) -> float:
+        if is_poisson_sampled(spent) and accounting.mean_loss(spent) > _MOST_LOSS:
+            return math.inf
+        return epsilon_of(spent, budget.delta, budget.neighbours)
+
+    counted = epsilon(charges)
+    against_all = other_site = None
+    if isinstance(claim, DistributedDiscreteGaussian):
+        against_all = epsilon(accounting.epsilon_against_all(charges))
+        if not config.secure.max_colluders:
+            other_site = epsilon(_without_one_share(claim, charges))
+    return GuaranteeWords(
+        UNIT,
+        describe_relation(budget.neighbours),
+        describe_sampling(charges),
+        describe_accountant(charges),
+        budget.delta,
+        budget.neighbours,
+        counted,
+        party_epsilons(claim, config, counted, against_all, other_site),
+        conditions(claim),
+    )
+
+
+def describe_claim(claim: PrivacyGuarantee) -> str:
+    """Return the words of a guarantee that do not depend on a site's number of examples."""
+    plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
+    charges = claim.privacy_spent(plan)
+    return (
+        f"unit: {UNIT}; relation: {describe_relation(claim.budget.neighbours)}; sampling: "
+        f"{describe_sampling(charges)}; accountant: {describe_accountant(charges)}"
+    )
+
+
+def party_epsilons(
+    claim: PrivacyGuarantee,
+    config: RunConfig,
+    epsilon: float,
+    against_all: float | None,
+    other_site: float | None = None,
+) -> tuple[PartyEpsilon, ...]:
+    """Return the epsilon against each party.
+
+    Args:
+        epsilon: that of the charges.
+        against_all: with the noise in the sum, the epsilon of the site's own share; None if it is not known.
+        other_site: with the noise in the sum and no colluding site, the epsilon against another site, which knows its
+            own share; None if it is not known.
+    """
+    if not isinstance(claim, DistributedDiscreteGaussian):
+        with_server = math.inf if claim.budget.server_trusted else epsilon
+        values = (with_server, epsilon, with_server)
+        return tuple(map(PartyEpsilon, ("the server", "other sites", "all of them together"), values))
+    colluders = config.secure.max_colluders
+    parties = [PartyEpsilon("the server", epsilon)]
+    if colluders:
+        some = "1 other site" if colluders == 1 else f"{colluders} other sites"
+        parties += [PartyEpsilon("other sites", epsilon), PartyEpsilon(f"the server with {some}", epsilon)]
+    else:
+        parties += [PartyEpsilon("another site", other_site)]
+    return (*parties, PartyEpsilon("all of them together", against_all))
+
+
+def conditions(claim: PrivacyGuarantee) -> tuple[str, ...]:
+    """Return what the guarantee assumes of others, each as the rest of a sentence after "provided that"."""
+    assumed = []
+    if isinstance(claim, DistributedDiscreteGaussian):
+        assumed.append(f"{claim.honest} sites in every sum keep their share of the noise secret")
+        assumed.append("the server follows the protocol")
+    if untimed(claim):
+        assumed.append("the server does not time the site")
+    return tuple(assumed)
+
+
+def describe_relation(neighbours: Adjacency) -> str:
+    """Return the relation in words, with its name."""
+    if neighbours is Adjacency.REPLACE_ONE:
+        return f"the example is replaced by any other one ({neighbours.value})"
+    return f"the example adds nothing to any sum ({neighbours.value}; the number of examples is public)"
+
+
+def describe_sampling(charges: Spent) -> str:
+    """Return how the batches of these charges are drawn, as far as it counts for epsilon."""
+    words = []
+    if is_poisson_sampled(charges):
+        words.append("Poisson batches (each example is drawn independently)")
+    if any(step.kind == "fixed" for step in charges):
+        words.append("batches of fixed size, drawn without replacement")
+    if any(step.kind == "gaussian" or (step.kind == SUMMED and not step.examples) for step in charges):
+        words.append("no gain from sampling (each use of an example counts in full)")
+    return " and ".join(words) or "none"
+
+
+def describe_accountant(charges: Spent) -> str:
+    """Return which accountants bound these charges, each with its source."""
+    kinds = {step.kind for step in charges}
+    return "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds) or "nothing was charged"
+
+
+def board_sentences(claim: PrivacyGuarantee, epsilon: float, is_limit: bool, against_all: float | None) -> list[str]:
+    """Return three sentences for an ethics board; none if the server gets values before the noise.
+
+    Args:
+        epsilon: the limit that a site's ledger enforces over its runs, or what this run alone cost.
+        is_limit: whether it is the ledger's limit.
+        against_all: the epsilon against all others together in this run; None if it is not known.
+    """
+    budget = claim.budget
+    if budget.server_trusted or not math.isfinite(epsilon):
+        return []
+    times, delta = f"{math.exp(min(epsilon, 700.0)):.3g}", f"{budget.delta:g} (one in {1 / budget.delta:,.0f})"
+    change = (
+        "whether this example or another one was used"
+        if budget.neighbours is Adjacency.REPLACE_ONE
+        else "whether this example was used or added nothing"
+    )
+    counts = (
+        "This counts all runs in this hospital's ledger together up to this one"
+        if is_limit
+        else "This counts this run alone, and other runs on the same examples add to it"
+    )
+    in_sum = isinstance(claim, DistributedDiscreteGaussian)
+    if isinstance(claim, DistributedDiscreteGaussian):
+        two = f"epsilon {2 * epsilon:.3g} at delta {(1 + math.exp(min(epsilon, 700.0))) * budget.delta:.2g}"
+        others = "1 other hospital" if claim.honest == 2 else f"{claim.honest - 1} other hospitals"
+        noise = f", at least {others} in every sum tell nobody their noise, the server follows the protocol of secure "
+        noise += "aggregation"
+    else:
+        two, noise = f"epsilon {2 * epsilon:.3g} at delta {2 * budget.delta:.2g}", ""
+    timing = " and the server does not time the hospital" if untimed(claim) else ""
+    if not in_sum:
+        everyone = f"epsilon {epsilon:.4g}, the same"
+    elif against_all is None:
+        everyone = "not known to the server (this hospital's own ledger has it)"
+    else:
+        everyone = "infinite" if math.isinf(against_all) else f"epsilon {against_all:.4g} in this run"
+    return [
+        (
+            "A person who sees everything that leaves this hospital, and even knows every other example, can hardly "
+            f"tell {change}: no conclusion becomes more than {times} times as likely (e^{epsilon:.4g}; 2.7 times for "
+            f"epsilon 1), except with a chance of about {delta}."
+        ),
+        (
+            f"{counts}, for single examples of this hospital's data only: it does not cover what is learned about "
+            "patients in general, a patient with several examples, the same patient's examples in other hospitals (for "
+            f"two hospitals with this figure: at most {two}), or the number of examples, which is known."
+        ),
+        (
+            f"It holds while the hospital's own computer, random numbers and ledger are sound{noise}{timing}; against "
+            f"all others working together the figure is {everyone}, and it is a bound that was computed, not a proof "
+            "that no attack exists on anything else."
+        ),
+    ]
+
+
+def _without_one_share(claim: DistributedDiscreteGaussian, charges: Spent) -> Spent:
+    """Return the charges against another site, which knows its own share of the noise."""
+    fewer = joint_budget(claim.noise.multiplier * math.sqrt(1 - 1 / claim.honest), *claim.noise.kept)
+    return {
+        step._replace(multiplier=fewer) if step.kind == SUMMED else step: count
+        for step, count in charges.items()
+        if step.kind != OWN_SHARE
+    }
+
+
+def _stated(epsilon: float | None, delta: float, neighbours: Adjacency) -> str:
+    return "an epsilon that is not known here" if epsilon is None else stated_guarantee(epsilon, delta, neighbours)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
