@@ -35,6 +35,7 @@ from fedveil.federation.secagg.mask_streams import Integers
 from fedveil.federation.secagg.messages import UploadAttachment
 from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.plan_checks import RoundTerms
+from fedveil.federation.secagg.refusals import number_refusals
 from fedveil.federation.secagg.schema import MOST_HOLDERS, MOST_NEIGHBORS
 from fedveil.federation.secagg.shamir import SECRET_BYTES
 from fedveil.federation.secagg.site import SecAggSite
@@ -131,7 +132,8 @@ class MaskedUploadCodec:
             site.begin(plan, terms)
             method = self.exchange.method
             require_table(method, ctx.entries)
-            ring = self.ring(plan)
+            with site.log_refusals("mask", plan), number_refusals("T8"):
+                ring = self.ring(plan)
             received = [self.exchange.opened(data, ctx)]
             del data
             private, payload, _ = self.exchange.trained(private, received, trainer, ctx)
