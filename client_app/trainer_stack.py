@@ -11,6 +11,7 @@ The table lists them from the outermost inward:
 | HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; these examples are not counted |
 | the task's trainer | always | trains on the examples that are not held out |
 
+With noise in the sum, a site whose policy names no roster is charged with its own share of it (privacy/own_share.py).
 A deterministic run is not charged, because its seeded noise protects no one.
 """
 
@@ -34,6 +35,7 @@ from fedveil.contract.trainer import Trainer
 from fedveil.privacy.charged_gradients import ChargedGradientSource, GradientsOnlyTrainer
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.privacy.own_share import charged_guarantee
 from fedveil.training.held_out import HeldOutScoringTrainer, ReceivedLossFilter
 from fedveil.training.per_example import PerExampleLoss
 
@@ -78,7 +80,8 @@ def build_trainer(
         ledger = open_ledger(assignment.site.state_dir, assignment.name, round_.seal)
         dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
         records = ledger.names(dataset.records(data.prepared.origins()))
-        rows = ChargedGradientSource(rows, guarantee, round_.policy.budget, ledger, records)
+        charged = charged_guarantee(guarantee, round_.policy.roster)
+        rows = ChargedGradientSource(rows, charged, round_.policy.budget, ledger, records)
         trainer = GradientsOnlyTrainer(counter.spec, rows)
     if dp := DpSgdConfig.from_config(config.dp):
         trainer = NoisyTrainer(trainer.spec, rows, dp, context)

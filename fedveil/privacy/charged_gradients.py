@@ -22,6 +22,7 @@ from fedveil.contract.trainer import (
 from fedveil.contract.trainer_wrappers import PerExampleTrainerWrapper, WrappedGradientSource
 from fedveil.errors import BudgetError
 from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.privacy.own_share import WITHOUT_ROSTER, OwnShareGuarantee
 from fedveil.rng import RandomStream
 
 
@@ -65,7 +66,12 @@ class ChargedGradientSource(WrappedGradientSource):
         plan = SamplingPlan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
         charges = self._claim.privacy_spent(plan)
         used = sorted({i for b in drawn for i in b.rows}) if sampling == "disjoint" else range(self.num_examples)
-        self._ledger.charge([self._records[i] for i in used], charges, budget, self._own)
+        try:
+            self._ledger.charge([self._records[i] for i in used], charges, budget, self._own)
+        except BudgetError as error:
+            if isinstance(self._claim, OwnShareGuarantee):
+                raise BudgetError(f"{error}. Note that {WITHOUT_ROSTER}") from None
+            raise
         self._paid += drawn
         return drawn
 

@@ -33,6 +33,7 @@ from fedveil.federation.secagg.adversary_model import server_learns
 from fedveil.guard import run_signature
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import guarantee_of, untimed
+from fedveil.privacy.own_share import WITHOUT_ROSTER, OwnShareGuarantee, charged_guarantee
 from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.records import disclosure_summary
 from fedveil.sanitize import sanitize
@@ -130,7 +131,12 @@ def explain_run(
         lines.append(timing)
     if isinstance(claim, DistributedDiscreteGaussian):
         lines.append(f"Its {claim.words}.")
-        if not math.isinf(epsilon):
+        if isinstance(charged_guarantee(claim, policy.roster if policy else None), OwnShareGuarantee):
+            lines.append(
+                f"But {WITHOUT_ROSTER}. So the epsilon above holds against the server and all other sites together, "
+                "and the run reaches it sooner."
+            )
+        elif not math.isinf(epsilon):
             alone = stated_guarantee(claim.against_all(epsilon), claim.budget.delta, claim.budget.neighbours)
             lines.append(
                 f"Against the server and all other sites together, an example charged that much has about {alone}."

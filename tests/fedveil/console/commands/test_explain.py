@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedveil import rng, strategies
+from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.config import parse
 from fedveil.console.commands.site import explain
 from fedveil.console.main import main
@@ -106,16 +107,23 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_both_figures(l
         "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5,
     }  # fmt: skip
     exchange = MessageExchange(strategies.create_method("fedavg"), "fedavg", lora_spec)
-    explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5))
+    policy = SitePolicy(roster=f"sha256:{'5f' * 32}")
+    explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5, policy=policy))
     assert "Epsilon: at most 3 at delta = 1e-05" in explanation
+    assert "names no roster" not in explanation
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
     once = accounting.noise_multiplier_for(lambda z: {Step("summed", 0, 0, z): 1}, 3.0, 1e-5, Adjacency.REPLACE_ONE)
     alone = accounting.compute_epsilon({Step("summed", 0, 0, once / 2): 1}, 1e-5, Adjacency.REPLACE_ONE)
     assert f"together, an example charged that much has about epsilon {alone:.4g}" in explanation
     assert UNTIMED in explanation
     assert "and on a server that follows the protocol" in explanation
+    for alone in (None, SitePolicy()):
+        explanation = "\n".join(explain.explain_run(exchange, parse(flat), 1e-5, policy=alone))
+        assert "But this site's policy names no roster, so the server could be all other sites" in explanation
+        assert "an example charged that much" not in explanation
     plain = "\n".join(explain.explain_run(exchange, parse({}), 1e-5))
     assert "Its noise is in the sum" not in plain
+    assert "names no roster" not in plain
     assert UNTIMED not in plain
 
 
