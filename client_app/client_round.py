@@ -126,7 +126,6 @@ class ClientRound:
             order.address,
             config.secure.noise == "sum",
             device_for(method, task, config, is_masked=self.secagg is not None),
-            self.secagg.entries if self.secagg else None,
         )
 
     def select_participate(self, exchange: MessageExchange) -> Participate:

@@ -31,7 +31,6 @@ from fedveil import encrypted_files, paths
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
 from fedveil.client_app.state.client_state import SECURE, ClientStateStore, safe_file_name, state_folder_of, state_role
-from fedveil.contract.entry_table import EntryTable
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
@@ -204,16 +203,11 @@ def round_terms(assignment: ClientAssignment) -> RoundTerms:
 
 @dataclass(frozen=True)
 class SecureClientRound:
-    """A client round with a masked upload.
-
-    Attributes:
-        entries: the table of who sends which entries; None: the server sent none.
-    """
+    """A client round with a masked upload."""
 
     site: SecAggSite
     plan: AttemptPlan
     terms: RoundTerms
-    entries: EntryTable | None = None
 
     def require_broadcast(self, digest: str) -> None:
         """T10. The message with this digest is the one that the plan names. Raises WireError."""
@@ -231,7 +225,7 @@ def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> Secu
             return None
         site, terms = open_secagg_site(assignment, policy), round_terms(assignment)
     site.begin(plan, terms)
-    return SecureClientRound(site, plan, terms, EntryTable.from_text(terms.table) if terms.table else None)
+    return SecureClientRound(site, plan, terms)
 
 
 def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> bytes:

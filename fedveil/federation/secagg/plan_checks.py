@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from fedveil.contract.entry_table import EntryTable
@@ -74,6 +75,11 @@ class RoundTerms:
     has_table: bool = False
     is_alike: bool = True
     state: StateUse = NO_STATE
+
+    @cached_property
+    def entry_table(self) -> EntryTable | None:
+        """Return the table of entries, which a plan names by its digest; None = none came. Raises WireError."""
+        return EntryTable.from_text(self.table) if self.table else None
 
 
 @number_refusals("T1")
@@ -223,8 +229,8 @@ def require_entries(plan: AttemptPlan, terms: RoundTerms) -> None:
     if bool(plan.entries) != terms.has_table:
         asked = "a table" if terms.has_table else "none"
         raise WireError(f"secure plan: entries: expected {asked} for this method, found {plan.entries or 'none'}")
-    if plan.entries:
-        table = _read_table(plan, terms.table)
+    if plan.entries or terms.table:
+        table = _require_digest(plan, terms.entry_table)
         table.require_cohort(plan.cohort, plan.least, plan.quorum, plan.colluding)
 
 
@@ -234,14 +240,14 @@ def require_entries_of_sum(plan: AttemptPlan, text: str, in_sum: Collection[str]
     if not plan.entries:
         return
     try:
-        _read_table(plan, text).require_sum(plan.cohort, in_sum, plan.least)
+        table = _require_digest(plan, EntryTable.from_text(text) if text else None)
+        table.require_sum(plan.cohort, in_sum, plan.least)
     except QuorumError as error:
         raise PolicyError(f"secure: {error}; no share is opened") from None
 
 
-def _read_table(plan: AttemptPlan, text: str) -> EntryTable:
-    table = EntryTable.from_text(text)
-    if table.digest != plan.entries:
+def _require_digest(plan: AttemptPlan, table: EntryTable | None) -> EntryTable:
+    if table is None or table.digest != plan.entries:
         raise WireError("secure plan: entries: expected the table with the plan's digest, found another")
     return table
 

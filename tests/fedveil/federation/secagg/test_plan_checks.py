@@ -402,6 +402,11 @@ def tell_needless_table(inside):
     return World().begin_with(TABLE, has_table=inside)
 
 
+@lie("T8 require_entries", "a table that the plan does not name")
+def tell_unnamed_table(inside):
+    return World().begin_with("", shown="" if inside else TABLE, has_table=False)
+
+
 @lie("T8 require_entries", "no table for a method whose sites send different entries")
 def tell_no_table(inside):
     world = World()
