@@ -27,6 +27,7 @@ from fedveil.federation.exchange import MessageExchange, Participate
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.privacy.own_share import charged_guarantee
 from fedveil.training.held_out import HeldOutSplit
 from fedveil.wire import header
 
@@ -130,7 +131,6 @@ class ClientRound:
             order.address,
             config.secure.noise == "sum",
             device_for(method, task, config, is_masked=self.secagg is not None),
-            self.secagg.entries if self.secagg else None,
         )
 
     def select_participate(self, exchange: MessageExchange) -> Participate:
@@ -141,9 +141,9 @@ class ClientRound:
 
     def charged_guarantee(self, exchange: MessageExchange, guarantee: PrivacyGuarantee) -> PrivacyGuarantee:
         """Return the guarantee as the ledger charges it: noise in the sum depends on this round's integers."""
-        if self.secagg is None or (noise := self._codec(exchange).noise) is None:
-            return guarantee
-        return noise.charged(self._codec(exchange).ring(self.secagg.plan))
+        if self.secagg is not None and (noise := self._codec(exchange).noise) is not None:
+            guarantee = noise.charged(self._codec(exchange).ring(self.secagg.plan))
+        return charged_guarantee(guarantee, self.policy.roster)
 
     def _codec(self, exchange: MessageExchange) -> MaskedUploadCodec:
         assert self.secagg is not None

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +31,16 @@ from fedveil import encrypted_files, paths
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy.site_policy import SitePolicy, load_policy
 from fedveil.client_app.state.client_state import SECURE, ClientStateStore, safe_file_name, state_folder_of, state_role
-from fedveil.contract.entry_table import EntryTable
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.messages import AgreeRequest, KeysRequest, OpenRequest, parse_request
 from fedveil.federation.secagg.plan import AttemptPlan, broadcast_digest, config_digest
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements, StateUse
+from fedveil.federation.secagg.refusals import AuditLogWriter, log_refusals, number_refusals
 from fedveil.federation.secagg.site import SecAggSite
 from fedveil.federation.secagg.state import SiteSecAggState
+from fedveil.records import audit_log
 from fedveil.records.atomic_files import checksummed_bytes, verify_checksummed, write_atomic
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -94,22 +97,42 @@ def read_boot_id() -> str:
 
 def open_secagg_site(assignment: ClientAssignment, policy: SitePolicy) -> SecAggSite:
     """Open this site with its keys and its policy's demands. Raises ConfigError, PolicyError."""
+    with number_refusals("T2"):
+        _require_own_name(assignment, policy)
     site = assignment.site
-    if policy.roster and not site.site:
-        raise PolicyError(
-            "site: expected this site's name in the node config, as its policy names a roster, found none: the server "
-            "could name another folder for what the site remembers of its masks"
-        )
-    if site.site and site.site != assignment.order.site:
-        raise PolicyError(
-            f"site: expected requests for {site.site}, this site's name in its node config, found one for "
-            f"{assignment.order.site}; register the site under its own name"
-        )
     store = FileSecAggStore(
         state_folder_of(site.state_dir, assignment.order.run, assignment.name), FileSeal.from_key_file(site.key_file)
     )
     run, name = assignment.order.run, assignment.order.site
-    return SecAggSite(run, name, signing_key(assignment), store, requirements_of(policy), read_boot_id)
+    return SecAggSite(
+        run, name, signing_key(assignment), store, requirements_of(policy), read_boot_id, _audit_log_of(assignment)
+    )
+
+
+def _require_own_name(assignment: ClientAssignment, policy: SitePolicy) -> None:
+    own = assignment.site.site
+    if policy.roster and not own:
+        raise PolicyError(
+            "site: expected this site's name in the node config, as its policy names a roster, found none: the server "
+            "could name another folder for what the site remembers of its masks"
+        )
+    if own and own != assignment.order.site:
+        raise PolicyError(
+            f"site: expected requests for {own}, this site's name in its node config, found one for "
+            f"{assignment.order.site}; register the site under its own name"
+        )
+
+
+def _audit_log_of(assignment: ClientAssignment) -> AuditLogWriter:
+    """Return a function that appends a line to the site's audit log. It raises StateError."""
+    return functools.partial(audit_log.append_entry, assignment.site.state_dir.expanduser() / audit_log.NAME)
+
+
+def _log_refusals(assignment: ClientAssignment, request: str) -> AbstractContextManager[None]:
+    """Return a context that writes refusals to the audit log before there is a site to judge a plan."""
+    order = assignment.order
+    about = {"run": order.run, "site": assignment.name, "round": order.round, "attempt": order.attempt}
+    return log_refusals(_audit_log_of(assignment), request, about)
 
 
 def requirements_of(policy: SitePolicy) -> SiteRequirements:
@@ -180,39 +203,39 @@ def round_terms(assignment: ClientAssignment) -> RoundTerms:
 
 @dataclass(frozen=True)
 class SecureClientRound:
-    """A client round with a masked upload.
-
-    Attributes:
-        entries: the table of who sends which entries; None: the server sent none.
-    """
+    """A client round with a masked upload."""
 
     site: SecAggSite
     plan: AttemptPlan
     terms: RoundTerms
-    entries: EntryTable | None = None
 
     def require_broadcast(self, digest: str) -> None:
         """T10. The message with this digest is the one that the plan names. Raises WireError."""
-        if self.plan.broadcast and broadcast_digest(digest) != self.plan.broadcast:
-            raise WireError("secure plan: broadcast: expected the message for all its sites, found a different one")
+        with self.site.log_refusals("mask", self.plan), number_refusals("T10"):
+            if self.plan.broadcast and broadcast_digest(digest) != self.plan.broadcast:
+                raise WireError("secure plan: broadcast: expected the message for all its sites, found a different one")
 
 
 def begin_secure_round(assignment: ClientAssignment, policy: SitePolicy) -> SecureClientRound | None:
     """Return the client round with its accepted plan; None if in the clear. Raises PolicyError, WireError."""
-    plan = read_attempt_plan(assignment)
-    if plan is None:
-        return None
-    site, terms = open_secagg_site(assignment, policy), round_terms(assignment)
+    with _log_refusals(assignment, "mask"):
+        with number_refusals("T1"):
+            plan = read_attempt_plan(assignment)
+        if plan is None:
+            return None
+        site, terms = open_secagg_site(assignment, policy), round_terms(assignment)
     site.begin(plan, terms)
-    return SecureClientRound(site, plan, terms, EntryTable.from_text(terms.table) if terms.table else None)
+    return SecureClientRound(site, plan, terms)
 
 
 def answer_secagg_request(assignment: ClientAssignment, statement: bytes) -> bytes:
     """Answer a request for a key, a signature or shares. Raises PolicyError, WireError, StateError."""
-    site = open_secagg_site(assignment, load_policy(assignment.site))
-    if not assignment.config.secure.enabled:
-        raise WireError("secure: expected no request in a run with secure.enabled = false, found one")
-    match request := parse_request(statement):
+    with _log_refusals(assignment, "answer"):
+        site = open_secagg_site(assignment, load_policy(assignment.site))
+        if not assignment.config.secure.enabled:
+            raise WireError("secure: expected no request in a run with secure.enabled = false, found one")
+        request = parse_request(statement)
+    match request:
         case KeysRequest():
             return site.ready(request).to_bytes()
         case AgreeRequest():

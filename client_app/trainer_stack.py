@@ -12,6 +12,7 @@ The table lists them from the outermost inward:
 | UnitTrainer | `dp.unit-column` | units in the place of rows, for everything above |
 | the task's trainer | always | trains on the examples that are not held out |
 
+With noise in the sum, a site whose policy names no roster is charged with its own share of it (privacy/own_share.py).
 Before any example is used, the site's ledger has the run's entry: a run without a guarantee and a deterministic one,
 whose seeded noise protects no one, write an open entry, which makes epsilon over all runs infinite.
 """

@@ -35,7 +35,13 @@ __all__ = [
 
 
 class FedVeilError(Exception):
-    """Root of the tree."""
+    """Root of the tree.
+
+    Attributes:
+        rule: number of the rule of secure aggregation that was broken (federation/secagg/plan_checks.py); "" = none.
+    """
+
+    rule = ""
 
 
 class ConfigError(FedVeilError):

@@ -38,6 +38,7 @@ from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import connected_sites, run_fingerprint
 from fedveil.server_app.completion import BestRoundTracker
 from fedveil.server_app.evaluation import Scores
+from fedveil.server_app.known_sites import KnownSitesStore
 from fedveil.server_app.message_recorder import RunMessageRecorder
 from fedveil.server_app.message_signing import MessageSigner
 from fedveil.server_app.pending_sum import PendingSum, PendingSumStore
@@ -77,6 +78,7 @@ class RoundLoop:
         # Sites store private state under this name, so no other run may have it.
         self.run_name = f"{settings.name}-{folder.id if folder else secrets.token_hex(4)}"
         self._pending = PendingSumStore(folder.folder) if folder else None
+        self._known = KnownSitesStore(folder.folder) if folder else None
         self._capture = folder.tap() if folder and settings.tap else None
         self.history: list[RoundRecord] = []
         self.course = BestRoundTracker(settings.choice, folder.folder if folder else None)
@@ -118,6 +120,8 @@ class RoundLoop:
         self._server, round_ = server, int(loop["round"]) + 1
         self.course.resume(loop)
         self._park()
+        if self._unseen and self._known:
+            self._known.load(self._unseen.coordinator)
         self.folder.resume(round_, changes)
         self._participated, self._last = set(loop["participated"]), dict(loop["turns"])
         self._secret = bytes.fromhex(loop["secret"])
@@ -211,6 +215,7 @@ class RoundLoop:
 
     def _conclude(self, result: AttemptResult, started: float) -> bool:
         """Record an attempt. Return whether its round is over: it counts, or is lost. Raises QuorumError."""
+        self._keep_known_sites()
         if self.record_attempt(result, started):
             self._lost = 0
         elif result.is_lost:
@@ -220,6 +225,10 @@ class RoundLoop:
         if self._pending:
             self._pending.remove()
         return True
+
+    def _keep_known_sites(self) -> None:
+        if self._unseen and self._known:
+            self._known.save(self._unseen.coordinator)
 
     def _lose_round(self, record: RoundRecord) -> None:
         """Go on with the state as it was: the sites that agreed to a sum of the round would refuse another attempt.
@@ -269,6 +278,7 @@ class RoundLoop:
         if secagg and reception:
             requests = secagg.open_requests(reception, nodes, address, round_, config)
             tally.failed |= secagg.distribute_keys(requests)
+            self._keep_known_sites()
             nodes = {site: node for site, node in nodes.items() if site not in tally.failed}
             if secagg.is_lost(requests, settings.quorum):
                 tally.unseen |= {"lost": True, "reason": "its sites agreed to a sum before the server was restarted"}

@@ -49,13 +49,12 @@ _MODELS = (
     "jaxtyping",
     "numpy",
     "peft",
-    "pycryptodome",
     "safetensors",
     "scipy",
     "torch",
     "transformers",
 )
-_TESTS = ("beartype", "cryptography", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
+_TESTS = ("beartype", "cryptography", "pycryptodome", "pydantic", "pytest", "typing-extensions", "xxhash", *_MODELS)
 _FEDERATION = (*CONSOLE, *_MODELS, "datasets", "flwr", "flwr-datasets", "grpcio", "pillow")
 # `quick`: the full form exceeds its share on a measured machine, or needs a base that is not bundled.
 PARTS = (

@@ -134,7 +134,8 @@ class InProcessFederation:
         attempt, clear = unseen.begin(round_, 0, chosen, entries), dict[str, Mapping[str, str]]()
         summed = MaskedUploadCodec.from_exchange(self.exchange, round_, attempt.plan.bits, self._claim)
         for site in chosen:
-            masked = summed.of_site(unseen.sites[site], attempt.plan, unseen.terms(attempt.plan, attempt.table))
+            terms = unseen.terms(attempt.plan, attempt.table, self.exchange.method.plans_entries)
+            masked = summed.of_site(unseen.sites[site], attempt.plan, terms)
             up = self._turn(round_, site, masked, entries)
             message, vector, attached = summed.receive(up)
             attempt.add(site, vector, attached)
@@ -153,7 +154,7 @@ class InProcessFederation:
     def _turn(self, round_: int, site: str, participate: Participate, entries: EntryTable | None = None) -> bytes:
         """Run one client round; return its upload. Count and record the bytes of broadcast and upload."""
         down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret, entries))
-        ctx = self._context(round_, site, self._client_secrets[site], entries)
+        ctx = self._context(round_, site, self._client_secrets[site])
         trainer = self.trainer_for(site, ctx)
         if self.config.dp.unit_column and not isinstance(trainer, UnitTrainer):
             raise ConfigError("dp.unit-column: expected a UnitTrainer for every site, found another trainer; make one")

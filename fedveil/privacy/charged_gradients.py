@@ -20,6 +20,7 @@ from fedveil.contract.trainer import (
 from fedveil.contract.trainer_wrappers import PerExampleTrainerWrapper, WrappedGradientSource
 from fedveil.errors import BudgetError
 from fedveil.privacy.ledger import RunCharger
+from fedveil.privacy.own_share import WITHOUT_ROSTER, OwnShareGuarantee
 from fedveil.rng import RandomStream
 
 
@@ -49,7 +50,12 @@ class ChargedGradientSource(WrappedGradientSource):
             )
         neighbours = self._claim.budget.neighbours
         plan = SamplingPlan(1, max(steps, 1), self.batch_size, self.num_examples, neighbours)
-        self._charger.charge(self._claim.privacy_spent(plan))
+        try:
+            self._charger.charge(self._claim.privacy_spent(plan))
+        except BudgetError as error:
+            if isinstance(self._claim, OwnShareGuarantee):
+                raise BudgetError(f"{error}. Note that {WITHOUT_ROSTER}") from None
+            raise
         drawn = super().batches(sampling, steps, rng, skip)
         if len(drawn) > max(steps, 1):
             raise BudgetError(f"batches: expected at most the {steps} that were charged, found {len(drawn)}; report it")

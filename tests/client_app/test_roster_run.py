@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from fedveil.client_app import app as client
@@ -9,6 +11,7 @@ from fedveil.config import parse
 from fedveil.errors import QuorumError
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
+from fedveil.records import audit_log
 from fedveil.server_app.flower_strategy import MethodStrategy
 from fedveil.server_app.run_settings import RunSettings
 from fedveil.strategies.fedavg import FedAvg
@@ -51,6 +54,11 @@ def test_sites_that_know_each_other_give_the_sum(tmp_path, monkeypatch):
         "sites": 4, "cohort": 4, "quorum": 3, "threshold": 3, "neighbours": 0, "colluding": 1, "deaf": {},
     }  # fmt: skip
     assert record.reports == {}
+    lines = [line for line in audit_log.read_log(tmp_path / "state" / audit_log.NAME) if "plan" in line]
+    assert Counter((line["site"], line["event"]) for line in lines) == {
+        (name, event): 1 for name in NAMES for event in ("masked", "opened")
+    }  # the whole cohort's list is opened without signing it first
+    assert len({line["plan"] for line in lines}) == len({line.get("list", "") for line in lines} - {""}) == 1
 
 
 def test_who_signs_with_a_key_that_is_not_in_it_is_left_out_and_the_others_go_on(tmp_path, monkeypatch):

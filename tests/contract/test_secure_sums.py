@@ -98,12 +98,16 @@ class Both:
             trainer = ToyTrainer(self.exchange.spec, 3 + i, 0.25 + 0.375 * i)
             _, parts = self.exchange.participate(down, private, trainer, theirs)
             uploads.append(as_upload(self.exchange, b"".join(parts), ours))
-            turn = summed.of_site(self.local.sites[site], attempt.plan, self.local.terms(attempt.plan, attempt.table))
+            turn = summed.of_site(self.local.sites[site], attempt.plan, self.terms(attempt))
             self.private[site], parts = turn(down, private, trainer, theirs, "")
             message, vector, attached = summed.receive(b"".join(parts))
             attempt.add(site, vector, attached)
             clear[site] = dict(message.payload.scalars)
         return attempt, summed, uploads, clear
+
+    def terms(self, attempt):
+        """What every site knows of a client round."""
+        return self.local.terms(attempt.plan, attempt.table, self.exchange.method.plans_entries)
 
     def round(self, round_: int, silent: str, deaf: str) -> tuple[FederatedState, FederatedState, float]:
         """The server's next state either way, and by how much rounding may part them."""
@@ -174,8 +178,8 @@ def test_an_upload_says_nothing_beside_its_sum(name):
     summed = MaskedUploadCodec.from_exchange(exchange, 0, 32)
     for i, site in enumerate(SITES):
         down = exchange.broadcast(both.server, RoundContext(0, site, True, SECRET, True, entries=entries))
-        ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True, entries=entries)
-        turn = summed.of_site(both.local.sites[site], attempt.plan, both.local.terms(attempt.plan, attempt.table))
+        ctx = RoundContext(0, site, True, bytes([i + 7]) * 32, True)  # it gets the table with the plan
+        turn = summed.of_site(both.local.sites[site], attempt.plan, both.terms(attempt))
         _, parts = turn(down, None, ToyTrainer(exchange.spec, 3 + i), ctx, "")
         message, vector, _ = summed.receive(b"".join(parts))
         assert (message.num_examples, message.report, message.payload.variant) == (None, {}, "")

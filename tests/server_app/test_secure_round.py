@@ -18,7 +18,7 @@ from fedveil.console.runs import per_site
 from fedveil.console.runs.run_reader import load_run
 from fedveil.contract.entry_table import EntryTable
 from fedveil.contract.message_address import MessageAddress
-from fedveil.errors import ConfigError, QuorumError
+from fedveil.errors import ConfigError, QuorumError, StateError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.federation.secagg import crypto, derivations, entry_plan
@@ -31,6 +31,7 @@ from fedveil.records import disclosure_summary
 from fedveil.records.tensor_state import state_digest
 from fedveil.server_app import round_attempt
 from fedveil.server_app.flower_strategy import MethodStrategy
+from fedveil.server_app.known_sites import KnownSitesStore
 from fedveil.server_app.pending_sum import PendingSumStore
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_settings import RunSettings
@@ -476,6 +477,65 @@ def test_without_a_readable_pending_sum_the_round_is_lost_and_no_other(damage, r
     assert all("it has agreed to a sum of round 2 already" in why for why in history[0].failed.values())
     with RunFolder(tmp_path / "broken", resume=True) as folder:  # the lost round is in the checkpoint, too
         assert folder.load_checkpoint()[1]["round"] == 2
+
+
+def test_a_site_that_was_expelled_stays_so_after_a_restart(runs, monkeypatch, tmp_path):
+    """Site d makes no shares that others can read, which costs round 0; the server dies before round 1 is over."""
+    real = derivations.encrypt_row
+
+    def encrypt_row(key, shares, plan, site, holder):
+        return real(bytes(32) if site == "d" else key, shares, plan, site, holder)
+
+    monkeypatch.setattr(derivations, "encrypt_row", encrypt_row)
+    _, history = broken_run(runs, monkeypatch, tmp_path / "broken", dies_before_round_1_is_in_a_checkpoint)
+    assert [(r.round, r.accepted) for r in history] == [(1, ["a", "b", "c", "e"]), (2, ["a", "b", "c", "e"])]
+    assert history[1].failed == {
+        "d": "secure: its shares could not be used by many holders, so the run continues without it"
+    }
+
+
+def test_a_prekey_stays_its_first_owner_s_after_a_restart(runs, monkeypatch, tmp_path):
+    """The first plan showed b's prekey to a, and no site has masked for it; a answers first after the restart."""
+
+    def dies_once_the_plan_is_made(context):
+        def dies(*args):
+            raise Killed
+
+        context.setattr(SecureRoundAttempt, "build_messages", dies)
+
+    ready, shown, restarted = SecAggSite.ready, {}, []
+
+    def steals(site, request):
+        answer = ready(site, request)
+        if site.name != "a" or len(shown) < len(SITES):
+            shown[site.name] = answer.prekey
+            return answer
+        restarted.append(site.name)
+        copied = answer.prekey.model_copy(update={"key": shown["b"].key})
+        signature = crypto.sign_bytes(site.signing_key, copied.text(site.run)).hex()
+        return answer.model_copy(update={"prekey": copied.model_copy(update={"signature": signature})})
+
+    monkeypatch.setattr(SecAggSite, "ready", steals)
+    _, history = broken_run(runs, monkeypatch, tmp_path / "broken", dies_once_the_plan_is_made)
+    assert "a" in restarted
+    assert history[0].accepted == ["b", "c", "d", "e"]
+    assert history[0].failed == {"a": "secure: expected a's own prekey, found that of b"}
+
+
+def test_known_sites_that_cannot_be_read_stop_a_resume(runs, monkeypatch, tmp_path):
+    def dies_and_damages(context):
+        dies_before_round_1_is_in_a_checkpoint(context)
+        real = KnownSitesStore.save
+
+        def save(store, coordinator):
+            real(store, coordinator)
+            file = store.folder / "secure-sites.json"
+            file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+        context.setattr(KnownSitesStore, "save", save)
+
+    with pytest.raises(StateError, match=r"secure-sites.json: expected the run's expelled sites .* move it away"):
+        broken_run(runs, monkeypatch, tmp_path / "broken", dies_and_damages)
 
 
 def test_the_tap_of_a_secure_run_has_one_masked_vector_of_each_site_and_no_figure_beside_it(runs, tmp_path):

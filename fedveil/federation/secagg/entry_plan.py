@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from fedveil.config import SecureConfig
 from fedveil.contract.entry_table import EntryTable, fewest_senders
-from fedveil.errors import WireError
 from fedveil.federation.secagg.plan import quorum_of
 
 if TYPE_CHECKING:  # these import torch, which a site's client process does without
@@ -37,13 +36,6 @@ def plan_entries(
     table = exchange.method.plan_entries(exchange.spec, sorted(cohort), fewest, ctx)
     table.require_cohort(cohort, secure.min_sites, quorum, secure.max_colluders)
     return table
-
-
-def require_table(method: Method, table: EntryTable | None) -> None:
-    """Raise WireError unless a site gets a table exactly where the method needs one."""
-    if method.plans_entries != (table is not None):
-        asked = "a table of who sends what" if method.plans_entries else "none"
-        raise WireError(f"order: entries: expected {asked} for this method, found {'one' if table else 'none'}")
 
 
 def names_to_send(method: Method, table: EntryTable | None, site: str, names: Collection[str]) -> frozenset[str] | None:

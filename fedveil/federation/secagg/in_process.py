@@ -73,13 +73,18 @@ class InProcessSecureSums:
         self.last = self.coordinator.attempt(round_, attempt, cohort, broadcast="", table=table, entries=digest)
         return self.last
 
-    def terms(self, plan: AttemptPlan, table: str = "") -> RoundTerms:
-        """Return what every site here knows of a client round, with the text of the plan's table of entries."""
+    def terms(self, plan: AttemptPlan, table: str = "", has_table: bool = False) -> RoundTerms:
+        """Return what every site here knows of a client round.
+
+        Args:
+            table: text of the plan's table of entries.
+            has_table: the method plans entries.
+        """
         settings = self.settings
         return RoundTerms(
             self.run, plan.round, plan.attempt, settings.bits, settings.most_weight, settings.bound, settings.noise,
             settings.least, settings.colluding, settings.threshold, settings.neighbours, _CONFIG,
-            roster=self.roster, table=table, has_table=bool(table), is_alike=False,
+            roster=self.roster, table=table, has_table=has_table, is_alike=False,
         )  # fmt: skip
 
     def mask(self, site: str, plan: AttemptPlan, vector: Integers) -> UploadAttachment:

@@ -10,7 +10,7 @@ its share to the integers before it masks them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import INFO, WARNING, getLogger
 from typing import cast
@@ -28,13 +28,14 @@ from fedveil.contract.trainer import Trainer
 from fedveil.errors import WireError
 from fedveil.federation.exchange import MessageExchange, Participate
 from fedveil.federation.secagg.distributed_noise import DistributedNoise, require_the_step_alone
-from fedveil.federation.secagg.entry_plan import names_to_send, require_table
+from fedveil.federation.secagg.entry_plan import names_to_send
 from fedveil.federation.secagg.fixed_point import FixedPointRing
 from fedveil.federation.secagg.flatten import VectorLayout
 from fedveil.federation.secagg.mask_streams import Integers
 from fedveil.federation.secagg.messages import UploadAttachment
 from fedveil.federation.secagg.plan import AttemptPlan
 from fedveil.federation.secagg.plan_checks import RoundTerms
+from fedveil.federation.secagg.refusals import number_refusals
 from fedveil.federation.secagg.schema import MOST_HOLDERS, MOST_NEIGHBORS
 from fedveil.federation.secagg.shamir import SECRET_BYTES
 from fedveil.federation.secagg.site import SecAggSite
@@ -129,9 +130,9 @@ class MaskedUploadCodec:
             data: Buffer, private: FederatedState | None, trainer: Trainer, ctx: RoundContext, turn: str = ""
         ) -> tuple[FederatedState | None, list[Buffer]]:
             site.begin(plan, terms)
-            method = self.exchange.method
-            require_table(method, ctx.entries)
-            ring = self.ring(plan)
+            method, ctx = self.exchange.method, replace(ctx, entries=terms.entry_table)
+            with site.log_refusals("mask", plan), number_refusals("T8"):
+                ring = self.ring(plan)
             received = [self.exchange.opened(data, ctx)]
             del data
             private, payload, _ = self.exchange.trained(private, received, trainer, ctx)

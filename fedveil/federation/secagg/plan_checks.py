@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from fedveil.contract.entry_table import EntryTable
 from fedveil.errors import PolicyError, QuorumError, WireError
 from fedveil.federation.secagg import crypto, graph_connectivity
 from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, quorum_of
+from fedveil.federation.secagg.refusals import number_refusals
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.federation.secagg.schema import ALL_PAIRS
 from fedveil.federation.secagg.state import SiteSecAggState
@@ -74,7 +76,13 @@ class RoundTerms:
     is_alike: bool = True
     state: StateUse = NO_STATE
 
+    @cached_property
+    def entry_table(self) -> EntryTable | None:
+        """Return the table of entries, which a plan names by its digest; None = none came. Raises WireError."""
+        return EntryTable.from_text(self.table) if self.table else None
 
+
+@number_refusals("T1")
 def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
     """T1. The plan is the one that instruction and run config describe."""
     found = {
@@ -99,6 +107,7 @@ def require_terms(plan: AttemptPlan, terms: RoundTerms) -> None:
         raise WireError(f"secure plan: neighbours: expected {degree}, found {plan.neighbours}")
 
 
+@number_refusals("T2")
 def require_roster(plan: AttemptPlan, terms: RoundTerms, demands: SiteRequirements) -> None:
     """T2, of the roster. It is the one that the site's policy names, and lists every member's signing key."""
     if demands.roster and plan.roster != demands.roster:
@@ -116,6 +125,7 @@ def require_roster(plan: AttemptPlan, terms: RoundTerms, demands: SiteRequiremen
             raise PolicyError(f"roster: expected the signing key of {member.site} as listed, found another")
 
 
+@number_refusals("T2")
 def require_own_key(plan: AttemptPlan, terms: RoundTerms, site: str, signing_key: str) -> None:
     """T2, of the site itself. Its name has its own signing key in the plan and in the roster.
 
@@ -133,6 +143,7 @@ def require_own_key(plan: AttemptPlan, terms: RoundTerms, site: str, signing_key
             )
 
 
+@number_refusals("T2")
 def require_distinct_keys(plan: AttemptPlan) -> None:
     """T2, of all. No signing key and no prekey stands under two names."""
     for keys in ([m.signing_key for m in plan.members], [m.key for m in plan.members]):
@@ -140,6 +151,7 @@ def require_distinct_keys(plan: AttemptPlan) -> None:
             raise WireError("secure plan: expected each key once, found one under two names")
 
 
+@number_refusals("T3")
 def require_genuine_prekeys(plan: AttemptPlan) -> None:
     """T3. Every prekey is signed by its site for this run, and is fit for key agreement."""
     for member in plan.members:
@@ -147,6 +159,7 @@ def require_genuine_prekeys(plan: AttemptPlan) -> None:
             raise WireError(f"secure plan: expected the prekey of {member.site} with its signature, found another")
 
 
+@number_refusals("T4")
 def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> None:
     """T4. The plan has this site's newest prekey, with which it has not masked."""
     if unspent is None or plan.by_name[site] != unspent:
@@ -156,6 +169,7 @@ def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> Non
         )
 
 
+@number_refusals("T5")
 def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
     """T5. The plan's numbers withstand as many colluding sites as it names, and are not below the policy's."""
     sites, quorum, colluding = len(plan.members), plan.quorum, plan.colluding
@@ -180,6 +194,7 @@ def require_numbers(plan: AttemptPlan, demands: SiteRequirements) -> None:
             )
 
 
+@number_refusals("T6")
 def require_graph(plan: AttemptPlan) -> None:
     """T6. Shares and masks of the whole cohort are connected widely enough."""
     if not plan.neighbours:
@@ -208,33 +223,36 @@ def require_connected(plan: AttemptPlan, sites: Collection[str]) -> None:
         )
 
 
+@number_refusals("T8")
 def require_entries(plan: AttemptPlan, terms: RoundTerms) -> None:
     """T8. The table of entries is the plan's, and each entry has enough sites of the cohort, or none."""
     if bool(plan.entries) != terms.has_table:
         asked = "a table" if terms.has_table else "none"
         raise WireError(f"secure plan: entries: expected {asked} for this method, found {plan.entries or 'none'}")
-    if plan.entries:
-        table = _read_table(plan, terms.table)
+    if plan.entries or terms.table:
+        table = _require_digest(plan, terms.entry_table)
         table.require_cohort(plan.cohort, plan.least, plan.quorum, plan.colluding)
 
 
+@number_refusals("A5")
 def require_entries_of_sum(plan: AttemptPlan, text: str, in_sum: Collection[str]) -> None:
     """A5. Each entry has enough sites of the list, or none."""
     if not plan.entries:
         return
     try:
-        _read_table(plan, text).require_sum(plan.cohort, in_sum, plan.least)
+        table = _require_digest(plan, EntryTable.from_text(text) if text else None)
+        table.require_sum(plan.cohort, in_sum, plan.least)
     except QuorumError as error:
         raise PolicyError(f"secure: {error}; no share is opened") from None
 
 
-def _read_table(plan: AttemptPlan, text: str) -> EntryTable:
-    table = EntryTable.from_text(text)
-    if table.digest != plan.entries:
+def _require_digest(plan: AttemptPlan, table: EntryTable | None) -> EntryTable:
+    if table is None or table.digest != plan.entries:
         raise WireError("secure plan: entries: expected the table with the plan's digest, found another")
     return table
 
 
+@number_refusals("T7")
 def require_later(plan: AttemptPlan, state: SiteSecAggState) -> None:
     """T7. The site has not masked for this attempt or a later one, and has signed no list of this round."""
     fence = state.fence
@@ -249,6 +267,7 @@ def require_later(plan: AttemptPlan, state: SiteSecAggState) -> None:
         )
 
 
+@number_refusals("T11")
 def require_continued_state(terms: RoundTerms, state: SiteSecAggState) -> None:
     """T11. A site that has gone on from private state does not begin anew in the run."""
     if state.fence.kept and terms.state == "begins":
@@ -258,6 +277,7 @@ def require_continued_state(terms: RoundTerms, state: SiteSecAggState) -> None:
         )
 
 
+@number_refusals("A3")
 def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demands: SiteRequirements) -> None:
     """A3. The list has this site, sites of the cohort alone, and enough of them."""
     least = max(plan.least_in_sum, demands.min_cohort)
@@ -267,14 +287,20 @@ def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demand
         raise PolicyError(f"secure: expected at least {least} sites in a sum, found {len(in_sum)}; none is opened")
 
 
-def require_certificate(plan: AttemptPlan, in_sum: Collection[str], listed: str, agreed: Mapping[str, str]) -> None:
-    """O3. A quorum of the list's sites signed this list; left out where the list is the whole cohort (all pairs)."""
+@number_refusals("O3")
+def require_certificate(
+    plan: AttemptPlan, in_sum: Collection[str], listed: str, agreed: Mapping[str, str]
+) -> Mapping[str, str]:
+    """O3. A quorum of the list's sites signed this list. Return their valid signatures.
+
+    Left out where the list is the whole cohort, with all pairs; then nothing is returned.
+    """
     if len(in_sum) == len(plan.members) and not plan.neighbours and plan.threshold == plan.quorum:
-        return
+        return {}
     text = agreed_text(plan, listed)
     signed = {
-        site
-        for site in set(in_sum) & agreed.keys()
+        site: agreed[site]
+        for site in sorted(set(in_sum) & agreed.keys())
         if crypto.is_signed(bytes.fromhex(plan.by_name[site].signing_key), bytes.fromhex(agreed[site]), text)
     }
     if len(signed) < plan.quorum:
@@ -282,8 +308,10 @@ def require_certificate(plan: AttemptPlan, in_sum: Collection[str], listed: str,
             f"secure: expected {plan.quorum} sites' signatures of this list of the sum, found {len(signed)}; no share "
             "is opened"
         )
+    return signed
 
 
+@number_refusals("O4")
 def require_rows(plan: AttemptPlan, in_sum: Collection[str], site: str, rows: Collection[str]) -> None:
     """O4. There is a row of each site in the sum whose shares this site holds, and no other."""
     if set(rows) != {dealer for dealer in in_sum if site in plan.holders(dealer)}:

@@ -6,7 +6,8 @@
 | a site that has agreed to a sum of this round, or masked in a later one | it is left out of the cohort |
 | a site that says it has masked for a thousand attempts at this round | it is left out: numbers could be used up |
 | a site whose shares do not open its secret | the run continues without it (`expel`) |
-| a restart | every site is asked again; no key and no attempt's number is used twice |
+| a restart | every site is asked again; no key and no attempt's number is used twice. The owners of keys and expelled
+  sites are restored (`known_sites`) |
 """
 
 from __future__ import annotations
@@ -142,7 +143,9 @@ class SecAggCoordinator:
     ready: dict[str, KeysResponse] = field(default_factory=dict)
     expelled: dict[str, str] = field(default_factory=dict)
     _attempts: dict[int, int] = field(default_factory=dict)  # by round, the last one that began
-    _owners: dict[str, str] = field(default_factory=dict)  # sites by prekey and signing key
+    _signers: dict[str, str] = field(default_factory=dict)  # sites by signing key
+    _owners: dict[str, str] = field(default_factory=dict)  # sites by prekey
+    _latest: dict[str, str] = field(default_factory=dict)  # the last prekey of each site
 
     def request(self) -> KeysRequest:
         """Return the request for a site's prekey."""
@@ -167,9 +170,27 @@ class SecAggCoordinator:
         if prekey.site != site or not prekey.is_genuine(self.run) or known not in (None, prekey.signing_key):
             raise WireError(f"secure: expected the prekey of {site}, signed with its registered key, found another")
         # A plan shows a site's prekey to the others, so whoever shows a key first is its owner for the rest of the run.
-        for key, what in ((prekey.key, "prekey"), (prekey.signing_key, "signing key")):
-            if (owner := self._owners.setdefault(key, site)) != site:
+        shown = (prekey.key, "prekey", self._owners), (prekey.signing_key, "signing key", self._signers)
+        for key, what, owners in shown:
+            if (owner := owners.setdefault(key, site)) != site:
                 raise WireError(f"secure: expected {site}'s own {what}, found that of {owner}")
+        self._latest[site] = prekey.key
+
+    def known_sites(self) -> dict[str, dict[str, str]]:
+        """Return what a restart must not forget: expelled sites, sites by signing key, and each site's last prekey.
+
+        An earlier prekey needs no owner any more: its site never uses it again.
+        """
+        return {"expelled": dict(self.expelled), "signers": dict(self._signers), "prekeys": dict(self._latest)}
+
+    def restore_sites(
+        self, expelled: Mapping[str, str], signers: Mapping[str, str], prekeys: Mapping[str, str]
+    ) -> None:
+        """Continue with what `known_sites` returned before a restart."""
+        self.expelled |= expelled
+        self._signers |= signers
+        self._latest |= prekeys
+        self._owners |= {key: site for site, key in prekeys.items()}
 
     def forget(self, site: str) -> None:
         """Forget a site's prekey after a failed client round: it may be used up, or lost."""

@@ -10,7 +10,17 @@ The server may lie, repeat, restart and show each site something else. The rules
   of it, A3, A4 |
 | to open | a share of each secret that the sum needs; again the same | as to agree, O3, O4 |
 
-The site saves its new state before it answers, so a crash does not make it answer twice. A plan for which it has
+The site saves its new state before it answers, so a crash does not make it answer twice. Between the two it writes a
+line to its audit log, and one for each refusal:
+
+| event | says |
+|---|---|
+| masked | run, round, attempt, p, numbers of the plan, digests of everything that the plan binds |
+| signed | p, L, number of sites in the sum, missing sites |
+| opened | as signed; the valid signatures of the list, rows that could not be read, distance to the last opened sum |
+| sum-refused | the request, the broken rule's number, the reason |
+
+ A plan for which it has
 masked once is never masked for again, even if the round fails.
 """
 
@@ -19,8 +29,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from fedveil.errors import PolicyError, WireError
 from fedveil.federation.secagg import crypto, derivations, mask_streams, plan_checks, shamir
@@ -37,6 +49,7 @@ from fedveil.federation.secagg.messages import (
 )
 from fedveil.federation.secagg.plan import AttemptPlan, Prekey, agreed_text, list_digest
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
+from fedveil.federation.secagg.refusals import AuditLogWriter, ignore_entry, log_refusals, number_refusals
 from fedveil.federation.secagg.state import LivePlan, SecAggStore, SiteSecAggState, UnspentPrekey
 
 log = logging.getLogger("fedveil.secure")
@@ -51,6 +64,7 @@ class SecAggSite:
         name: by which the server knows the site.
         signing_key: private, 32 bytes.
         boot: returns the id of the machine's boot, "" where the system has none. Raises StateError.
+        audit_log: appends a line to the site's audit log. Raises StateError; then the site does not answer.
     """
 
     run: str
@@ -59,12 +73,24 @@ class SecAggSite:
     store: SecAggStore
     demands: SiteRequirements = SiteRequirements()
     boot: Callable[[], str] = str
+    audit_log: AuditLogWriter = ignore_entry
+
+    def log_refusals(self, request: str, plan: AttemptPlan | None = None) -> AbstractContextManager[None]:
+        """Return a context that writes each refusal of a request to the audit log."""
+        return log_refusals(self.audit_log, request, self._identify(plan))
+
+    def _identify(self, plan: AttemptPlan | None) -> Mapping[str, Any]:
+        about: dict[str, Any] = {"run": self.run, "site": self.name}
+        if plan is None:
+            return about
+        return {**about, "round": plan.round, "attempt": plan.attempt, "plan": plan.digest}
 
     def ready(self, asked: KeysRequest) -> KeysResponse:
         """Return the unused prekey, which is made at the first request. Raises PolicyError for another run."""
-        if asked.run != self.run:
-            raise PolicyError(f"secure: expected a request for the run {self.run}, found {asked.run}")
-        with self.store.alone():
+        with self.log_refusals("keys"), self.store.alone():
+            if asked.run != self.run:
+                with number_refusals("K1"):
+                    raise PolicyError(f"secure: expected a request for the run {self.run}, found {asked.run}")
             state = self._load()
             if state.next is None:
                 state = _with_new_prekey(state)
@@ -75,8 +101,8 @@ class SecAggSite:
 
     def begin(self, plan: AttemptPlan, terms: RoundTerms) -> None:
         """Check a plan before training. Raises PolicyError, WireError, StateError."""
-        self.boot()  # T9: if it cannot be read, masking would fail, after training
-        with self.store.alone():
+        with self.log_refusals("mask", plan), self.store.alone():
+            self._boot()  # if it cannot be read, masking would fail, after training
             self._check_plan(self._load(), plan, terms)
 
     def _check_plan(self, state: SiteSecAggState, plan: AttemptPlan, terms: RoundTerms) -> None:
@@ -96,7 +122,7 @@ class SecAggSite:
 
     def mask(self, plan: AttemptPlan, terms: RoundTerms, vector: Integers) -> UploadAttachment:
         """Mask a vector in place and spend the prekey. Raises as `begin`."""
-        with self.store.alone():
+        with self.log_refusals("mask", plan), self.store.alone():
             state = self._load()
             self._check_plan(state, plan, terms)
             assert state.next is not None  # T4
@@ -111,7 +137,7 @@ class SecAggSite:
                 for dealer in plan.cohort
                 if self.name in plan.holders(dealer)
             }
-            live = LivePlan(plan=p, rows=rows, boot=self.boot(), phase="masked", list="", answer=None)
+            live = LivePlan(plan=p, rows=rows, boot=self._boot(), phase="masked", list="", answer=None)
             fence = state.fence.model_copy(
                 update={
                     "masked": (plan.round, plan.attempt),
@@ -122,6 +148,7 @@ class SecAggSite:
             )
             after = _with_new_prekey(state.model_copy(update={"live": live, "fence": fence}))
             self.store.save(after)  # the old prekey's private half is overwritten before anything leaves
+            self.audit_log("masked", {**self._identify(plan), **_describe_plan(plan)})
         secret = os.urandom(shamir.SECRET_BYTES)
         pairs = {other: derivations.pair_secret(shared[other], p, self.name, other) for other in partners}
         masks = [derivations.pairwise_mask(pairs[other], p, self.name, other) for other in partners]
@@ -130,13 +157,6 @@ class SecAggSite:
         shares = shamir.split_secrets([secret, *(pairs[o] for o in partners)], plan.threshold, len(holders))
         following = self._prekey_of(after)
         assert following is not None
-        log.info(
-            "masked for round %d, attempt %d, plan %s: %d sites, quorum %d, threshold %d, %d may collude, roster %s, "
-            "config %s, app %s, broadcast %s, entries %s",
-            plan.round, plan.attempt, p, len(plan.members), plan.quorum, plan.threshold, plan.colluding,
-            plan.roster or "none", plan.config, plan.app or "not determined", plan.broadcast or "not bound",
-            plan.entries or "all",
-        )  # fmt: skip
         return sign_statement(
             UploadAttachment(
                 plan=p,
@@ -166,16 +186,18 @@ class SecAggSite:
     def agree(self, asked: AgreeRequest) -> AgreeResponse:
         """Sign the list of a sum's sites. Raises PolicyError, StateError; then nothing is signed."""
         plan, listed = asked.plan, list_digest(asked.plan.digest, asked.in_sum)
-        with self.store.alone():
+        with self.log_refusals("agree", plan), self.store.alone():
             state = self._load()
-            live = self._live(state, plan)
+            with number_refusals("A1"):
+                live = self._live(state, plan)
             if live.phase == "masked":
                 self._check_list(plan, asked.table, asked.in_sum)
                 live = live.model_copy(update={"phase": "signed", "list": listed})
                 self._save_agreed(state, plan, live)
             elif live.list != listed:
-                raise _second_list()
-        log.info("agreed to list %s of plan %s: %s", listed, plan.digest, describe_list(plan, asked.in_sum))
+                with number_refusals("A2"):
+                    raise _second_list()
+            self.audit_log("signed", {**self._identify(plan), **_describe_list(plan, asked.in_sum)})
         signature = crypto.sign_bytes(self.signing_key, agreed_text(plan, listed)).hex()
         return AgreeResponse(plan=plan.digest, list=listed, signature=signature)
 
@@ -186,24 +208,31 @@ class SecAggSite:
             PolicyError, StateError: no share is opened.
         """
         plan, listed = asked.plan, list_digest(asked.plan.digest, asked.in_sum)
-        with self.store.alone():
+        with self.log_refusals("open", plan), self.store.alone():
             state = self._load()
-            live = self._live(state, plan)
+            with number_refusals("O1"):
+                live = self._live(state, plan)
             if live.phase != "masked" and live.list != listed:
-                raise _second_list()
+                with number_refusals("O2"):
+                    raise _second_list()
+            about = {**self._identify(plan), **_describe_list(plan, asked.in_sum)}
             if live.answer is not None:
+                self.audit_log("opened", {**about, "repeated": True})
                 return live.answer
             if live.phase == "masked":  # to open is to agree
                 self._check_list(plan, asked.table, asked.in_sum)
-            plan_checks.require_certificate(plan, asked.in_sum, listed, asked.agreed)
+            signatures = plan_checks.require_certificate(plan, asked.in_sum, listed, asked.agreed)
             plan_checks.require_rows(plan, asked.in_sum, self.name, asked.rows)
             answer = self._opened(live, asked, listed)
             opened = live.model_copy(update={"phase": "opened", "list": listed, "rows": {}, "answer": answer})
-            self._save_agreed(state, plan, opened)
-        log.info(
-            "opened shares for list %s of plan %s: %s; unread: %s", listed, plan.digest,
-            describe_list(plan, asked.in_sum), ", ".join(answer.unread) or "none",
-        )  # fmt: skip
+            self._save_agreed(state.model_copy(update={"last_sum": tuple(asked.in_sum)}), plan, opened)
+            distance = len(set(asked.in_sum) ^ set(state.last_sum)) if state.last_sum else None
+            self.audit_log("opened", {**about, "signatures": signatures, "unread": answer.unread, "distance": distance})
+        if distance is not None and 0 < distance < (honest := plan.least_in_sum - plan.colluding):
+            log.warning(
+                "this sum's sites differ from those of the last one by %d, fewer than %d: what both sums say together "
+                "is of few sites, and only noise (dp.*) bounds it", distance, honest,
+            )  # fmt: skip
         return answer
 
     def _opened(self, live: LivePlan, asked: OpenRequest, listed: str) -> OpenResponse:
@@ -234,7 +263,8 @@ class SecAggSite:
 
     def _check_list(self, plan: AttemptPlan, table: str, in_sum: Collection[str]) -> None:
         plan_checks.require_listed(plan, in_sum, self.name, self.demands)
-        plan_checks.require_connected(plan, in_sum)
+        with number_refusals("A4"):
+            plan_checks.require_connected(plan, in_sum)
         plan_checks.require_entries_of_sum(plan, table, in_sum)
 
     def _save_agreed(self, state: SiteSecAggState, plan: AttemptPlan, live: LivePlan) -> None:
@@ -249,10 +279,14 @@ class SecAggSite:
             )
         return state.live
 
+    def _boot(self) -> str:
+        with number_refusals("T9"):
+            return self.boot()
+
     def _load(self) -> SiteSecAggState:
         """Return the stored state, without a plan of another boot: the state may be an old copy."""
         state = self.store.load() or SiteSecAggState()
-        if state.live is not None and state.live.boot != self.boot():
+        if state.live is not None and state.live.boot != self._boot():
             state = state.model_copy(update={"live": None})
             self.store.save(state)
         return state
@@ -272,10 +306,26 @@ class SecAggSite:
         return unsigned.model_copy(update={"signature": signature})
 
 
-def describe_list(plan: AttemptPlan, in_sum: Collection[str]) -> str:
-    """Return how many sites of the cohort are in the sum, and which are not."""
-    silent = [site for site in plan.cohort if site not in in_sum]
-    return f"{len(in_sum)} of {len(plan.members)} sites, missing: {', '.join(silent) or 'none'}"
+def _describe_plan(plan: AttemptPlan) -> Mapping[str, Any]:
+    """Return everything of a plan that a site's audit log records: its numbers, and what it binds."""
+    return {
+        "cohort": len(plan.members),
+        "quorum": plan.quorum,
+        "threshold": plan.threshold,
+        "colluding": plan.colluding,
+        "honest": plan.least_in_sum - plan.colluding,
+        "roster": plan.roster,
+        "config": plan.config,
+        "app": plan.app,
+        "broadcast": plan.broadcast,
+        "entries": plan.entries,
+    }
+
+
+def _describe_list(plan: AttemptPlan, in_sum: Collection[str]) -> Mapping[str, Any]:
+    """Return what a site's audit log records of a list: its digest, how many sites it has, and which it misses."""
+    missing = [site for site in plan.cohort if site not in in_sum]
+    return {"list": list_digest(plan.digest, in_sum), "summed": len(in_sum), "missing": missing}
 
 
 def _with_new_prekey(state: SiteSecAggState) -> SiteSecAggState:

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from fedveil.federation.secagg.messages import OpenResponse, Position
-from fedveil.federation.secagg.schema import MOST_HOLDERS, Digest, Key, Name, Number, SecAggMessage
+from fedveil.federation.secagg.schema import MOST_HOLDERS, MOST_SITES, Digest, Key, Name, Number, SecAggMessage
 
 Phase = Literal["masked", "signed", "opened"]
 
@@ -65,12 +65,14 @@ class SiteSecAggState(SecAggMessage):
     Attributes:
         next: the unused prekey.
         number: prekeys made so far.
+        last_sum: sites of the sum that it opened last.
     """
 
     next: UnspentPrekey | None = None
     number: Number = 0
     live: LivePlan | None = None
     fence: Fence = Fence()
+    last_sum: Annotated[tuple[Name, ...], Field(max_length=MOST_SITES, strict=False)] = ()
 
 
 class SecAggStore(Protocol):

@@ -17,11 +17,12 @@ from fedveil.errors import PolicyError, StateError, WireError
 from fedveil.federation.secagg import crypto
 from fedveil.federation.secagg.in_process import secagg_config_of
 from fedveil.federation.secagg.messages import KeysRequest, KeysResponse
-from fedveil.federation.secagg.plan import AttemptPlan, Prekey
+from fedveil.federation.secagg.plan import AttemptPlan, Prekey, broadcast_digest
 from fedveil.federation.secagg.plan_checks import RoundTerms, SiteRequirements
 from fedveil.federation.secagg.roster import SigningKeyRoster, roster_digest
 from fedveil.federation.secagg.server import SecAggCoordinator
 from fedveil.federation.secagg.site import SecAggSite
+from fedveil.records import audit_log
 from tests.client_app.policy.test_site_policy import assignment
 from tests.server_app.grid import LocalGrid, use_toy_task
 from tests.server_app.test_flower_strategy import initial, strategy
@@ -182,6 +183,37 @@ def test_a_plan_with_a_lower_quorum_than_the_sites_own_is_refused(tmp_path):
 def test_a_request_in_a_run_in_the_clear_is_refused(tmp_path):
     with pytest.raises(WireError, match="expected no request in a run with secure.enabled = false"):
         secure_round.answer_secagg_request(assignment(tmp_path, ""), KeysRequest(run="r").to_bytes())
+
+
+def refusals_of(site: ClientAssignment) -> list[tuple[str, str]]:
+    """Return request and rule of each refusal in the site's audit log, checking the log's hashes."""
+    lines = audit_log.read_log(site.site.state_dir / audit_log.NAME)
+    return [(line["request"], line["rule"]) for line in lines if line["event"] == "sum-refused"]
+
+
+def test_refusals_are_in_the_site_s_audit_log_with_the_rule(tmp_path):
+    site = _site(tmp_path, "", SECURE, "north")
+    with pytest.raises(PolicyError):
+        secure_round.answer_secagg_request(site, KeysRequest(run="another").to_bytes())
+    with pytest.raises(PolicyError):
+        secure_round.answer_secagg_request(replace(site, order=replace(site.order, site="south")), b"")
+    with pytest.raises(WireError):
+        secure_round.answer_secagg_request(site, b"{}")
+    with pytest.raises(WireError):
+        secure_round.begin_secure_round(site, site_policy.load_policy(site.site))  # no plan in the instruction
+    assert refusals_of(site) == [("keys", "K1"), ("answer", "T2"), ("answer", ""), ("mask", "T1")]
+
+
+def test_another_broadcast_than_the_plan_s_is_refused_with_a_line(tmp_path):
+    ours = Federation(tmp_path)
+    plan, terms = ours.plan("north", ours.roster)
+    digest = "ab" * 32
+    plan = plan.model_copy(update={"broadcast": broadcast_digest(digest)})
+    round_ = secure_round.SecureClientRound(open_site(ours.sites["north"]), plan, terms)
+    round_.require_broadcast(digest)
+    with pytest.raises(WireError, match="broadcast: expected the message that all its sites get"):
+        round_.require_broadcast("cd" * 32)
+    assert refusals_of(ours.sites["north"]) == [("mask", "T10")]
 
 
 @pytest.mark.parametrize("last,state", [("", "begins"), ("ab" * 8, "begins"), ("cd" * 8, "continues")])

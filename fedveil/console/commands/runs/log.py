@@ -1,7 +1,9 @@
-"""`fedveil log`: checks or shows an audit log, or prints its anchor.
+"""`fedveil log`: checks, shows or compares audit logs, or prints a log's anchor.
 
 An anchor is the number of lines and the hash of the last one. Another party keeps it. A log that was later
 truncated or completely rewritten no longer matches the anchor.
+
+`compare` reads the logs of two sites, and exits with 1 if their rounds of secure aggregation contradict each other.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import ConfigError
+from fedveil.federation.secagg.log_conflicts import count_common_plans, find_conflicts
 from fedveil.records import audit_log
 from fedveil.records.audit_log import LogHead
 from fedveil.sanitize import sanitize
@@ -45,10 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="print the lines as text, with times in this machine's zone")
     show.add_argument("--json", action="store_true", help="for programs: print the raw lines, rounds from 0")
     show.set_defaults(run=_show)
-    for action in (verify, anchor, show):
+    compare = actions.add_parser(
+        "compare", help="find rounds of secure aggregation for which the server gave two sites two plans or lists"
+    )
+    compare.set_defaults(run=_compare)
+    for action in (verify, anchor, show, compare):
         action.add_argument(
             "file", type=Path, help="audit-log.jsonl of a site's state folder, or of the server's run folder"
         )
+    compare.add_argument("other", type=Path, help="audit-log.jsonl of another site")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -87,6 +95,23 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    logs = audit_log.read_log(args.file), audit_log.read_log(args.other)
+    common = count_common_plans(*logs)
+    found = find_conflicts([*logs[0], *logs[1]])
+    for conflict in found:
+        print(conflict)
+    if found:
+        return 1
+    if not common:
+        raise ConfigError(
+            f"{args.file} and {args.other}: expected rounds of secure aggregation that both sites took part in, found "
+            "none; name the logs of two sites of one run"
+        )
+    print(f"{common} attempts of secure aggregation are in both logs: each has one plan and one list of its sum")
+    return 0
+
+
 def _words(line: dict[str, Any]) -> str:
     """Format a line for display: rounds counted from 1, bytes with commas, long hashes cut, the reason last."""
     about = {key: value for key, value in line.items() if key not in _OWN and value not in ("", None)}
@@ -99,7 +124,7 @@ def _words(line: dict[str, Any]) -> str:
         parts.append(f"{key.removesuffix('_bytes')} {about.pop(key):,} B")
     why = [sanitize(about.pop(key)) for key in _LAST if key in about]
     for key, value in about.items():
-        text = f"{len(value)}" if isinstance(value, list) else sanitize(value)
+        text = f"{len(value)}" if isinstance(value, list | dict) else sanitize(value)
         parts.append(f"{sanitize(key, 80)}={text[:_HASH] + '...' if _HEX.fullmatch(text) else text}")
     return "  ".join(parts + ([f": {'; '.join(why)}"] if why else []))
 

@@ -37,6 +37,7 @@ from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import as_planned, guarantee_of, untimed
 from fedveil.privacy.guarantee_words import describe_guarantee
+from fedveil.privacy.own_share import WITHOUT_ROSTER, OwnShareGuarantee, charged_guarantee
 from fedveil.privacy.privacy_warnings import privacy_warnings
 from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.records import disclosure_summary
@@ -130,7 +131,7 @@ def explain_run(
         "fields leave this site.",
         "Examples, prepared examples and the method's private state stay in this site's own folders.",
     ]
-    lines += _epsilon(exchange, config, examples)
+    lines += _epsilon(exchange, config, policy, examples)
     words = disclosure_summary.what_is_learned(exchange.name)
     return [
         *lines,
@@ -139,7 +140,9 @@ def explain_run(
     ]
 
 
-def _epsilon(exchange: MessageExchange, config: RunConfig, examples: int | None) -> list[str]:
+def _epsilon(
+    exchange: MessageExchange, config: RunConfig, policy: policies.SitePolicy | None, examples: int | None
+) -> list[str]:
     """Explain the run's limit on an example's charge, and what its noise gives to a site with `examples`."""
     claim = guarantee_of(exchange.method, config)
     if config.run.deterministic:
@@ -172,6 +175,11 @@ def _epsilon(exchange: MessageExchange, config: RunConfig, examples: int | None)
             lines.append(timing)
     if isinstance(claim, DistributedDiscreteGaussian):
         lines.append(f"Its {claim.words}.")
+    if isinstance(charged_guarantee(claim, policy.roster if policy else None), OwnShareGuarantee):
+        lines.append(
+            f"But {WITHOUT_ROSTER}. So the limit above holds against the server and all other sites together, and the "
+            "run reaches it sooner."
+        )
     return lines
 
 

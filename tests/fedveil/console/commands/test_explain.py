@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedveil import rng, strategies
+from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.config import parse
 from fedveil.console.commands.site import explain
 from fedveil.console.main import main
@@ -106,18 +107,24 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_
         "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5,
     }  # fmt: skip
     exchange = MessageExchange(strategies.create_method("fedavg"), "fedavg", lora_spec)
-    explanation = "\n".join(explain.explain_run(exchange, parse(flat)))
+    policy = SitePolicy(roster=f"sha256:{'5f' * 32}")
+    explanation = "\n".join(explain.explain_run(exchange, parse(flat), policy=policy))
     assert "Epsilon: at most 3 at delta = 1e-05" in explanation
+    assert "names no roster" not in explanation
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
     assert UNTIMED in explanation
     assert "add --examples N" in explanation
     assert "and on a server that follows the protocol" in explanation
-    given = "\n".join(explain.explain_run(exchange, parse(flat), examples=160))
+    given = "\n".join(explain.explain_run(exchange, parse(flat), policy=policy, examples=160))
     own = {Step("summed", 160, 16, 1.0): 5}
     alone = accounting.compute_epsilon(own, 1e-5, Adjacency.REPLACE_ONE)
     assert f"epsilon {alone:.4g} at delta 1e-05 (replace-one) against all of them together" in given
+    for alone in (None, SitePolicy()):
+        explanation = "\n".join(explain.explain_run(exchange, parse(flat), policy=alone))
+        assert "But this site's policy names no roster, so the server could be all other sites" in explanation
     plain = "\n".join(explain.explain_run(exchange, parse({})))
     assert "Its noise is in the sum" not in plain
+    assert "names no roster" not in plain
     assert UNTIMED not in plain
 
 

@@ -51,3 +51,44 @@ def test_a_time_or_round_that_is_none_is_shown_as_text(tmp_path, capsys, monkeyp
     monkeypatch.setattr(audit_log, "read_log", lambda file: [{"n": "x", "time": "y\x1b", "event": "z", "round": [1]}])
     assert main(["log", "show", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == ["x", "y\\x1b", "z", "[1]"]
+
+
+def masked(folder, site: str, plan: str, attempt: int = 0):
+    """Return a site's log with a line for which it masked, and one of the sum that it opened."""
+    file = folder / site / audit_log.NAME
+    about = {"run": "pilot-0a1b2c3d", "round": 1, "attempt": attempt, "site": site, "plan": plan}
+    audit_log.append_entry(file, "masked", about)
+    audit_log.append_entry(file, "opened", {**about, "list": "ab" * 32, "signatures": {"north": "cd" * 64}})
+    return file
+
+
+def test_two_logs_of_one_plan_are_found_equal(tmp_path, capsys):
+    logs = [str(masked(tmp_path, site, HASH)) for site in ("north", "south")]
+    assert main(["log", "compare", *logs]) == 0
+    assert capsys.readouterr().out == (
+        "1 attempts of secure aggregation are in both logs: each has one plan and one list of its sum\n"
+    )
+
+
+def test_two_logs_of_two_plans_are_found_to_contradict_each_other(tmp_path, capsys):
+    logs = [str(masked(tmp_path, site, plan)) for site, plan in (("north", HASH), ("south", "e" * 64))]
+    assert main(["log", "compare", *logs]) == 1
+    assert f"round 2, attempt 1: the sites masked for 2 plans: plan {HASH} at north" in capsys.readouterr().out
+
+
+def test_logs_without_a_common_attempt_are_not_called_equal(tmp_path, capsys):
+    logs = [str(masked(tmp_path, site, HASH, attempt)) for attempt, site in enumerate(("north", "south"))]
+    assert main(["log", "compare", *logs]) == 2
+    assert "expected rounds of secure aggregation that both sites took part in" in capsys.readouterr().err
+
+
+def test_a_changed_log_is_not_compared(tmp_path, capsys):
+    first, second = (masked(tmp_path, site, HASH) for site in ("north", "south"))
+    second.write_bytes(second.read_bytes().replace(b'"round":1', b'"round":2'))
+    assert main(["log", "compare", str(first), str(second)]) == 2
+    assert "line 1: expected a whole line with its own hash" in capsys.readouterr().err
+
+
+def test_people_read_how_many_signatures_a_list_has(tmp_path, capsys):
+    assert main(["log", "show", str(masked(tmp_path, "north", HASH))]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("signatures=1")

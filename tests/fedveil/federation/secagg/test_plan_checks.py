@@ -41,6 +41,7 @@ def digest_of(table: str) -> str:
 
 
 TABLE = table_of(names(5))
+LINES: list[dict[str, object]] = []  # of the audit logs of the last world's sites
 
 
 class World:
@@ -52,8 +53,12 @@ class World:
         self.server = LyingServer(names(count))
         required.setdefault("roster", self.server.roster_digest)
         for name, site in self.server.sites.items():
-            self.server.sites[name] = replace(site, demands=SiteRequirements(**required))
+            self.server.sites[name] = replace(site, demands=SiteRequirements(**required), audit_log=self.write)
+        LINES.clear()
         self.site = self.server.sites[SITE]
+
+    def write(self, event: str, about) -> None:
+        LINES.append({**about, "event": event})
 
     def plan(self, **changes) -> AttemptPlan:
         return self.server.plan(**changes)
@@ -397,6 +402,11 @@ def tell_needless_table(inside):
     return World().begin_with(TABLE, has_table=inside)
 
 
+@lie("T8 require_entries", "a table that the plan does not name")
+def tell_unnamed_table(inside):
+    return World().begin_with("", shown="" if inside else TABLE, has_table=False)
+
+
 @lie("T8 require_entries", "no table for a method whose sites send different entries")
 def tell_no_table(inside):
     world = World()
@@ -435,7 +445,7 @@ def tell_decoy(inside):
     return world.agree(plan if inside else with_fields(plan, attempt=7), names(5))
 
 
-@lie("A1 _live", "the shares of a decoy plan")
+@lie("O1 _live", "the shares of a decoy plan")
 def tell_decoy_open(inside):
     world = World()
     plan = world.masked()
@@ -655,6 +665,12 @@ def test_refuses_the_lie(name):
     with pytest.raises((PolicyError, WireError)) as caught:
         LIES[name].tell(False)
     assert len(str(caught.value)) > 20
+    rule, (refusal, *others) = LIES[name].rule.split()[0], [ln for ln in LINES if ln["event"] == "sum-refused"]
+    assert not others
+    assert refusal["rule"] == {"boot": "O1"}.get(rule, rule)
+    assert refusal["reason"] == f"{type(caught.value).__name__}: {caught.value}"
+    assert refusal["run"] == RUN or name == "T1: run"
+    assert refusal["request"] in {"A": ("agree", "open"), "O": ("open",), "b": ("open",)}.get(rule[0], ("mask",))
 
 
 @pytest.mark.parametrize("name", [name for name in LIES if name not in TWO_RULES])

@@ -491,6 +491,31 @@ def test_a_prekey_is_its_first_owner_s_for_the_rest_of_the_run():
         coordinator.admit("s02", KeysResponse(prekey=disguised, after=None, signed=None))
 
 
+def test_known_sites_are_restored_with_their_last_keys_and_expulsions():
+    """The owners of used prekeys are dropped: there is one entry a site, however long the run is."""
+    local = run(SITES)
+    before = local.coordinator
+    attempt = local.begin(0, 0, SITES)
+    uploads = masked(local, attempt, {site: drawn(3, i) for i, site in enumerate(SITES)})
+    for site, (_, attached) in uploads.items():
+        before.keep(site, attempt.plan, attached.next)
+    before.expel("s06", "it lies")
+    known_sites = before.known_sites()
+    assert known_sites["prekeys"] == {site: attached.next.key for site, (_, attached) in uploads.items()}
+    after = SecAggCoordinator(RUN, SecAggConfig(), "0" * 64)
+    after.restore_sites(**known_sites)
+    assert after.known_sites() == known_sites
+    assert after.expelled == before.expelled
+    next_key = uploads["s01"][1].next.key
+    copied = signed_prekey(changed(attempt.plan.by_name["s02"], key=next_key), key_of(local, "s02"))
+    with pytest.raises(WireError, match="expected s02's own prekey, found that of s01"):
+        after.admit("s02", KeysResponse(prekey=copied, after=None, signed=None))
+    fresh = {"key": crypto.public_key_of(stranger()).hex(), "signing_key": attempt.plan.by_name["s01"].signing_key}
+    twice = signed_prekey(changed(copied, **fresh), key_of(local, "s01"))
+    with pytest.raises(WireError, match="expected s02's own signing key, found that of s01"):
+        after.admit("s02", KeysResponse(prekey=twice, after=None, signed=None))
+
+
 def test_without_a_registry_no_signing_key_stands_under_two_names():
     local = run(SITES[:2])
     coordinator = SecAggCoordinator(RUN, SecAggConfig(), "0" * 64)

@@ -1,0 +1,58 @@
+"""The server's knowledge of a secure run's sites that outlives its process: expelled sites, and the owners of keys.
+
+    <run folder>/secure-sites.json    {"checksum", "expelled": {site: reason}, "signers": {signing key: site},
+                                       "prekeys": {site: its last prekey}}
+
+It is written before a plan shows sites' keys to the others, and after every attempt. So after a restart no site claims
+a key that it saw in a plan, and a site whose shares do not open its secret is asked nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedveil.errors import StateError
+from fedveil.federation.secagg.server import SecAggCoordinator
+from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
+
+NAME = "secure-sites.json"
+
+
+@dataclass
+class KnownSitesStore:
+    """The file of a run folder that keeps what a coordinator knows of its sites.
+
+    Attributes:
+        folder: the run folder.
+    """
+
+    folder: Path
+    _saved: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def save(self, coordinator: SecAggCoordinator) -> None:
+        """Write what changed since the last call. Raises StateError, for example on a full disk."""
+        known = coordinator.known_sites()
+        if known == self._saved:
+            return
+        try:
+            write_atomic(self.folder / NAME, write_checksummed(known))
+        except OSError as error:
+            raise StateError(f"{self.folder / NAME}: expected to write it, found {error}; free space") from error
+        self._saved = known
+
+    def load(self, coordinator: SecAggCoordinator) -> None:
+        """Restore what was saved, if anything was. Raises StateError if the file is damaged."""
+        file = self.folder / NAME
+        if not file.exists():
+            return
+        try:
+            content = read_checksummed(file.read_bytes())
+            known = {part: {str(key): str(value) for key, value in content[part].items()} for part in content}
+            coordinator.restore_sites(known["expelled"], known["signers"], known["prekeys"])
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise StateError(
+                f"{file}: expected the run's expelled sites and the owners of keys, found none that can be read "
+                f"({error}); restore it, or move it away so that expelled sites may take part again"
+            ) from None
