@@ -112,7 +112,7 @@ def main(program: str) -> None:
     else:
         superlink.serve_through(close_to_other_users)
     if program == "flower-superlink":
-        superlink.patch_link_state()
+        superlink.patch_superlink()
     else:
         duplicate_pushes.patch_duplicate_pushes()
     module, function = _PROGRAMS[program]

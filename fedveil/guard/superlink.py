@@ -30,6 +30,7 @@ from fedveil.errors import ConfigError, FedVeilError
 from fedveil.guard import duplicate_pushes, flower
 from fedveil.guard.control_log import ControlLog
 from fedveil.guard.flower import incomplete_replies, redelivery, replaced
+from fedveil.guard.minute_log import limit_refusal_lines
 from fedveil.guard.operator_access import App, OperatorAccessChecker
 from fedveil.guard.site_registry import SiteKeyChecker
 
@@ -77,14 +78,14 @@ def main() -> None:
     fronts = prepare_arguments()
     if fronts is not None:
         fronts.serve()
-    patch_link_state()
+    patch_superlink()
     from flwr.superlink.cli import flower_superlink  # importing it takes a second, which the scripts' tests avoid
 
     flower_superlink()
 
 
-def patch_link_state() -> None:
-    """Patch the state of this process to add what Flower's lacks (docs/decisions/0008).
+def patch_superlink() -> None:
+    """Patch the state of this process to add what Flower's lacks (docs/decisions/0008), and bound its log.
 
     Exits with the reason if Flower lacks an attribute that is replaced.
     """
@@ -95,6 +96,7 @@ def patch_link_state() -> None:
     duplicate_pushes.patch_duplicate_pushes()
     incomplete_replies.patch_incomplete_replies()
     redelivery.patch_redelivery()
+    limit_refusal_lines()
 
 
 def prepare_arguments() -> PortProxies | None:

@@ -170,7 +170,7 @@ def test_every_server_of_the_process_is_behind_it(monkeypatch):
 @pytest.mark.parametrize("main", ["superlink.main()", "loopback_ports.main('flower-superlink')"])
 def test_a_superlink_has_all_that_is_mended(main):
     code = f"""
-import atexit, sys
+import atexit, logging, sys
 from fedveil.guard import loopback_ports, superlink
 
 def show():
@@ -178,6 +178,7 @@ def show():
     for state in (in_memory_linkstate.InMemoryLinkState, sql_linkstate.SqlLinkState):
         for name in ("store_object", "get_message_res", "get_message_ins"):
             print(getattr(state, name).__module__, file=sys.stderr)
+    print(*(type(limit).__name__ for limit in logging.getLogger("flwr").filters), file=sys.stderr)
 
 atexit.register(show)
 sys.argv = ["flower-superlink", "--help"]
@@ -185,4 +186,5 @@ sys.argv = ["flower-superlink", "--help"]
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     mended = ("duplicate_pushes", "flower.incomplete_replies", "flower.redelivery")
-    assert ended.stderr.split() == [f"fedveil.guard.{name}" for name in mended] * 2
+    patches = [f"fedveil.guard.{name}" for name in mended]
+    assert ended.stderr.split() == [*patches, *patches, "RefusalLineFilter"]

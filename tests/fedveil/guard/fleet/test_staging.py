@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import shutil
 import threading
@@ -12,10 +13,12 @@ import pytest
 from flwr.app import Error
 from flwr.common.constant import SubStatus
 from flwr.supercore.constant import OBJECT_PUSH_SESSION_TTL_SECONDS
+from flwr.supercore.logger import LOGGER_NAME
 from sqlalchemy.exc import OperationalError
 
 from fedveil.guard import fleet_limits as limits
 from fedveil.guard.flower import link_states
+from fedveil.guard.minute_log import RefusalLineFilter
 from tests.fedveil.guard.fleet.conftest import Fleet, Refused
 from tests.fedveil.guard.fleet.replies import object_bytes, object_id, upload
 from tests.fedveil.guard.fleet.test_port import NORTH, SOUTH, refused
@@ -448,3 +451,19 @@ def _run(calls: list[Any]) -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_a_site_that_announces_reply_after_reply_fills_no_log(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    logger, handler = logging.getLogger(LOGGER_NAME), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "filters", [RefusalLineFilter()])
+    for number in range(30):
+        fleet.announce(NORTH, fleet.reply(NORTH, content=upload(bytes([number]) * 10)).request)
+    assert len(fleet.staged(NORTH)) == 1
+    dropped = [line for line in lines if "dropped" in line]
+    assert len(dropped) == 1
+    fleet.announce(SOUTH, fleet.reply(SOUTH, content=upload(b"1")).request)
+    fleet.announce(SOUTH, fleet.reply(SOUTH, content=upload(b"2")).request)
+    assert len([line for line in lines if "dropped" in line]) == 2  # of another site

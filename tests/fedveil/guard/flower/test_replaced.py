@@ -44,7 +44,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, fault: dict[s
     "process,start",
     [
         ("SuperNode", supernode.patch_supernode),
-        ("SuperLink", superlink.patch_link_state),
+        ("SuperLink", superlink.patch_superlink),
         ("SuperExec", lambda: superexec.patch_superexec(task_programs.SERVER_APP)),
         ("client process", lambda: clientapp.install_guard(True)),
         ("ServerApp process", serverapp.main),
