@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from fedveil.config import TaskConfig
 from fedveil.contract.task import Example, ExampleOrigin
 from fedveil.data import tables
+from fedveil.data.row_values import describe_value
 from fedveil.data.tables import DatasetTable
 from fedveil.errors import TaskError
 
@@ -63,14 +64,15 @@ def image_bytes(example: Example, column: str) -> bytes:
     if isinstance(value, str) and value:
         try:
             return (Path(example.folder) / value).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # neither names the path, which is a value of the row
+            reason = error.strerror if isinstance(error, OSError) else "not a path"
             raise TaskError(
-                f'task.data: cannot read the image that column "{column}" names in {example.where}: {error}; '
+                f'task.data: cannot read the image that column "{column}" names in {example.where}: {reason}; '
                 "correct the path"
             ) from None
     raise TaskError(
-        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; '
-        "correct or drop the row"
+        f'task.data: expected an image in column "{column}": bytes or a path, found {describe_value(value)} in '
+        f"{example.where}; correct or drop the row"
     )
 
 
@@ -95,7 +97,17 @@ def require_image(image: bytes, where: str) -> None:
 
 
 def _broken(where: str, error: Exception) -> TaskError:
-    return TaskError(f"task.data: cannot decode the image in {where} ({error}); correct or drop the row")
+    """Return the error for an image that does not decode. Pillow's own text may quote bytes of the file."""
+    from PIL import Image, UnidentifiedImageError
+
+    match error:
+        case Image.DecompressionBombError():
+            reason = f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
+        case UnidentifiedImageError():
+            reason = "its format is unknown"
+        case _:
+            reason = "it is damaged or cut off"
+    return TaskError(f"task.data: cannot decode the image in {where}: {reason}; correct or drop the row")
 
 
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:

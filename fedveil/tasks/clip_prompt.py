@@ -43,6 +43,7 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.row_values import describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, clip, loading
 from fedveil.models.clip import EncodedImage
@@ -165,9 +166,8 @@ class ClipPrompt(AdaptedTask):
             self._names = names
         if names != self.names:
             raise TaskError(
-                f"task.data: expected the classes {', '.join(self.names[:8])} ({len(self.names)} in total) of the "
-                f"earlier examples, found {', '.join(names[:8])} ({len(names)} in total) in {where}; set "
-                "task.class-names to all of them"
+                f"task.data: expected the {len(self.names)} class names of the earlier examples, found {len(names)} "
+                f"names, {len(set(names) & set(self.names))} of them the same, in {where}; set task.class-names to all"
             )
         value = example.values.get(task.target_column)
         if isinstance(value, str) and value in names:
@@ -175,8 +175,8 @@ class ClipPrompt(AdaptedTask):
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
             raise TaskError(
                 f"task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "
-                f'"{task.target_column}", '
-                f"found {value!r} in {where}; correct or drop the row, or set task.target-column or task.class-names"
+                f'"{task.target_column}", found {describe_value(value)} in {where}; correct or drop the row, or set '
+                "task.target-column or task.class-names"
             )
         return value
 

@@ -39,6 +39,7 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
 from fedveil.models import library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
@@ -245,8 +246,8 @@ class ImageClassification(AdaptedTask):
             value = _numbers(example.class_names, own, example.folder).get(value, value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.classes:
             raise TaskError(
-                f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found {value!r} in '
-                f"{example.where}; correct or drop the row, or set task.target-column"
+                f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found '
+                f"{describe_value(value)} in {example.where}; correct or drop the row, or set task.target-column"
             )
         return value
 
@@ -287,6 +288,6 @@ def _numbers(names: tuple[str, ...], own: tuple[str, ...], folder: str) -> Mappi
     if len(names) != len(own):
         raise TaskError(
             f'task.data: expected {len(own)} class names in "{folder}", as many as the model distinguishes, found '
-            f"{len(names)} ({', '.join(names[:8])}); set task.num-classes, add an empty class folder, or give integers"
+            f"{len(names)}; set task.num-classes, add an empty class folder, or give integers"
         )
     return {name: i for i, name in enumerate(names)}

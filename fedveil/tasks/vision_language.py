@@ -36,6 +36,7 @@ from fedveil.contract.task import DatasetShard, Example, Examples, Metrics, Task
 from fedveil.data import images as decoding
 from fedveil.data import tables
 from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.row_values import describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
@@ -213,12 +214,13 @@ class VisionLanguage(causal_lm.CausalTask):
         if not isinstance(question, str) or not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):
             raise TaskError(
                 f'task.data: expected a text in "{task.source_column}" and 2 to {len(LETTERS)} choices in '
-                f'"{task.choices_column}", found {question!r} and {choices!r} in {where}; correct or drop the row'
+                f'"{task.choices_column}", found '
+                f"{describe_value(question)} and {describe_value(choices)} in {where}; correct or drop the row"
             )
         if not isinstance(answer, int) or not 0 <= answer < len(choices):
             raise TaskError(
                 f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found '
-                f"{answer!r} in {where}; correct or drop the row"
+                f"{describe_value(answer)} in {where}; correct or drop the row"
             )
         prompt = prompt_of_choices(question, [str(c) for c in choices])
         return _Asked(image, prompt, [LETTERS[answer]], where, _hint(example, task.hint_column))
@@ -280,8 +282,8 @@ def _hint(example: Example, column: str) -> str:
     value = example.values.get(column) if column else ""
     if not isinstance(value, str | None):
         raise TaskError(
-            f'task.data: expected a text, or none, in column "{column}", found {value!r} in {example.where}; correct '
-            "or drop the row"
+            f'task.data: expected a text, or none, in column "{column}", found {describe_value(value)} in '
+            f"{example.where}; correct or drop the row"
         )
     return (value or "").strip()
 
@@ -293,7 +295,7 @@ def _captions(example: Example, column: str) -> list[str]:
     captions = [text for text in texts if isinstance(text, str) and text.strip()]
     if not captions or len(captions) < len(texts):
         raise TaskError(
-            f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in '
+            f'task.data: expected a caption, or a list of them, in column "{column}", found {describe_value(value)} in '
             f"{example.where}; correct or drop the row"
         )
     return captions

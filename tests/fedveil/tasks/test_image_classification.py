@@ -339,7 +339,7 @@ def test_a_class_without_images_keeps_its_number(tmp_path, task):
     folder = image_folder(tmp_path / "folder", range(2, 12, 3))  # dogs only
     assert {row.label for row in task.encode(task.examples(folder, "train"))} == {2}
     (folder / "train" / "bird").rmdir()
-    with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2 \(cat, dog\); set"):
+    with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2; set"):
         task.encode(task.examples(folder, "train"))
 
 
@@ -369,16 +369,16 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
         "image": ({"image": {"bytes": b"none", "path": None}, "label": 1}, "cannot decode the image in row 2 of"),
         "cut": ({"image": {"bytes": picture(1)[:200], "path": None}, "label": 1}, "decode the image in row 2 of"),
         "none": ({"image": None, "label": 1}, r'expected an image in column "image".* row 2 of .*train.parquet'),
-        "unlabelled": ({"image": whole["image"], "label": -1}, r'"label", found -1 in row 2 of .*train.parquet'),
-        "absent": ({"image": whole["image"], "label": None}, "expected a class from 0 to 2 .* found None in row 2 of"),
+        "unlabelled": ({"image": whole["image"], "label": -1}, r'"label", found an integer in row 2 of'),
+        "absent": ({"image": whole["image"], "label": None}, "a class from 0 to 2 .* found no value .* row 2 of"),
     }  # fmt: skip
     for name, (bad, pattern) in cases.items():
         folder = save(tmp_path / name, [whole, bad])
         with pytest.raises(TaskError, match=pattern) as error:
             task.collate(list(task.encode(task.examples(folder, "train"))))  # "cut" is whole at its head
         assert "\n" not in str(error.value)
-    for value in (3, True, 1.0):
-        with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {value} in row 8 of f"):
+    for value, found in ((3, "an integer"), (True, "true or false"), (1.0, "a number with a fraction")):
+        with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {found} in row 8 of f"):
             task.encode([Example({"image": picture(0), "label": value}, ExampleOrigin("f", 8))])
     folder = image_folder(tmp_path / "folder")
     (folder / "train" / "dog" / "05.png").write_bytes(b"no image")
