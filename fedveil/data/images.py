@@ -1,8 +1,8 @@
-"""Images of a data set: their table with class names, their bytes, decoding, and a bound on decoded images."""
+"""Images of a data set: their table with class names, their bytes, and a bound on decoded images."""
 
 from __future__ import annotations
 
-import io
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,18 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fedveil.config import TaskConfig
 from fedveil.contract.task import Example, ExampleOrigin
-from fedveil.data import tables
+from fedveil.data import image_decoding, tables
 from fedveil.data.row_values import describe_value
 from fedveil.data.tables import DatasetTable
 from fedveil.errors import TaskError
 
-__all__ = ["decode_image", "image_bytes"]
+__all__ = ["image_bytes"]
 
 _Out = TypeVar("_Out")
+log = logging.getLogger("fedveil.data")
 KEPT_BYTES = 1 << 30  # for decoded images; beyond it, an image is decoded again for every batch that contains it
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
 
@@ -76,38 +77,11 @@ def image_bytes(example: Example, column: str) -> bytes:
     )
 
 
-def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
-    """Decode the image in PIL's mode `mode`. Raises TaskError if it does not decode."""
-    from PIL import Image
-
-    try:
-        return Image.open(io.BytesIO(image)).convert(mode)
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise _broken(where, error) from None
-
-
-def require_image(image: bytes, where: str) -> None:
-    """Raise TaskError if the header is not an image's; later bytes are checked when the image is decoded."""
-    from PIL import Image
-
-    try:
-        Image.open(io.BytesIO(image)).close()
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise _broken(where, error) from None
-
-
-def _broken(where: str, error: Exception) -> TaskError:
-    """Return the error for an image that does not decode. Pillow's own text may quote bytes of the file."""
-    from PIL import Image, UnidentifiedImageError
-
-    match error:
-        case Image.DecompressionBombError():
-            reason = f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
-        case UnidentifiedImageError():
-            reason = "its format is unknown"
-        case _:
-            reason = "it is damaged or cut off"
-    return TaskError(f"task.data: cannot decode the image in {where}: {reason}; correct or drop the row")
+def log_conversions(images: Sequence[tuple[str, ...]]) -> None:
+    """Log how many of the images are converted, and how; see `image_decoding`."""
+    if converted := sum(map(bool, images)):
+        said = image_decoding.describe_conversions(images)
+        log.warning("task.data: %d of %d images are converted: %s", converted, len(images), said)
 
 
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:

@@ -43,6 +43,7 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.data.row_values import describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, clip, loading
@@ -140,14 +141,17 @@ class ClipPrompt(AdaptedTask):
         labels = [self._label(example) for example in examples]
         digests: list[bytes] = []
         waiting: dict[bytes, Any] = {}
+        conversions = []
         for example in examples:
             image = images.image_bytes(example, self.config.task.image_column)
+            conversions.append(image_conversions(image, example.where))
             digests.append(hashlib.sha256(image).digest())
             if digests[-1] not in self._points and digests[-1] not in waiting:
-                waiting[digests[-1]] = images.decode_image(image, example.where)
+                waiting[digests[-1]] = decode_image(image, example.where)
             if len(waiting) == _AT_ONCE:
                 self._look(waiting)
         self._look(waiting)
+        images.log_conversions(conversions)
         return [EncodedImage(self._points[digest], label) for digest, label in zip(digests, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:

@@ -39,6 +39,7 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
 from fedveil.models import library_logging, loading
@@ -154,10 +155,11 @@ class ImageClassification(AdaptedTask):
         after its header, the batch raises it.
         """
         self._mode  # noqa: B018  # raises where the model does not take images
-        labels = []
+        labels, conversions, column = [], [], self.config.task.image_column
         for example in examples:
             labels.append(self._label(example))
-            images.require_image(images.image_bytes(example, self.config.task.image_column), example.where)
+            conversions.append(image_conversions(images.image_bytes(example, column), example.where))
+        images.log_conversions(conversions)
         return ImageExamples(examples, labels, self._decoded)
 
     @override
@@ -254,7 +256,7 @@ class ImageClassification(AdaptedTask):
     def _pixels(self, image: bytes, where: str) -> Pixels:
         """Return an image in the model's input format."""
         config, processor = self.base.model.config, self.base.processor
-        picture = images.decode_image(image, where, self._mode)
+        picture = decode_image(image, where, self._mode)
         if processor is not None:
             with library_logging.quiet_libraries():
                 pixels: Tensor = processor(images=[picture], return_tensors="pt")["pixel_values"][0]

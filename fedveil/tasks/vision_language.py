@@ -36,6 +36,7 @@ from fedveil.contract.task import DatasetShard, Example, Examples, Metrics, Task
 from fedveil.data import images as decoding
 from fedveil.data import tables
 from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.data.row_values import describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, library_logging, loading
@@ -135,8 +136,13 @@ class VisionLanguage(causal_lm.CausalTask):
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
         room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
-        asked = (self._asked(example, _reading(examples, i)) for i, example in enumerate(examples))
-        rows = [row for each in asked for row in self._rows(each, room)]
+        rows: list[ImageTextExample] = []
+        conversions = []
+        for i, example in enumerate(examples):
+            asked = self._asked(example, _reading(examples, i))
+            conversions.append(image_conversions(asked.image(), asked.where))
+            rows += self._rows(asked, room)
+        decoding.log_conversions(conversions)
         if cut := sum(row.cut > 0 for row in rows):
             now = self.config.task.max_tokens
             log.warning(
@@ -249,7 +255,7 @@ class VisionLanguage(causal_lm.CausalTask):
         text = self.base.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        image = decoding.decode_image(asked.image(), asked.where)
+        image = decode_image(asked.image(), asked.where)
         with library_logging.quiet_libraries():
             return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 

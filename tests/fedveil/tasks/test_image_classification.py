@@ -419,3 +419,34 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 def test_a_quantised_base_without_weights_is_refused():
     with pytest.raises(ConfigError, match='train.quantized-base: expected "none" with a model without weights'):
         make(LoraAdapter(rank=2), train__quantized_base="8bit").base  # noqa: B018
+
+
+def test_converted_images_are_counted_in_the_log_and_by_doctor(tmp_path, task, caplog):
+    """A 16-bit PNG beside its 8-bit form has the same pixels; a file of a table counts as one of a folder does."""
+    import numpy as np
+    from PIL import Image as Pil
+
+    from fedveil.console.doctor import data_checks
+
+    values = np.arange(1024, dtype=np.uint16).reshape(32, 32) // 4
+    images_ = {"8.png": values.astype(np.uint8), "16.png": values * 257}
+    for name in NAMES:
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for file, pixels in images_.items():
+            Pil.fromarray(pixels).save(tmp_path / "train" / name / file)
+    rows = task.encode(task.examples(tmp_path, "train"))
+    said = "grey from 0 to 65535 scaled to 8 bits (3)"
+    assert f"task.data: 3 of 6 images are converted: {said}" in caplog.text
+    assert torch.equal(rows[0].pixels(), rows[1].pixels())
+    table = tmp_path / "table"
+    files = sorted((tmp_path / "train").rglob("*.png"))
+    save(table, [{"image": {"bytes": file.read_bytes(), "path": None}, "label": 0} for file in files])
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    (lines / "train.jsonl").write_text("".join(json.dumps({"image": str(f), "label": 0}) + "\n" for f in files))
+    for folder in (tmp_path, table, lines):
+        config = run_config.parse({"task.name": "image-classification", "task.target-column": "label",
+                                   "task.label-column": "label", "task.data": str(folder)})  # fmt: skip
+        (check,) = data_checks.check_run_data(config.task, [])
+        assert check.verdict == "ok"
+        assert f"; of the first 6 images 3 are converted: {said}" in check.text
