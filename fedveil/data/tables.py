@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import operator
 import os
 import random
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 __all__ = ["DatasetTable", "TableSelection", "read_split", "read_table", "split_file"]
 
 SUFFIXES = (".jsonl", ".parquet")
+_SPLITS = ("train", "test")
+_OTHER_SPLITS = ("validation", "valid", "val", "dev")  # which no task reads
+_TABULAR = {*SUFFIXES, ".json", ".ndjson", ".csv", ".tsv", ".arrow", ".feather", ".xlsx", ".xls"}
+_MOST_NAMES = 8  # of files, in a message
+log = logging.getLogger("fedveil.data")
 _PARSED = 10_000  # lines of JSON that are added to the table together
 _KINDS = {str: "texts", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
 _AT_ONCE = 256  # rows that are Python objects at a time: few, because they may be images
@@ -128,6 +134,8 @@ class TableSelection(Sequence[Example]):
 def read_split(data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None) -> DatasetTable:
     """Return the rows of the split's file; see `read_table`. Raises TaskError like `split_file` and `read_table`."""
     file = split_file(data, split)
+    if unread := describe_unread(data):
+        log.warning('task.data: "%s": %s', data, unread)
     name, folder = str(file), data if data.is_dir() else data.parent
     return DatasetTable(read_table(file, columns, scratch), lambda i: ExampleOrigin(name, i + 1), str(folder))
 
@@ -159,13 +167,35 @@ def split_file(data: Path, split: str) -> Path:
         return data
     if not data.is_dir():
         raise TaskError(f'task.data: expected a folder or file of rows, found none at "{data}"; correct the path')
-    for suffix in SUFFIXES:
-        if (file := data / f"{split}{suffix}").is_file():
-            return file
+    files = [file for suffix in SUFFIXES if (file := data / f"{split}{suffix}").is_file()]
+    if len(files) > 1:
+        raise TaskError(
+            f'task.data: expected one file of the split "{split}" in "{data}", found '
+            f"{' and '.join(file.name for file in files)}; remove one"
+        )
+    if files:
+        return files[0]
     raise TaskError(
         f'task.data: expected {split}.jsonl or {split}.parquet in "{data}", found '
         f"{', '.join(sorted(p.name for p in data.iterdir())[:8]) or 'nothing'}; add the file or name another folder"
     )
+
+
+def describe_unread(data: Path) -> str:
+    """Return the files and folders of examples in the folder `data` that no split is read from; "" if there is none."""
+    if not data.is_dir():
+        return ""
+    names = sorted(path.name for path in data.iterdir() if not path.name.startswith(".") and _is_unread(path))
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return f"not read: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
+
+
+def _is_unread(path: Path) -> bool:
+    stem = path.name.partition(".")[0].lower()
+    if path.is_dir():
+        return stem in _OTHER_SPLITS
+    tabular = any(f".{ending}" in _TABULAR for ending in path.name.lower().split(".")[1:])
+    return tabular and path.name not in {f"{split}{suffix}" for split in _SPLITS for suffix in SUFFIXES}
 
 
 def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None) -> Dataset:

@@ -8,7 +8,7 @@ no image of the presets' data. The loss is the mean cross entropy over images; a
 Each image passes through the frozen tower once, without augmentation; the site stores its features in memory, by the
 digest of its file. An encoded example consists of these features.
 
-Data are a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/<name>.png` or .jpg. The class is in
+Data are a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/.../<name>`. The class is in
 task.target-column: an integer counted from 0, or a name.
 
 | class names, the first source available | numbers |

@@ -10,7 +10,7 @@
 Random weights come from the public stream that `initial` receives, so sites of one run start equal. Under an adapter
 the frozen weights come from a public stream of run.seed.
 
-Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>/<name>.png` or .jpg. Without
+Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>/.../<name>`. Without
 preprocessor_config.json an image is resized to the model's image_size (224 if it has none), bilinear with
 antialiasing and without rounding, so that the pixels are a linear function of the original's.
 

@@ -71,17 +71,20 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
         count = len(table.rows)
         counted += [count]
         chosen = (Example(table.rows[i], table.origin(i), table.folder) for i in range(min(count, _MOST_IMAGES)))
-        return CheckResult(name, "ok", f"{count:,} images in the folders of {folder}{_conversions(chosen, task)}")
+        unread = images.scan_class_folders(folder).describe_unread()
+        said = f"{f'; {unread}' if unread else ''}{_conversions(chosen, task)}"
+        return CheckResult(name, "ok", f"{count:,} images in the folders of {folder}{said}")
     file = tables.split_file(data, split)
     probe = file_probe.probe_file(file, columns)
     counted += [probe.rows] if probe.is_whole else []
     more = "" if probe.is_whole else "or more "
-    said = ""
+    unread = tables.describe_unread(data)
+    said = f"; {unread}" if unread else ""
     if task.image_column in columns:
         base = str(data if data.is_dir() else data.parent)
         first = file_probe.first_rows(file, task.image_column, _MOST_IMAGES)
         chosen = (Example({task.image_column: value}, ExampleOrigin(str(file), row), base) for value, row in first)
-        said = _conversions(chosen, task)
+        said += _conversions(chosen, task)
     return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {file}, with {', '.join(columns)}{said}")
 
 

@@ -164,6 +164,7 @@ def test_a_transparent_color_of_a_palette_or_grey_is_white():
         (b"no image", "its format is unknown"),
         (stored(GREY.astype(np.uint8))[:-30], "it is damaged or cut off"),
     ],
+    ids=["none", "empty", "above", "nan", "below", "12 bits", "no image", "cut"],
 )
 def test_a_value_without_a_range_and_a_damaged_file_are_refused(data, said):
     with pytest.raises(TaskError, match=f"^task.data: cannot (scale|decode) the image in row 3 of f: .*{said}"):

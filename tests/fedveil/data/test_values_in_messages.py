@@ -26,6 +26,7 @@ from fedveil.console.doctor import data_checks
 from fedveil.contract.task import DatasetShard
 from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
+from tests.fedveil.data.test_image_decoding import with_significant_bits
 
 MARK = "Quendolin"  # the patient: in every column, in names of image files and inside of images
 OTHER = {"note": f"{MARK} has diabetes", "born": f"{MARK} 1931"}
@@ -45,7 +46,7 @@ METHOD = {"clip-prompt": "promptfl"}
 WITHOUT_ROWS = {
     "expected a file ending in", "expected a folder or file of rows, found none at", "to stay unchanged while it is",
     "expected images at <class>", "expected at least one row in", "expected at least one example to train on",
-    ": expected rows for site ",
+    ": expected rows for site ", "expected one file of the split",
     "task.data::",  # another error, under another key
 }  # fmt: skip
 
@@ -55,6 +56,12 @@ def png() -> bytes:
     about.add_text("Patient", MARK)
     out = io.BytesIO()
     Image.new("RGB", (32, 32), (200, 0, 0)).save(out, "PNG", pnginfo=about)
+    return out.getvalue()
+
+
+def deep() -> bytes:
+    out = io.BytesIO()
+    Image.new("I;16", (32, 32), 60000).save(out, "PNG")
     return out.getvalue()
 
 
@@ -145,6 +152,9 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "image path": (CLASS, named(f"{MARK}.png")),
     "image path of a zero": (CLASS, named(f"{MARK}\0.png")),
     "image too long a path": (CLASS, named(MARK * 1000)),
+    "image path that leaves": (CLASS, named(f"../{MARK}.png")),
+    "image path of a device": (CLASS, named("/dev/zero", label=MARK)),
+    "image out of range": (CLASS, seen(1, with_significant_bits(deep(), 12))),
     "no image column": (CLASS, named("", image=[MARK])),
     "no prompt class": (CLIP, seen(1931)),
     "prompt class": (CLIP | {"task.class-names": "a,b"}, seen(MARK)),
