@@ -9,13 +9,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedveil.data import tables
 from fedveil.errors import TaskError
 
 _MOST_BYTES = 1 << 26
+_AT_ONCE = 64  # rows, which may be images
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,24 @@ def probe_file(file: Path, columns: tuple[str, ...]) -> FileProbe:
     return FileProbe(rows, is_parquet)
 
 
-def _footer(file: Path) -> tuple[int, list[str]]:
-    import pyarrow  # type: ignore[import-untyped]
+def first_rows(file: Path, column: str, most: int) -> Iterator[tuple[Any, int]]:
+    """Yield a column's values in the first `most` rows of a checked file, each with its row, counted from 1."""
     import pyarrow.parquet  # type: ignore[import-untyped]
+
+    if file.suffix == ".parquet":
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            parts = opened.iter_batches(_AT_ONCE, columns=[column])
+            values = (value for part in parts for value in part.column(0).to_pylist())
+            yield from zip(itertools.islice(values, most), itertools.count(1))
+        return
+    with file.open("rb") as lines:
+        rows = (tables.parse_line(line, number, file) for number, line in enumerate(lines, start=1) if line.strip())
+        yield from zip((row.get(column) for row in itertools.islice(rows, most)), itertools.count(1))
+
+
+def _footer(file: Path) -> tuple[int, list[str]]:
+    import pyarrow
+    import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:

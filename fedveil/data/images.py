@@ -1,28 +1,34 @@
-"""Images of a data set: their table with class names, their bytes, decoding, and a bound on decoded images."""
+"""Images of a data set: their table with class names, their bytes, and a bound on decoded images."""
 
 from __future__ import annotations
 
-import io
+import logging
 import os
+import stat
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fedveil.config import TaskConfig
 from fedveil.contract.task import Example, ExampleOrigin
-from fedveil.data import tables
+from fedveil.data import image_decoding, tables
+from fedveil.data.row_values import describe_value
 from fedveil.data.tables import DatasetTable
 from fedveil.errors import TaskError
 
-__all__ = ["decode_image", "image_bytes"]
+__all__ = ["image_bytes"]
 
 _Out = TypeVar("_Out")
+log = logging.getLogger("fedveil.data")
 KEPT_BYTES = 1 << 30  # for decoded images; beyond it, an image is decoded again for every batch that contains it
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg"})
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".webp", ".gif"})
+_SYSTEM_NAMES = {"__macosx", "thumbs.db", "desktop.ini", "@eadir", "$recycle.bin", "system volume information"}
+_MOST_ENDINGS = 8  # that a message names
 
 
 @dataclass
@@ -61,41 +67,18 @@ def image_bytes(example: Example, column: str) -> bytes:
     if isinstance(value, bytes):
         return value
     if isinstance(value, str) and value:
-        try:
-            return (Path(example.folder) / value).read_bytes()
-        except OSError as error:
-            raise TaskError(
-                f'task.data: cannot read the image that column "{column}" names in {example.where}: {error}; '
-                "correct the path"
-            ) from None
+        return _read_path(value, example, column)
     raise TaskError(
-        f'task.data: expected an image in column "{column}": bytes or a path, found {value!r} in {example.where}; '
-        "correct or drop the row"
+        f'task.data: expected an image in column "{column}": bytes or a path, found {describe_value(value)} in '
+        f"{example.where}; correct or drop the row"
     )
 
 
-def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
-    """Decode the image in PIL's mode `mode`. Raises TaskError if it does not decode."""
-    from PIL import Image
-
-    try:
-        return Image.open(io.BytesIO(image)).convert(mode)
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise _broken(where, error) from None
-
-
-def require_image(image: bytes, where: str) -> None:
-    """Raise TaskError if the header is not an image's; later bytes are checked when the image is decoded."""
-    from PIL import Image
-
-    try:
-        Image.open(io.BytesIO(image)).close()
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise _broken(where, error) from None
-
-
-def _broken(where: str, error: Exception) -> TaskError:
-    return TaskError(f"task.data: cannot decode the image in {where} ({error}); correct or drop the row")
+def log_conversions(images: Sequence[tuple[str, ...]]) -> None:
+    """Log how many of the images are converted, and how; see `image_decoding`."""
+    if converted := sum(map(bool, images)):
+        said = image_decoding.describe_conversions(images)
+        log.warning("task.data: %d of %d images are converted: %s", converted, len(images), said)
 
 
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
@@ -120,30 +103,90 @@ def is_by_class(data: Path, split: str) -> bool:
     return (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in tables.SUFFIXES)
 
 
-def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
-    """Return the images of class folders, in the order of their paths.
+def _read_path(path: str, example: Example, column: str) -> bytes:
+    """Return the content of the file at a path of a row. No message names the path, which is a value of the row.
 
-    The class is in task.target-column and in task.label-column. Class folders without an image are classes too. Hidden
-    files and files with other suffixes than SUFFIXES are skipped.
+    Links in the folder are followed: the site placed them there. The row must not leave the folder by itself.
     """
+    reason = "the path leaves the folder of the data"
+    folder = Path(example.folder).absolute()
+    if ".." not in Path(path).parts and (folder / path).is_relative_to(folder):
+        try:
+            file = folder / path
+            if stat.S_ISREG(file.stat().st_mode):
+                return file.read_bytes()
+            reason = "it is not a file"
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+        except ValueError:
+            reason = "it is not a path"
+    raise TaskError(
+        f'task.data: cannot read the image that column "{column}" names in {example.where}: {reason}; correct the path'
+    )
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """The contents of a split's class folders.
+
+    Attributes:
+        names: the class folders, sorted; those without an image are classes too.
+        images: the images of all classes, in the order of classes and paths.
+        unread: the other files, apart from those that operating systems make.
+    """
+
+    names: tuple[str, ...]
+    images: tuple[Path, ...]
+    unread: tuple[Path, ...]
+
+    def describe_unread(self) -> str:
+        """Return how many files are not read, by their endings; "" if all are."""
+        endings = Counter(file.suffix or "no ending" for file in self.unread)
+        said = ", ".join(f"{ending} ({count:,})" for ending, count in endings.most_common(_MOST_ENDINGS))
+        return f"{len(self.unread):,} files not read: {said}" if self.unread else ""
+
+
+def scan_class_folders(folder: Path) -> ClassFolders:
+    """Find the images of `folder`, at any depth of its class folders. Hidden and system files and folders are skipped.
+
+    Raises:
+        TaskError: there is no image.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not _is_of_a_system(path.name))
+    images, unread = (
+        [],
+        [path for path in sorted(folder.iterdir()) if path.is_file() and not _is_of_a_system(path.name)],
+    )
+    for name in names:
+        for path in sorted((folder / name).rglob("*")):
+            if path.is_file() and not any(map(_is_of_a_system, path.relative_to(folder).parts)):
+                (images if path.suffix.lower() in SUFFIXES else unread).append(path)
+    found = ClassFolders(tuple(names), tuple(images), tuple(unread))
+    if not images:
+        others = found.describe_unread()
+        raise TaskError(
+            f'task.data: expected images at <class>/<name> in "{folder}", ending in {", ".join(sorted(SUFFIXES))}, '
+            f"found none in {', '.join(names[:8]) or 'no folder'}{f', and {others}' if others else ''}; add them"
+        )
+    return found
+
+
+def _is_of_a_system(name: str) -> bool:
+    """Return whether a file or folder is one that operating systems and archives make, or is hidden."""
+    return name.startswith(".") or name.lower() in _SYSTEM_NAMES
+
+
+def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
+    """Return the images of class folders, with the class in task.target-column and in task.label-column."""
     from datasets import Dataset
 
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    files = [
-        path
-        for name in names
-        for path in sorted((folder / name).iterdir())
-        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
-    ]
-    if not files:
-        raise TaskError(
-            f'task.data: expected images at <class>/<name>.png or .jpg in "{folder}", found none in '
-            f"{', '.join(names[:8]) or 'no folder'}; add them"
-        )
-    columns = {task.image_column: [str(file.relative_to(folder)) for file in files]}
+    found = scan_class_folders(folder)
+    if unread := found.describe_unread():
+        log.warning('task.data: "%s": %s', folder, unread)
+    paths = [str(file.relative_to(folder)) for file in found.images]
+    columns = {task.image_column: paths}
     for column in sorted({task.target_column, task.label_column} - {task.image_column}):
-        columns[column] = [file.parent.name for file in files]
-    paths = columns[task.image_column]
+        columns[column] = [Path(path).parts[0] for path in paths]
     return DatasetTable(
-        Dataset.from_dict(columns), lambda i: ExampleOrigin(str(folder / paths[i])), str(folder), tuple(names)
+        Dataset.from_dict(columns), lambda i: ExampleOrigin(str(folder / paths[i])), str(folder), found.names
     )

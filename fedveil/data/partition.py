@@ -168,10 +168,10 @@ def _load(partitioner: Partitioner, rows: Dataset, share: DatasetShard, task: Ta
         warnings.filterwarnings("ignore", message="The specified min_partition_size", category=UserWarning)
         try:
             part = partitioner.load_partition(share.index)
-        except ValueError as error:
+        except ValueError:  # its text may quote a label, which is a value of a row
             raise TaskError(
                 f"task.partition {task.partition}: the labels do not allow at least one row for each of "
-                f"{share.count} sites; raise task.alpha, or use fewer sites ({str(error).splitlines()[0]})"
+                f"{share.count} sites; raise task.alpha, or use fewer sites"
             ) from None
     if not len(part):
         raise TaskError(

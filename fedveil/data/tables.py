@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import operator
 import os
 import random
@@ -26,7 +27,9 @@ from typing_extensions import override
 from fedveil import paths
 from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.data import partition
+from fedveil.data.row_values import describe_value
 from fedveil.errors import StateError, TaskError
+from fedveil.sanitize import sanitize
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped]
@@ -37,7 +40,13 @@ if TYPE_CHECKING:
 __all__ = ["DatasetTable", "TableSelection", "read_split", "read_table", "split_file"]
 
 SUFFIXES = (".jsonl", ".parquet")
+_SPLITS = ("train", "test")
+_OTHER_SPLITS = ("validation", "valid", "val", "dev")  # which no task reads
+_TABULAR = {*SUFFIXES, ".json", ".ndjson", ".csv", ".tsv", ".arrow", ".feather", ".xlsx", ".xls"}
+_MOST_NAMES = 8  # of files, in a message
+log = logging.getLogger("fedveil.data")
 _PARSED = 10_000  # lines of JSON that are added to the table together
+_KINDS = {str: "texts", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
 _AT_ONCE = 256  # rows that are Python objects at a time: few, because they may be images
 
 
@@ -109,15 +118,24 @@ class TableSelection(Sequence[Example]):
         in_line = last - first + 1 == len(at) and bool((np.diff(at) == 1).all())
         selection = self._rows[first : last + 1] if in_line else self._rows[at.tolist()]
         table = self._table
+        try:
+            rows = selection.to_pylist()
+        except (ValueError, OverflowError):  # whose text may quote a value
+            raise TaskError(
+                f"task.data: cannot read a value from {table.origin(first)} to {table.origin(last)}: a text is not "
+                "UTF-8, or a date lies beyond the year 9999; correct it"
+            ) from None
         return [
             Example(row, table.origin(i), table.folder, table.class_names)
-            for i, row in zip(at.tolist(), selection.to_pylist(), strict=True)
+            for i, row in zip(at.tolist(), rows, strict=True)
         ]
 
 
 def read_split(data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None) -> DatasetTable:
     """Return the rows of the split's file; see `read_table`. Raises TaskError like `split_file` and `read_table`."""
     file = split_file(data, split)
+    if unread := describe_unread(data):
+        log.warning('task.data: "%s": %s', data, unread)
     name, folder = str(file), data if data.is_dir() else data.parent
     return DatasetTable(read_table(file, columns, scratch), lambda i: ExampleOrigin(name, i + 1), str(folder))
 
@@ -149,13 +167,35 @@ def split_file(data: Path, split: str) -> Path:
         return data
     if not data.is_dir():
         raise TaskError(f'task.data: expected a folder or file of rows, found none at "{data}"; correct the path')
-    for suffix in SUFFIXES:
-        if (file := data / f"{split}{suffix}").is_file():
-            return file
+    files = [file for suffix in SUFFIXES if (file := data / f"{split}{suffix}").is_file()]
+    if len(files) > 1:
+        raise TaskError(
+            f'task.data: expected one file of the split "{split}" in "{data}", found '
+            f"{' and '.join(file.name for file in files)}; remove one"
+        )
+    if files:
+        return files[0]
     raise TaskError(
         f'task.data: expected {split}.jsonl or {split}.parquet in "{data}", found '
         f"{', '.join(sorted(p.name for p in data.iterdir())[:8]) or 'nothing'}; add the file or name another folder"
     )
+
+
+def describe_unread(data: Path) -> str:
+    """Return the files and folders of examples in the folder `data` that no split is read from; "" if there is none."""
+    if not data.is_dir():
+        return ""
+    names = sorted(path.name for path in data.iterdir() if not path.name.startswith(".") and _is_unread(path))
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return f"not read: {', '.join(names[:_MOST_NAMES])}{more}" if names else ""
+
+
+def _is_unread(path: Path) -> bool:
+    stem = path.name.partition(".")[0].lower()
+    if path.is_dir():
+        return stem in _OTHER_SPLITS
+    tabular = any(f".{ending}" in _TABULAR for ending in path.name.lower().split(".")[1:])
+    return tabular and path.name not in {f"{split}{suffix}" for split in _SPLITS for suffix in SUFFIXES}
 
 
 def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None) -> Dataset:
@@ -177,8 +217,9 @@ def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None
 
 
 def no_parquet(file: Path, error: Exception) -> TaskError:
-    """Return the error for a file that is damaged or is not Parquet."""
-    return TaskError(f'task.data: cannot read "{file}" as Parquet ({str(error).splitlines()[0]}); write it again')
+    """Return the error for a file that is damaged or is not Parquet. The library's own text may quote a value."""
+    reason = (isinstance(error, OSError) and error.strerror) or "it is damaged or of another format"
+    return TaskError(f'task.data: cannot read "{file}" as Parquet: {reason}; write it again')
 
 
 def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) -> None:
@@ -186,7 +227,7 @@ def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) 
     for column in columns:
         if column not in names:
             raise TaskError(
-                f'task.data: expected column "{column}" in "{file}", found {", ".join(names)}; '
+                f'task.data: expected column "{column}" in "{file}", found {sanitize(", ".join(names))}; '
                 f"set task.source-column and task.target-column to columns of the file"
             )
 
@@ -201,11 +242,26 @@ def _json_lines(file: Path, scratch: Path | None) -> pyarrow.Table | None:
         if len(schemas) < 2:
             return table
         return _kept(_json_tables(file, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
-    except (pyarrow.ArrowException, OverflowError) as error:
-        reason = str(error).splitlines()[0]
-        raise TaskError(
-            f'task.data: expected one type per column in "{file}", found {reason}; correct the rows'
-        ) from None
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):  # their texts quote values
+        raise _mixed(file) from None
+
+
+def _mixed(file: Path) -> TaskError:
+    """Return the error for a file of JSON Lines whose rows do not fit into columns of one type each."""
+    kinds: dict[str, str] = {}
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            for name, value in (parse_line(line, number, file) if line.strip() else {}).items():
+                kind = _KINDS.get(type(value), "")
+                if kind and kinds.setdefault(name, kind) != kind:
+                    return TaskError(
+                        f'task.data: expected one type per column in "{file}", found {describe_value(value)} in column '
+                        f'"{name}" of line {number} and {kinds[name]} before it; correct the rows'
+                    )
+    return TaskError(
+        f'task.data: expected values of one type per column in "{file}", integers within 64 bits and texts in UTF-8, '
+        "found others; correct the rows"
+    )
 
 
 def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Iterator[pyarrow.Table]:
@@ -236,10 +292,14 @@ def parse_line(line: bytes, number: int, file: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TaskError(f'task.data: line {number} of "{file}" is not JSON ({error}); correct the line') from None
+        reason = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else "unreadable"
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"byte {error.start + 1} is not UTF-8"
+        raise TaskError(f'task.data: line {number} of "{file}" is not JSON ({reason}); correct the line') from None
     if not isinstance(row, dict):
-        text = line.rstrip(b"\n")[:40]
-        raise TaskError(f'task.data: expected an object in line {number} of "{file}", found {text!r}; correct it')
+        raise TaskError(
+            f'task.data: expected an object in line {number} of "{file}", found {describe_value(row)}; correct it'
+        )
     return row
 
 

@@ -8,7 +8,7 @@ no image of the presets' data. The loss is the mean cross entropy over images; a
 Each image passes through the frozen tower once, without augmentation; the site stores its features in memory, by the
 digest of its file. An encoded example consists of these features.
 
-Data are a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/<name>.png` or .jpg. The class is in
+Data are a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/.../<name>`. The class is in
 task.target-column: an integer counted from 0, or a name.
 
 | class names, the first source available | numbers |
@@ -43,6 +43,8 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.image_decoding import decode_image, image_conversions
+from fedveil.data.row_values import describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, clip, loading
 from fedveil.models.clip import EncodedImage
@@ -139,14 +141,17 @@ class ClipPrompt(AdaptedTask):
         labels = [self._label(example) for example in examples]
         digests: list[bytes] = []
         waiting: dict[bytes, Any] = {}
+        conversions = []
         for example in examples:
             image = images.image_bytes(example, self.config.task.image_column)
+            conversions.append(image_conversions(image, example.where))
             digests.append(hashlib.sha256(image).digest())
             if digests[-1] not in self._points and digests[-1] not in waiting:
-                waiting[digests[-1]] = images.decode_image(image, example.where)
+                waiting[digests[-1]] = decode_image(image, example.where)
             if len(waiting) == _AT_ONCE:
                 self._look(waiting)
         self._look(waiting)
+        images.log_conversions(conversions)
         return [EncodedImage(self._points[digest], label) for digest, label in zip(digests, labels, strict=True)]
 
     def _look(self, waiting: dict[bytes, Any]) -> None:
@@ -165,9 +170,8 @@ class ClipPrompt(AdaptedTask):
             self._names = names
         if names != self.names:
             raise TaskError(
-                f"task.data: expected the classes {', '.join(self.names[:8])} ({len(self.names)} in total) of the "
-                f"earlier examples, found {', '.join(names[:8])} ({len(names)} in total) in {where}; set "
-                "task.class-names to all of them"
+                f"task.data: expected the {len(self.names)} class names of the earlier examples, found {len(names)} "
+                f"names, {len(set(names) & set(self.names))} of them the same, in {where}; set task.class-names to all"
             )
         value = example.values.get(task.target_column)
         if isinstance(value, str) and value in names:
@@ -175,8 +179,8 @@ class ClipPrompt(AdaptedTask):
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
             raise TaskError(
                 f"task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "
-                f'"{task.target_column}", '
-                f"found {value!r} in {where}; correct or drop the row, or set task.target-column or task.class-names"
+                f'"{task.target_column}", found {describe_value(value)} in {where}; correct or drop the row, or set '
+                "task.target-column or task.class-names"
             )
         return value
 

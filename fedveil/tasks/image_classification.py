@@ -10,7 +10,7 @@
 Random weights come from the public stream that `initial` receives, so sites of one run start equal. Under an adapter
 the frozen weights come from a public stream of run.seed.
 
-Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>/<name>.png` or .jpg. Without
+Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>/.../<name>`. Without
 preprocessor_config.json an image is resized to the model's image_size (224 if it has none), bilinear with
 antialiasing and without rounding, so that the pixels are a linear function of the original's.
 
@@ -39,6 +39,8 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.image_decoding import decode_image, image_conversions
+from fedveil.data.row_values import describe_value
 from fedveil.errors import TaskError
 from fedveil.models import library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
@@ -153,10 +155,11 @@ class ImageClassification(AdaptedTask):
         after its header, the batch raises it.
         """
         self._mode  # noqa: B018  # raises where the model does not take images
-        labels = []
+        labels, conversions, column = [], [], self.config.task.image_column
         for example in examples:
             labels.append(self._label(example))
-            images.require_image(images.image_bytes(example, self.config.task.image_column), example.where)
+            conversions.append(image_conversions(images.image_bytes(example, column), example.where))
+        images.log_conversions(conversions)
         return ImageExamples(examples, labels, self._decoded)
 
     @override
@@ -245,15 +248,15 @@ class ImageClassification(AdaptedTask):
             value = _numbers(example.class_names, own, example.folder).get(value, value)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.classes:
             raise TaskError(
-                f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found {value!r} in '
-                f"{example.where}; correct or drop the row, or set task.target-column"
+                f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found '
+                f"{describe_value(value)} in {example.where}; correct or drop the row, or set task.target-column"
             )
         return value
 
     def _pixels(self, image: bytes, where: str) -> Pixels:
         """Return an image in the model's input format."""
         config, processor = self.base.model.config, self.base.processor
-        picture = images.decode_image(image, where, self._mode)
+        picture = decode_image(image, where, self._mode)
         if processor is not None:
             with library_logging.quiet_libraries():
                 pixels: Tensor = processor(images=[picture], return_tensors="pt")["pixel_values"][0]
@@ -287,6 +290,6 @@ def _numbers(names: tuple[str, ...], own: tuple[str, ...], folder: str) -> Mappi
     if len(names) != len(own):
         raise TaskError(
             f'task.data: expected {len(own)} class names in "{folder}", as many as the model distinguishes, found '
-            f"{len(names)} ({', '.join(names[:8])}); set task.num-classes, add an empty class folder, or give integers"
+            f"{len(names)}; set task.num-classes, add an empty class folder, or give integers"
         )
     return {name: i for i, name in enumerate(names)}

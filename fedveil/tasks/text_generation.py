@@ -34,6 +34,7 @@ from fedveil.contract.task import (
 )
 from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.row_values import describe_value
 from fedveil.data.tokenization import CachedTokenizer
 from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
@@ -219,8 +220,8 @@ class TextGeneration(causal_lm.CausalTask):
         for column in (task.source_column, task.target_column):
             if not isinstance(example.values.get(column), _TEXT_TYPES):
                 raise TaskError(
-                    f'task.data: expected text in column "{column}" of every row, found {example.values.get(column)!r} '
-                    f"in {example.where}; correct or drop the row"
+                    f'task.data: expected text in column "{column}" of every row, found '
+                    f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row"
                 )
         return str(example.values[task.source_column]), str(example.values[task.target_column])
 

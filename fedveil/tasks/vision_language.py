@@ -36,6 +36,8 @@ from fedveil.contract.task import DatasetShard, Example, Examples, Metrics, Task
 from fedveil.data import images as decoding
 from fedveil.data import tables
 from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.image_decoding import decode_image, image_conversions
+from fedveil.data.row_values import describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
@@ -134,8 +136,13 @@ class VisionLanguage(causal_lm.CausalTask):
             ConfigError: a prompt that leaves no room under task.max-tokens.
         """
         room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
-        asked = (self._asked(example, _reading(examples, i)) for i, example in enumerate(examples))
-        rows = [row for each in asked for row in self._rows(each, room)]
+        rows: list[ImageTextExample] = []
+        conversions = []
+        for i, example in enumerate(examples):
+            asked = self._asked(example, _reading(examples, i))
+            conversions.append(image_conversions(asked.image(), asked.where))
+            rows += self._rows(asked, room)
+        decoding.log_conversions(conversions)
         if cut := sum(row.cut > 0 for row in rows):
             now = self.config.task.max_tokens
             log.warning(
@@ -213,12 +220,13 @@ class VisionLanguage(causal_lm.CausalTask):
         if not isinstance(question, str) or not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):
             raise TaskError(
                 f'task.data: expected a text in "{task.source_column}" and 2 to {len(LETTERS)} choices in '
-                f'"{task.choices_column}", found {question!r} and {choices!r} in {where}; correct or drop the row'
+                f'"{task.choices_column}", found '
+                f"{describe_value(question)} and {describe_value(choices)} in {where}; correct or drop the row"
             )
         if not isinstance(answer, int) or not 0 <= answer < len(choices):
             raise TaskError(
                 f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found '
-                f"{answer!r} in {where}; correct or drop the row"
+                f"{describe_value(answer)} in {where}; correct or drop the row"
             )
         prompt = prompt_of_choices(question, [str(c) for c in choices])
         return _Asked(image, prompt, [LETTERS[answer]], where, _hint(example, task.hint_column))
@@ -247,7 +255,7 @@ class VisionLanguage(causal_lm.CausalTask):
         text = self.base.processor.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        image = decoding.decode_image(asked.image(), asked.where)
+        image = decode_image(asked.image(), asked.where)
         with library_logging.quiet_libraries():
             return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
 
@@ -280,8 +288,8 @@ def _hint(example: Example, column: str) -> str:
     value = example.values.get(column) if column else ""
     if not isinstance(value, str | None):
         raise TaskError(
-            f'task.data: expected a text, or none, in column "{column}", found {value!r} in {example.where}; correct '
-            "or drop the row"
+            f'task.data: expected a text, or none, in column "{column}", found {describe_value(value)} in '
+            f"{example.where}; correct or drop the row"
         )
     return (value or "").strip()
 
@@ -293,7 +301,7 @@ def _captions(example: Example, column: str) -> list[str]:
     captions = [text for text in texts if isinstance(text, str) and text.strip()]
     if not captions or len(captions) < len(texts):
         raise TaskError(
-            f'task.data: expected a caption, or a list of them, in column "{column}", found {value!r} in '
+            f'task.data: expected a caption, or a list of them, in column "{column}", found {describe_value(value)} in '
             f"{example.where}; correct or drop the row"
         )
     return captions

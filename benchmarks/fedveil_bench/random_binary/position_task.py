@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedveil.contract.task import Example
 from fedveil.data import images
+from fedveil.data.image_decoding import decode_image
 
 _COLOUR = (255, 0, 255)
 _GREY = (128, 128, 128)
@@ -31,7 +32,7 @@ def mark_positions(examples: Sequence[Example], classes: int, grid: int, seed: i
 
 
 def _covered(example: Example, cell: int, grid: int) -> Example:
-    picture = images.decode_image(images.image_bytes(example, "image"), example.where, "RGB")
+    picture = decode_image(images.image_bytes(example, "image"), example.where, "RGB")
     faint = Image.blend(Image.new("RGB", picture.size, _GREY), picture, _CONTRAST)
     across, down = picture.width // grid, picture.height // grid
     left, top = cell % grid * across, cell // grid * down

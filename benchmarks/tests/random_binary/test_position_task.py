@@ -8,6 +8,7 @@ import torch
 from benchmarks.tests.random_binary.small import bare_task
 from fedveil import rng
 from fedveil.data import images
+from fedveil.data.image_decoding import decode_image
 from fedveil_bench.common import data
 from fedveil_bench.random_binary import position_task
 
@@ -17,11 +18,11 @@ def test_a_picture_is_faint_and_has_a_square_whose_cell_is_the_label():
     examples = list(task.examples(data.find_data_folder("noise"), "train"))
     found = position_task.mark_positions(examples, 3, 4, 5)
     for example, before in zip(found, examples, strict=True):
-        pixels = np.array(images.decode_image(images.image_bytes(example, "image"), "", "RGB")).astype(int)
+        pixels = np.array(decode_image(images.image_bytes(example, "image"), "", "RGB")).astype(int)
         cells = pixels.reshape(4, 2, 4, 2, 3).transpose(0, 2, 1, 3, 4).reshape(16, 4, 3)
         label = example.values["label"]
         assert (cells[label] == position_task._COLOUR).all()
-        whole = np.array(images.decode_image(images.image_bytes(before, "image"), "", "RGB")).astype(int)
+        whole = np.array(decode_image(images.image_bytes(before, "image"), "", "RGB")).astype(int)
         difference = np.abs(pixels - (128 + 0.1 * (whole - 128))).reshape(4, 2, 4, 2, 3).max((1, 3, 4)).flatten()
         assert (np.delete(difference, label) <= 1).all()
     assert {example.values["label"] for example in found} == {0, 1, 2}

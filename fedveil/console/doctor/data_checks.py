@@ -6,7 +6,7 @@ The checks prepare nothing and load no model. Of a large file they read at most 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,9 +17,12 @@ from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy.site_policy import policy_of_site as of_policy
 from fedveil.config import TaskConfig
 from fedveil.console.doctor.checks import CheckResult, run_check
-from fedveil.contract.task import class_metrics
+from fedveil.contract.task import Example, ExampleOrigin, class_metrics
 from fedveil.data import file_probe, images, tables
+from fedveil.data.image_decoding import describe_conversions, image_conversions
 from fedveil.errors import ConfigError, FedVeilError, PolicyError
+
+_MOST_IMAGES = 1000  # of which the header is read
 
 
 def check_site_data(folder: str, task: TaskConfig, counted: list[int]) -> CheckResult:
@@ -64,11 +67,29 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
     info = tasks.task_info(task.name)
     columns, folder = info.columns(task), data / split
     if info.metrics is class_metrics and images.is_by_class(data, split):
-        count = len(images.image_table(data, split, task).rows)
+        table = images.image_table(data, split, task)
+        count = len(table.rows)
         counted += [count]
-        return CheckResult(name, "ok", f"{count:,} images in the folders of {folder}")
+        chosen = (Example(table.rows[i], table.origin(i), table.folder) for i in range(min(count, _MOST_IMAGES)))
+        unread = images.scan_class_folders(folder).describe_unread()
+        said = f"{f'; {unread}' if unread else ''}{_conversions(chosen, task)}"
+        return CheckResult(name, "ok", f"{count:,} images in the folders of {folder}{said}")
     file = tables.split_file(data, split)
     probe = file_probe.probe_file(file, columns)
     counted += [probe.rows] if probe.is_whole else []
     more = "" if probe.is_whole else "or more "
-    return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {file}, with {', '.join(columns)}")
+    unread = tables.describe_unread(data)
+    said = f"; {unread}" if unread else ""
+    if task.image_column in columns:
+        base = str(data if data.is_dir() else data.parent)
+        first = file_probe.first_rows(file, task.image_column, _MOST_IMAGES)
+        chosen = (Example({task.image_column: value}, ExampleOrigin(str(file), row), base) for value, row in first)
+        said += _conversions(chosen, task)
+    return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {file}, with {', '.join(columns)}{said}")
+
+
+def _conversions(examples: Iterable[Example], task: TaskConfig) -> str:
+    """Return how many of the images are converted, and how. Raises TaskError for an image that has no header."""
+    converted = [image_conversions(images.image_bytes(each, task.image_column), each.where) for each in examples]
+    said = describe_conversions(converted)
+    return f"; of the first {len(converted):,} images {sum(map(bool, converted)):,} are converted: {said}" * bool(said)

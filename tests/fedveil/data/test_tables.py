@@ -10,6 +10,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from fedveil.config import parse
 from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.data import images, tables
+from fedveil.errors import TaskError
 
 # Names that FedVeil or its partitioners have, or had, for columns of their own.
 NAMES = (
@@ -69,6 +70,23 @@ def test_class_names_are_those_of_the_column_else_its_sorted_texts(folder):
     (folder / "other").mkdir()
     Dataset.from_list([{"image": "0.png", "mr": 1}], features=features).to_parquet(folder / "other" / "test.parquet")
     assert images.image_table(folder / "other", "test", task).class_names == ("z", "b")
+
+
+def test_two_files_of_a_split_are_refused_and_other_files_are_named(folder, caplog):
+    from fedveil.console.doctor import data_checks
+
+    for name in ("validation.jsonl", "test.parquet", "train.csv", "train-0.jsonl.gz", "notes.txt", ".dev.jsonl"):
+        (folder / name).write_text("")
+    (folder / "val").mkdir()
+    tables.read_split(folder, "train", ())
+    said = "not read: train-0.jsonl.gz, train.csv, val, validation.jsonl"
+    assert f'task.data: "{folder}": {said}' in caplog.text
+    task = parse({"task.data": str(folder), "task.target-column": "label"}).task
+    (check,) = data_checks.check_run_data(task, [])
+    assert check.text.endswith(f"with mr, label; {said}")
+    (folder / "train.parquet").write_text("")
+    with pytest.raises(TaskError, match=r'one file of the split "train" in .*, found train.jsonl and train.parquet;'):
+        tables.read_split(folder, "train", ())
 
 
 def test_a_message_names_a_row_by_its_origin_else_by_its_columns():

@@ -354,7 +354,9 @@ def test_names_come_from_the_config_or_the_data(folder, data, tmp_path):
     assert [row.label for row in task.encode(task.examples(tmp_path, "train"))] == [1, 2, 1]
     task = make(folder, task__class_names="cat")
     examples = task.examples(tmp_path, "train")
-    with pytest.raises(TaskError, match="expected a class from 0 to 0, or its name, .* found 'ox' in row 1 of"):
+    with pytest.raises(
+        TaskError, match="expected a class from 0 to 0, or its name, .* found a text of 2 characters in row 1 of"
+    ):
         task.encode(examples)
 
 
@@ -374,7 +376,10 @@ def test_other_names_later_are_refused(folder, data, tmp_path):
     Dataset.from_list([{"image": {"bytes": picture(1), "path": None}, "label": 1}], features=features).to_parquet(
         str(tmp_path / "test.parquet")
     )
-    with pytest.raises(TaskError, match=r"expected the classes cat, sea_horse.*found b, a \(2 in total\) in row 1 of"):
+    with pytest.raises(
+        TaskError,
+        match=r"expected the 4 class names of the earlier examples, found 2 names, 0 of them the same, in row 1 of",
+    ):
         task.encode(task.examples(tmp_path, "test"))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -339,7 +341,7 @@ def test_a_class_without_images_keeps_its_number(tmp_path, task):
     folder = image_folder(tmp_path / "folder", range(2, 12, 3))  # dogs only
     assert {row.label for row in task.encode(task.examples(folder, "train"))} == {2}
     (folder / "train" / "bird").rmdir()
-    with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2 \(cat, dog\); set"):
+    with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2; set"):
         task.encode(task.examples(folder, "train"))
 
 
@@ -369,16 +371,16 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
         "image": ({"image": {"bytes": b"none", "path": None}, "label": 1}, "cannot decode the image in row 2 of"),
         "cut": ({"image": {"bytes": picture(1)[:200], "path": None}, "label": 1}, "decode the image in row 2 of"),
         "none": ({"image": None, "label": 1}, r'expected an image in column "image".* row 2 of .*train.parquet'),
-        "unlabelled": ({"image": whole["image"], "label": -1}, r'"label", found -1 in row 2 of .*train.parquet'),
-        "absent": ({"image": whole["image"], "label": None}, "expected a class from 0 to 2 .* found None in row 2 of"),
+        "unlabelled": ({"image": whole["image"], "label": -1}, r'"label", found an integer in row 2 of'),
+        "absent": ({"image": whole["image"], "label": None}, "a class from 0 to 2 .* found no value .* row 2 of"),
     }  # fmt: skip
     for name, (bad, pattern) in cases.items():
         folder = save(tmp_path / name, [whole, bad])
         with pytest.raises(TaskError, match=pattern) as error:
             task.collate(list(task.encode(task.examples(folder, "train"))))  # "cut" is whole at its head
         assert "\n" not in str(error.value)
-    for value in (3, True, 1.0):
-        with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {value} in row 8 of f"):
+    for value, found in ((3, "an integer"), (True, "true or false"), (1.0, "a number with a fraction")):
+        with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {found} in row 8 of f"):
             task.encode([Example({"image": picture(0), "label": value}, ExampleOrigin("f", 8))])
     folder = image_folder(tmp_path / "folder")
     (folder / "train" / "dog" / "05.png").write_bytes(b"no image")
@@ -392,7 +394,10 @@ def test_missing_data_is_named(tmp_path, task, data):
     with pytest.raises(TaskError, match='expected column "species" in'):
         make(task__target_column="species").examples(data, "train")
     (tmp_path / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(TaskError, match=r"expected images at <class>/<name>.png or .jpg in .* found none in cat; add"):
+    with pytest.raises(
+        TaskError,
+        match=r"expected images at <class>/<name> in .* found none in cat; add",
+    ):
         task.examples(tmp_path, "train")
 
 
@@ -419,3 +424,90 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 def test_a_quantised_base_without_weights_is_refused():
     with pytest.raises(ConfigError, match='train.quantized-base: expected "none" with a model without weights'):
         make(LoraAdapter(rank=2), train__quantized_base="8bit").base  # noqa: B018
+
+
+def test_converted_images_are_counted_in_the_log_and_by_doctor(tmp_path, task, caplog):
+    """A 16-bit PNG beside its 8-bit form has the same pixels; a file of a table counts as one of a folder does."""
+    import numpy as np
+    from PIL import Image as Pil
+
+    from fedveil.console.doctor import data_checks
+
+    values = np.arange(1024, dtype=np.uint16).reshape(32, 32) // 4
+    images_ = {"8.png": values.astype(np.uint8), "16.png": values * 257}
+    for name in NAMES:
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for file, pixels in images_.items():
+            Pil.fromarray(pixels).save(tmp_path / "train" / name / file)
+    rows = task.encode(task.examples(tmp_path, "train"))
+    said = "grey from 0 to 65535 scaled to 8 bits (3)"
+    assert f"task.data: 3 of 6 images are converted: {said}" in caplog.text
+    assert torch.equal(rows[0].pixels(), rows[1].pixels())
+    table = tmp_path / "table"
+    files = sorted((tmp_path / "train").rglob("*.png"))
+    save(table, [{"image": {"bytes": file.read_bytes(), "path": None}, "label": 0} for file in files])
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    shutil.copytree(tmp_path / "train", lines / "train")
+    names = [str(file.relative_to(tmp_path)) for file in files]
+    (lines / "train.jsonl").write_text("".join(json.dumps({"image": n, "label": 0}) + "\n" for n in names))
+    for folder in (tmp_path, table, lines):
+        config = run_config.parse({"task.name": "image-classification", "task.target-column": "label",
+                                   "task.label-column": "label", "task.data": str(folder)})  # fmt: skip
+        (check,) = data_checks.check_run_data(config.task, [])
+        assert check.verdict == "ok"
+        assert f"; of the first 6 images 3 are converted: {said}" in check.text
+
+
+def test_files_of_any_ending_and_depth_are_read_and_the_others_are_counted(tmp_path, task, caplog):
+    """Images of other kinds, of capital endings and below a class; what an operating system makes is no class."""
+    from PIL import Image as Pil
+
+    from fedveil.console.doctor import data_checks
+
+    folder = tmp_path / "train"
+    endings = ("png", "jpg", "jpeg", "tif", "tiff", "bmp", "webp", "gif", "JPG", "PNG")
+    for name in NAMES:
+        for number, ending in enumerate(endings):
+            file = folder / name / f"patient {number % 2}" / f"{number}.{ending}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Pil.new("RGB", (32, 32), (80 * NAMES.index(name), 0, 0)).save(file)
+    for made in ("__MACOSX/bird/._0.png", ".DS_Store", "Thumbs.db", "cat/Thumbs.db", "cat/.DS_Store", "@eaDir/0.png"):
+        (folder / made).parent.mkdir(exist_ok=True, parents=True)
+        (folder / made).write_bytes(b"")
+    examples = task.examples(tmp_path, "train")
+    assert [(Path(str(e.origin)).parent.parent.name, e.values["label"]) for e in examples] == [
+        (name, name) for name in NAMES for _ in endings
+    ]
+    assert examples[0].class_names == tuple(NAMES)
+    assert [row.label for row in task.encode(examples)] == [0] * 10 + [1] * 10 + [2] * 10
+    assert "not read" not in caplog.text
+    for other in ("cat/a.dcm", "cat/deep/b.dcm", "c.png", "dog/notes"):
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_bytes(b"")
+    task.examples(tmp_path, "train")
+    said = "4 files not read: .dcm (2), .png (1), no ending (1)"
+    assert f'task.data: "{folder}": {said}' in caplog.text
+    config = run_config.parse({"task.name": "image-classification", "task.target-column": "label",
+                               "task.label-column": "label", "task.data": str(tmp_path)})  # fmt: skip
+    (check,) = data_checks.check_run_data(config.task, [])
+    assert f"30 images in the folders of {folder}; {said}" in check.text
+
+
+@pytest.mark.parametrize("path", ["../outside.png", "in/../../outside.png", "ABSOLUTE", "/dev/zero", "pipe", "train"])
+def test_a_path_of_a_row_stays_in_the_folder_and_names_a_file(tmp_path, task, path):
+    """Nothing of it is opened: an open of the pipe, which nobody writes to, would not return."""
+    data = tmp_path / "data"
+    (data / "train").mkdir(parents=True)
+    (tmp_path / "outside.png").write_bytes(picture(0))
+    os.mkfifo(data / "pipe")
+    given = str(tmp_path / "outside.png") if path == "ABSOLUTE" else path
+    (data / "train.jsonl").write_text(json.dumps({"image": given, "label": 0}))
+    reason = "it is not a file" if path in ("pipe", "train") else "the path leaves the folder of the data"
+    with pytest.raises(TaskError, match=f"names in row 1 of .*train.jsonl: {reason}; correct the path"):
+        task.encode(task.examples(data, "train"))
+    inside = data / "train" / "0.png"
+    inside.symlink_to(tmp_path / "outside.png")  # the site made the link
+    for allowed in ("train/0.png", str(inside), "./train/0.png"):
+        (data / "train.jsonl").write_text(json.dumps({"image": allowed, "label": 0}))
+        assert len(task.encode(task.examples(data, "train"))) == 1

@@ -424,7 +424,7 @@ def test_bad_data_is_refused_with_the_next_step(task, tmp_path, name, text, mess
 def test_a_data_path_that_is_not_there_is_named(task, tmp_path):
     with pytest.raises(TaskError, match=f'found none at "{tmp_path}/nowhere"'):
         task.examples(tmp_path / "nowhere", "train")
-    with pytest.raises(TaskError, match='text in column "ref" of every row, found None'):
+    with pytest.raises(TaskError, match='text in column "ref" of every row, found no value'):
         task.trainer(task.encode(Example.from_columns([{"mr": "a", "ref": None}])), RandomStream(KEY)).train(
             task.initial(RandomStream(KEY))
         )

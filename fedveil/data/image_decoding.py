@@ -1,0 +1,194 @@
+"""Decode an image file to 8-bit RGB or grey, by one rule for each kind of file.
+
+| in the file | in the decoded image |
+|---|---|
+| 1 to 8 bits of grey, or RGB | the same |
+| RGB of 16 bits | the high byte of each value, which is how Pillow reads it |
+| more bits of grey | scaled by the declared range: sBIT (PNG), MaxSampleValue or the bits per sample (TIFF), the
+  maximum of a PGM |
+| floats | scaled by SMinSampleValue and SMaxSampleValue (TIFF); refused where these are missing |
+| a value outside the declared range | refused, not clipped |
+| WhiteIsZero (TIFF) | inverted |
+| a palette, CMYK, YCbCr, LAB | its colors in RGB |
+| alpha, or a transparent color | composited on white |
+| EXIF orientation | applied |
+| several frames or pages | the first |
+
+No range is computed from pixels, so equal values are equal in all images, and no image influences another. Each
+conversion has a name; `image_conversions` returns the names from the header alone, so that they are cheap to count.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from fedveil.errors import TaskError
+
+__all__ = ["decode_image", "describe_conversions", "image_conversions"]
+
+_BITS, _PHOTOMETRIC, _MAX_SAMPLE, _FORMAT, _FLOAT_MIN, _FLOAT_MAX = 258, 262, 281, 339, 340, 341  # tags of TIFF
+_WHITE_IS_ZERO, _UNSIGNED = 0, 1
+_ORIENTATION = 0x0112  # a tag of EXIF
+_SIGNIFICANT_BITS = "sBIT"  # a chunk of PNG
+_DEEP = ("I", "F")  # the first letter of Pillow's modes with more than 8 bits
+_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+_COLORS = ("CMYK", "YCbCr", "LAB", "HSV")
+
+
+def decode_image(image: bytes, where: str, mode: str = "RGB") -> Any:
+    """Decode the image in Pillow's mode `mode`, "RGB" or "L".
+
+    Raises:
+        TaskError: the image does not decode, has no declared range, or has values outside of it.
+    """
+    try:
+        return _decoded(_opened(image), mode)
+    except _RangeError as error:
+        raise TaskError(f"task.data: cannot scale the image in {where}: {error}; save it with 8 or 16 bits") from None
+    except Exception as error:  # Pillow's decoders raise errors of many types for damaged files
+        raise _undecodable(where, error) from None
+
+
+def image_conversions(image: bytes, where: str) -> tuple[str, ...]:
+    """Return the names of the conversions of `decode_image`, by the image's header.
+
+    Raises:
+        TaskError: the header is not an image's; later bytes are checked when the image is decoded.
+    """
+    try:
+        with _opened(image) as opened:
+            return _conversions(opened)
+    except Exception as error:  # see decode_image
+        raise _undecodable(where, error) from None
+
+
+def describe_conversions(images: Iterable[tuple[str, ...]]) -> str:
+    """Return how many of the images have each conversion, the most frequent first; "" if none has any."""
+    counts = Counter(name for names in images for name in names)
+    return ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
+
+
+class _RangeError(Exception):
+    """Pixel values without a declared range, or outside of it."""
+
+
+def _opened(image: bytes) -> Any:
+    from PIL import Image, PngImagePlugin
+
+    opened = Image.open(io.BytesIO(image))
+    if isinstance(opened, PngImagePlugin.PngImageFile):
+        opened.info[_SIGNIFICANT_BITS] = _significant_bits(image)
+    return opened
+
+
+def _significant_bits(image: bytes) -> int:
+    """Return the bits of grey that a PNG's sBIT chunk declares, 0 without one. Pillow does not read it."""
+    at = 8
+    while at + 9 <= len(image):
+        length, kind = int.from_bytes(image[at : at + 4]), image[at + 4 : at + 8]
+        if kind == _SIGNIFICANT_BITS.encode():
+            return image[at + 8] if length == 1 else 0
+        if kind == b"IDAT":
+            return 0
+        at += 12 + length
+    return 0
+
+
+def _conversions(opened: Any) -> tuple[str, ...]:
+    mode, tags = opened.mode, getattr(opened, "tag_v2", {})
+    names = []
+    if mode.startswith(_DEEP):
+        low, high = _declared_range(opened)
+        names.append(f"{'floats' if mode[0] == 'F' else 'grey'} from {low:g} to {high:g} scaled to 8 bits")
+        if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+            names.append("inverted, because 0 is white")
+    if mode in ("P", "PA"):
+        names.append("palette to RGB")
+    if mode in _COLORS:
+        names.append(f"{mode} to RGB")
+    if mode in _ALPHA or "transparency" in opened.info:
+        names.append("transparency on white")
+    if opened.getexif().get(_ORIENTATION, 1) not in (0, 1):
+        names.append("turned by its EXIF orientation")
+    if getattr(opened, "n_frames", 1) > 1:
+        names.append("first of several frames")
+    return tuple(names)
+
+
+def _declared_range(opened: Any) -> tuple[float, float]:
+    """Return the pixel values that are black and white, by the file's header."""
+    tags = getattr(opened, "tag_v2", None)
+    if tags is None:
+        if opened.format == "PNG":
+            return 0, 2 ** (opened.info[_SIGNIFICANT_BITS] or 16) - 1
+        if opened.format == "PPM" and opened.mode[0] == "I":
+            return 0, 65535  # Pillow scales a PGM to this by the maximum in its header
+        raise _RangeError(f"a {opened.format} file declares no range of its values")
+    if opened.mode[0] == "F":
+        if _FLOAT_MIN not in tags or _FLOAT_MAX not in tags:
+            raise _RangeError("its floats have no declared range")
+        low, high = float(np.ravel(tags[_FLOAT_MIN])[0]), float(np.ravel(tags[_FLOAT_MAX])[0])
+        if not (np.isfinite([low, high]).all() and low < high):
+            raise _RangeError("its declared range is empty")
+        return low, high
+    bits = int(np.ravel(tags[_BITS])[0])
+    signed = int(np.ravel(tags.get(_FORMAT, _UNSIGNED))[0]) != _UNSIGNED
+    declared = int(np.ravel(tags.get(_MAX_SAMPLE, 0))[0])
+    return 0, declared if declared > 0 else 2 ** (bits - signed) - 1
+
+
+def _decoded(opened: Any, mode: str) -> Any:
+    from PIL import Image, ImageOps
+
+    opened.seek(0)
+    deep, tags = opened.mode.startswith(_DEEP), getattr(opened, "tag_v2", {})
+    if deep:
+        picture = Image.fromarray(_scaled(opened, tags))
+        picture.info["exif"] = opened.getexif().tobytes()
+        opened = picture
+    upright = ImageOps.exif_transpose(opened)
+    if upright.mode in _ALPHA or (not deep and "transparency" in opened.info):
+        white = Image.new("RGBA", upright.size, "white")
+        white.alpha_composite(upright.convert("RGBA"))
+        upright = white.convert("RGB")
+    return upright.convert("RGB").convert(mode) if upright.mode != "L" else upright.convert(mode)
+
+
+def _scaled(opened: Any, tags: Any) -> np.ndarray:
+    """Return the grey values of a deep image in 8 bits."""
+    low, high = _declared_range(opened)
+    values = np.asarray(opened).astype(np.float64)
+    if opened.mode == "I" and high > 2**31:
+        values = np.where(values < 0, values + 2**32, values)  # Pillow holds 32 unsigned bits as signed
+    key = opened.info.get("transparency")
+    transparent = values == key if isinstance(key, int) else np.zeros(values.shape, bool)
+    if not np.isfinite(values).all() or values.min() < low or values.max() > high:
+        raise _RangeError(f"it has values outside of its declared range from {low:g} to {high:g}")
+    scaled = (values - low) / (high - low)
+    if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+        scaled = 1 - scaled
+    grey: np.ndarray = np.rint(np.where(transparent, 1.0, scaled) * 255).astype(np.uint8)
+    return grey
+
+
+def _undecodable(where: str, error: Exception) -> TaskError:
+    """Return the error for an image that does not decode. Pillow's own text may quote bytes of the file."""
+    from PIL import Image, UnidentifiedImageError
+
+    match error:
+        case TaskError():
+            return error
+        case _RangeError():
+            reason = str(error)
+        case Image.DecompressionBombError():
+            reason = f"it has more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
+        case UnidentifiedImageError():
+            reason = "its format is unknown"
+        case _:
+            reason = "it is damaged or cut off"
+    return TaskError(f"task.data: cannot decode the image in {where}: {reason}; correct or drop the row")
