@@ -277,13 +277,11 @@ class SiteAccount:
         needed = self.reserved_epsilon(entry) + reserved
         if needed > self.own.epsilon * (1 + _RELATIVE):
             limit = stated_guarantee(self.own.epsilon, self.own.delta, self.own.neighbours)
-            enough = (
-                "" if needed == math.inf else f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}"
-            )
+            more = math.ceil(needed * 100) / 100 if needed < math.inf else math.inf
             raise BudgetError(
-                f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved by "
-                f"{self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on a "
-                f"smaller epsilon or fewer rounds{enough}"
+                f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved "
+                f"by {self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on "
+                f"a smaller epsilon or fewer rounds, or the site sets max-epsilon to {more:g}"
             )
         return entry
 
