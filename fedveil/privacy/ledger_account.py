@@ -276,13 +276,11 @@ class SiteAccount:
         needed = self.reserved_epsilon(entry) + reserved
         if needed > self.own.epsilon * (1 + _RELATIVE):
             limit = stated_guarantee(self.own.epsilon, self.own.delta, self.own.neighbours)
-            enough = (
-                "" if needed == math.inf else f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}"
-            )
+            more = f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}" if needed < math.inf else ""
             raise BudgetError(
                 f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved "
                 f"by {self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on "
-                f"a smaller epsilon or fewer rounds{enough}"
+                f"a smaller epsilon or fewer rounds{more}"
             )
         return entry
 

@@ -200,6 +200,7 @@ def test_the_largest_plan_is_found_in_few_tries(most, edge):
     assert len(tried) <= 4 + 2 * (edge + 1).bit_length()
 
 
+@pytest.mark.long
 def test_a_run_of_absurdly_many_rounds_ends_the_site_s_patience_and_not_its_memory(tmp_path):
     """The server chooses the rounds: a plan that the accountant cannot compute is not reserved."""
     drawn = {Step("poisson", 50, 25, 1.0): 1}

@@ -104,6 +104,7 @@ def test_node_config_is_a_file_that_carries_any_path(tmp_path):
         "device": "cpu",
         "partition-id": 1,
         "num-partitions": 2,
+        "simulated": True,
         "data": '/data/it\'s "here"',
         "data-set": "b",
         "policy": "p.toml",
