@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -293,6 +294,19 @@ def test_the_masses_of_a_joint_pair_fit_into_one(rate, z):
     values = curve(loss)
     assert np.all(np.diff(values) <= 0)
     assert values[0] == pytest.approx(rate * (1 - 2 * at(-1 / z)), rel=1e-6)
+
+
+@pytest.mark.parametrize("rate, z, loss", [(0.1, 1.5, 8.0), (0.01, 1.0, 12.0), (1.0, 4.0, 6.0)])
+def test_tails_of_a_curve_have_all_their_digits(rate, z, loss):
+    """A tail of 1 minus a distribution function is lost in rounding; with 60 digits it is not."""
+    with mpmath.workdps(60):
+        tail = lambda x: mpmath.erfc(x / mpmath.sqrt(2)) / 2  # noqa: E731
+        half, excess = mpmath.mpf(z) / 2, mpmath.expm1(loss) / rate
+        at = mpmath.mpf(1) / (2 * half) + half * mpmath.log1p(excess)
+        exact = float(rate * (tail(at - 1 / half) - (1 + excess) * tail(at)))
+    (value,) = dominating_pairs.fixed_size_pair(rate, z).curve(np.array([loss]))
+    assert value == pytest.approx(exact, rel=1e-9, abs=0)
+    assert value < 1e-8
 
 
 def test_disjoint_batches_are_charged_under_zero_out_as_one_gaussian_of_shift_1_an_epoch():
