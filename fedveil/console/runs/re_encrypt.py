@@ -26,7 +26,7 @@ from fedveil.records.atomic_files import write_atomic
 def require_key(state_dir: Path, seal: FileSeal) -> None:
     """Raise StateError for the first file whose header a site with this seal would refuse."""
     roles = [ClientStateStore(folder).roles for folder in run_folders(state_dir)]
-    roles.append(open_ledger(state_dir).roles)
+    roles += [open_ledger(state_dir).roles] if (state_dir.expanduser() / LEDGER).is_dir() else []
     for file, role in (pair for files in roles for pair in files.items()):
         with contextlib.suppress(FileNotFoundError):
             if (read_seal_header(file).key if is_sealed(file) else "") != seal.id:
