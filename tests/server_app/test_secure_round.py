@@ -480,14 +480,22 @@ def test_without_a_readable_pending_sum_the_round_is_lost_and_no_other(damage, r
 
 
 def test_a_site_that_was_expelled_stays_so_after_a_restart(runs, monkeypatch, tmp_path):
-    """Site d makes no shares that others can read, which costs round 0; the server dies before round 1 is over."""
-    real = derivations.encrypt_row
+    """Site d makes no shares that others can read, which costs round 0; the server dies before round 1 begins."""
+    real, checkpoint = derivations.encrypt_row, RunFolder.checkpoint
+
+    def dies_after_round_0(context):
+        def dies(folder, server, loop):
+            checkpoint(folder, server, loop)
+            if loop["round"] == 0:
+                raise Killed
+
+        context.setattr(RunFolder, "checkpoint", dies)
 
     def encrypt_row(key, shares, plan, site, holder):
         return real(bytes(32) if site == "d" else key, shares, plan, site, holder)
 
     monkeypatch.setattr(derivations, "encrypt_row", encrypt_row)
-    _, history = broken_run(runs, monkeypatch, tmp_path / "broken", dies_before_round_1_is_in_a_checkpoint)
+    _, history = broken_run(runs, monkeypatch, tmp_path / "broken", dies_after_round_0)
     assert [(r.round, r.accepted) for r in history] == [(1, ["a", "b", "c", "e"]), (2, ["a", "b", "c", "e"])]
     assert history[1].failed == {
         "d": "secure: its shares could not be used by many holders, so the run continues without it"
