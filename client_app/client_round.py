@@ -20,6 +20,7 @@ from fedveil.config import RunConfig
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.task import PreparedData, Task
+from fedveil.data.units import UnitRows
 from fedveil.encrypted_files import FileSeal
 from fedveil.federation.exchange import MessageExchange, Participate
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
@@ -45,12 +46,14 @@ class SiteData:
         refusal: reason why the site reports no held-out score, a key of `held_out_report.REFUSALS`; 0: it may report
             one.
         data_set: id of the data set; "" if no example is held out.
+        units: rows of each unit; None if each row is one.
     """
 
     prepared: PreparedData
     split: HeldOutSplit
     refusal: int = 0
     data_set: str = ""
+    units: UnitRows | None = None
 
 
 @dataclass(frozen=True)

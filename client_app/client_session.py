@@ -32,7 +32,8 @@ from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.trainer_stack import build_trainer
 from fedveil.contract.codec import Buffer
 from fedveil.contract.task import DatasetShard, PreparedData, Task, Watch, ignore_progress
-from fedveil.errors import ConfigError, PolicyError
+from fedveil.data.units import UnitRows, group_rows_of_run
+from fedveil.errors import ConfigError, PolicyError, TaskError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.training import optimizers
 from fedveil.training.adapter_task import AdaptedTask
@@ -47,6 +48,7 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 class _PreparedRows:
     fingerprint: Fingerprint
     prepared: PreparedData
+    units: UnitRows | None
 
 
 class ClientSession:
@@ -59,7 +61,7 @@ class ClientSession:
     def __init__(self) -> None:
         self._task: LoadedTask | None = None
         self._rows: _PreparedRows | None = None
-        self._split: tuple[PreparedData, float, SiteData] | None = None
+        self._split: tuple[_PreparedRows, float, SiteData] | None = None
         self._ranks: RankLauncher | None = None
 
     def run_round(
@@ -127,15 +129,15 @@ class ClientSession:
         Raises:
             ConfigError: neither the node config nor the run config names a folder.
         """
-        prepared = self._prepare(round_.assignment, task)
+        read = self._prepare(round_.assignment, task)
         part = round_.assignment.config.evaluate.held_out
         if not part or not round_.policy.max_scores:
-            return SiteData(prepared, HeldOutSplit(prepared.rows, ()))
-        if self._split is None or self._split[0] is not prepared or self._split[1] != part:
-            self._split = prepared, part, _split_rows(round_, prepared, part)
+            return SiteData(read.prepared, HeldOutSplit(read.prepared.rows, ()), units=read.units)
+        if self._split is None or self._split[0] is not read or self._split[1] != part:
+            self._split = read, part, _split_rows(round_, read.prepared, part)
         return self._split[2]
 
-    def _prepare(self, assignment: ClientAssignment, task: Task) -> PreparedData:
+    def _prepare(self, assignment: ClientAssignment, task: Task) -> _PreparedRows:
         if not assignment.data:
             raise ConfigError(
                 'data: expected a folder in the node config ("data") or the run config (task.data), found none'
@@ -147,8 +149,14 @@ class ClientSession:
             self._rows = self._split = None  # not two data sets in memory
             # Prepared examples are in the clear: a site that encrypts its stored files stores none.
             shelf = None if site.key_file else shelf_of(site.state_dir, data, site.data_set)
-            self._rows = _PreparedRows(fingerprint, task.prepare(data, "train", share, shelf))
-        return self._rows.prepared
+            prepared = task.prepare(data, "train", share, shelf)
+            units = group_rows_of_run(assignment.config, prepared, data, share)
+            if units is not None and _fingerprint(data) != fingerprint:
+                raise TaskError(
+                    f'task.data: expected "{data}" to stay unchanged while it is read, found a change; start again'
+                )
+            self._rows = _PreparedRows(fingerprint, prepared, units)
+        return self._rows
 
     def close(self) -> None:
         """End the processes that were started for the rounds."""

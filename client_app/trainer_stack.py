@@ -9,6 +9,7 @@ The table lists them from the outermost inward:
 | ExampleCounter | always | counts the examples used by all of the above |
 | BroadcastGuard | always | refuses first weights that the policy does not permit |
 | HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; these examples are not counted |
+| UnitTrainer | `dp.unit-column` | units in the place of rows, for everything above |
 | the task's trainer | always | trains on the examples that are not held out |
 
 A deterministic run is not charged, because its seeded noise protects no one.
@@ -26,6 +27,7 @@ from fedveil.client_app.guards.example_counter import ExampleCounter
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import ChargedDataset
 from fedveil.client_app.state.held_out_record import HeldOutRecord
+from fedveil.client_app.state.privacy_unit import require_one_unit
 from fedveil.contract import held_out_report
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import Weights
@@ -36,6 +38,7 @@ from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_guarantee
 from fedveil.training.held_out import HeldOutScoringTrainer, ReceivedLossFilter
 from fedveil.training.per_example import PerExampleLoss
+from fedveil.training.unit_gradients import UnitTrainer
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def build_trainer(
 
     assignment, config = round_.assignment, round_.assignment.config
     trainer: Trainer = loaded.task.trainer(data.split.trained, context.rng("batches"), watch, context.round)
+    if data.units is not None:
+        trainer = UnitTrainer(trainer, data.units, config)
     if config.evaluate.held_out:
         trainer = HeldOutScoringTrainer(trainer, data.split.held, lambda: refuse_score(round_, data))
     if assignment.site.policy:
@@ -75,6 +80,7 @@ def build_trainer(
         return TrainerStack(counter, counter, guard)
     trainer, rows = counter, counter.rows
     if not config.run.deterministic:
+        require_one_unit(assignment.site.state_dir, by_unit=data.units is not None)
         ledger = open_ledger(assignment.site.state_dir, assignment.name, round_.seal)
         dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
         records = ledger.names(dataset.records(data.prepared.origins()))

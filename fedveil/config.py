@@ -245,7 +245,10 @@ def refuse_old_adjacency(value: object) -> object:
 
 
 class DpConfig(ConfigSection):
-    """Local training by noisy steps (DP-SGD) instead of `train`'s AdamW. With all defaults, training is plain."""
+    """Local training by noisy steps (DP-SGD) instead of `train`'s AdamW. With all defaults, training is plain.
+
+    `unit-column` and `unit-rows` also hold for a method that adds its own noise.
+    """
 
     clip_norm: float = Field(0.0, ge=0, description="C: per-example gradient-norm bound; 0 = no noisy steps")
     noise_multiplier: float = Field(
@@ -258,10 +261,23 @@ class DpConfig(ConfigSection):
         "replace-one", description="neighboring data sets: one record replaced, or one that adds nothing to any sum"
     )
 
+    unit_column: str = Field(
+        "", description="column of the unit that the guarantee is for, such as the patient's id; empty = one row"
+    )
+    unit_rows: int = Field(
+        16, ge=1, description="most rows of a unit in a step, drawn at random; this does not change epsilon"
+    )
+
     @field_validator("adjacency", mode="before")
     @classmethod
     def _refuse_old_name(cls, value: object) -> object:
         return refuse_old_adjacency(value)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Return whether the section asks for noisy steps: the unit's keys alone belong to a method with own noise."""
+        keys = {"unit_column", "unit_rows"}
+        return self.model_dump(exclude=keys) != DpConfig().model_dump(exclude=keys)
 
 
 class EvaluateConfig(ConfigSection):

@@ -27,9 +27,11 @@ from fedveil.config import RunConfig, parse
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.task import DatasetShard, Rows, Task
 from fedveil.contract.trainer import Trainer
+from fedveil.data.units import UnitRows, group_rows_of_run
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
+from fedveil.training.unit_gradients import UnitTrainer
 from fedveil.wire.capture import MessageCapture
 
 __all__ = ["LocalFederation"]
@@ -87,10 +89,12 @@ class LocalFederation:
             raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")
         method = strategies.create_method(run_config.method.name, run_config.method.params)
         task = tasks.load_task(run_config, method.adapter, device)
-        rows = _rows(task, {name: Path(folder).expanduser() for name, folder in sites.items()})
+        rows = _rows(task, run_config, {name: Path(folder).expanduser() for name, folder in sites.items()})
 
         def trainer_for(site: str, ctx: RoundContext) -> Trainer:
-            return task.trainer(rows[site], ctx.rng("batches"), round_=ctx.round)
+            of_site, units = rows[site]
+            trainer = task.trainer(of_site, ctx.rng("batches"), round_=ctx.round)
+            return trainer if units is None else UnitTrainer(trainer, units, run_config)
 
         initial = task.initial(rng.initial_stream(run_config.run.seed, "weights"))
         state = method.init(task.spec, initial, rng.initial_stream(run_config.run.seed, "method init"))
@@ -131,12 +135,14 @@ class LocalFederation:
         return self.task.evaluate(weights, self.task.examples(Path(data).expanduser(), split), generate)
 
 
-def _rows(task: Task, folders: Mapping[str, Path]) -> dict[str, Rows]:
-    """Each site's rows, prepared; those of a folder that several name are divided."""
-    shared, used, site_examples = Counter(folders.values()), Counter[Path](), dict[str, Rows]()
+def _rows(task: Task, config: RunConfig, folders: Mapping[str, Path]) -> dict[str, tuple[Rows, UnitRows | None]]:
+    """Each site's rows, prepared, with their units; the rows of a folder that several name are divided."""
+    shared, used = Counter(folders.values()), Counter[Path]()
+    site_examples = dict[str, tuple[Rows, UnitRows | None]]()
     for name, folder in folders.items():
         share = DatasetShard(used[folder], shared[folder]) if shared[folder] > 1 else None
-        site_examples[name] = task.prepare(folder, "train", share).rows
+        prepared = task.prepare(folder, "train", share)
+        site_examples[name] = prepared.rows, group_rows_of_run(config, prepared, folder, share)
         used[folder] += 1
     return site_examples
 

@@ -123,7 +123,9 @@ def audit_run(
         delta = claim.budget.delta if claim else pairs.DELTA
         bound = pairs.bound_from_audit(canary_folder, site, view, knowledge, delta)
         canary_epsilon = bound.epsilon
-        notes = [pairs.describe_bound(bound, site, claim.budget if claim else None), *notes]
+        told = claim.budget if claim else None
+        unit_rows, by_units = pairs.canary_rows(canary_folder), bool(config.dp.unit_column)
+        notes = [pairs.describe_bound(bound, site, told, unit_rows, by_units), *notes]
     with tempfile.TemporaryDirectory() as scratch:
         pair = controls_of(knowledge, config, members, source, Path(scratch), device, say)
         report = run_audit(view, knowledge, members, non_members, *pair, source.seed, say, sums, budget=budget)

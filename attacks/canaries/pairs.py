@@ -5,6 +5,10 @@ canary. Each position holds one canary of a pair. Data sets of different coins t
 example, so the adjacency is replace-one. The coins affect neither the number of examples nor their
 positions.
 
+For a run with `dp.unit-column`, a canary is a whole unit of k rows with the targets of another unit's rows, and the
+adjacency is that of one replaced unit. Its score is the mean of its rows' scores. The used units lose their rows
+beyond k. A guarantee for a row says nothing about such a canary.
+
 | file in a folder of canaries | content |
 |---|---|
 | `data/train.*` | the site's training data: its examples without two per pair, plus one of each pair |
@@ -52,12 +56,14 @@ __all__ = [
     "CanaryPlan",
     "bound_from_audit",
     "canary_coins",
+    "canary_rows",
     "canary_scores",
     "describe_bound",
     "plant_canaries",
 ]
 
 LEAST, MOST = 20, 20_000  # pairs
+MOST_UNIT_ROWS = 1000
 DATA, SECRET, FIRST, SECOND, COINS = "data", "secret", "first", "second", "coins.json"
 DELTA = 1e-5  # if the run claims no delta
 _MOST_BYTES, _MOST_UPLOADS = 1 << 20, 8
@@ -66,14 +72,21 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class CanaryPlan:
-    """Data to write: `train` for the site, and the pairs."""
+    """Data to write: `train` for the site, and the rows of each side of the pairs, canary after canary."""
 
     train: Sequence[Row]
     first: Sequence[Row]
     second: Sequence[Row]
 
 
-def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], choice: random.Random) -> CanaryPlan:
+def plant_canaries(
+    rows: Sequence[Row],
+    column: str,
+    coins: NDArray[np.bool_],
+    choice: random.Random,
+    units: Sequence[Sequence[int]] | None = None,
+    unit_rows: int = 1,
+) -> CanaryPlan:
     """Create a canary pair for each coin; the training data gets the first one if the coin is true.
 
     Args:
@@ -81,35 +94,59 @@ def plant_canaries(rows: Sequence[Row], column: str, coins: NDArray[np.bool_], c
         column: column of the target.
         coins: (pairs,) fair coins, independent of everything else.
         choice: selects the examples that become canaries, independently of the coins.
+        units: the rows of each unit; None: each row is one.
+        unit_rows: rows of a canary; units with fewer are no canaries.
 
     Raises:
         ConfigError: too few or too many pairs, or too few examples.
     """
     pairs = len(coins)
-    if not LEAST <= pairs <= MOST or 2 * pairs > len(rows):
+    large = (
+        [unit for unit in units if len(unit) >= unit_rows] if units is not None else [(at,) for at in range(len(rows))]
+    )
+    if not LEAST <= pairs <= MOST or 2 * pairs > len(large):
+        what = "examples" if units is None else f"units with {unit_rows} rows or more"
         raise ConfigError(
-            f"--pairs: expected {LEAST} to {MOST}, and at most half of the {len(rows)} examples, found {pairs}"
+            f"--pairs: expected {LEAST} to {MOST}, and at most half of the {len(large)} {what}, found {pairs}"
         )
-    drawn = choice.sample(range(len(rows)), 2 * pairs)
-    # Each takes the target of the one before; the first takes that of the last.
-    swapped = {at: {**rows[at], column: rows[drawn[i - 1]][column]} for i, at in enumerate(drawn)}
-    places, away = drawn[:pairs], drawn[pairs:]
-    first, second = [swapped[at] for at in places], [swapped[at] for at in away]
-    put = {at: first[i] if coins[i] else second[i] for i, at in enumerate(places)}
-    left = set(away)
-    return CanaryPlan([put.get(at, row) for at, row in enumerate(rows) if at not in left], first, second)
+    drawn = choice.sample(large, 2 * pairs)
+    used = [tuple(unit[:unit_rows]) for unit in drawn]
+    # Each takes the targets of the one before; the first takes those of the last.
+    swapped = [
+        [{**rows[at], column: rows[other][column]} for at, other in zip(unit, used[i - 1], strict=True)]
+        for i, unit in enumerate(used)
+    ]
+    first, second = swapped[:pairs], swapped[pairs:]
+    put: dict[int, Row] = {}
+    for i, unit in enumerate(used[:pairs]):
+        put |= dict(zip(unit, first[i] if coins[i] else second[i], strict=True))
+    left = {at for unit in drawn for at in unit} - set(put)
+    train = [put.get(at, row) for at, row in enumerate(rows) if at not in left]
+    return CanaryPlan(train, [row for unit in first for row in unit], [row for unit in second for row in unit])
 
 
 def canary_coins(folder: Path) -> NDArray[np.bool_]:
     """Return the coins in a folder of canaries. Raises StateError if it is not such a folder."""
+    return _read_coins(folder)[0]
+
+
+def canary_rows(folder: Path) -> int:
+    """Return the number of rows of a canary in a folder of canaries. Raises StateError as `canary_coins`."""
+    return _read_coins(folder)[1]
+
+
+def _read_coins(folder: Path) -> tuple[NDArray[np.bool_], int]:
     file = folder / SECRET / COINS
     try:
         if file.stat().st_size > _MOST_BYTES:
             raise ValueError("a file that is too large")
-        coin_bits = json.loads(file.read_text())["coins"]
+        content = json.loads(file.read_text())
+        coin_bits, unit_rows = content["coins"], content.get("rows", 1)
         if not LEAST <= len(coin_bits) <= MOST or set(coin_bits) - {"0", "1"}:
             raise ValueError(f"{len(coin_bits)} coins")
-        return np.array([coin == "1" for coin in coin_bits])
+        if type(unit_rows) is not int or not 1 <= unit_rows <= MOST_UNIT_ROWS:
+            raise ValueError("another number of rows")
+        return np.array([coin == "1" for coin in coin_bits]), unit_rows
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateError(
             f"{file}: expected the coins that fedveil canaries wrote, found {type(error).__name__}: {error}; name the "
@@ -132,10 +169,10 @@ def bound_from_audit(
         StateError: not a folder of canaries.
         ConfigError: the site did not take part, or the number of pairs differs from the number of coins.
     """
-    coins, task = canary_coins(folder), knowledge.task
+    (coins, unit_rows), task = _read_coins(folder), knowledge.task
     if site not in view.sites:
         raise ConfigError(f"--canaries: expected a site of the run ({', '.join(view.sites)}), found {site}")
-    first, second = (_rows(task, folder / SECRET, name, len(coins)) for name in (FIRST, SECOND))
+    first, second = (_rows(task, folder / SECRET, name, len(coins), unit_rows) for name in (FIRST, SECOND))
     return one_run.best_epsilon_bound(canary_scores(site, view, knowledge, first, second), coins, delta)
 
 
@@ -148,7 +185,7 @@ def canary_scores(
         site: site whose examples contain the canaries.
         view: view of the server, or of its sums.
         knowledge: includes the run's final model.
-        first, second: the prepared rows of each canary, by pair.
+        first, second: the prepared rows of each canary, by pair; a unit's rows share one score, their mean.
     """
     rows = [row for each in (*first, *second) for row in each]
     scores = {"loss": _falls(knowledge, rows)}
@@ -158,12 +195,19 @@ def canary_scores(
     return {name: _of_pairs(s, sizes) for name, s in scores.items()}
 
 
-def describe_bound(bound: EpsilonLowerBound, site: str, claim: PrivacyBudget | None) -> str:
-    """Return a sentence that compares the bound with the run's privacy guarantee."""
+def describe_bound(
+    bound: EpsilonLowerBound, site: str, claim: PrivacyBudget | None, unit_rows: int = 1, by_units: bool = False
+) -> str:
+    """Return a sentence that compares the bound with the run's privacy guarantee.
+
+    `unit_rows`: rows of a canary. `by_units`: the guarantee is for a unit, not for a row.
+    """
     relation = Adjacency.REPLACE_ONE
+    of_units = f", units of {unit_rows} rows" if unit_rows > 1 else ""
     statement = (
         f"{site}, one run with {bound.canaries} pairs of canaries: epsilon at least {bound.epsilon:.2f} at delta "
-        f"{bound.delta:g}, {relation.value}, with {100 * bound.confidence:.0f} % confidence ({bound.correct} of "
+        f"{bound.delta:g}, {relation.value}{of_units}, with {100 * bound.confidence:.0f} % confidence "
+        f"({bound.correct} of "
         f"{bound.guesses} guesses right, by {bound.score})"
     )
     if claim is None or not math.isfinite(claim.epsilon):
@@ -173,6 +217,8 @@ def describe_bound(bound: EpsilonLowerBound, site: str, claim: PrivacyBudget | N
     at_most = f"at most {claim.epsilon:g} at delta {claim.delta:g}, {claim.neighbours.value}"
     if claim.neighbours is not relation or claim.delta != bound.delta:
         return f"{statement}; claimed: {at_most}, which has another adjacency or delta and is not compared."
+    if unit_rows > 1 and not by_units:
+        return f"{statement}; claimed: {at_most}, for one row, which is not compared."
     if bound.epsilon > claim.epsilon:
         return (
             f"{statement}; claimed: {at_most}. The claim is CONTRADICTED: one of the two is wrong; do not rely on it."
@@ -180,17 +226,20 @@ def describe_bound(bound: EpsilonLowerBound, site: str, claim: PrivacyBudget | N
     return f"{statement}; claimed: {at_most}."
 
 
-def _rows(task: Task, folder: Path, name: str, count: int) -> list[Rows]:
+def _rows(task: Task, folder: Path, name: str, count: int, unit_rows: int) -> list[Rows]:
     """Return the rows of each canary of one side."""
     files = sorted(folder.glob(f"{name}.*"))
     if len(files) != 1:
         raise StateError(f"{folder}: expected one file {name}.jsonl or {name}.parquet, found {len(files)}")
     examples = task.examples(files[0], "test")
-    if len(examples) != count:
+    if len(examples) != count * unit_rows:
+        each = "one" if unit_rows == 1 else str(unit_rows)
         raise ConfigError(
-            f"{files[0]}: expected {count} rows, one per coin, found {len(examples)}; is this another folder?"
+            f"{files[0]}: expected {count * unit_rows} rows, {each} per coin, found {len(examples)}; is this another "
+            "folder?"
         )
-    return encode_examples(task, list(examples))
+    encoded = encode_examples(task, list(examples))
+    return [[row for each in encoded[i : i + unit_rows] for row in each] for i in range(0, len(encoded), unit_rows)]
 
 
 def _falls(knowledge: AdversaryKnowledge, rows: Rows) -> Scores:

@@ -70,9 +70,15 @@ class TrainingResult:
 
 @dataclass(frozen=True)
 class BatchIndices:
-    """Examples of one step, as indices into the client's examples; empty if Poisson sampling drew none."""
+    """Examples of one step, as indices into the client's examples; empty if Poisson sampling drew none.
+
+    Attributes:
+        rows: the examples; under dp.unit-column, the units.
+        members: under dp.unit-column, the drawn rows of each of these units; else empty.
+    """
 
     rows: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,12 +99,13 @@ class PerExampleFeatureGradients:
     """Per-example gradients with respect to features that depend only on the weights, such as all class texts.
 
     Attributes:
-        left, right: the gradient of example i's own loss in the features (n x m) is left_i right_i^T.
+        left, right: the gradient of example i's own loss in the features (n x m) is left_i right_i^T. Under
+            dp.unit-column it is the sum of left_ij right_ij^T over the parts j, and both have a dimension for them.
         pull: maps a gradient in the features (n x m) to one in the weights, by the spec's names; it uses no example.
     """
 
-    left: Float[Tensor, "rows n"]
-    right: Float[Tensor, "rows m"]
+    left: Float[Tensor, "rows *parts n"]
+    right: Float[Tensor, "rows *parts m"]
     pull: Callable[[Tensor], Weights]
 
 

@@ -16,6 +16,7 @@ from fedveil.contract.method import AcceptedUpload, FederatedState, RoundContext
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.privacy import check_seeded
 from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError
 from fedveil.federation import aggregation_rules
 from fedveil.federation.aggregation_rules import bound_weights
 from fedveil.federation.client_states import ClientStateCache
@@ -27,6 +28,7 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.rng import derive_secret
+from fedveil.training.unit_gradients import UnitTrainer
 from fedveil.wire.capture import MessageCapture
 
 __all__ = ["InProcessFederation", "OnRound", "TrainerFor"]
@@ -153,6 +155,8 @@ class InProcessFederation:
         down = self.exchange.broadcast(self.server, self._context(round_, site, self._server_secret, entries))
         ctx = self._context(round_, site, self._client_secrets[site], entries)
         trainer = self.trainer_for(site, ctx)
+        if self.config.dp.unit_column and not isinstance(trainer, UnitTrainer):
+            raise ConfigError("dp.unit-column: expected a UnitTrainer for every site, found another trainer; make one")
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
         state, parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())

@@ -34,7 +34,7 @@ class ChargedGradientSource(WrappedGradientSource):
         claim: determines the cost of a use, and the budget of a record.
         own: the site's own budget. The run's epsilon must also hold under the site's delta and relation.
         ledger: the site's ledger.
-        records: the ledger's names of the examples, in the examples' order.
+        records: the ledger's names of the examples, in the examples' order; under dp.unit-column, of all units' rows.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class ChargedGradientSource(WrappedGradientSource):
         ledger: PrivacyLedger,
         records: Sequence[str],
     ) -> None:
-        if len(records) != rows.num_examples:
-            raise ValueError(f"records: expected {rows.num_examples} names, one per row, found {len(records)}")
+        if len(records) < rows.num_examples:
+            raise ValueError(f"records: expected {rows.num_examples} names or more, found {len(records)}")
         super().__init__(rows)
         self._claim, self._ledger, self._records = claim, ledger, records
         self._own = replace(own, epsilon=min(own.epsilon, claim.budget.epsilon))
@@ -64,7 +64,7 @@ class ChargedGradientSource(WrappedGradientSource):
         budget = self._claim.budget
         plan = SamplingPlan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
         charges = self._claim.privacy_spent(plan)
-        used = sorted({i for b in drawn for i in b.rows}) if sampling == "disjoint" else range(self.num_examples)
+        used = sorted({i for b in drawn for i in b.rows}) if sampling == "disjoint" else range(len(self._records))
         self._ledger.charge([self._records[i] for i in used], charges, budget, self._own)
         self._paid += drawn
         return drawn

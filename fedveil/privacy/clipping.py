@@ -53,13 +53,23 @@ def clipped_sum(gradients: PerRow, bound: float) -> dict[str, Tensor]:
 
 
 def clipped_outer_sum(left: Tensor, right: Tensor, bound: float) -> Tensor:
-    """Return `clipped_sum` of the outer products left_i right_i^T, (n, m), without forming them: |l r^T| = |l| |r|."""
+    """Return `clipped_sum` of the outer products left_i right_i^T, (n, m), without forming them: |l r^T| = |l| |r|.
+
+    With a third dimension, of parts, record i is sum_j left_ij right_ij^T, and its norm is that of this sum:
+    |sum_j l_j r_j^T|^2 = sum_jk <l_j, l_k> <r_j, r_k>.
+    """
     _check(bound)
-    norms = per_example_norms({"": left}) * per_example_norms({"": right})
+    if left.dim() == 2:
+        norms = per_example_norms({"": left}) * per_example_norms({"": right})
+    else:
+        gram = [side.double() @ side.double().mT for side in (left, right)]
+        norms = (gram[0] * gram[1]).sum((1, 2)).clamp(min=0.0).sqrt()  # rounding may take it below 0; NaN stays NaN
     finite = torch.isfinite(norms)
     factors = torch.where(finite, bound / norms.clamp(min=bound), 0.0)
-    rows = [torch.where(finite[:, None], side, 0.0).double() for side in (left, right)]
-    return ((rows[0] * factors[:, None]).T @ rows[1]).to(left.dtype)
+    each = (-1, *(1 for _ in left.shape[1:]))
+    rows = [torch.where(finite.reshape(each), side, 0.0).double() for side in (left, right)]
+    flat = [side.flatten(0, -2) for side in (rows[0] * factors.reshape(each), rows[1])]
+    return (flat[0].T @ flat[1]).to(left.dtype)
 
 
 def clipped_mean(gradient: Tensor, rows: int, bound: float) -> Tensor:

@@ -106,8 +106,8 @@ class DpSgdConfig(PrivacyGuarantee):
 
     @classmethod
     def from_config(cls, config: DpConfig) -> DpSgdConfig | None:
-        """Create the settings of the section; None if all its keys have their defaults. Raises ConfigError."""
-        if config == DpConfig():
+        """Create the settings of the section; None if it asks for no noisy steps. Raises ConfigError."""
+        if not config.is_noisy:
             return None
         if config.clip_norm == 0:
             raise ConfigError("dp.clip-norm: expected a number above 0 with other keys of [dp] set, found 0; set it")

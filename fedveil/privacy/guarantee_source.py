@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedveil.config import RunConfig
+from fedveil.config import DpConfig, RunConfig
 from fedveil.contract.method import Method
 from fedveil.contract.privacy import UNTIMED, PrivacyGuarantee, SamplingPlan, check_seeded, is_poisson_sampled
 from fedveil.errors import ConfigError
@@ -55,6 +55,7 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
                 f"dp: expected a run whose clients can train with DP-SGD, found {problem}; leave [dp] out"
             )
     claim = guarantee_of(method, config)
+    _check_unit(claim, config)
     _check_held_out(claim, config)
     check_seeded(claim.budget if claim else None, config.run.deterministic)
     if config.aggregate.rule != "mean" and claim is not None and claim.budget.server_trusted:
@@ -63,6 +64,31 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
             f'"{config.aggregate.rule}"; leave it out'
         )
     return claim
+
+
+def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
+    """Raise ConfigError for a unit that the run's guarantee cannot be for."""
+    dp = config.dp
+    if not dp.unit_column:
+        if dp.unit_rows != DpConfig().unit_rows:
+            raise ConfigError(
+                f"dp.unit-rows: expected it together with dp.unit-column, found only {dp.unit_rows}; set both, or none"
+            )
+        return
+    problem = ""
+    if claim is None:
+        problem = f"{config.method.name} without [dp], which has no guarantee; set dp.clip-norm"
+    elif claim.budget.server_trusted:
+        problem = f'{config.method.name} with noise at the server; set its mode to "strict"'
+    elif not untimed(claim):
+        problem = 'batches that are not drawn by Poisson sampling; set the method\'s sampling to "poisson"'
+    elif config.task.examples_per_site:
+        problem = (
+            f"task.examples-per-site = {config.task.examples_per_site}, a choice that depends on how many rows a unit "
+            "has; leave it out"
+        )
+    if problem:
+        raise ConfigError(f"dp.unit-column: expected a run that can draw units, found {problem}")
 
 
 def _check_held_out(claim: PrivacyGuarantee | None, config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -50,11 +51,25 @@ def test_it_ends_with_the_weights_of_the_long_way_and_scores_them():
 def test_rows_are_divided_among_sites_that_name_the_same_folder_alone():
     task = create_autospec(Task, instance=True)
     task.prepare.side_effect = lambda data, split, share: PreparedData([(str(data), split, share)], lambda: ())
-    rows_by_site = _rows(task, {"a": Path("x"), "b": Path("y"), "c": Path("x")})
+    rows_by_site = _rows(task, parse({}), {"a": Path("x"), "b": Path("y"), "c": Path("x")})
     assert rows_by_site == {
-        "a": [("x", "train", DatasetShard(0, 2))], "b": [("y", "train", None)],
-        "c": [("x", "train", DatasetShard(1, 2))],
+        "a": ([("x", "train", DatasetShard(0, 2))], None), "b": ([("y", "train", None)], None),
+        "c": ([("x", "train", DatasetShard(1, 2))], None),
     }  # fmt: skip
+
+
+def test_patients_are_units_in_one_process_too(tmp_path):
+    """Nine rows of three patients, two a step: one whole batch an epoch, where nine rows would make four."""
+    rows = [{"mr": f"name[{i}]", "ref": f"{i} is a pub.", "patient": f"p{i % 3}"} for i in range(9)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flat = {"method.name": "fedavg", "run.rounds": 1, "dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0,
+            "train.batch-size": 2, "cohort.min-sites": 1}  # fmt: skip
+    for unit, steps in (("patient", 1.0), ("", 4.0)):
+        local = LocalFederation.from_config({**flat, "dp.unit-column": unit}, {"a": tmp_path})
+        local.run()
+        assert local.federation.reports["a"] == {"steps": steps}
+    with pytest.raises(TaskError, match='task.partition: expected "natural"'):
+        LocalFederation.from_config({**flat, "dp.unit-column": "patient"}, {"a": tmp_path, "b": tmp_path})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from fedveil import strategies
 from fedveil.config import parse
 from fedveil.contract.privacy import OWN_SHARE, SUMMED, UNTIMED, Step, is_poisson_sampled
-from fedveil.privacy.guarantee_source import guarantee_of, untimed
+from fedveil.errors import ConfigError
+from fedveil.privacy.guarantee_source import check_guarantee, guarantee_of, untimed
 
 NOISY = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.epsilon": 3.0}
 IN_SUM = {"train.max-steps": 1, "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5}
@@ -40,3 +41,38 @@ def test_steps_of_a_ledger_tell_the_same():
     assert not is_poisson_sampled(
         {Step("gaussian", 0, 0, 1.1): 1, Step("fixed", 40, 4, 1.1): 1, Step(SUMMED, 0, 0, 2.0): 1}
     )
+
+
+@pytest.mark.parametrize(
+    "flat,reason",
+    [
+        ({"method.name": "fedavg"}, "fedavg without .dp., which has no guarantee; set dp.clip-norm"),
+        ({"method.name": "dp_fpl", "method.params": 'mode = "paper"\nepsilon = 2.0'}, 'set its mode to "strict"'),
+        ({"method.name": "dp_fpl", "method.params": 'mode = "code"\nepsilon = 2.0'}, 'set its mode to "strict"'),
+        ({"method.name": "dp_fpl", "method.params": 'sampling = "fixed"'}, "not drawn by Poisson sampling"),
+        ({"method.name": "dp_fpl", "method.params": 'sampling = "disjoint"'}, "not drawn by Poisson sampling"),
+        ({"method.name": "dp_fpl", "task.examples-per-site": 9}, "task.examples-per-site = 9"),
+        (
+            {"method.name": "fedavg", "dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0, "task.examples-per-site": 9},
+            "= 9",
+        ),
+        ({"method.name": "fedavg", "dp.unit-column": "", "dp.unit-rows": 4}, "together with dp.unit-column"),
+    ],
+)
+def test_a_unit_that_the_guarantee_cannot_be_for_is_refused(flat, reason):
+    config = parse({"dp.unit-column": "patient", **flat})
+    with pytest.raises(ConfigError, match=reason):
+        check_guarantee(strategies.create_method(config.method.name, config.method.params), config, True)
+
+
+@pytest.mark.parametrize(
+    "noise,secure",
+    [(0.0, {}), (1.0, {}), (1.0, {"secure.enabled": True, "secure.noise": "sum", "train.max-steps": 1})],
+)
+def test_a_unit_is_taken_with_dp_and_with_strict_dp_fpl(noise, secure):
+    unit = {"dp.unit-column": "patient", "dp.unit-rows": 4, **secure}
+    dp = parse({"method.name": "fedavg", "dp.clip-norm": 1.0, "dp.noise-multiplier": noise, **unit})
+    assert check_guarantee(strategies.create_method("fedavg"), dp, True) is not None
+    fpl = parse({"method.name": "dp_fpl", **unit})
+    method = strategies.create_method("dp_fpl", f"noise_local = {noise}\nnoise_global = {noise}")
+    assert check_guarantee(method, fpl, True) is not None

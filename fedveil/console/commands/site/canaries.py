@@ -22,7 +22,7 @@ from datasets import Dataset, Features
 
 from fedveil.attacks.canaries import pairs
 from fedveil.console.terminal import make_console
-from fedveil.data import tables
+from fedveil.data import tables, units
 from fedveil.errors import ConfigError
 from fedveil.records.atomic_files import fill_folder
 from fedveil.sanitize import sanitize
@@ -34,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new or empty folder")
     parser.add_argument("--target-column", default="ref", metavar="NAME", help="as task.target-column (default: ref)")
     parser.add_argument("--pairs", type=int, default=200, metavar="N", help="how many canaries (default: 200)")
+    parser.add_argument(
+        "--unit-column", default="", metavar="NAME", help="as dp.unit-column: a canary is a whole unit (default: a row)"
+    )
+    parser.add_argument("--unit-rows", type=int, default=4, metavar="K", help="rows of such a unit (default: 4)")
     parser.set_defaults(run=run)
 
 
@@ -43,11 +47,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"OUT: expected a new or empty folder, found {args.out}, which is not empty; name another")
     if not 0 < args.pairs <= pairs.MOST:
         raise ConfigError(f"--pairs: expected {pairs.LEAST} to {pairs.MOST}, found {args.pairs}")
+    if not 1 <= args.unit_rows <= pairs.MOST_UNIT_ROWS:
+        raise ConfigError(f"--unit-rows: expected 1 to {pairs.MOST_UNIT_ROWS}, found {args.unit_rows}")
     file = tables.split_file(args.data, "train")
     rows = tables.read_table(file, (args.target_column,))
     coins = np.array([secrets.randbelow(2) == 1 for _ in range(args.pairs)])
     # The operating system draws the choice too: anyone who knows which examples are canaries could look for them.
-    made = pairs.plant_canaries(list(rows), args.target_column, coins, random.SystemRandom())
+    by_unit = units.group_ids(units.read_ids(file, args.unit_column)) if args.unit_column else None
+    unit_rows = args.unit_rows if args.unit_column else 1
+    made = pairs.plant_canaries(list(rows), args.target_column, coins, random.SystemRandom(), by_unit, unit_rows)
     with fill_folder(args.out) as folder:
         secret = folder / pairs.SECRET
         secret.mkdir(mode=0o700)
@@ -56,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         _write(made.first, rows.features, secret / f"{pairs.FIRST}{file.suffix}")
         _write(made.second, rows.features, secret / f"{pairs.SECOND}{file.suffix}")
         coin_bits = "".join("1" if coin else "0" for coin in coins)
-        (secret / pairs.COINS).write_text(json.dumps({"coins": coin_bits}))
+        (secret / pairs.COINS).write_text(json.dumps({"coins": coin_bits, "rows": unit_rows}))
     out = sanitize(str(args.out), 300)
     say = make_console()
     say.print(f"{len(made.train)} examples with {args.pairs} canaries: {out}/{pairs.DATA}", soft_wrap=True)

@@ -30,6 +30,7 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.privacy import discrete_gaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.training.unit_gradients import UnitTrainer
 from tests.conftest import ToyTrainer
 from tests.fedveil.federation.secagg import sites as few
 from tests.prompt_toy import LENGTH, WIDTH, local_of
@@ -142,6 +143,42 @@ def test_dp_fpl_sends_its_shared_part_without_noise_and_keeps_the_private_one_no
     silent = federation("dp_fpl", method=replace(method, noise_local=1e-9), trainer=trainer, train__batch_size=4, **dp)
     silent.run()
     assert not torch.equal(silent.private["a"].tensors["prompt"], noisy.private["a"].tensors["prompt"])
+
+
+def test_patients_as_units_have_their_noise_in_the_sum():
+    """P = eta C / M with M units: the sum is the clear one and the noise of this scale, whatever rows a unit has."""
+    units = ((0, 4, 5, 6, 7, 8, 9, 10), (1,), (2, 3, 11))
+    with_units = {"trainer": unit_trainer(units), "dp__unit_column": "patient", "dp__unit_rows": 4}
+    noisy = federation(**with_units)
+    assert noisy._dp.summable(2, 1).part == 0.5 * 2.0 / 2
+    clear = federation(**with_units, secure__enabled=False, secure__noise="site", dp__noise_multiplier=0.0)
+    expected, noise = clear.run().tensors["prompt"], shares(noisy)["prompt"]
+    _, ring = noise_of(noisy)
+    summed = noisy.run().tensors["prompt"]
+    torch.testing.assert_close(summed.double(), expected.double() + noise, rtol=1e-6, atol=2 / ring.scale + 1e-7)
+    assert {site: report["steps"] for site, report in clear.reports.items()} == dict.fromkeys(SITES, 1.0)
+
+
+def test_a_unit_moves_an_upload_by_no_more_than_the_noise_in_the_sum_assumes():
+    """Gradients of norms of some hundred, C = 0.01: with all three units drawn, one replaced unit moves it by 2 P."""
+    how = DpSgdConfig(0.01, 0.0, 0.5)
+    start, sent = {"prompt": torch.zeros(LENGTH, WIDTH)}, []
+    for units in (((0, 4, 5, 6), (1,), (2, 3)), ((7, 8, 9, 10), (1,), (2, 3))):
+        trainer = unit_trainer(units, batch=3)("a", None)
+        ctx = RoundContext(0, "a", True, bytes(32), seeded=True)
+        sent.append(NoisyTrainer(trainer.spec, trainer.rows, how, ctx).train(start).weights["prompt"])
+    part = how.summable(3, 1).part
+    assert 0.5 * part < float((sent[0] - sent[1]).norm()) <= 2 * part * (1 + 1e-4)
+
+
+def unit_trainer(units, batch=2):
+    config = parse({"train.batch-size": batch, "train.max-steps": 1, "dp.unit-column": "patient", "dp.unit-rows": 4})
+    return lambda site, ctx: UnitTrainer(local_of(12, 1 + ord(site), scale=100.0), units, config)
+
+
+def test_a_federation_by_units_refuses_a_trainer_of_rows():
+    with pytest.raises(ConfigError, match="expected a UnitTrainer"):
+        federation(dp__unit_column="patient").run()
 
 
 def test_sums_of_noise_under_names_that_no_site_has_sent_are_believed_and_have_no_mean():

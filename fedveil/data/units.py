@@ -1,0 +1,165 @@
+"""Group a site's rows by unit, such as the patient. `dp.unit-column` names the column that holds the unit's id.
+
+An id is the value as text: NFC, without whitespace around it, in its own case, numbers as they are written. The ids
+stay in this module, which returns only row indices, so no log, error or report can contain one.
+
+| case | result |
+|---|---|
+| no such column | TaskError with the file's columns |
+| a row without an id: null, NaN or blank | TaskError with the row's number: such rows may belong to one person |
+| ids that differ only in writing (7, 7.0 and 007; a1 and A1) | TaskError with their number: they would be two units, |
+| | so a person with both would be protected less than the claim says |
+| images in class folders, which have no columns | TaskError |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from fedveil.config import RunConfig
+from fedveil.contract.task import DatasetShard, ExampleOrigin, PreparedData
+from fedveil.data import images, tables
+from fedveil.errors import TaskError
+
+__all__ = ["UnitRows", "group_ids", "group_rows", "group_rows_of_run", "read_ids"]
+
+UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
+
+_NUMBER = re.compile(r"([+-]?)0*([0-9]+)(?:\.([0-9]*))?")
+
+
+def group_rows_of_run(
+    config: RunConfig, prepared: PreparedData, data: Path, share: DatasetShard | None = None
+) -> UnitRows | None:
+    """Return the units of a site's training rows; None if `dp.unit-column` is empty, so that a row is the unit.
+
+    Raises:
+        TaskError: as in the table above, or a partition that divides one unit's rows among sites.
+    """
+    if not config.dp.unit_column:
+        return None
+    if share is not None and config.task.partition != "natural":
+        raise TaskError(
+            f'task.partition: expected "natural" with dp.unit-column and rows that sites divide, found '
+            f'"{config.task.partition}", which would give one unit\'s rows to several sites; change it, or give every '
+            "site its own data"
+        )
+    units = group_rows(data, "train", config.dp.unit_column, prepared.origins())
+    if (found := sum(map(len, units))) != len(prepared.rows):
+        raise TaskError(
+            f"dp.unit-column: expected one training example per row, found {len(prepared.rows)} of {found} rows; the "
+            "task makes several of one row, so leave dp.unit-column out"
+        )
+    return units
+
+
+def group_rows(data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None]) -> UnitRows:
+    """Return the units of the rows with these origins, in the order of their first rows. Raises TaskError."""
+    if images.is_by_class(data, split):
+        raise TaskError(
+            f'dp.unit-column: expected a file of rows with the column "{column}", found images in class folders in '
+            f'"{data / split}", which have no columns; write {split}.jsonl with the images\' paths'
+        )
+    file = tables.split_file(data, split)
+    ids = read_ids(file, column)
+    chosen = []
+    for origin in origins:
+        if origin is None or Path(origin.file) != file or not 1 <= origin.row <= len(ids):
+            raise TaskError(
+                f'dp.unit-column: expected every example to be a row of "{file}", found {origin}; this task cannot '
+                "be trained by units"
+            )
+        chosen.append(ids[origin.row - 1])
+    return group_ids(chosen)
+
+
+def group_ids(ids: Iterable[str]) -> UnitRows:
+    """Return the indices of each id, in the order of first appearance."""
+    units: defaultdict[str, list[int]] = defaultdict(list)
+    for index, each in enumerate(ids):
+        units[each].append(index)
+    return tuple(map(tuple, units.values()))
+
+
+def read_ids(file: Path, column: str) -> list[str]:
+    """Return the id of each row of a data file. Raises TaskError as in the table above."""
+    ids = [_id(value, number, file, column) for number, value in enumerate(_values(file, column), start=1)]
+    writings: defaultdict[str, set[str]] = defaultdict(set)
+    for each in ids:
+        writings[_plain(each)].add(each)
+    if similar := sum(len(of_one) > 1 for of_one in writings.values()):
+        raise TaskError(
+            f'dp.unit-column: expected one writing of each id in column "{column}" of "{file}", found {similar} ids in '
+            "several (such as 7, 7.0 and 007, or a1 and A1); write each person's id the same way in all rows"
+        )
+    return ids
+
+
+def _values(file: Path, column: str) -> Sequence[Any]:
+    if file.suffix == ".parquet":
+        return _parquet_values(file, column)
+    values, names = list[Any](), dict[str, None]()
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                tables.parse_line(line, number, file)
+                row = json.loads(line, parse_int=str, parse_float=str)  # numbers as they are written
+                names |= dict.fromkeys(row)
+                values.append(row.get(column))
+    if column not in names:
+        raise _no_column(file, column, list(names))
+    return values
+
+
+def _parquet_values(file: Path, column: str) -> Sequence[Any]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        names = pyarrow.parquet.read_schema(file).names
+        if column not in names:
+            raise _no_column(file, column, names)
+        values: Sequence[Any] = pyarrow.parquet.read_table(file, columns=[column])[column].to_pylist()
+        return values
+    except (pyarrow.ArrowException, OSError) as error:
+        raise tables.no_parquet(file, error) from None
+
+
+def _no_column(file: Path, column: str, names: Sequence[str]) -> TaskError:
+    return TaskError(f'dp.unit-column: expected a column of "{file}", found "{column}"; it has {", ".join(names)}')
+
+
+def _id(value: Any, number: int, file: Path, column: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal | None):
+        raise TaskError(
+            f'dp.unit-column: expected a text or number in column "{column}" of "{file}", found a value of type '
+            f"{type(value).__name__} in row {number}; convert the column"
+        )
+    text = "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
+    name = unicodedata.normalize("NFC", text).strip()
+    if not name:
+        raise TaskError(
+            f'dp.unit-column: expected an id in column "{column}" of every row of "{file}", found none in row '
+            f"{number}; add it, or drop the row"
+        )
+    return name
+
+
+def _plain(name: str) -> str:
+    """Return a form that is equal for ids that differ only in writing."""
+    folded = unicodedata.normalize("NFKC", name).casefold()
+    text = "".join(c for c in folded if not c.isspace() and unicodedata.category(c) != "Cf")
+    number = _NUMBER.fullmatch(text)
+    if not number:
+        return text
+    whole, part = number[2], (number[3] or "").rstrip("0")
+    sign = "-" if number[1] == "-" and (whole != "0" or part) else ""
+    return f"{sign}{whole}.{part}" if part else f"{sign}{whole}"
