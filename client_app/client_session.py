@@ -27,7 +27,7 @@ from fedveil.client_app.client_round import ClientRound, ClientRoundResult, Load
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.ranks.launcher import RankLauncher, at_first, count_ranks
-from fedveil.client_app.state.data_sets import ID_FILE, ChargedDataset, shelf_of
+from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, shelf_of
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.trainer_stack import build_trainer
 from fedveil.contract.codec import Buffer
@@ -167,7 +167,7 @@ class ClientSession:
 def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> SiteData:
     """Return the split of the examples from the site's record. Raises ConfigError or StateError if it is unreadable."""
     assignment = round_.assignment
-    dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
+    dataset = SiteDataset.from_folder(Path(assignment.data), assignment.site.data_set)
     key = rng.RandomStream.derive(round_.secret, 0, assignment.name, "held out").bytes(32)
     record = HeldOutRecord.open(assignment.site.state_dir, assignment.name)
     chosen = record.select_rows(dataset.id, part, key, dataset.relative_origins(prepared.origins()))

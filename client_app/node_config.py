@@ -17,7 +17,7 @@ class SiteConfig(BaseModel):
     Attributes:
         site: its name; "" = the registered one.
         data: the site's data folder; "" = `task.data` of the run.
-        data_set: the data's name in the site's privacy ledger; "" = the id file in its folder (data_sets.py).
+        data_set: the data's name; "" = the id file in its folder (data_sets.py). The privacy ledger does not use it.
         state_dir: folder for private state and the worker's socket.
         key_file: the key that encrypts the site's stored files (fedveil.encrypted_files); "" = no encryption.
         signing_key: the file that identifies this site in secure aggregation (created by fedveil site init);
@@ -32,6 +32,7 @@ class SiteConfig(BaseModel):
             site runs a worker only for the current run.
         partition_id, num_partitions: the site's share of a data folder that all sites share, in demonstrations and
             simulation.
+        simulated: one of several sites of a demonstration on one machine; its data folder is not bound to its ledger.
     """
 
     model_config = ConfigDict(
@@ -53,6 +54,12 @@ class SiteConfig(BaseModel):
     worker_memory_mb: int = Field(0, ge=0)
     partition_id: int = Field(0, ge=0)
     num_partitions: int = Field(1, ge=1)
+    simulated: bool = False
+
+    @property
+    def shares_data(self) -> bool:
+        """Return whether other sites may use the same data folder, so that no one ledger can cover it."""
+        return self.simulated or self.num_partitions > 1
 
 
 def parse_site(node_config: Mapping[str, Any]) -> SiteConfig:

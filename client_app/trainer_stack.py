@@ -12,7 +12,8 @@ The table lists them from the outermost inward:
 | UnitTrainer | `dp.unit-column` | units in the place of rows, for everything above |
 | the task's trainer | always | trains on the examples that are not held out |
 
-A deterministic run is not charged, because its seeded noise protects no one.
+Before any example is used, the site's ledger has the run's entry: a run without a guarantee and a deterministic one,
+whose seeded noise protects no one, write an open entry, which makes epsilon over all runs infinite.
 """
 
 from __future__ import annotations
@@ -25,20 +26,26 @@ from fedveil.client_app.client_round import ClientRound, LoadedTask, SiteData
 from fedveil.client_app.guards.broadcast_guard import BroadcastGuard
 from fedveil.client_app.guards.example_counter import ExampleCounter
 from fedveil.client_app.state.client_state import open_ledger
-from fedveil.client_app.state.data_sets import ChargedDataset
+from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.state.privacy_unit import require_one_unit
 from fedveil.contract import held_out_report
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import Weights
+from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.contract.task import Watch
 from fedveil.contract.trainer import Trainer
+from fedveil.errors import ConfigError
 from fedveil.privacy.charged_gradients import ChargedGradientSource, GradientsOnlyTrainer
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.privacy.ledger import RunCharger
+from fedveil.privacy.ledger_account import RunTerms
 from fedveil.training.held_out import HeldOutScoringTrainer, ReceivedLossFilter
 from fedveil.training.per_example import PerExampleLoss
 from fedveil.training.unit_gradients import UnitTrainer
+
+_TRAININGS = 2  # the most that a method trains in one client round: FedSP alternates
 
 
 @dataclass(frozen=True)
@@ -76,19 +83,42 @@ def build_trainer(
     guard = BroadcastGuard(trainer, round_.policy, round_.references, initial)
     counter = ExampleCounter(guard)
     guarantee = check_guarantee(loaded.exchange.method, config, isinstance(loaded.task, PerExampleLoss))
+    if guarantee is None or config.run.deterministic:
+        note_open(round_, "it has no privacy guarantee" if guarantee is None else "its noise is seeded")
     if guarantee is None:
         return TrainerStack(counter, counter, guard)
     trainer, rows = counter, counter.rows
     if not config.run.deterministic:
         require_one_unit(assignment.site.state_dir, by_unit=data.units is not None)
-        ledger = open_ledger(assignment.site.state_dir, assignment.name, round_.seal)
-        dataset = ChargedDataset.from_folder(Path(assignment.data), assignment.site.data_set)
-        records = ledger.names(dataset.records(data.prepared.origins()))
-        rows = ChargedGradientSource(rows, guarantee, round_.policy.budget, ledger, records)
+        rows = ChargedGradientSource(rows, guarantee, open_charger(round_, guarantee))
         trainer = GradientsOnlyTrainer(counter.spec, rows)
     if dp := DpSgdConfig.from_config(config.dp):
         trainer = NoisyTrainer(trainer.spec, rows, dp, context)
     return TrainerStack(trainer, counter, guard)
+
+
+def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger:
+    """Return what charges this run in the site's ledger. Raises ConfigError, StateError."""
+    assignment, policy = round_.assignment, round_.policy
+    site, rounds = assignment.site, assignment.config.run.rounds
+    if not site.site:
+        raise ConfigError(
+            "node config: site: expected the site's name in a run with a privacy claim, found none; set site, which "
+            "only the site itself may choose"
+        )
+    most = rounds * (policy.max_retries + 1) * _TRAININGS
+    terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most)
+    witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
+    ledger = open_ledger(site.state_dir, round_.seal)
+    return RunCharger(ledger, terms, policy.budget, witness, policy.after_open)
+
+
+def note_open(round_: ClientRound, why: str) -> None:
+    """Write the open entry of this run in the site's ledger, and in its witness if it has one. Raises StateError."""
+    assignment = round_.assignment
+    folder = None if assignment.site.shares_data else FolderWitness.find(Path(assignment.data))
+    ledger = open_ledger(assignment.site.state_dir, round_.seal)
+    ledger.note_open(assignment.order.run, why, round_.policy.budget, folder)
 
 
 def refuse_score(round_: ClientRound, data: SiteData) -> int:

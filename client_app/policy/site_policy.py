@@ -6,9 +6,10 @@ models = ["tiny"]
 max-rounds = 50
 max-retries = 2                          # repeats of one round after its first; default 2
 max-bytes-a-round = 50_000_000           # broadcast and upload together
-max-epsilon = 8.0                        # the run's budget, at `delta`
-delta = 1e-5                             # delta and adjacency: the site's privacy ledger checks every charge by
-adjacency = "replace-one"                # them and by the run's claim; also without max-epsilon
+max-epsilon = 8.0                        # of all runs together, at `delta`; a run reserves its part at delta / 16
+delta = 1e-5                             # delta and adjacency: the site's privacy ledger is made for them and keeps
+adjacency = "replace-one"                # them; also without max-epsilon
+after-open = "refuse"                    # no private run after one that made epsilon infinite; default "say": it runs
 min-noise-multiplier = 1.0               # the run must train by noisy steps (dp.*) with at least this noise
 min-examples = 100                       # distinct examples behind an upload, in this client round
 min-batch = 8                            # examples in each step behind an upload
@@ -67,6 +68,7 @@ class SitePolicy(BaseModel):
     max_epsilon: float | None = Field(None, ge=0, allow_inf_nan=False)
     delta: float = Field(1e-5, gt=0, lt=1)
     adjacency: Literal["replace-one", "zero-out"] = "replace-one"
+    after_open: Literal["refuse", "say"] = "say"
     min_noise_multiplier: float | None = Field(None, gt=0, allow_inf_nan=False)
     min_examples: int | None = Field(None, ge=1)
     min_batch: int | None = Field(None, ge=1)
@@ -111,7 +113,7 @@ class SitePolicy(BaseModel):
 
     @property
     def budget(self) -> PrivacyBudget:
-        """Return the site's own limit on the charge per record, independent of the run's claim."""
+        """Return the site's own limit over all runs together, independent of a run's claim."""
         epsilon = math.inf if self.max_epsilon is None else self.max_epsilon
         return PrivacyBudget(epsilon, self.delta, Adjacency(self.adjacency))
 

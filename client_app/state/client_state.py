@@ -6,7 +6,7 @@
     <state-dir>/<run>/<site>/turn.lock              held during a client round of the run
     <state-dir>/<run>/<site>/received.json          sketches of the run's first and last weights (broadcast_guard.py)
     <state-dir>/<run>/<site>/secure.json            its keys in secure aggregation (secure_round.py)
-    <state-dir>/.ledger/<site>.json                 charges of all records over all runs (fedveil.privacy.ledger)
+    <state-dir>/.ledger/ledger.json                 the charges of all runs (fedveil.privacy.ledger)
     <state-dir>/.held-out/<site>.json               the held-out rows and their scores (held_out_record.py)
     <state-dir>/.flower-runs/<Flower run>           the run that a Flower run began with (flower_runs.py)
 
@@ -55,6 +55,7 @@ NOT_RUNS = frozenset({"flower", "guard", "logs", "workers"})  # other folders in
 log = logging.getLogger("fedveil.private")
 
 RECEIVED, SECURE = "received.json", "secure.json"
+LEDGER = ".ledger"  # below the state folder: the privacy ledger
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -81,11 +82,11 @@ def state_role(file: Path) -> str:
     return f"state/{of}/{file.stem}" if file.suffix == ".safetensors" else f"{file.stem}/{of}"
 
 
-def open_ledger(state_dir: Path, site: str, seal: FileSeal = FileSeal()) -> PrivacyLedger:
-    """Open the site's privacy ledger for all its runs. Raises ConfigError for a name that is not a plain file name."""
+def open_ledger(state_dir: Path, seal: FileSeal = FileSeal()) -> PrivacyLedger:
+    """Open the state folder's privacy ledger, which all its sites, data sets and runs share."""
     from fedveil.privacy.ledger import PrivacyLedger
 
-    return PrivacyLedger(state_dir.expanduser() / ".ledger" / f"{safe_file_name('site', site)}.json", seal)
+    return PrivacyLedger(state_dir.expanduser() / LEDGER, seal)
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,58 @@
-"""Names of a site's data sets, for which the site's privacy ledger records charges.
+"""A site's data sets: their names, and the mark that binds a data folder to one privacy ledger.
 
-    <data folder>/.fedveil-data-set     {"fedveil-data-set": 1, "id": 32 hex digits}
+    <data folder>/.fedveil-data-set     {"fedveil-data-set": 2, "id": 32 hex digits,
+                                         "ledger": {"tag": ..., "changes": ..., "entries": ..., "head": ...}}
 
-| case | the id of the data set |
+The id names the data set for its prepared and held-out examples. The node config's `data-set` takes its place. The
+privacy ledger uses neither: `ledger` is its witness (fedveil.privacy.ledger), written before each use of examples.
+
+| case | result |
 |---|---|
-| the node config has `data-set` | that name |
-| the data folder contains an id file | the id in it |
-| neither, at the first private client round | 32 random hex digits, written into the folder before any charge |
-| neither, and the folder is not writable | none: ConfigError, before any charge |
-| two paths, or a symbolic link, to one folder | one id, because links are resolved first |
-| the data is one file | the id of its folder, so that both paths to the file's rows name one data set |
-| the id file is damaged | StateError: nothing is charged until the site has restored it |
-
-A record is a row of a data set: (id, file in the data folder, row number). It contains nothing that a server sends: no
-column, no class name, no spelling of a path. A copy of the folder contains the id, and with it the privacy spent so
-far. Rows with equal content are different records; `docs/deploy/site-policy.md` explains the effect on a guarantee.
+| the first private run on the folder | the folder gets the file with the ledger's tag, before any example is used |
+| the file names the ledger of another state folder | StateError; `fedveil site ledger adopt` moves the history |
+| two paths, or a link, to one folder; the data is one file of it | one id file, because links are resolved first |
+| a copy of the folder, with the file or without it | the state folder's ledger counts for it too |
+| the folder is not writable, and the node config has no `data-set` | ConfigError, before any charge |
+| the folder is not writable, and the node config has `data-set` | no witness is written: that name is the site's word
+  that no other state folder uses this data, and that nobody restores an older ledger |
+| a file of version 1, which names no ledger | read, and written with the ledger's tag at the next private run |
+| the file is damaged | StateError: nothing is charged until the site has restored it |
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, final
+
+from typing_extensions import override
 
 from fedveil.errors import ConfigError, StateError
+from fedveil.privacy.ledger import LedgerWitness, WitnessMark
+from fedveil.records.atomic_files import sync_folder
 
 if TYPE_CHECKING:
     from fedveil.contract.task import ExampleOrigin
-    from fedveil.privacy.ledger import Record
 
 ID_FILE = ".fedveil-data-set"
 PREPARED = ".prepared"  # below the site's state folder: prepared examples, by data set (fedveil/data/dataset_cache.py)
-_VERSION = 1
+_VERSION = 2
 _LARGEST_BYTES = 1000
 
 
 @dataclass(frozen=True)
-class ChargedDataset:
+class SiteDataset:
     """One data set of the site.
 
     Attributes:
-        id: its name in the ledger.
+        id: its name.
         data: the folder or file of its rows, as passed to the task.
     """
 
@@ -54,7 +60,7 @@ class ChargedDataset:
     data: Path
 
     @classmethod
-    def from_folder(cls, data: Path, given: str = "") -> ChargedDataset:
+    def from_folder(cls, data: Path, given: str = "") -> SiteDataset:
         """Return the data set at `data`, named `given` unless that is "".
 
         Raises:
@@ -62,16 +68,6 @@ class ChargedDataset:
             StateError: its id file cannot be read.
         """
         return cls(given or _id_of(_folder(data)), data)
-
-    def records(self, origins: Iterable[ExampleOrigin | None]) -> Iterator[Record]:
-        """Yield the records of rows with these origins. Raises ConfigError for a row from elsewhere."""
-        last, name = "", ""  # most examples are in the same file as the previous one
-        for origin in origins:
-            if origin is None or not name or origin.file != last:
-                name = self._name(origin)
-            assert origin is not None
-            last = origin.file
-            yield self.id, name, origin.row
 
     def relative_origins(self, origins: Iterable[ExampleOrigin | None]) -> list[ExampleOrigin | None]:
         """Return the origins with each file's path below the data set, so that the folder may move."""
@@ -86,15 +82,57 @@ class ChargedDataset:
             moved.append(None if origin is None else replace(origin, file=relative[origin.file]))
         return moved
 
-    def _name(self, origin: ExampleOrigin | None) -> str:
-        if origin is not None and self.data.is_file() and Path(origin.file) == self.data:
-            return self.data.resolve().name
-        if origin is None or not Path(origin.file).is_relative_to(self.data):
-            raise ConfigError(
-                f"origin: expected every row to name its file below {self.data}, found {origin}; a private run needs "
-                "a task whose examples have an origin"
-            )
-        return Path(origin.file).relative_to(self.data).as_posix()
+
+@final
+@dataclass(frozen=True)
+class FolderWitness(LedgerWitness):
+    """The witness of the privacy ledger in a data folder's id file.
+
+    Attributes:
+        folder: the resolved data folder.
+        is_writable: whether the file can be written; otherwise it is only read.
+    """
+
+    folder: Path
+    is_writable: bool = True
+
+    @classmethod
+    def open(cls, data: Path, given: str) -> FolderWitness:
+        """Return the witness for a private run on `data`. Raises ConfigError if a folder without name holds none."""
+        witness = cls(_folder(data), os.access(_folder(data), os.W_OK))
+        if not witness.is_writable and not given:
+            raise _no_place(witness.folder, "a folder that cannot be written")
+        return witness
+
+    @classmethod
+    def find(cls, data: Path) -> FolderWitness | None:
+        """Return the witness that a run without a claim must respect; None if the folder has none."""
+        folder = _folder(data)
+        return cls(folder, os.access(folder, os.W_OK)) if (folder / ID_FILE).exists() else None
+
+    @property
+    @override
+    def place(self) -> str:
+        return str(self.folder / ID_FILE)
+
+    @override
+    def read(self) -> WitnessMark | None:
+        path = self.folder / ID_FILE
+        if not path.exists():
+            return None
+        ledger = _read_whole(path).get("ledger")
+        return None if ledger is None else WitnessMark(**ledger)
+
+    @override
+    def write(self, mark: WitnessMark) -> None:
+        if not self.is_writable:
+            return
+        path = self.folder / ID_FILE
+        name = _read_whole(path)["id"] if path.exists() else secrets.token_hex(16)
+        try:
+            _write(path, {"fedveil-data-set": _VERSION, "id": name, "ledger": asdict(mark)}, is_new=False)
+        except OSError as error:
+            raise StateError(f"{path}: cannot write the privacy ledger's witness: {error}; free space") from error
 
 
 def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
@@ -118,10 +156,30 @@ def _folder(data: Path) -> Path:
 def _id_of(folder: Path) -> str:
     path = folder / ID_FILE
     if not path.exists():
-        _write_new(path)
+        try:
+            _write(path, {"fedveil-data-set": _VERSION, "id": secrets.token_hex(16)}, is_new=True)
+        except OSError as error:
+            raise _no_place(folder, type(error).__name__) from None
+    return str(_read_whole(path)["id"])
+
+
+def _no_place(folder: Path, found: str) -> ConfigError:
+    return ConfigError(
+        f"data-set: expected a name in the node config, or a data folder in which its id can be stored, found neither "
+        f"({found}: {folder}); set data-set in the node config, and never change it"
+    )
+
+
+def _read(path: Path) -> str:
+    """Return the id in the file. Raises OSError, ValueError, KeyError or TypeError."""
+    return str(_parse(path)["id"])
+
+
+def _read_whole(path: Path) -> dict[str, Any]:
+    """Return the file's content. Raises StateError."""
     try:
-        return _read(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _parse(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"none that can be read ({type(error).__name__})"
     raise StateError(
         f"{path}: expected the id of a data set, version {_VERSION}, found {fault}; restore it from a backup: "
@@ -129,41 +187,37 @@ def _id_of(folder: Path) -> str:
     )
 
 
-def _read(path: Path) -> str:
+def _parse(path: Path) -> dict[str, Any]:
     with path.open() as file:
         text = file.read(_LARGEST_BYTES)
     try:
-        content = json.loads(text)
+        content = dict(json.loads(text))
     except RecursionError:
         raise ValueError("brackets nested too deeply to read") from None
-    if content["fedveil-data-set"] != _VERSION or not re.fullmatch(r"[0-9a-f]{32}", content["id"]):
+    if content["fedveil-data-set"] not in (1, _VERSION) or not re.fullmatch(r"[0-9a-f]{32}", content["id"]):
         raise ValueError("another version or id")
-    return str(content["id"])
+    if (mark := content.get("ledger")) is not None:
+        sound = re.fullmatch(r"[0-9a-f]{32} [0-9a-f]{16}", f"{mark['tag']} {mark['head']}")
+        if not sound or type(mark["changes"]) is not int or type(mark["entries"]) is not int or len(mark) != 4:
+            raise ValueError("another witness")
+        if mark["changes"] < 1:
+            raise ValueError("a witness of no change")
+    return content
 
 
-def _write_new(path: Path) -> None:
-    """Write an id file atomically, unless another process has just written one."""
+def _write(path: Path, content: Mapping[str, Any], is_new: bool) -> None:
+    """Write the file atomically; if it is to be new, another process's file stays. Raises OSError."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    text = json.dumps({"fedveil-data-set": _VERSION, "id": secrets.token_hex(16)})
     try:
-        try:
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(partial, path)
-        except FileExistsError:
-            return
-        finally:
-            partial.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise ConfigError(
-            "data-set: expected a name in the node config, or a data folder in which its id can be stored, found "
-            f"neither ({type(error).__name__} in {path.parent}); set data-set in the node config, and never change "
-            "it"
-        ) from None
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w") as file:
+            file.write(json.dumps(content))
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, path)
+        else:
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import final
 
 from typing_extensions import override
 
 from fedveil.contract.param_spec import Weights
-from fedveil.contract.privacy import Adjacency, PrivacyBudget, PrivacyGuarantee, Sampling, SamplingPlan
+from fedveil.contract.privacy import Adjacency, PrivacyGuarantee, Sampling, SamplingPlan
 from fedveil.contract.trainer import (
     BatchIndices,
     Frozen,
@@ -21,7 +19,7 @@ from fedveil.contract.trainer import (
 )
 from fedveil.contract.trainer_wrappers import PerExampleTrainerWrapper, WrappedGradientSource
 from fedveil.errors import BudgetError
-from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.privacy.ledger import RunCharger
 from fedveil.rng import RandomStream
 
 
@@ -31,41 +29,30 @@ class ChargedGradientSource(WrappedGradientSource):
 
     Args:
         rows: the site's per-example gradients.
-        claim: determines the cost of a use, and the budget of a record.
-        own: the site's own budget. The run's epsilon must also hold under the site's delta and relation.
-        ledger: the site's ledger.
-        records: the ledger's names of the examples, in the examples' order; under dp.unit-column, of all units' rows.
+        claim: determines the cost of a use.
+        charger: charges the run in the site's ledger.
     """
 
-    def __init__(
-        self,
-        rows: PerExampleGradientSource,
-        claim: PrivacyGuarantee,
-        own: PrivacyBudget,
-        ledger: PrivacyLedger,
-        records: Sequence[str],
-    ) -> None:
-        if len(records) < rows.num_examples:
-            raise ValueError(f"records: expected {rows.num_examples} names or more, found {len(records)}")
+    def __init__(self, rows: PerExampleGradientSource, claim: PrivacyGuarantee, charger: RunCharger) -> None:
         super().__init__(rows)
-        self._claim, self._ledger, self._records = claim, ledger, records
-        self._own = replace(own, epsilon=min(own.epsilon, claim.budget.epsilon))
+        self._claim, self._charger = claim, charger
         self._paid: list[BatchIndices] = []
 
     @override
     def batches(self, sampling: Sampling, steps: int, rng: RandomStream, skip: int = 0) -> list[BatchIndices]:
-        """Draw batches and charge the ledger. Raises BudgetError before any example is used."""
-        if sampling != "poisson" and self._own.neighbours is Adjacency.ZERO_OUT:
+        """Charge the ledger, then draw batches. Raises BudgetError before any example is used."""
+        own = self._charger.own
+        if sampling != "poisson" and own.neighbours is Adjacency.ZERO_OUT:
             raise BudgetError(
-                f'sampling: expected "poisson" at this site, whose own adjacency is {self._own.neighbours.value}, '
+                f'sampling: expected "poisson" at this site, whose own adjacency is {own.neighbours.value}, '
                 f'found "{sampling}", whose batches all change with the number of rows; agree on it with the site'
             )
+        neighbours = self._claim.budget.neighbours
+        plan = SamplingPlan(1, max(steps, 1), self.batch_size, self.num_examples, neighbours)
+        self._charger.charge(self._claim.privacy_spent(plan))
         drawn = super().batches(sampling, steps, rng, skip)
-        budget = self._claim.budget
-        plan = SamplingPlan(1, max(len(drawn), 1), self.batch_size, self.num_examples, budget.neighbours)
-        charges = self._claim.privacy_spent(plan)
-        used = sorted({i for b in drawn for i in b.rows}) if sampling == "disjoint" else range(len(self._records))
-        self._ledger.charge([self._records[i] for i in used], charges, budget, self._own)
+        if len(drawn) > max(steps, 1):
+            raise BudgetError(f"batches: expected at most the {steps} that were charged, found {len(drawn)}; report it")
         self._paid += drawn
         return drawn
 

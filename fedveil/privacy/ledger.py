@@ -1,31 +1,30 @@
-"""The privacy ledger: the charges of each record of a site, over all runs, on the site's own disk.
+"""The privacy ledger: one account for a site's state folder, on the site's own disk (ledger_account.py).
 
-    <state-dir>/.ledger/<site>.json     {"checksum": of all that follows, "fedveil-ledger": 3,
-                                         "carried": [[step, count], ...],
-                                         "spent": [[[[step, count], ...], [record, ...]], ...]}
-    <state-dir>/.ledger/<site>.key      the key of the records' names, and its checksum
+    <state-dir>/.ledger/ledger.json     {"checksum": of all that follows, "fedveil-ledger": 4, "tag": 32 hex digits,
+                                         "heads": 16 hex digits for each change, "moved-to": "", the account}
 
-It keeps mechanisms and counts, not epsilons, so that charges of different runs compose. A record takes
-the same 36 bytes however often it is charged. The file is written whole: a charge names every example
-that could have been used, so a journal's lines would be as long as the file. A charge is on disk before
-the data is used. A client round that dies afterwards stays charged, and its retry is charged again.
+The tag is random and names the ledger. A change's head is a hash of the head before it and of the whole account after
+it. So one head stands for everything up to it.
+
+The order of a charge: lock; read and verify the ledger and its witness; decide; write and sync the ledger; write the
+witness; only then are batches drawn, and examples used. A crash in between leaves a charge without a use, and a
+repeated client round is charged again.
+
+A witness is a mark outside the state folder, in the data folder's id file (client_app/state/data_sets.py): the ledger's
+tag, its number of changes and entries, and its last head. A restored ledger is behind its witness.
 
 | case | what happens |
 |---|---|
-| a charge that would take a record above a budget, the run's or the site's own | BudgetError; no record is charged |
-| a record that other runs have already charged | their charges count |
-| two rows with equal content | two records |
-| a ledger of 0.1, whose records were named by their content | every record starts with the largest charge that any of
-them had for each mechanism ("carried"), because it is not known which row was which |
-| ledger or key is damaged, or from a later version | StateError: nothing is charged until the site has restored it |
-| a ledger or key without a checksum, as 0.1 wrote it | read, and written with one at the next charge |
-| two processes of one site | one waits for the other: the file is locked while it changes |
-| the site has a key file | ledger and key are encrypted (fedveil.encrypted_files) |
+| another state folder has charged the data folder, or this one's ledger is lost | StateError; `site ledger adopt` adds
+  the other history, or an open entry for a lost one |
+| the witness knows a later change, or another history | StateError; `site ledger recover` |
+| the ledger is damaged, or from a later version | StateError: nothing is charged until the site has restored it |
+| ledgers of versions 1 to 3, one for each site name | carried over at the next change, and then removed; after a crash
+  in between they are carried over twice |
+| two processes of one site | one waits for the other: the ledger is locked while it changes |
+| the site has a key file | the ledger is encrypted (fedveil.encrypted_files) |
 
-A record is a row of a data set as the site names it (client_app/state/data_sets.py), under a keyed hash
-of that name. The key never leaves the site; without it the ledger does not reveal which files the site
-has. Deleting the ledger, or moving a row to another place of its file, resets that record. The ledger
-protects a site against its runs, not against itself.
+The ledger protects a site against its runs, not against itself.
 """
 
 from __future__ import annotations
@@ -35,114 +34,203 @@ import fcntl
 import hashlib
 import json
 import math
-import os
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
-from operator import or_
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from fedveil import paths
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, Spent, Step
 from fedveil.encrypted_files import FileSeal
-from fedveil.errors import BudgetError, StateError
-from fedveil.privacy import accounting
-from fedveil.records.atomic_files import (
-    checksummed_bytes,
-    read_checksummed,
-    verify_checksummed,
-    write_atomic,
-    write_checksummed,
+from fedveil.errors import StateError
+from fedveil.privacy.ledger_account import (
+    AccountEntry,
+    Party,
+    ReservedStep,
+    RunTerms,
+    SiteAccount,
+    carry_over,
 )
+from fedveil.records.atomic_files import read_checksummed, write_atomic, write_checksummed
 
-Record = tuple[str, str, int]  # data set, file in it, row of the file
+__all__ = ["LedgerWitness", "PrivacyLedger", "RunCharger", "StoredAccount", "WitnessMark"]
 
-_VERSION = 3
+FILE = "ledger.json"
+_VERSION = 4
+_OLD_VERSIONS = (1, 2, 3)  # one file for each site name, with a history of each record
 _WITHOUT_CHECKSUM = (1, 2)
-_BY_CONTENT = 1  # the version whose records were named by their content
-_KEY_BYTES = 32
+_BY_CONTENT = 1  # the version that carried nothing
+_HEAD = 16  # hex digits
+
+
+@dataclass(frozen=True)
+class WitnessMark:
+    """What a witness knows of a ledger.
+
+    Attributes:
+        tag: names the ledger.
+        changes, entries: its numbers of changes and of entries.
+        head: the last change's.
+    """
+
+    tag: str
+    changes: int
+    entries: int
+    head: str
+
+
+class LedgerWitness(Protocol):
+    """A place outside the state folder that remembers a ledger's last change."""
+
+    @property
+    def place(self) -> str:
+        """Return its path, for messages."""
+        ...
+
+    def read(self) -> WitnessMark | None:
+        """Return the mark; None if there is none. Raises StateError if it is unreadable."""
+        ...
+
+    def write(self, mark: WitnessMark) -> None:
+        """Write the mark durably. Raises StateError."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredAccount:
+    """A ledger's content.
+
+    Attributes:
+        tag, heads: as in the file; "" and none for a ledger that does not exist yet.
+        moved_to: tag of the ledger that has taken this one's history over; "" for none.
+        account: the account.
+    """
+
+    tag: str
+    heads: tuple[str, ...]
+    moved_to: str
+    account: SiteAccount
+
+    @property
+    def mark(self) -> WitnessMark:
+        """Return what a witness must know of it."""
+        return WitnessMark(self.tag, len(self.heads), len(self.account.entries), self.heads[-1] if self.heads else "")
 
 
 @final
 class PrivacyLedger:
-    """One site's ledger. Every call reads the file, so that processes and runs can share it."""
+    """The ledger of a state folder. Every call reads the file, so that processes and runs can share it.
 
-    def __init__(self, path: Path, seal: FileSeal = FileSeal()) -> None:
-        self._path, self._seal = path, seal
+    Args:
+        folder: its folder, private to it.
+        seal: the site's encryption.
+    """
 
-    def names(self, records: Iterable[Record]) -> list[str]:
-        """Return the names of these records, in their order."""
-        key = self._key()
-        texts = (json.dumps(record).encode() for record in records)
-        return [hashlib.blake2b(text, key=key, digest_size=16).hexdigest() for text in texts]
+    def __init__(self, folder: Path, seal: FileSeal = FileSeal()) -> None:
+        self._folder, self._seal = folder, seal
+        self._path = folder / FILE
 
-    def charge(self, records: Sequence[str], charges: Spent, *budgets: PrivacyBudget) -> None:
-        """Charge all of the records or none; a record that is named twice is charged twice.
+    def charge(
+        self,
+        terms: RunTerms,
+        charges: Spent,
+        own: PrivacyBudget,
+        witness: LedgerWitness | None = None,
+        after_open: str = "say",
+    ) -> None:
+        """Charge a run, and reserve it at its first charge. On return the charge is on the disk.
 
-        A budget of infinite epsilon is no limit and is not computed.
+        Args:
+            own: the site's own limit, delta and adjacency.
+            witness: of the data folder; None in a demonstration whose sites share one folder.
+            after_open: "refuse" if no run with a claim may follow an open entry.
 
         Raises:
-            BudgetError: a record would be charged more than one of the budgets.
-            StateError: the file cannot be read or written.
+            BudgetError: the charge is not within the run's plan, or the run is not within the site's limit.
+            StateError: ledger or witness cannot be read or written, or do not fit each other.
+        """
+        self._change(own, witness, lambda account: account.charge(terms, charges, after_open))
+
+    def note_open(self, run: str, why: str, own: PrivacyBudget, witness: LedgerWitness | None = None) -> None:
+        """Write an open entry for a run, unless it has one. Raises BudgetError, StateError as `charge` does."""
+        self._change(own, witness, lambda account: account.note_open(run, why))
+
+    def read(self, own: PrivacyBudget) -> StoredAccount:
+        """Return the ledger's content as its last change left it; one for `own` if there is none. Raises StateError."""
+        return self._read(own)[0]
+
+    def recover(self, own: PrivacyBudget, witness: LedgerWitness) -> str:
+        """Take a restored ledger into use again, with the most that may have been charged since; return what was done.
+
+        All runs count as used to the end of their plans. Unless the witness shows that no entry is missing, an open
+        entry stands for the missing ones.
+
+        Raises:
+            BudgetError, StateError: as `charge`; also for another ledger's witness.
         """
         with self._locked():
-            spent, carried = self._read()
-            new: dict[str, Counter[Step]] = {}
-            after: dict[tuple[int, int], tuple[Counter[Step], Counter[Step]]] = {}
-            # Records mostly share one history, so it is added to once. `after` keeps the old one, and with it its id.
-            for record, times in Counter(records).items():
-                before = spent.get(record, carried)
-                if (key := (id(before), times)) not in after:
-                    more = Counter({step: times * count for step, count in charges.items()})
-                    after[key] = (before, Counter(before))
-                    after[key][1].update(more)
-                new[record] = after[key][1]
-            for history in {frozenset(h.items()) for _, h in after.values()}:
-                for budget in budgets:
-                    self._require(dict(history), charges, budget)
-            self._write(spent | new, carried)
+            stored, old = self._read(own)
+            mark = witness.read()
+            if mark is not None and mark.tag != stored.tag:
+                raise StateError(self._foreign(stored, witness))
+            known = len(stored.account.entries)
+            is_behind = mark is not None and mark.changes > len(stored.heads) and mark.entries == known
+            account = stored.account.hold_to(own).use_up()
+            if not is_behind:
+                account = account.append(
+                    AccountEntry("a restored ledger", "it may lack runs that it had charged", frozenset(Party))
+                )
+            heads = stored.heads
+            if mark is not None and mark.changes > len(heads):
+                heads = (*heads, *("0" * _HEAD for _ in range(mark.changes - len(heads) - 1)), mark.head)
+            self._write(replace(stored, heads=heads), account, old, witness)
+        return "all runs used up" if is_behind else "all runs used up, and an open entry for those that may be missing"
 
-    def histories(self) -> list[tuple[Spent, int]]:
-        """Return each distinct charge history with the number of records that have it.
+    def adopt(self, own: PrivacyBudget, witness: LedgerWitness, other: PrivacyLedger | None) -> int:
+        """Add the history of the data folder's ledger to this one; return the number of entries that were added.
 
-        The number is 0 for the history that all other records begin with, where there is one.
+        Args:
+            other: that ledger; None if it is lost, for which an open entry stands.
 
         Raises:
-            StateError: the file cannot be read.
+            BudgetError, StateError: as `charge`; also if `other` is not the ledger that the witness names.
         """
-        spent, carried = self._read()
-        history_counts = Counter(frozenset(history.items()) for history in spent.values())
-        if carried:
-            history_counts.setdefault(frozenset(carried.items()), 0)
-        return [(dict(history), count) for history, count in history_counts.items()]
-
-    def epsilon(self, record: str, budget: PrivacyBudget) -> float:
-        """Return the epsilon that a record has been charged, at the budget's delta and relation."""
-        spent, carried = self._read()
-        return accounting.compute_epsilon(spent.get(record, carried), budget.delta, budget.neighbours)
-
-    def _require(self, history: Spent, charges: Spent, budget: PrivacyBudget) -> None:
-        if budget.epsilon == math.inf:  # no limit; what was spent is computed when it is asked for
-            return
-        after = accounting.compute_epsilon(history, budget.delta, budget.neighbours)
-        if after <= budget.epsilon:
-            return
-        before = {step: count - charges.get(step, 0) for step, count in history.items()}
-        so_far = (
-            accounting.compute_epsilon(before, budget.delta, budget.neighbours) if min(before.values()) >= 0 else after
-        )
-        raise BudgetError(
-            f"epsilon: expected at most {stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)} for every "
-            f"record, found {so_far:.4g} spent and {after:.4g} after this round; the run ends here for this site: "
-            "agree on a larger epsilon, or on more noise from the start"
-        )
+        both = [self] if other is None else sorted((self, other), key=lambda one: str(one._path))
+        if len({one._path.resolve() for one in both}) < len(both):
+            raise StateError(f"{self._path}: expected another state folder, found this one; nothing to adopt")
+        with contextlib.ExitStack() as stack:
+            for ledger in both:
+                stack.enter_context(ledger._locked())
+            stored, old = self._read(own)
+            mark = witness.read()
+            if mark is None or mark.tag == stored.tag:
+                raise StateError(f"{witness.place}: expected the tag of another ledger, found none; nothing to adopt")
+            if other is None:
+                added: Sequence[AccountEntry] = [
+                    AccountEntry("a lost ledger", "its charges of this data are unknown", frozenset(Party))
+                ]
+            else:
+                theirs, their_old = other._read(own)
+                if theirs.tag != mark.tag:
+                    raise StateError(
+                        f"{other._path}: expected the ledger that {witness.place} names, found another; name the state "
+                        "folder that charged this data, or say that it is lost"
+                    )
+                other._require_witness(theirs, witness)
+                account = theirs.account.hold_to(own)
+                added = [replace(entry, run=f"{entry.run} (adopted)").use_up() for entry in account.entries]
+            after = self._write(stored, stored.account.hold_to(own).append(*added), old, None)
+            if other is not None:
+                other._write(replace(theirs, moved_to=after.tag), theirs.account, their_old, None)
+            witness.write(after.mark)
+        return len(added)
 
     @property
     def roles(self) -> dict[Path, str]:
-        """Return the ledger's files with their encryption roles."""
-        site = self._path.stem
-        return {self._path: f"ledger/{site}", self._path.with_suffix(".key"): f"ledger-key/{site}"}
+        """Return the ledger's files, and those of older versions, with their encryption roles."""
+        ledgers = {path: f"ledger/{path.stem}" for path in (self._path, *self._folder.glob("*.json"))}
+        return ledgers | {path: f"ledger-key/{path.stem}" for path in self._folder.glob("*.key")}
 
     @contextlib.contextmanager
     def held(self) -> Iterator[dict[Path, str]]:
@@ -150,77 +238,208 @@ class PrivacyLedger:
         with self._locked():
             yield {file: role for file, role in self.roles.items() if file.exists()}
 
-    def _key(self) -> bytes:
-        path = self._path.with_suffix(".key")
+    def _change(
+        self, own: PrivacyBudget, witness: LedgerWitness | None, decide: Callable[[SiteAccount], SiteAccount]
+    ) -> None:
         with self._locked():
-            if not path.exists():
-                if self._path.exists():
-                    raise StateError(
-                        f"{path}: expected the key of {self._path.name}, found none; restore it from a backup"
-                    )
-                write_atomic(path, self._seal.closed([checksummed_bytes(os.urandom(_KEY_BYTES))], self.roles[path]))
-            data = self._seal.read(path, self.roles[path])
-            if len(data) == _KEY_BYTES:
-                write_atomic(path, self._seal.closed([data := checksummed_bytes(data)], self.roles[path]))
-        try:
-            return verify_checksummed(data)
-        except ValueError as error:
+            stored, old = self._read(own)
+            mark = self._require_witness(stored, witness)
+            if stored.moved_to:
+                raise StateError(
+                    f"{self._path}: expected a ledger in use, found one whose history the ledger {stored.moved_to} has "
+                    "taken over; use that site's state folder"
+                )
+            before = stored.account
+            account = decide(before.hold_to(own))
+            if account == before and not old and stored.tag:
+                if witness is not None and mark != stored.mark:
+                    witness.write(stored.mark)
+                return
+            self._write(stored, account, old, witness)
+
+    def _require_witness(self, stored: StoredAccount, witness: LedgerWitness | None) -> WitnessMark | None:
+        """Return the witness's mark. Raises StateError if the ledger does not contain what the witness has seen."""
+        mark = witness.read() if witness is not None else None
+        if witness is None or mark is None:
+            return None
+        if mark.tag != stored.tag:
+            raise StateError(self._foreign(stored, witness))
+        if mark.changes > len(stored.heads) or stored.heads[mark.changes - 1] != mark.head:
             raise StateError(
-                f"{path}: expected the key of the ledger's records, found {len(data)} bytes: {error}; restore it "
-                "from a backup: with another key every record would start from zero"
-            ) from None
+                f"{self._path}: expected the change {mark.changes} that {witness.place} has seen, found "
+                f"{len(stored.heads)} changes, so an older copy of the ledger was restored; restore the newest one, or "
+                "run fedveil site ledger recover, which counts the most that may have been charged since"
+            )
+        return mark
+
+    def _foreign(self, stored: StoredAccount, witness: LedgerWitness) -> str:
+        found = "another ledger" if stored.tag else "no ledger here: it was lost, or belongs to another state folder"
+        return (
+            f"{witness.place}: expected the tag of the ledger in {self._folder}, found {found}; use the state folder "
+            "that charged this data, or run fedveil site ledger adopt, which adds its history to this one"
+        )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        paths.private_folder(self._path.parent)
+        paths.private_folder(self._folder)
         with self._path.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _read(self) -> tuple[dict[str, Counter[Step]], Counter[Step]]:
-        """Return the charges of every charged record, and the charges that every other record begins with."""
-        if not self._path.exists():
-            return {}, Counter()
+    def _read(self, own: PrivacyBudget) -> tuple[StoredAccount, list[Path]]:
+        """Return the content with the older ledgers carried over, and their files. A new account is made for `own`."""
+        stored = StoredAccount("", (), "", SiteAccount(own))
+        old = sorted(path for path in self._folder.glob("*.json") if path != self._path)
+        if self._path.exists():
+            content = self._content(self._path)
+            if content["fedveil-ledger"] in _OLD_VERSIONS:  # of a site that was named "ledger"
+                old.append(self._path)
+            else:
+                try:
+                    stored = _parse_stored(content)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    raise StateError(self._damaged(self._path, error)) from None
+        if old:
+            entry = carry_over(self._histories(path) for path in old)
+            if entry.steps:
+                stored = replace(stored, account=stored.account.append(entry))
+        return stored, old
+
+    def _content(self, path: Path) -> dict[str, Any]:
         try:
-            data = self._seal.read(self._path, self.roles[self._path])
+            data = self._seal.read(path, self.roles[path])
             version = json.loads(data)["fedveil-ledger"]
-            if version not in (*_WITHOUT_CHECKSUM, _VERSION):
+            if version not in (*_OLD_VERSIONS, _VERSION):
                 raise ValueError(f"version {version}")
             has_none = version in _WITHOUT_CHECKSUM and b"checksum" not in data
-            content = json.loads(data) if has_none else read_checksummed(data)
-            groups = [(_history(spent), names) for spent, names in content["spent"]]
-            if version == _BY_CONTENT:
-                return {}, reduce(or_, (spent for spent, _ in groups), Counter())
-            carried = _history(content["carried"])
+            return dict(json.loads(data)) if has_none else read_checksummed(data)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StateError(
-                f"{self._path}: expected a privacy ledger of version {_VERSION}, found none that can be read "
-                f"({error}); restore it from a backup: without it the privacy spent so far is unknown"
-            ) from None
-        return {name: spent for spent, names in groups for name in names}, carried
+            raise StateError(self._damaged(path, error)) from None
 
-    def _write(self, spent: Mapping[str, Counter[Step]], carried: Counter[Step]) -> None:
-        groups: dict[tuple[tuple[Step, int], ...], list[str]] = defaultdict(list)
-        for name, history in spent.items():
-            groups[tuple(sorted(history.items()))].append(name)
-        by_history = [[_listed(history), names] for history, names in groups.items()]
-        content = {"fedveil-ledger": _VERSION, "carried": _listed(sorted(carried.items())), "spent": by_history}
+    def _histories(self, path: Path) -> list[Spent]:
+        """Return the histories in a ledger of versions 1 to 3."""
+        content = self._content(path)
         try:
-            write_atomic(self._path, self._seal.closed([write_checksummed(content)], self.roles[self._path]))
+            if content["fedveil-ledger"] not in _OLD_VERSIONS:
+                raise ValueError("a second ledger of this version")
+            histories: list[Spent] = [_parse_history(history) for history, _ in content["spent"]]
+            carried = _parse_history([] if content["fedveil-ledger"] == _BY_CONTENT else content["carried"])
+            return [*histories, carried] if histories or carried else []
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(self._damaged(path, error)) from None
+
+    def _damaged(self, path: Path, error: Exception) -> str:
+        return (
+            f"{path}: expected a privacy ledger of version {_VERSION}, found none that can be read ({error}); restore "
+            "it from a backup, and then run fedveil site ledger recover"
+        )
+
+    def _write(
+        self, stored: StoredAccount, account: SiteAccount, old: Iterable[Path], witness: LedgerWitness | None
+    ) -> StoredAccount:
+        """Write the account as the next change, then the witness; remove the files that it was carried over from."""
+        after = replace(stored, tag=stored.tag or secrets.token_hex(16), account=account)
+        after = replace(after, heads=(*after.heads, _head_of(after)))
+        content = {**_listed(after), "heads": "".join(after.heads)}
+        role = self.roles[self._path]
+        try:
+            write_atomic(self._path, self._seal.closed([write_checksummed(content)], role))
+            for path in old:
+                path.with_suffix(".key").unlink(missing_ok=True)
+                if path != self._path:
+                    path.unlink()
         except OSError as error:
             raise StateError(f"{self._path}: cannot write the privacy ledger: {error}; free space") from error
+        if witness is not None:
+            witness.write(after.mark)
+        return after
 
 
-def _listed(history: Iterable[tuple[Step, int]]) -> list[Any]:
-    return [[step[:4], count] for step, count in history]
+@final
+class RunCharger:
+    """Charges one run at a site.
+
+    Args:
+        ledger: the site's ledger.
+        terms: of the run.
+        own: the site's own limit, delta and adjacency.
+        witness, after_open: as `PrivacyLedger.charge` takes them.
+    """
+
+    def __init__(
+        self,
+        ledger: PrivacyLedger,
+        terms: RunTerms,
+        own: PrivacyBudget,
+        witness: LedgerWitness | None = None,
+        after_open: str = "say",
+    ) -> None:
+        self._ledger, self._terms, self._witness, self._after_open = ledger, terms, witness, after_open
+        self.own = own
+
+    def charge(self, charges: Spent) -> None:
+        """Charge the ledger. Raises BudgetError, StateError."""
+        self._ledger.charge(self._terms, charges, self.own, self._witness, self._after_open)
 
 
-def _history(spent: Iterable[Sequence[Any]]) -> Counter[Step]:
-    return Counter({_step(step): int(count) for step, count in spent})
+def _head_of(stored: StoredAccount) -> str:
+    """Return the head of a content whose last head is the one before."""
+    text = json.dumps(_listed(stored), sort_keys=True).encode()
+    before = stored.heads[-1] if stored.heads else ""
+    return hashlib.blake2b(text, digest_size=_HEAD // 2, key=before.encode()).hexdigest()
 
 
-def _step(parts: Sequence[Any]) -> Step:
-    kind, examples, batch, multiplier = parts
+def _listed(stored: StoredAccount) -> dict[str, Any]:
+    account = stored.account
+    return {
+        "fedveil-ledger": _VERSION,
+        "tag": stored.tag,
+        "moved-to": stored.moved_to,
+        "delta": account.own.delta,
+        "adjacency": account.own.neighbours.value,
+        "limits": [None if limit == math.inf else limit for limit in account.limits],
+        "unit": account.unit,
+        "entries": [
+            {
+                "run": entry.run, "why": entry.why, "open": sorted(entry.open), "claim": entry.claim,
+                "reserved": None if entry.reserved in (None, math.inf) else entry.reserved,
+                "steps": [[*one.step, one.most, one.used] for one in entry.steps],
+            }
+            for entry in account.entries
+        ],
+    }  # fmt: skip
+
+
+def _parse_stored(content: dict[str, Any]) -> StoredAccount:
+    """Parse a content of this version. Raises ValueError, KeyError, TypeError or AttributeError."""
+    text = str(content["heads"])
+    heads = tuple(text[i : i + _HEAD] for i in range(0, len(text), _HEAD))
+    limits = tuple(math.inf if limit is None else float(limit) for limit in content["limits"])
+    own = PrivacyBudget(limits[-1], float(content["delta"]), Adjacency(content["adjacency"]))
+    entries = tuple(
+        AccountEntry(
+            str(entry["run"]),
+            str(entry["why"]),
+            frozenset(Party(party) for party in entry["open"]),
+            str(entry["claim"]),
+            tuple(ReservedStep(_parse_step(step), int(most), int(used)) for *step, most, used in entry["steps"]),
+            None if entry["reserved"] is None else float(entry["reserved"]),
+        )
+        for entry in content["entries"]
+    )
+    account = SiteAccount(own, limits, str(content["unit"]), entries)
+    stored = StoredAccount(str(content["tag"]), heads, str(content["moved-to"]), account)
+    if not heads or _head_of(replace(stored, heads=heads[:-1])) != heads[-1]:
+        raise ValueError("its last change does not match its chain")
+    return stored
+
+
+def _parse_history(spent: Iterable[Sequence[Any]]) -> Spent:
+    return {_parse_step(step): int(count) for step, count in spent}
+
+
+def _parse_step(parts: Sequence[Any]) -> Step:
+    kind, examples, batch, multiplier, *variation = parts
     if kind not in ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE) or not float(multiplier) >= 0:
         raise ValueError(f"step {parts}")
-    return Step(str(kind), int(examples), int(batch), float(multiplier))
+    return Step(str(kind), int(examples), int(batch), float(multiplier), *(float(v) for v in variation))

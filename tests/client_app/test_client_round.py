@@ -15,7 +15,7 @@ from fedveil.client_app import client_round, client_session
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.policy.site_policy import load_policy
-from fedveil.client_app.state.data_sets import ID_FILE, ChargedDataset, shelf_of
+from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, shelf_of
 from fedveil.config import parse
 from fedveil.contract.codec import raw_bytes
 from fedveil.contract.message_address import MessageAddress
@@ -58,8 +58,6 @@ def upload(data, state, round_=0, config=None, **node) -> bytes:
 
 
 def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp_path, data, monkeypatch):
-    """A public run also names no row: 300,000 of them would be as many Python objects."""
-    monkeypatch.setattr(ChargedDataset, "records", None)
     first = upload(data, tmp_path / "state")
     (cache_folder,) = shelf_of(tmp_path / "state", data).iterdir()
     assert cache_folder.is_relative_to(tmp_path / "state" / ".prepared")
@@ -84,7 +82,7 @@ def test_rows_are_kept_by_the_id_of_the_data_set_once_it_has_one(tmp_path, data)
     assert shelf_of(state, data).name.startswith("path-")
     assert shelf_of(state, data) == shelf_of(state, data / "train.jsonl") == shelf_of(state, data / ".." / "data")
     assert shelf_of(state, data, "ward-7") == state / ".prepared" / "ward-7"
-    dataset = ChargedDataset.from_folder(data)
+    dataset = SiteDataset.from_folder(data)
     assert shelf_of(state, data) == state / ".prepared" / dataset.id
     (data / ID_FILE).write_text('{"fedveil-data-set": 1, "id": "../../elsewhere"}')
     assert shelf_of(state, data).name.startswith("path-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -13,13 +14,16 @@ from fedveil.client_app import app as client
 from fedveil.client_app import client_session
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import run_config_rules
+from fedveil.client_app.policy.site_policy import SitePolicy
+from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.worker import connection
 from fedveil.config import parse
 from fedveil.contract.method import RoundContext
 from fedveil.contract.privacy import Adjacency, SamplingPlan, Step
-from fedveil.errors import BudgetError, ConfigError, PolicyError
+from fedveil.errors import BudgetError, ConfigError, PolicyError, StateError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.privacy import accounting
+from fedveil.privacy.ledger_account import Party, SiteAccount
 from fedveil.server_app.run import prepare_strategy
 from fedveil.server_app.run_folder import RunFolder
 from fedveil.server_app.run_plan import RunPlan
@@ -29,7 +33,7 @@ FIELDS = {"rank": 3, "adapter": {"length": LENGTH}, "noise_local": 20.0, "noise_
 ROWS = examples(12)
 
 
-def assignment(tmp_path, round_=0, run="r", deterministic=False, **fields) -> ClientAssignment:
+def assignment(tmp_path, round_=0, run="r", deterministic=False, node=(), **fields) -> ClientAssignment:
     (tmp_path / "data").mkdir(exist_ok=True)
     order = {
         "round": round_, "is-new": round_ == 0, "site": "s", "run": run, "method": "dp_fpl",
@@ -39,7 +43,7 @@ def assignment(tmp_path, round_=0, run="r", deterministic=False, **fields) -> Cl
     config = {"method.name": "dp_fpl", "train.batch-size": 4, "run.deterministic": deterministic}
     config["method.params"] = f"{text}\nadapter.length = {LENGTH}"
     return ClientAssignment.from_instruction(
-        order, config, {"state-dir": str(tmp_path / "state"), "data": str(tmp_path / "data")}
+        order, config, {"site": "s", "state-dir": str(tmp_path / "state"), "data": str(tmp_path / "data"), **dict(node)}
     )
 
 
@@ -63,46 +67,103 @@ def take(monkeypatch):
     return go
 
 
-def allowed(epochs: float) -> float:
+def allowed(epochs: int) -> float:
     charges = {Step("gaussian", 0, 0, 20 / 2**0.5): epochs}
     return accounting.compute_epsilon(charges, 1e-5, Adjacency.REPLACE_ONE) * 1.001
 
 
-def test_a_run_ends_for_a_site_whose_records_have_spent_their_budget(tmp_path, take):
-    """3 batches an epoch, one a round: the budget of two epochs lasts six rounds, over restarts and over runs."""
-    for round_ in range(3):
+def account(tmp_path) -> SiteAccount:
+    return open_ledger(tmp_path / "state").read(SitePolicy().budget).account
+
+
+def test_a_run_ends_for_a_site_when_its_claim_is_spent_over_restarts_and_whatever_was_drawn(tmp_path, take):
+    """Each round has one batch of an epoch, and is charged to all rows like a whole epoch."""
+    for round_ in range(2):
         take(assignment(tmp_path, round_, epsilon=allowed(2)))
-    for round_ in range(3):
-        take(assignment(tmp_path, round_, "another", epsilon=allowed(2)))
-    ledger = tmp_path / "state" / ".ledger" / "s.json"
+    ledger = tmp_path / "state" / ".ledger" / "ledger.json"
     before = ledger.read_bytes()
-    for run in ("r", "another", "third"):
+    for rows in (ROWS, ROWS[::-1], examples(12, seed=2)):
         with pytest.raises(BudgetError, match="replace-one"):
-            take(assignment(tmp_path, 3, run, epsilon=allowed(2)))
+            take(assignment(tmp_path, 2, epsilon=allowed(2)), rows)
     assert ledger.read_bytes() == before
-    take(assignment(tmp_path, 3, "third", epsilon=allowed(3)))
+    take(assignment(tmp_path, 0, "another", epsilon=allowed(2)))  # a claim is for its run alone
+    with pytest.raises(BudgetError, match="fixed"):
+        take(assignment(tmp_path, 2, epsilon=allowed(3)))
 
 
-def test_what_rows_hold_and_their_order_do_not_matter_and_new_rows_start_anew(tmp_path, take):
-    for round_ in range(3):
-        take(assignment(tmp_path, round_, epsilon=allowed(1)))
-    renamed = [replace(row, folder="elsewhere", class_names=("a",)) for row in ROWS]
-    for rows in (ROWS[::-1], renamed, examples(12, seed=2)):
-        with pytest.raises(BudgetError):
-            take(assignment(tmp_path, 3, epsilon=allowed(1)), rows)
-    take(assignment(tmp_path, 3, epsilon=allowed(1)), examples(24)[12:])
+def policed(tmp_path, text: str, what: ClientAssignment) -> ClientAssignment:
+    """The assignment under a policy that permits it otherwise."""
+    (tmp_path / "policy.toml").write_text(f"{text}\n{run_config_rules.permits_for_run(what.config)}")
+    return replace(what, site=what.site.model_copy(update={"policy": str(tmp_path / "policy.toml")}))
 
 
-def test_without_an_epsilon_the_ledger_counts_and_stops_nothing(tmp_path, take):
-    take(assignment(tmp_path))
-    assert (tmp_path / "state" / ".ledger" / "s.json").exists()
+def test_two_site_names_on_one_state_folder_share_one_account(tmp_path, take):
+    """Way 1: names open no second budget; the policy's limit is for all runs and names together."""
+    most = accounting.compute_epsilon({Step("gaussian", 0, 0, 20 / 2**0.5): 2}, 1e-5 / 16, Adjacency.REPLACE_ONE)
+    text = f"max-epsilon = {1.9 * most}"
+    take(policed(tmp_path, text, assignment(tmp_path, epsilon=allowed(2), node={"site": "north"}.items())))
+    second = assignment(tmp_path, run="second", epsilon=allowed(2), node={"site": "north-2"}.items())
+    with pytest.raises(BudgetError, match="over all runs together"):
+        take(policed(tmp_path, text, second))
+    assert {path.name for path in (tmp_path / "state" / ".ledger").iterdir()} == {"ledger.json", "ledger.lock"}
 
 
-def test_a_deterministic_turn_is_refused_with_an_epsilon_and_not_charged_without(tmp_path, take):
+def test_a_second_state_folder_on_the_data_is_refused(tmp_path, take):
+    """Way 1, with a state folder of its own; also for a run without a claim, whose trace would be elsewhere."""
+    take(assignment(tmp_path, epsilon=allowed(2)))
+    second = {"state-dir": str(tmp_path / "second")}.items()
+    for fields in ({"epsilon": allowed(2)}, {}):
+        with pytest.raises(StateError, match="site ledger adopt"):
+            take(assignment(tmp_path, node=second, **fields))
+    with pytest.raises(StateError, match="site ledger adopt"):
+        take(assignment(tmp_path, node=second, deterministic=True))
+
+
+def test_a_mode_whose_server_sees_the_gradient_is_open_against_it(tmp_path, take):
+    """Way 2."""
+    take(assignment(tmp_path, mode="paper", epsilon=8.0, sampling="poisson"))
+    assert [bool(account(tmp_path).standing(party).because) for party in Party] == [True, True, False]
+
+
+def test_a_run_without_a_claim_and_a_deterministic_one_leave_an_open_entry(tmp_path, take):
+    """Way 3."""
     with pytest.raises(ConfigError, match="run.deterministic"):
         take(assignment(tmp_path, deterministic=True, epsilon=3.0))
     assert take(assignment(tmp_path, deterministic=True)) == take(assignment(tmp_path, deterministic=True))
+    assert [(entry.run, entry.why) for entry in account(tmp_path).entries] == [("r", "its noise is seeded")]
+    private = assignment(tmp_path, run="private", epsilon=allowed(2))
+    with pytest.raises(BudgetError, match="after-open"):
+        take(policed(tmp_path, 'after-open = "refuse"', private))
+    take(policed(tmp_path, 'after-open = "say"', private))
+
+
+def test_a_claim_without_a_site_of_its_own_is_refused(tmp_path, take):
+    """Way 4: the server's word for the site would name it."""
+    with pytest.raises(ConfigError, match="node config: site: expected the site's name"):
+        take(assignment(tmp_path, epsilon=allowed(2), node={"site": ""}.items()))
     assert not (tmp_path / "state" / ".ledger").exists()
+
+
+def test_links_copies_and_other_folders_are_charged_to_the_one_account(tmp_path, take):
+    """Way 5: an account names no file. A copied folder has the id, or gets one of the same ledger."""
+    take(assignment(tmp_path, epsilon=allowed(2)))
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    (tmp_path / "bare").mkdir()
+    take(assignment(tmp_path, 1, epsilon=allowed(2), node={"data": str(tmp_path / "link")}.items()))
+    for folder in ("link", "copy", "bare"):
+        with pytest.raises(BudgetError, match="after this round"):
+            take(assignment(tmp_path, 2, epsilon=allowed(2), node={"data": str(tmp_path / folder)}.items()))
+
+
+def test_a_restored_state_folder_is_found_by_the_data_folder(tmp_path, take):
+    take(assignment(tmp_path, epsilon=allowed(2)))
+    shutil.copytree(tmp_path / "state" / ".ledger", tmp_path / "backup")
+    take(assignment(tmp_path, 1, epsilon=allowed(2)))
+    shutil.rmtree(tmp_path / "state" / ".ledger")
+    shutil.copytree(tmp_path / "backup", tmp_path / "state" / ".ledger")
+    with pytest.raises(StateError, match="site ledger recover"):
+        take(assignment(tmp_path, 1, epsilon=allowed(2)))
 
 
 def test_the_server_learns_why():
@@ -146,33 +207,29 @@ def cost(turns: int, relation: Adjacency) -> float:
 
 @pytest.mark.long
 def test_a_server_gains_no_budget_by_another_relation(tmp_path, take):
-    """What is refused under replace-one is refused under zero-out, where the same charges cost less."""
+    """A claim under zero-out is held to the site's replace-one too, where the same charges cost more."""
     epsilon = cost(2, Adjacency.REPLACE_ONE)
     assert cost(3, Adjacency.ZERO_OUT) < epsilon
-    for round_ in range(2):
-        take(assignment(tmp_path, round_, **under("replace-one", epsilon)))
-    for relation in Adjacency:
-        with pytest.raises(BudgetError, match=r"replace-one\) for every record, found .* after this round"):
-            take(assignment(tmp_path, 2, relation.value, **under(relation.value, epsilon)))
+    for run, relation in enumerate(Adjacency):
+        for round_ in range(2):
+            take(assignment(tmp_path, round_, f"r{run}", **under(relation.value, epsilon)))
+        with pytest.raises(BudgetError, match="after this round"):
+            take(assignment(tmp_path, 2, f"r{run}", **under(relation.value, epsilon)))
 
 
 def test_a_site_may_judge_by_another_relation_or_delta(tmp_path, take):
     def asked(text, **fields):
-        client_assignment = assignment(tmp_path, **fields)
-        (tmp_path / "policy.toml").write_text(f"{text}\n{run_config_rules.permits_for_run(client_assignment.config)}")
-        return replace(
-            client_assignment, site=client_assignment.site.model_copy(update={"policy": str(tmp_path / "policy.toml")})
-        )
+        return policed(tmp_path, text, assignment(tmp_path, **fields))
 
-    disjoint = asked('adjacency = "zero-out"')
     with pytest.raises(BudgetError, match='sampling: expected "poisson" at this site'):
-        take(disjoint)
+        take(asked('adjacency = "zero-out"'))
     fields = under("zero-out", cost(1, Adjacency.ZERO_OUT))
-    with pytest.raises(BudgetError, match="replace-one"):
-        take(asked("", **fields))
-    with pytest.raises(BudgetError, match="at delta 1e-09"):
-        take(asked('adjacency = "zero-out"\ndelta = 1e-9', **fields))
+    for text in ("", 'adjacency = "zero-out"\ndelta = 1e-9'):
+        with pytest.raises(BudgetError, match="for its first client round"):
+            take(asked(text, **fields))
     take(asked('adjacency = "zero-out"', **fields))
+    with pytest.raises(BudgetError, match="adjacency: expected zero-out in this site's policy"):
+        take(asked("", **fields))
 
 
 def test_under_a_policy_the_order_s_fields_are_those_that_the_policy_has_judged(tmp_path, take):

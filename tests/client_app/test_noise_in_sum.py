@@ -13,7 +13,7 @@ from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.config import parse
 from fedveil.contract.method import RoundContext
-from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
+from fedveil.contract.privacy import Adjacency, Step
 from fedveil.errors import BudgetError, ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.flatten import FixedPointSums
@@ -23,6 +23,7 @@ from fedveil.federation.secagg.plan import broadcast_digest, config_digest
 from fedveil.federation.secagg.server import SecAggCoordinator
 from fedveil.privacy import accounting
 from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.privacy.ledger_account import Party
 from fedveil.wire.header import message_digest
 from tests.prompt_toy import LENGTH, PromptTask, examples
 
@@ -56,7 +57,9 @@ class Run:
             "fields": json.dumps(self.fields), "secure": plan,
         }  # fmt: skip
         return ClientAssignment.from_instruction(
-            order, self.flat, {"state-dir": str(self.at / site), "data": str(self.at / "data")}
+            order,
+            self.flat,
+            {"site": site, "state-dir": str(self.at / site), "data": str(self.at / "data"), "simulated": True},
         )
 
     def round(self, round_: int = 0) -> FixedPointSums:
@@ -82,13 +85,9 @@ class Run:
         return FixedPointSums(summed.slots, summed.ring(attempt.plan), attempt.total(), {site: {} for site in SITES})
 
     def spent(self, site: str) -> tuple[float, float]:
-        """Epsilon of a row against the server, and against all others together."""
-        ledger, budget = open_ledger(self.at / site, site), PrivacyBudget(8.0, 1e-5, Adjacency.REPLACE_ONE)
-        (history,) = {tuple(sorted(spent.items())) for spent in ledger._read()[0].values()}
-        return tuple(
-            accounting.compute_epsilon(c, 1e-5, budget.neighbours)
-            for c in (dict(history), accounting.epsilon_against_all(dict(history)))
-        )
+        """Epsilon against the server, and against all others together."""
+        account = open_ledger(self.at / site).read(SitePolicy().budget).account
+        return account.standing(Party.SERVER).composed, account.standing(Party.ALL).composed
 
 
 def test_the_sum_has_the_noise_and_each_ledger_both_figures(tmp_path, monkeypatch):
@@ -110,17 +109,18 @@ def test_the_sum_has_the_noise_and_each_ledger_both_figures(tmp_path, monkeypatc
         assert counted < alone
 
 
-def test_a_deterministic_run_is_not_charged(tmp_path, monkeypatch):
+def test_a_deterministic_run_is_open_against_everyone(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch, **{"run.deterministic": True})
     run.round()
-    assert not (tmp_path / "s0" / ".ledger").exists()
+    (entry,) = open_ledger(tmp_path / "s0").read(SitePolicy().budget).account.entries
+    assert (entry.run, entry.open, entry.steps) == ("r", frozenset(Party), ())
 
 
 def test_a_budget_of_the_sum_ends_the_run_at_the_site(tmp_path, monkeypatch):
     z = (30**-2 + 40**-2) ** -0.5
     once = accounting.compute_epsilon({Step("summed", 0, 0, z): 1}, 1e-5, Adjacency.REPLACE_ONE)
     run = Run(tmp_path, monkeypatch, FIELDS | {"epsilon": once * 0.99})
-    with pytest.raises(BudgetError, match="after this round"):
+    with pytest.raises(BudgetError, match="for its first client round"):
         run.round()
 
 

@@ -205,17 +205,17 @@ class _Bench:
             "recorded": (run, "metrics.jsonl"),
             "counted": (sites / point.site, f"{name}-*/{point.site}/served.json"),
             "kept": (sites / point.site, f"{name}-*/{point.site}/turn-*.safetensors"),
-            "charged": (sites / point.site, f".ledger/{point.site}.json"),
+            "charged": (sites / point.site, ".ledger/ledger.json"),
         }
         folder, pattern = files[point.event]
         return lambda: folder.glob(pattern)
 
     def _charged(self) -> dict[str, int]:
-        """Return the steps charged so far to the most charged record of every site."""
+        """Return the steps charged so far at every site."""
         found = {}
-        for file in self._federation.folder.glob("sites/*/.ledger/*.json"):
-            histories = json.loads(file.read_text())["spent"]
-            found[file.stem] = max(sum(count for _, count in history) for history, _ in histories)
+        for file in self._federation.folder.glob("sites/*/.ledger/ledger.json"):
+            entries = json.loads(file.read_text())["entries"]
+            found[file.parent.parent.name] = sum(used for entry in entries for *_, used in entry["steps"])
         return found
 
     def _facts(self, name: str, spent: Mapping[str, int]) -> dict[str, Any]:

@@ -363,6 +363,7 @@ class LocalDeployment:
         folder = self.folder / "sites" / name
         folder.mkdir(mode=0o700, exist_ok=True)
         config: dict[str, Value] = {"site": name, "state-dir": str(folder), "device": self.device}
+        config["simulated"] = True
         config |= {"partition-id": list(self.sites).index(name), "num-partitions": len(self.sites)}
         if site.data is not None:  # others may share the folder, so no id is written there
             config |= {"data": str(site.data.absolute()), "data-set": name}

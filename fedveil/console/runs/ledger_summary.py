@@ -1,97 +1,136 @@
-"""Summarize a site's privacy ledger: the number of charged records and the highest spent budget.
-
-The adjacency and delta come from the site's policy.
-"""
+"""Summarize a state folder's privacy ledger: against each party, the limit over all runs and what is reserved of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.policy import site_policy as policies
-from fedveil.client_app.state.client_state import open_ledger
+from fedveil.client_app.state.client_state import LEDGER, open_ledger
 from fedveil.console.runs.site_notes import read_site_note
 from fedveil.contract.privacy import OWN_SHARE, UNTIMED, PrivacyBudget, is_poisson_sampled, stated_guarantee
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import FedVeilError
+from fedveil.privacy.ledger_account import LIMITED, MAX_RUNS, Party, PartyStanding, SiteAccount
 from fedveil.sanitize import sanitize
+
+_TITLE = "privacy ledger"
 
 
 @dataclass(frozen=True)
 class LedgerStanding:
-    """One site's ledger.
+    """A state folder's ledger.
 
     Attributes:
-        histories: number of different charge histories among the records; 0 if nothing was charged.
-        rows: number of charged records, over all runs.
-        epsilon: spent by the most charged record; 0 for none.
-        own: the same against a coalition of the server and all other sites; None if no noise was in a sum.
+        account: its account, under the policy's current max-epsilon.
+        parties: the account against each party; the server with all sites only if a run's noise was in a sum.
+        problem: why the site's policy does not fit the ledger; "" if it does.
         poisson: true if the values assume Poisson sampling.
-        budget: the site's own: the epsilon that its policy permits, and the adjacency and delta of all three values.
     """
 
-    histories: int
-    rows: int
-    epsilon: float
-    own: float | None
+    account: SiteAccount
+    parties: tuple[PartyStanding, ...]
+    problem: str
     poisson: bool
-    budget: PrivacyBudget
+
+    @property
+    def budget(self) -> PrivacyBudget:
+        """Return the limit over all runs, with its delta and adjacency."""
+        return self.account.own
 
     @property
     def left(self) -> float:
-        """Return the budget that the policy permits beyond the spent amount.
-
-        Charges compose, so the cost of a further run cannot be subtracted from it.
-        """
-        spent_ = max(self.epsilon, self.own or 0.0)
-        return max(0.0, self.budget.epsilon - spent_) if self.budget.epsilon < math.inf else math.inf
+        """Return the part of the limit that is not reserved; infinite without a limit."""
+        return max(0.0, self.budget.epsilon - max(one.reserved for one in self.parties if one.party in LIMITED))
 
 
-def charged_datasets(state_dir: Path) -> list[str]:
-    """Return the sites whose ledgers are below the state folder."""
-    return [file.stem for file in sorted((state_dir.expanduser() / ".ledger").glob("*.json"))]
+def ledger_files(state_dir: Path) -> list[Path]:
+    """Return the ledger's file, and those of older versions."""
+    return sorted((state_dir.expanduser() / LEDGER).glob("*.json"))
 
 
 def ledger_lines(state_dir: Path, policy: str = "", key_file: str = "") -> list[str]:
-    """Return a line for each site with a ledger below the state folder; none if no run had a budget.
+    """Return the lines of `fedveil site status` on the ledger below the state folder; none if there is no ledger.
 
     Args:
         policy, key_file: needed if `fedveil site start` has not saved them, as in a container.
     """
-    dataset_names = charged_datasets(state_dir)
-    return [f"privacy ledger of {sanitize(name)}: {_of(state_dir, name, policy, key_file)}" for name in dataset_names]
-
-
-def ledger_standing(state_dir: Path, name: str, policy: str = "", key_file: str = "") -> LedgerStanding:
-    """Read a site's ledger. Raises FedVeilError, OSError or ValueError if it cannot be read."""
-    site = read_site_note(state_dir, name, policy, key_file)
-    budget = policies.load_policy(site).budget
-    histories = open_ledger(state_dir, name, FileSeal.from_key_file(site.key_file)).histories()
-    from fedveil.privacy import accounting  # this import takes a second, and a site without a budget does not need it
-
-    def most(own: bool) -> float:
-        charged = [accounting.epsilon_against_all(history) if own else history for history, _ in histories]
-        return max(
-            (accounting.compute_epsilon(history, budget.delta, budget.neighbours) for history in charged), default=0.0
-        )
-
-    in_sum = any(step[0] == OWN_SHARE for history, _ in histories for step in history)
-    rows = sum(records for _, records in histories)
-    poisson = any(is_poisson_sampled(history) for history, _ in histories)
-    return LedgerStanding(len(histories), rows, most(own=False), most(own=True) if in_sum else None, poisson, budget)
-
-
-def _of(state_dir: Path, name: str, policy: str, key_file: str) -> str:
+    if not ledger_files(state_dir):
+        return []
     try:
-        standing = ledger_standing(state_dir, name, policy, key_file)
+        standing = ledger_standing(state_dir, policy, key_file)
     except (FedVeilError, OSError, ValueError) as error:
-        return f"cannot be read: {sanitize(error)}"
-    if not standing.histories:
-        return "nothing charged yet"
-    about = standing.budget.delta, standing.budget.neighbours
-    most = stated_guarantee(standing.epsilon, *about)
-    summary = f"{standing.rows:,} examples charged over all runs; the highest charge is {most}"
-    if standing.own is not None:
-        summary += f", against the server and all other sites together {stated_guarantee(standing.own, *about)}"
-    return f"{summary}. {UNTIMED}" if standing.poisson else summary
+        return [f"{_TITLE}: cannot be read: {sanitize(error)}"]
+    return [f"{_TITLE}: {line}" for line in standing_lines(standing)]
+
+
+def ledger_standing(state_dir: Path, policy: str = "", key_file: str = "") -> LedgerStanding:
+    """Read the ledger. Raises FedVeilError, OSError or ValueError if it cannot be read."""
+    site = site_of_folder(state_dir, policy, key_file)
+    budget = policies.load_policy(site).budget
+    account = open_ledger(state_dir, FileSeal.from_key_file(site.key_file)).read(budget).account
+    problem, now = "", (budget.delta, budget.neighbours)
+    if (account.own.delta, account.own.neighbours) != now:
+        problem = (
+            f"the policy has delta {budget.delta:g} ({budget.neighbours.value}), for which this ledger was not made: "
+            "no run with a claim is permitted until it is set back"
+        )
+    elif site.policy:
+        account = replace(account, own=budget)
+    in_sum = any(step.kind == OWN_SHARE for entry in account.entries for step in entry.largest)
+    parties = [party for party in Party if party in LIMITED or in_sum]
+    poisson = any(is_poisson_sampled(entry.largest) for entry in account.entries)
+    return LedgerStanding(account, tuple(account.standing(party) for party in parties), problem, poisson)
+
+
+def site_of_folder(state_dir: Path, policy: str = "", key_file: str = "") -> SiteConfig:
+    """Return the site that `fedveil site start` saved in the state folder, with the given policy or key file instead.
+
+    The first by name, if several sites share the folder. Raises ConfigError, OSError, ValueError.
+    """
+    notes = sorted(file.stem for file in state_dir.expanduser().glob("*.toml"))
+    return read_site_note(state_dir, notes[0] if notes else "", policy, key_file)
+
+
+def standing_lines(standing: LedgerStanding) -> Iterator[str]:
+    """Yield what the ledger says, a sentence or two for each party."""
+    account, budget = standing.account, standing.budget
+    if not account.entries:
+        yield "nothing charged yet"
+        return
+    delta = f"delta {budget.delta:g} ({budget.neighbours.value})"
+    yield f"{account.runs} of at most {MAX_RUNS} runs with a claim; {len(account.entries)} entries"
+    for one in standing.parties:
+        yield f"against {one.party}: {bound_of(one, budget)}. {if_planned(one, budget)}"
+    if len(account.limits) > 1:
+        limits = ", then ".join("none" if limit == math.inf else f"{limit:g}" for limit in account.limits)
+        yield f"max-epsilon was {limits}, at {delta}: each larger one was a new promise"
+    if standing.problem:
+        yield standing.problem
+    if standing.poisson:
+        yield UNTIMED
+
+
+def bound_of(one: PartyStanding, budget: PrivacyBudget) -> str:
+    """Return what holds against a party over all runs, whatever was decided between them."""
+    if one.because:
+        return f"over all runs epsilon is infinite, because of run {sanitize(one.because, 100)}"
+    if one.party not in LIMITED:
+        return "no limit applies"
+    if budget.epsilon == math.inf:
+        return "no limit over all runs: the policy sets no max-epsilon"
+    limit = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)
+    if one.reserved > budget.epsilon * (1 + 1e-9):
+        return f"epsilon {one.reserved:.4g} is reserved, above {limit}, which was lowered since: no further run starts"
+    share = 100 * one.reserved / budget.epsilon if budget.epsilon else 0.0
+    return f"at most {limit} over all runs, whatever was decided between them; {share:.0f} % of it is reserved"
+
+
+def if_planned(one: PartyStanding, budget: PrivacyBudget) -> str:
+    """Return the composed figure of all charges with its condition. It is no claim."""
+    figure = stated_guarantee(one.composed, budget.delta, budget.neighbours)
+    rest = " for the runs with a claim" if one.because else ""
+    return f"{figure} so far{rest}, if all runs had been planned together"

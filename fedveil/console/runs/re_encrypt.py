@@ -13,13 +13,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fedveil.client_app.state.client_state import ClientStateStore
+from fedveil.client_app.state.client_state import LEDGER, ClientStateStore, open_ledger
 from fedveil.console.runs import dataset_cache
 from fedveil.console.runs.retained_state import run_folders
 from fedveil.console.runs.workers import list_workers
 from fedveil.encrypted_files import FileSeal, is_sealed, read_seal_header
 from fedveil.errors import ConfigError, StateError
-from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.records import audit_log
 from fedveil.records.atomic_files import write_atomic
 
@@ -27,7 +26,7 @@ from fedveil.records.atomic_files import write_atomic
 def require_key(state_dir: Path, seal: FileSeal) -> None:
     """Raise StateError for the first file whose header a site with this seal would refuse."""
     roles = [ClientStateStore(folder).roles for folder in run_folders(state_dir)]
-    roles += [PrivacyLedger(path).roles for path in _ledgers(state_dir)]
+    roles.append(open_ledger(state_dir).roles)
     for file, role in (pair for files in roles for pair in files.items()):
         with contextlib.suppress(FileNotFoundError):
             if (read_seal_header(file).key if is_sealed(file) else "") != seal.id:
@@ -66,12 +65,8 @@ def re_encrypt_files(state_dir: Path, old: FileSeal, new: FileSeal) -> list[Path
 
 def _folders(state_dir: Path) -> Iterator[contextlib.AbstractContextManager[Mapping[Path, str]]]:
     yield from (_of_run(folder) for folder in run_folders(state_dir))
-    yield from (PrivacyLedger(path).held() for path in _ledgers(state_dir))
-
-
-def _ledgers(state_dir: Path) -> list[Path]:
-    files = (state_dir.expanduser() / ".ledger").glob("*")
-    return sorted({file.with_suffix(".json") for file in files if file.suffix in (".json", ".key")})
+    if (state_dir.expanduser() / LEDGER).is_dir():
+        yield open_ledger(state_dir).held()
 
 
 @contextlib.contextmanager

@@ -10,16 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedveil.console.runs.ledger_summary import LedgerStanding, charged_datasets, ledger_standing
-from fedveil.console.runs.site_notes import noted_federation, read_site_note
+from fedveil.console.runs.ledger_summary import (
+    LedgerStanding,
+    bound_of,
+    if_planned,
+    ledger_files,
+    ledger_standing,
+)
+from fedveil.console.runs.site_notes import noted_federation
 from fedveil.console.runs.workers import WorkerStatus, last_failures, list_workers
 from fedveil.console.web import safe_files
 from fedveil.console.web.background import BackgroundQueries, CachedAnswer
 from fedveil.console.web.components import LOG_HEAD, failure_count, format_time, log_rows, log_verdict, rounds_from_1
 from fedveil.console.web.pages import PageNotFound, PageView, page_digest
 from fedveil.console.web.report.html import html_tag
-from fedveil.contract.privacy import UNTIMED, stated_guarantee
-from fedveil.errors import FedVeilError
+from fedveil.contract.privacy import UNTIMED
 from fedveil.guard import last_heartbeat
 from fedveil.records import audit_log
 from fedveil.sanitize import sanitize
@@ -67,7 +72,8 @@ class SiteViews:
             # Includes whether the site is heard, not when: otherwise every heartbeat would refresh the page.
             silent = [name for name, said in self._heartbeats().items() if said.startswith("not")]
             does = [*(_where(worker) for worker in self._workers()[0]), *silent]
-            files = [self._log, *self._ledgers().values(), *self.state_dir.expanduser().glob("workers/*/turns.jsonl")]
+            turns = self.state_dir.expanduser().glob("workers/*/turns.jsonl")
+            files = [self._log, *ledger_files(self.state_dir), *turns]
             self._state = (time.monotonic(), page_digest((does, safe_files.file_stamps(files), self.later.answered)))
         return self._state[1]
 
@@ -78,27 +84,23 @@ class SiteViews:
     def _heartbeats(self) -> dict[str, str]:
         return {sanitize(name, 80): said for name, said in last_heartbeat.describe_sites(self.state_dir).items()}
 
-    def _ledgers(self) -> dict[str, Path]:
-        return {
-            name: self.state_dir.expanduser() / ".ledger" / f"{name}.json" for name in charged_datasets(self.state_dir)
-        }
-
     def _home(self) -> PageView:
         stamp = safe_files.file_stamps([self._log])
         left = self.later.ask("left", stamp, lambda: _summed(self._log)) if stamp else None
         log_summary = left.value if left else _Left({}, Counter(), [])
         doing, why = self._workers()
-        sites, files = self._names(log_summary), self._ledgers().items()
-        ledgers = [self._ledger(name, file) for name, file in files]
-        known = [self._standing(name, file).value for name, file in files]
+        sites, standing = self._names(log_summary), self._standing()
+        ledger = standing.value if standing else None
         about: dict[str, Any] = {
             "sites": ", ".join(sites), "federation": self._federation(sites), "folder": str(self.state_dir),
             "verdict": log_verdict(self.later, self._log) if stamp else None,
             "left": [], "refusals": [], "facts": {}, "known": log_summary is not None,
             "old": f"{left.since}; newer lines are being read." if left and log_summary and not left.is_new else "",
             "why": (left.why or "Reading the log.") if left and log_summary is None else "",
-            "ledgers": ledgers, "untimed": UNTIMED if any(of.poisson for of in known if of) else "",
-            "unbounded": [name for name, *_, left_ in ledgers if left_ == _UNBOUNDED],
+            "has_ledger": standing is not None, "ledger": _rows(ledger) if ledger else [],
+            "ledger_why": _ledger_note(standing) if standing else "",
+            "untimed": UNTIMED if ledger and ledger.poisson else "",
+            "unbounded": ledger is not None and ledger.budget.epsilon == math.inf,
             "heard": self._heartbeats(),
             "workers": [_row(worker) for worker in doing], "workers_why": why,
             "failures": last_failures(self.state_dir),
@@ -120,10 +122,10 @@ class SiteViews:
         return PageView("site.html", f"Site {about['sites']}" if sites else "This site", about)
 
     def _names(self, found: _Left | None) -> list[str]:
-        """Return the sites of this folder, from the settings saved by `fedveil site start`, the log and the ledger."""
+        """Return the sites of this folder, from the settings saved by `fedveil site start` and the log."""
         noted_ = [file.stem for file in self.state_dir.expanduser().glob("*.toml")]
         logged = [site for _, site in found.runs] if found else []
-        return [sanitize(name, 80) for name in sorted({*noted_, *logged, *self._ledgers()} - {""})][:_MOST_NAMES]
+        return [sanitize(name, 80) for name in sorted({*noted_, *logged} - {""})][:_MOST_NAMES]
 
     def _federation(self, sites: list[str]) -> str:
         """Return the federation of the sites, as saved by `fedveil site start --kit`."""
@@ -132,27 +134,15 @@ class SiteViews:
             return next(iter(federations.values()), "not known")
         return ", ".join(f"{of} ({site})" for site, of in federations.items())
 
-    def _standing(self, name: str, file: Path) -> CachedAnswer[LedgerStanding]:
-        return self.later.ask(
-            ("ledger", name),
-            safe_files.file_stamps([file]),
-            lambda: ledger_standing(self.state_dir, name, self.policy, self.key_file),
-        )
-
-    def _ledger(self, name: str, file: Path) -> list[object]:
-        asked = self._standing(name, file)
-        if asked.value is None:
-            return [name, None, None, asked.why or "computing", "", ""]
-        rows, spent, *more = _of(asked.value)
-        return [name, self._data(name), rows, spent if asked.is_new else f"{spent} ({asked.since})", *more]
-
-    def _data(self, name: str) -> str | None:
-        """Return the site's data folder from its current settings; a ledger has only keyed digests of examples."""
-        try:
-            site = read_site_note(self.state_dir, name)
-        except (FedVeilError, OSError, ValueError):
+    def _standing(self) -> CachedAnswer[LedgerStanding] | None:
+        """Return the ledger's standing; None if the folder has no ledger."""
+        if not (files := ledger_files(self.state_dir)):
             return None
-        return sanitize(site.data_set or site.data, 200) or None
+        return self.later.ask(
+            "ledger",
+            safe_files.file_stamps(files),
+            lambda: ledger_standing(self.state_dir, self.policy, self.key_file),
+        )
 
     def _workers(self) -> tuple[list[WorkerStatus], str]:
         """Return the running workers, and why they are unknown. A worker's report is untrusted: bundled code."""
@@ -174,15 +164,18 @@ class SiteViews:
         )
 
 
-def _of(found: LedgerStanding) -> tuple[int, str, object, object]:
-    """Return the number of charged records, the spent and permitted budget, and the rest, rounded down."""
-    about = found.budget.delta, found.budget.neighbours
-    spent = stated_guarantee(found.epsilon, *about)
-    if found.own is not None:
-        spent += f"; against the server and all other sites together {stated_guarantee(found.own, *about)}"
-    if found.budget.epsilon == math.inf:
-        return found.rows, spent, _UNBOUNDED, _UNBOUNDED
-    return found.rows, spent, f"epsilon {found.budget.epsilon:g}", f"{math.floor(found.left * 1000) / 1000:g}"
+def _rows(ledger: LedgerStanding) -> list[list[object]]:
+    """Return a row for each party: what holds over all runs, what is left of it, and the composed figure."""
+    budget = ledger.budget
+    left = _UNBOUNDED if budget.epsilon == math.inf else f"{math.floor(ledger.left * 1000) / 1000:g}"
+    return [[one.party.value, bound_of(one, budget), left, if_planned(one, budget)] for one in ledger.parties]
+
+
+def _ledger_note(standing: CachedAnswer[LedgerStanding]) -> str:
+    """Return why the ledger is not shown, or what does not fit it, or its age; "" for neither."""
+    if standing.value is None:
+        return standing.why or "computing"
+    return standing.value.problem or ("" if standing.is_new else standing.since)
 
 
 def _summed(file: Path) -> _Left:

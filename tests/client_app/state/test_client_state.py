@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.state.client_state import NOT_RUNS, ClientStateStore, open_ledger
 from fedveil.client_app.state.replay_guard import ReplayGuard
 from fedveil.config import parse
@@ -49,31 +50,29 @@ def test_no_file_of_a_sealed_site_has_anything_of_its_state_secret_or_ledger(tmp
         for round_ in range(2):
             what = after(last, assignment(folder, round_))
             last = turn_of(take(with_key(what, folder / key) if key else what))
-    assert len(kept_in(clear / "state", FileSeal())) == 4
+    assert len(kept_in(clear / "state", FileSeal())) == 3
     assert kept_in(tmp_path / "state", seal) == set()
     files = everything(tmp_path / "state")
     assert sorted(f.name.split("-")[0] for f in files if is_sealed(f)) == [
+        "ledger.json",
         "received.json",
-        "s.json",
-        "s.key",
         "secret",
         "turn",
         "turn",
     ]
-    assert {f.name for f in files if not is_sealed(f)} <= {"s.lock", "served.json", "served.lock", "turn.lock"}
+    assert {f.name for f in files if not is_sealed(f)} <= {"ledger.lock", "served.json", "served.lock", "turn.lock"}
 
 
 def kept_in(state: Path, seal: FileSeal) -> set[str]:
     """What of a site's private things is found in the bytes below its state folder."""
-    store, ledger = ClientStateStore.open(state, "r", "s", seal), open_ledger(state, "s", seal)
+    store, ledger = ClientStateStore.open(state, "r", "s", seal), open_ledger(state, seal)
     turns = [file.stem.removeprefix("turn-") for file in store.folder.glob("turn-*")]
     tensors = [tensor for turn in turns for tensor in store.load(turn).tensors.values()]
     assert tensors
     what = {
         "state": [bytes(raw_bytes(t))[:24] for t in tensors],
         "secret": [store.secret(0, "s", False)],
-        "key": [ledger._key()],
-        "ledger": [name.encode() for name in ledger._read()[0]],
+        "ledger": [ledger.read(SitePolicy().budget).tag.encode()],
     }
     contents = everything(state).values()
     return {name for name, needles in what.items() if any(needle in data for data in contents for needle in needles)}
@@ -119,8 +118,8 @@ def test_two_sealed_files_of_a_site_do_not_change_places(tmp_path, take, seal): 
         mine.write_bytes(sealed_content)
     take(again)
     ledger = tmp_path / "state" / ".ledger"
-    (ledger / "s.json").write_bytes((ledger / "s.key").read_bytes())
-    with pytest.raises(StateError, match="of 'ledger/s', found one of 'ledger-key/s'"):
+    (ledger / "ledger.json").write_bytes((folders["one"] / "secret").read_bytes())
+    with pytest.raises(StateError, match="of 'ledger/ledger', found one of 'secret/one/s'"):
         take(with_key(assignment(tmp_path, 2, run="one"), key))
 
 

@@ -1,4 +1,4 @@
-"""A server that presents the same rows under other names, and what the site's ledger charges all the same."""
+"""A server that presents the same rows under other names, and the mark that binds a data folder to one ledger."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from PIL import Image
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import client_session
 from fedveil.client_app.instruction import ClientAssignment
-from fedveil.client_app.state.data_sets import ID_FILE, ChargedDataset
+from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness, SiteDataset
 from fedveil.config import parse
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
 from fedveil.contract.privacy import Adjacency, Step
-from fedveil.contract.task import ExampleOrigin
 from fedveil.errors import BudgetError, ConfigError, StateError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.privacy import accounting
+from fedveil.privacy.ledger import WitnessMark
 
 ONE_TURN = {Step("poisson", 8, 4, 1.0): 1}  # of 8 rows in batches of 4; noise_local and noise_global share z = 1
 BUDGET = accounting.compute_epsilon(ONE_TURN, 1e-5, Adjacency.REPLACE_ONE) * 1.001
@@ -62,7 +62,7 @@ def private_turn(data, state, **config):
     fields = json.dumps(hyperparameters_of(method))
     order = {"round": 0, "is-new": True, "site": "s", "run": "r", "method": "dp_fpl", "fields": fields}
     reply = client_session.ClientSession().run_round(
-        lambda: down, ClientAssignment.from_instruction(order, flat, {"state-dir": str(state)})
+        lambda: down, ClientAssignment.from_instruction(order, flat, {"site": "s", "state-dir": str(state)})
     )
     return b"".join(reply.parts)
 
@@ -91,18 +91,16 @@ def test_a_data_set_has_one_id_by_every_path_and_keeps_it(tmp_path):
     (tmp_path / "link").symlink_to("data")
     (tmp_path / "data" / "train.jsonl").write_text("{}")
     (tmp_path / "file.jsonl").symlink_to("data/train.jsonl")
-    first = ChargedDataset.from_folder(tmp_path / "data")
+    first = SiteDataset.from_folder(tmp_path / "data")
     for path in ("data", "data/../data", "link", "data/train.jsonl", "link/train.jsonl", "file.jsonl"):
-        dataset = ChargedDataset.from_folder(tmp_path / path)
-        assert dataset.id == first.id
-        file = dataset.data if dataset.data.is_file() else dataset.data / "train.jsonl"
-        assert list(dataset.records([ExampleOrigin(str(file), 3)])) == [(first.id, "train.jsonl", 3)]
+        assert SiteDataset.from_folder(tmp_path / path).id == first.id
+        assert FolderWitness.open(tmp_path / path, "").folder == tmp_path / "data"
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [ID_FILE, "train.jsonl"]
     (tmp_path / "other").mkdir()
-    assert ChargedDataset.from_folder(tmp_path / "other").id != first.id
+    assert SiteDataset.from_folder(tmp_path / "other").id != first.id
     assert (
-        ChargedDataset.from_folder(tmp_path / "other", "ward-7").id
-        == ChargedDataset.from_folder(tmp_path / "data", "ward-7").id
+        SiteDataset.from_folder(tmp_path / "other", "ward-7").id
+        == SiteDataset.from_folder(tmp_path / "data", "ward-7").id
         == "ward-7"
     )
 
@@ -113,24 +111,61 @@ def test_a_folder_that_cannot_keep_an_id_needs_a_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(ConfigError, match="set data-set in the node config"):
-        ChargedDataset.from_folder(tmp_path)
-    assert ChargedDataset.from_folder(tmp_path, "ward-7").id == "ward-7"
+        SiteDataset.from_folder(tmp_path)
+    assert SiteDataset.from_folder(tmp_path, "ward-7").id == "ward-7"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", f'{{"fedveil-data-set": 2, "id": "{"a" * 32}"}}', '{"fedveil-data-set": 1, "id": "short"}',
+    ["", "{", "[]", f'{{"fedveil-data-set": 3, "id": "{"a" * 32}"}}',
+     f'{{"fedveil-data-set": 2, "id": "{"a" * 32}", "ledger": {{"tag": "{"b" * 32}"}}}}',
+     f'{{"fedveil-data-set": 2, "id": "{"a" * 32}", "ledger": 5}}',
+     f'{{"fedveil-data-set": 2, "id": "{"a" * 32}", "ledger": '
+     f'{{"tag": "{"b" * 32}", "changes": 0, "entries": 1, "head": "{"c" * 16}"}}}}',
+     '{"fedveil-data-set": 1, "id": "short"}',
      '{"fedveil-data-set": 1, "id": 5}'],
 )  # fmt: skip
 def test_a_damaged_id_is_not_replaced(text, tmp_path):
     (tmp_path / ID_FILE).write_text(text)
     with pytest.raises(StateError, match="restore it from a backup"):
-        ChargedDataset.from_folder(tmp_path)
+        SiteDataset.from_folder(tmp_path)
     assert (tmp_path / ID_FILE).read_text() == text
 
 
-@pytest.mark.parametrize("origin", [None, ExampleOrigin("/elsewhere/train.jsonl", 1)])
-def test_a_row_from_nowhere_cannot_be_charged(origin, tmp_path):
-    with pytest.raises(ConfigError, match="origin: expected every row"):
-        list(ChargedDataset("d", tmp_path).records([origin]))
+def mark_of(**changes) -> WitnessMark:
+    return WitnessMark(**{"tag": "b" * 32, "changes": 3, "entries": 2, "head": "c" * 16, **changes})
+
+
+def test_a_witness_keeps_the_id_and_is_read_again(tmp_path):
+    name = SiteDataset.from_folder(tmp_path).id
+    witness = FolderWitness.open(tmp_path, "ward-7")
+    assert witness.read() is None
+    witness.write(mark_of())
+    witness.write(mark_of(changes=4))
+    assert FolderWitness.find(tmp_path).read() == mark_of(changes=4)
+    assert SiteDataset.from_folder(tmp_path).id == name
+    assert [path.name for path in tmp_path.iterdir()] == [ID_FILE]
+
+
+def test_an_id_of_version_1_gets_the_ledger_s_tag(tmp_path):
+    (tmp_path / ID_FILE).write_text(json.dumps({"fedveil-data-set": 1, "id": "a" * 32}))
+    witness = FolderWitness.open(tmp_path, "")
+    assert witness.read() is None
+    witness.write(mark_of())
+    assert (SiteDataset.from_folder(tmp_path).id, witness.read()) == ("a" * 32, mark_of())
+
+
+def test_a_folder_that_cannot_be_written_holds_no_witness_and_needs_a_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="set data-set in the node config"):
+        FolderWitness.open(tmp_path, "")
+    FolderWitness.open(tmp_path, "ward-7").write(mark_of())
+    assert list(tmp_path.iterdir()) == []
+    assert FolderWitness.find(tmp_path) is None
+
+
+def test_a_witness_that_is_damaged_stops_the_site(tmp_path):
+    (tmp_path / ID_FILE).write_text("{")
+    with pytest.raises(StateError, match="restore it from a backup"):
+        FolderWitness.find(tmp_path).read()

@@ -50,7 +50,7 @@ def test_folders_of_private_files_are_closed_from_the_top(tmp_path):
     audit_log.append_entry(top / "a" / "state" / "log.jsonl", "sent", {})
     write_atomic(top / "b" / "run" / "site" / "secret", b"x")
     MessageCapture(top / "c" / "tap").write(b"x", 0, 0, "north", "up")
-    with PrivacyLedger(top / "d" / ".ledger" / "north.json")._locked():
+    with PrivacyLedger(top / "d" / ".ledger")._locked():
         pass
     paths.private_folder(top / "e" / "f")
     folders = [folder for folder in (top, *top.rglob("*")) if folder.is_dir()]

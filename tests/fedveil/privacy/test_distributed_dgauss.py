@@ -19,6 +19,7 @@ from fedveil.privacy import accounting, discrete_gaussian
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.privacy.ledger_account import Party, RunTerms
 from fedveil.privacy.server_side_bound import promised_epsilon
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
@@ -139,16 +140,18 @@ def test_both_figures_of_a_charge():
 
 
 def test_the_ledger_charges_the_noise_of_the_sum_and_keeps_the_own_share_beside_it(tmp_path):
-    ledger, plan = PrivacyLedger(tmp_path / "a.json"), SamplingPlan(1, 1, 8, 40, REPLACE)
+    ledger, plan = PrivacyLedger(tmp_path), SamplingPlan(1, 1, 8, 40, REPLACE)
     charges = claimed().privacy_spent(plan)
     once = accounting.compute_epsilon(charges, 1e-5, REPLACE)
-    assert once < accounting.compute_epsilon(accounting.epsilon_against_all(charges), 1e-5, REPLACE)
-    (record,) = ledger.names([("d", "train.jsonl", 1)])
-    budget = PrivacyBudget(once * 1.01, 1e-5, REPLACE)
-    ledger.charge([record], charges, budget)
-    assert PrivacyLedger(tmp_path / "a.json").epsilon(record, budget) == pytest.approx(once)
+    alone = accounting.compute_epsilon(accounting.epsilon_against_all(charges), 1e-5, REPLACE)
+    assert once < alone
+    terms, own = RunTerms("r", PrivacyBudget(once * 1.01, 1e-5, REPLACE), 5, 5), PrivacyBudget(math.inf, 1e-5, REPLACE)
+    ledger.charge(terms, charges, own)
+    account = ledger.read(own).account
+    assert account.standing(Party.SERVER).composed == pytest.approx(once)
+    assert account.standing(Party.ALL).composed == pytest.approx(alone)
     with pytest.raises(BudgetError, match="epsilon"):
-        ledger.charge([record], charges, budget)
+        ledger.charge(terms, charges, own)
 
 
 @pytest.mark.parametrize("neighbours", list(Adjacency))

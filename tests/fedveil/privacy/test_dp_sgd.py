@@ -22,7 +22,8 @@ from fedveil.privacy import accounting
 from fedveil.privacy.charged_gradients import ChargedGradientSource
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_guarantee, guarantee_of
-from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.privacy.ledger import PrivacyLedger, RunCharger
+from fedveil.privacy.ledger_account import Party, RunTerms
 from fedveil.privacy.server_side_bound import promised_epsilon
 from fedveil.training.per_example import draw_batches
 
@@ -171,10 +172,11 @@ def test_a_penalty_is_added_after_the_noise_and_leaves_frozen_entries():
 @pytest.mark.long
 def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_path):
     """FedSP trains twice a turn: 2 turns of 2 times 3 steps. The third turn would go above and looks at nothing."""
-    ledger, plan = PrivacyLedger(tmp_path / "ledger.json"), SamplingPlan(1, 3, 4, 9, Adjacency.REPLACE_ONE)
+    ledger, plan = PrivacyLedger(tmp_path), SamplingPlan(1, 3, 4, 9, Adjacency.REPLACE_ONE)
     steps = {Step("poisson", 9, 4, 2.0): 12}
     wished = accounting.compute_epsilon(steps, 1e-5, Adjacency.REPLACE_ONE) * 1.0001
     method, noisy = strategies.create_method("fedsp", "alternate = true"), DpSgdConfig(1.0, 2.0, 0.1, wished)
+    own = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
     task = tasks.load_task(
         parse({"train.max-steps": 3, "train.batch-size": 4, "train.epochs": 9}), method.adapter, "cpu"
     )
@@ -184,10 +186,8 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
     server = method.init(task.spec, weights, rng.initial_stream(0, "m"))
 
     def turn(round_: int):
-        names = ledger.names([("d", "train.jsonl", i) for i in range(9)])
-        metered = ChargedGradientSource(
-            task.trainer(rows, rng.initial_stream(0, "b")).rows, noisy, noisy.budget, ledger, names
-        )
+        charger = RunCharger(ledger, RunTerms("r", noisy.budget, 2, 12), own)
+        metered = ChargedGradientSource(task.trainer(rows, rng.initial_stream(0, "b")).rows, noisy, charger)
         ctx = RoundContext(round_, "a", True, rng.fresh_secret())
         trainer = NoisyTrainer(task.spec, metered, noisy, ctx)
         _, parts = exchange.participate(exchange.broadcast(server, ctx), None, trainer, ctx)
@@ -197,8 +197,7 @@ def test_every_training_of_a_turn_is_charged_before_its_rows_are_looked_at(tmp_p
         result = turn(round_)
         assert result.report == {"steps": 6.0}
         assert noisy.privacy_spent(plan) == {Step("poisson", 9, 4, 2.0): 3}
-    (record,) = ledger.names([("d", "train.jsonl", 4)])
-    assert ledger.epsilon(record, noisy.budget) == pytest.approx(wished / 1.0001)
+    assert ledger.read(own).account.standing(Party.SERVER).composed == pytest.approx(wished / 1.0001)
     with pytest.raises(BudgetError, match="replace-one"):
         turn(2)
 

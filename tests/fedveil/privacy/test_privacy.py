@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import json
 import math
-import multiprocessing
-import stat
 from pathlib import Path
 
 import dp_accounting
@@ -27,9 +24,8 @@ from fedveil.contract.privacy import (
     joint_budget,
     stated_guarantee,
 )
-from fedveil.errors import BudgetError, ConfigError, PolicyError, StateError
+from fedveil.errors import ConfigError, PolicyError
 from fedveil.privacy import accounting, clipping, gaussian_noise
-from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.rng import RandomStream
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
@@ -322,140 +318,20 @@ def test_no_noise_asks_for_no_bytes_and_a_bad_std_is_refused():
     assert gaussian_noise.add_noise(torch.ones(2, 3), 1.0, RandomStream(bytes(32)).bytes).dtype == torch.float32
 
 
-# --- the ledger
-
-STEP = Step("gaussian", 0, 0, 10.0)
-
-
-def limit(steps: float) -> PrivacyBudget:
-    """A budget for that many steps, and not one more."""
-    return PrivacyBudget(gdp(2 * math.sqrt(steps + 0.5) / 10.0), DELTA, REPLACE)
-
-
-def test_the_ledger_stops_before_the_budget_is_passed_and_survives_a_restart(tmp_path):
-    path = tmp_path / "deep" / "site.json"
-    for _ in range(3):
-        PrivacyLedger(path).charge(["a", "b"], {STEP: 1}, limit(3))
-    before = path.read_bytes()
-    with pytest.raises(BudgetError, match=r"replace-one.* spent and .* after this round"):
-        PrivacyLedger(path).charge(["b", "c"], {STEP: 1}, limit(3))
-    assert path.read_bytes() == before, "all or none"
-    PrivacyLedger(path).charge(["c"], {STEP: 3}, limit(3))
-    epsilon = PrivacyLedger(path).epsilon("a", limit(3))
-    assert epsilon == pytest.approx(gdp(2 * math.sqrt(3) / 10.0), rel=1e-6)
-    assert epsilon < limit(3).epsilon
-    assert PrivacyLedger(path).epsilon("never", limit(3)) == 0
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
 @pytest.mark.long
-def test_charges_of_other_kinds_compose(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "s.json")
-    poisson = Step("poisson", 50, 5, 1.5)
-    ledger.charge(["a"], {STEP: 2}, PrivacyBudget(math.inf, DELTA, REPLACE))
-    ledger.charge(["a"], {poisson: 4}, PrivacyBudget(math.inf, DELTA, REPLACE))
-    epsilon = ledger.epsilon("a", limit(1))
-    assert epsilon == accounting.compute_epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
-    assert epsilon > accounting.compute_epsilon({poisson: 4}, DELTA, REPLACE)
-    with pytest.raises(BudgetError):
-        ledger.charge(["a"], {STEP: 1}, limit(1))
-
-
-@pytest.mark.long
-def test_charges_that_no_accountant_takes_together_are_added_up(tmp_path):
+def test_charges_that_no_accountant_takes_together_are_added_up():
     """Each of the two alone, at delta / 2; and before 0.2 an error of the config, in the middle of a run."""
+    step = Step("gaussian", 0, 0, 10.0)
     poisson, fixed = {Step("poisson", 50, 5, 1.5): 4}, {Step("fixed", 50, 5, 8.0): 3}
     alone = [accounting.compute_epsilon(charges, DELTA, REPLACE) for charges in (poisson, fixed)]
     epsilon = accounting.compute_epsilon(poisson | fixed, DELTA, REPLACE)
     assert epsilon == sum(accounting.compute_epsilon(charges, DELTA / 2, REPLACE) for charges in (poisson, fixed))
     assert sum(alone) < epsilon < 1.2 * sum(alone)
-    assert accounting.compute_epsilon(poisson | fixed | {STEP: 5}, DELTA, REPLACE) > epsilon
-    ledger = PrivacyLedger(tmp_path / "s.json")
-    ledger.charge(["a"], fixed, PrivacyBudget(epsilon, DELTA, REPLACE))
-    with pytest.raises(BudgetError):
-        ledger.charge(["a"], poisson, PrivacyBudget(epsilon * 0.999, DELTA, REPLACE))
-    ledger.charge(["a"], poisson, PrivacyBudget(epsilon, DELTA, REPLACE))
+    assert accounting.compute_epsilon(poisson | fixed | {step: 5}, DELTA, REPLACE) > epsilon
 
 
 def test_a_draw_without_replacement_has_no_epsilon_where_the_number_of_rows_changes():
     assert accounting.compute_epsilon({Step("fixed", 50, 5, 8.0): 3}, DELTA, ZERO) == math.inf
-
-
-def test_an_infinite_charge_fits_no_budget(tmp_path):
-    free = Step("gaussian", 0, 0, 0.0)
-    with pytest.raises(BudgetError):
-        PrivacyLedger(tmp_path / "s.json").charge(["a"], {free: 1}, PrivacyBudget(1e9, DELTA, ZERO))
-
-
-def test_a_record_named_twice_is_charged_twice(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "s.json")
-    with pytest.raises(BudgetError):
-        ledger.charge(["a", "a"], {STEP: 1}, limit(1))
-    ledger.charge(["a", "b"], {STEP: 1}, limit(1))
-
-
-def test_names_depend_on_data_set_file_and_row_alone_and_on_the_sites_key(tmp_path):
-    first, other = PrivacyLedger(tmp_path / "a.json"), PrivacyLedger(tmp_path / "b.json")
-    records = [("d", "train.jsonl", 1), ("d", "train.jsonl", 2), ("d", "train.jsonl1", 2), ("e", "train.jsonl", 1)]
-    names = first.names(records)
-    assert names == PrivacyLedger(tmp_path / "a.json").names(records)
-    assert len({*names, *other.names(records)}) == 8
-
-
-def test_a_ledger_of_0_1_is_carried_over_by_its_largest_charges(tmp_path):
-    """Its records were named by their content: each of today's may be any of them."""
-    path, poisson = tmp_path / "s.json", Step("poisson", 50, 5, 1.5)
-    old = [
-        [[[list(STEP[:4]), 2], [list(poisson[:4]), 1]], ["a"]],
-        [[[list(STEP[:4]), 1], [list(poisson[:4]), 4]], ["b", "c"]],
-    ]
-    path.write_text(json.dumps({"fedveil-ledger": 1, "spent": old}))
-    carried = accounting.compute_epsilon({STEP: 2, poisson: 4}, DELTA, REPLACE)
-    assert PrivacyLedger(path).epsilon("new", limit(1)) == carried
-    PrivacyLedger(path).charge(["new"], {STEP: 1}, PrivacyBudget(math.inf, DELTA, REPLACE))
-    assert PrivacyLedger(path).epsilon("new", limit(1)) == accounting.compute_epsilon(
-        {STEP: 3, poisson: 4}, DELTA, REPLACE
-    )
-    assert PrivacyLedger(path).epsilon("other", limit(1)) == carried
-    with pytest.raises(BudgetError):
-        PrivacyLedger(path).charge(["other"], {STEP: 1}, PrivacyBudget(carried, DELTA, REPLACE))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["", "{", '{"fedveil-ledger": 3, "carried": [], "spent": []}', '{"fedveil-ledger": 2, "spent": []}',
-     '{"fedveil-ledger": 1, "spent": [[[[["none",0,0,1],1]],["a"]]]}'],
-)  # fmt: skip
-def test_a_damaged_ledger_lets_nobody_spend(tmp_path, damage):
-    path = tmp_path / "s.json"
-    PrivacyLedger(path).charge(["a"], {STEP: 1}, limit(5))
-    path.write_text(damage)
-    with pytest.raises(StateError, match="privacy ledger"):
-        PrivacyLedger(path).charge(["a"], {STEP: 1}, limit(5))
-    assert path.read_text() == damage
-
-
-def test_a_lost_key_is_not_replaced(tmp_path):
-    ledger = PrivacyLedger(tmp_path / "s.json")
-    ledger.charge(ledger.names([("d", "train.jsonl", 1)]), {STEP: 1}, limit(5))
-    (tmp_path / "s.key").unlink()
-    with pytest.raises(StateError, match="key"):
-        ledger.names([("d", "train.jsonl", 1)])
-
-
-def _spend(path) -> None:
-    for _ in range(10):
-        PrivacyLedger(path).charge(["a"], {STEP: 1}, PrivacyBudget(math.inf, DELTA, REPLACE))
-
-
-def test_two_processes_lose_no_charge(tmp_path):
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_spend, args=(tmp_path / "s.json",)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert json.loads((tmp_path / "s.json").read_text())["spent"] == [[[[list(STEP[:4]), 20]], ["a"]]]
 
 
 def test_the_old_name_of_zero_out_is_refused_with_the_new_one(tmp_path: Path) -> None:

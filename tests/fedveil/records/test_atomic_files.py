@@ -17,6 +17,7 @@ from fedveil.contract.method import FederatedState
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.errors import StateError
 from fedveil.privacy.ledger import PrivacyLedger
+from fedveil.privacy.ledger_account import RunTerms
 from fedveil.records import atomic_files
 from fedveil.records.tensor_state import load_state, save_state
 
@@ -76,29 +77,13 @@ def test_every_flipped_bit_of_the_files_of_a_site_s_run_is_found(tmp_path):
     assert read_wrong(store.folder / "served.json", lambda: served.check(1, 5, 3)) == []
 
 
-def test_every_flipped_bit_of_the_ledger_and_its_key_is_found(tmp_path):
-    ledger, budget = PrivacyLedger(tmp_path / "s.json"), PrivacyBudget(100.0, 1e-5, Adjacency.REPLACE_ONE)
-    names = ledger.names([("d", "f", row) for row in range(3)])
-    ledger.charge(names, {Step("gaussian", 0, 0, 20.0): 3}, budget)
-    spent = ledger.epsilon(names[0], budget)
-    assert read_wrong(tmp_path / "s.json", lambda: ledger._read()) == []
-    assert read_wrong(tmp_path / "s.key", lambda: ledger.names([("d", "f", 0)])) == []
-    assert ledger.epsilon(ledger.names([("d", "f", 0)])[0], budget) == spent
-
-
-def test_a_key_and_a_ledger_of_an_older_version_are_read_and_get_their_checksum(tmp_path):
-    ledger, budget = PrivacyLedger(tmp_path / "s.json"), PrivacyBudget(100.0, 1e-5, Adjacency.REPLACE_ONE)
-    (tmp_path / "s.key").write_bytes(bytes(range(32)))
-    (name,) = ledger.names([("d", "f", 0)])
-    old = f'{{"fedveil-ledger": 2, "carried": [], "spent": [[[[["gaussian", 0, 0, 20.0], 3]], ["{name}"]]]}}'
-    (tmp_path / "s.json").write_text(old)
-    spent = ledger.epsilon(name, budget)
-    assert spent > 0
-    ledger.charge([name], {Step("gaussian", 0, 0, 20.0): 1}, budget)
-    assert ledger.names([("d", "f", 0)]) == [name]
-    assert len((tmp_path / "s.key").read_bytes()) == 48
-    assert b"checksum" in (tmp_path / "s.json").read_bytes()
-    assert ledger.epsilon(name, budget) > spent
+def test_every_flipped_bit_of_the_ledger_is_found(tmp_path):
+    ledger, own = PrivacyLedger(tmp_path), PrivacyBudget(100.0, 1e-5, Adjacency.REPLACE_ONE)
+    for _ in range(2):
+        ledger.charge(RunTerms("r", own, 3, 9), {Step("gaussian", 0, 0, 20.0): 1}, own)
+    before = ledger.read(own)
+    assert read_wrong(tmp_path / "ledger.json", lambda: ledger.read(own)) == []
+    assert ledger.read(own) == before
 
 
 def test_file_and_name_and_the_names_of_new_folders_are_on_the_disk_in_that_order(tmp_path, monkeypatch):

@@ -124,7 +124,7 @@ def explain_run(
     else:
         lines.append(
             f"Epsilon: at most {epsilon:.3g} at delta = {delta:g} ({claim.budget.neighbours.value}) for any example, "
-            "over this and all earlier runs; this site's ledger stops the run before it exceeds that."
+            "over this run alone; this site's ledger stops the run before it exceeds that."
         )
     if claim is not None and not math.isinf(epsilon) and (timing := untimed(claim)):
         lines.append(timing)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
 from fedveil.client_app.state.client_state import open_ledger
+from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.console.main import main
 from fedveil.console.runs.ledger_summary import ledger_lines
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
-from fedveil.encrypted_files import make_key
+from fedveil.encrypted_files import FileSeal, make_key
+from fedveil.errors import StateError
 from fedveil.privacy import accounting
+from fedveil.privacy.ledger_account import RunTerms
 
 STEP, SUMMED = Step("gaussian", 0, 0, 2.0), {Step("summed", 0, 0, 3.0): 1, Step("own share", 0, 0, 1.0): 1}
-BUDGET = PrivacyBudget(1e9, 1e-5, Adjacency.REPLACE_ONE)
+OWN = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
 
 
-def charge(state, charges, rows, seal=None):
-    ledger = open_ledger(state, "north", seal) if seal else open_ledger(state, "north")
-    ledger.charge(ledger.names([("d", "f", row) for row in rows]), charges, BUDGET)
+def charge(state, charges, run="r", seal=None, own=OWN, most=2):
+    open_ledger(state, seal or FileSeal()).charge(RunTerms(run, OWN, most, most), charges, own)
 
 
 def epsilon(charges, delta=1e-5, neighbours=Adjacency.REPLACE_ONE) -> str:
@@ -28,61 +32,128 @@ def epsilon(charges, delta=1e-5, neighbours=Adjacency.REPLACE_ONE) -> str:
     )
 
 
-def test_no_ledger_no_line(tmp_path):
+def test_no_ledger_no_line(tmp_path, capsys):
     assert ledger_lines(tmp_path) == []
+    assert main(["site", "ledger", "show", "--state-dir", str(tmp_path)]) == 0
+    assert "no privacy ledger below" in capsys.readouterr().out
 
 
-def test_the_most_charged_row_over_all_runs(tmp_path, capsys):
-    charge(tmp_path, {STEP: 2}, range(5))
-    charge(tmp_path, {STEP: 1}, [2])
-    (line,) = ledger_lines(tmp_path)
-    words = "5 examples charged over all runs; the highest charge is"
-    assert line == f"privacy ledger of north: {words} {epsilon({STEP: 3})}"
+def test_what_holds_over_all_runs_and_what_is_reserved_against_each_party(tmp_path, capsys):
+    own = replace(OWN, epsilon=2 * accounting.compute_epsilon({STEP: 2}, 1e-5 / 16, Adjacency.REPLACE_ONE))
+    charge(tmp_path, {STEP: 1}, own=own)
+    about = (
+        f"at most epsilon {own.epsilon:.4g} at delta 1e-05 (replace-one) over all runs, whatever was decided between "
+        f"them; 50 % of it is reserved. {epsilon({STEP: 1})} so far, if all runs had been planned together"
+    )
+    lines = ledger_lines(tmp_path)
+    assert lines == [
+        "privacy ledger: 1 of at most 16 runs with a claim; 1 entries",
+        f"privacy ledger: against the server with the colluding sites that the run tolerates: {about}",
+        f"privacy ledger: against the other sites and holders of the model: {about}",
+    ]
     main(["site", "status", "--state-dir", str(tmp_path)])
-    assert line in capsys.readouterr().out
+    assert set(lines) <= set(capsys.readouterr().out.splitlines())
     kit = tmp_path / "kit"
     kit.mkdir()
     (kit / "node-config.toml").write_text('state-dir = ".."\n')
     main(["site", "status", "--kit", str(kit)])
-    assert line in capsys.readouterr().out
+    assert lines[1] in capsys.readouterr().out
+    assert main(["site", "ledger", "show", "--kit", str(kit)]) == 0
+    shown = capsys.readouterr().out
+    assert f"reserves epsilon {own.epsilon / 2:.4g} at delta 6.25e-07; 1 of 2 steps ('gaussian', 0, 0, 2.0" in shown
     main(["site", "status", "--kit", str(kit), "--state-dir", str(kit)])
-    assert line not in capsys.readouterr().out
+    assert lines[1] not in capsys.readouterr().out
 
 
-def test_noise_in_sums_has_a_second_figure(tmp_path):
-    charge(tmp_path, SUMMED, [1])
-    (line,) = ledger_lines(tmp_path)
+def test_an_open_entry_is_shown_with_its_run(tmp_path, capsys):
+    open_ledger(tmp_path).note_open("plain-1", "it has no privacy guarantee", OWN)
+    charge(tmp_path, {STEP: 1})
+    assert "over all runs epsilon is infinite, because of run plain-1" in ledger_lines(tmp_path)[1]
+    main(["site", "ledger", "show", "--state-dir", str(tmp_path)])
+    assert "  run plain-1; open against everyone: it has no privacy guarantee" in capsys.readouterr().out
+
+
+def test_noise_in_sums_has_a_third_party(tmp_path):
+    charge(tmp_path, SUMMED)
     own = accounting.epsilon_against_all(SUMMED)
-    assert line.endswith(f"{epsilon(SUMMED)}, against the server and all other sites together {epsilon(own)}")
-    assert accounting.compute_epsilon(own, 1e-5, Adjacency.REPLACE_ONE) > accounting.compute_epsilon(
-        SUMMED, 1e-5, Adjacency.REPLACE_ONE
-    )
+    (line,) = [line for line in ledger_lines(tmp_path) if "with all other sites" in line]
+    assert line.endswith(f"no limit applies. {epsilon(own)} so far, if all runs had been planned together")
 
 
-def test_delta_and_relation_are_the_policy_s_and_a_sealed_ledger_takes_its_key(tmp_path):
+def test_the_policy_s_limit_is_shown_and_a_sealed_ledger_takes_its_key(tmp_path):
     seal, state = make_key(tmp_path / "key"), tmp_path / "state"
-    charge(state, {STEP: 1}, [1], seal)
+    charge(state, {STEP: 1}, seal=seal)
     policy = tmp_path / "policy.toml"
-    policy.write_text('delta = 1e-3\nadjacency = "zero-out"\n')
-    (line,) = ledger_lines(state, str(policy), str(tmp_path / "key"))
-    assert line.endswith(epsilon({STEP: 1}, 1e-3, Adjacency.ZERO_OUT))
+    policy.write_text("max-epsilon = 99.0\n")
+    assert "at most epsilon 99 at delta 1e-05" in ledger_lines(state, str(policy), str(tmp_path / "key"))[1]
     (line,) = ledger_lines(state, str(policy))
     assert ": cannot be read: " in line
     (state / "north.toml").write_text(f'site = "north"\npolicy = "{policy}"\nkey-file = "{tmp_path / "key"}"\n')
     assert ledger_lines(state) == ledger_lines(state, str(policy), str(tmp_path / "key"))
+    policy.write_text('delta = 1e-3\nadjacency = "zero-out"\n')
+    assert "no run with a claim is permitted until it is set back" in ledger_lines(state)[-1]
 
 
-def test_what_all_rows_of_a_ledger_of_an_early_version_begin_with_is_counted(tmp_path):
+def test_a_limit_that_was_changed_is_shown(tmp_path):
+    charge(tmp_path, {STEP: 1}, own=replace(OWN, epsilon=50.0))
+    charge(tmp_path, {STEP: 1}, "second", own=replace(OWN, epsilon=80.0))
+    assert "max-epsilon was 50, then 80, at delta 1e-05 (replace-one)" in ledger_lines(tmp_path)[-1]
+
+
+def test_ledgers_of_an_early_version_are_counted_before_they_are_carried_over(tmp_path):
     (tmp_path / ".ledger").mkdir()
     old = {"fedveil-ledger": 1, "spent": [[[[list(STEP[:4]), 3]], ["ab" * 16]]]}
-    (tmp_path / ".ledger" / "north.json").write_text(json.dumps(old))
-    (line,) = ledger_lines(tmp_path)
-    assert line.endswith(f"0 examples charged over all runs; the highest charge is {epsilon({STEP: 3})}")
+    for site in ("north", "south"):
+        (tmp_path / ".ledger" / f"{site}.json").write_text(json.dumps(old))
+    assert f"{epsilon({STEP: 6})} so far" in ledger_lines(tmp_path)[1]
+    assert len(list((tmp_path / ".ledger").glob("*.json"))) == 2
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"fedveil-ledger": 99}'])
 def test_a_ledger_that_cannot_be_read_is_said(tmp_path, data):
     (tmp_path / ".ledger").mkdir()
-    (tmp_path / ".ledger" / "north.json").write_bytes(data)
+    (tmp_path / ".ledger" / "ledger.json").write_bytes(data)
     (line,) = ledger_lines(tmp_path)
     assert ": cannot be read: " in line
+
+
+# --- adopt, recover
+
+
+def private_data(tmp_path, name: str, run: str = "r"):
+    """A data folder that was charged in the state folder of this name."""
+    (tmp_path / "data").mkdir(exist_ok=True)
+    witness = FolderWitness.open(tmp_path / "data", "")
+    open_ledger(tmp_path / name).charge(RunTerms(run, OWN, 5, 5), {STEP: 1}, OWN, witness)
+    return witness
+
+
+def test_another_folder_s_history_is_adopted_by_command(tmp_path, capsys):
+    private_data(tmp_path, "first")
+    command = ["site", "ledger", "adopt", str(tmp_path / "data"), "--state-dir", str(tmp_path / "second")]
+    assert main([*command, "--from", str(tmp_path / "nothing")]) == 2
+    assert "expected a state folder with a ledger" in capsys.readouterr().err
+    assert main([*command, "--from", str(tmp_path / "first")]) == 0
+    assert "1 entries added" in capsys.readouterr().out
+    private_data(tmp_path, "second")
+    with pytest.raises(StateError, match="adopt"):
+        private_data(tmp_path, "first")
+    with pytest.raises(StateError, match="adopt"):
+        private_data(tmp_path, "third")
+    command[-1] = str(tmp_path / "third")
+    assert main([*command, "--lost"]) == 0
+    assert "because of run a lost ledger" in ledger_lines(tmp_path / "third")[1]
+
+
+def test_a_restored_ledger_is_recovered_by_command(tmp_path, capsys):
+    private_data(tmp_path, "state")
+    backup = (tmp_path / "state" / ".ledger" / "ledger.json").read_bytes()
+    private_data(tmp_path, "state")
+    (tmp_path / "state" / ".ledger" / "ledger.json").write_bytes(backup)
+    with pytest.raises(StateError, match="fedveil site ledger recover"):
+        private_data(tmp_path, "state")
+    command = ["site", "ledger", "recover", "--state-dir", str(tmp_path / "state")]
+    assert main([*command, str(tmp_path / "none")]) == 2
+    assert main([*command, str(tmp_path / "data")]) == 0
+    assert "recovered: all runs used up" in capsys.readouterr().out
+    private_data(tmp_path, "state", "next")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fedveil.console.runs.workers import WorkerStatus
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.encrypted_files import FileSeal, is_sealed, read_seal_header
 from fedveil.errors import ConfigError, StateError
+from fedveil.privacy.ledger_account import RunTerms
 from fedveil.records import audit_log
 from fedveil.records.atomic_files import write_atomic
 from fedveil.records.tensor_state import state_digest
@@ -25,6 +27,7 @@ from tests.fedveil.records.test_tensor_state import STATE
 
 FIRST = "1" * 16
 STEP = {Step("gaussian", 0, 0, 1.5): 1}
+OWN = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
 
 
 @dataclasses.dataclass
@@ -41,8 +44,8 @@ class Home:
             store.save("2" * 16, FIRST, STATE)
             store.secret(0, "north", False)
             write_atomic(store.folder / SECURE, b"keys of secure aggregation")
-        ledger = open_ledger(self.state, "north")
-        ledger.charge(ledger.names([("d", "f", 1)]), STEP, PrivacyBudget(99.0, 1e-5, Adjacency.REPLACE_ONE))
+        open_ledger(self.state).charge(RunTerms("r", OWN, 3, 9), STEP, OWN)
+        (self.state / ".ledger" / "north.key").write_bytes(bytes(48))  # of a ledger of version 3
         (self.state / "one" / "north" / f".turn-{FIRST}.safetensors.5.part").write_bytes(b"half of a state")
 
     def new_key(self, name: str) -> FileSeal:
@@ -58,13 +61,12 @@ class Home:
 
     def seen(self, seal: FileSeal) -> tuple[object, ...]:
         stores = [ClientStateStore.open(self.state, run, "north", seal) for run in ("one", "two")]
-        ledger = open_ledger(self.state, "north", seal)
+        ledger = open_ledger(self.state, seal)
         secrets = [store.secret(0, "north", False) for store in stores]
         return (
             [state_digest(store.load(FIRST).tensors) for store in stores],
             secrets,
-            ledger._read(),
-            ledger.names([("d", "f", 1)]),
+            ledger.read(OWN),
         )
 
 

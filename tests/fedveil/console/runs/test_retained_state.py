@@ -46,8 +46,7 @@ def age(folder: Path, days: float) -> None:
 def around(state: Path) -> dict[Path, bytes]:
     """What lies beside the runs, and must stay."""
     names = (
-        ".ledger/north.json",
-        ".ledger/north.key",
+        ".ledger/ledger.json",
         "workers/north/worker.log",
         "workers/north/secret",
         "north.toml",
@@ -199,7 +198,7 @@ def test_leftovers_of_interrupted_writes_go_by_their_age(tmp_path):
     around(tmp_path)
     lay(tmp_path, "r-1", 0)
     parts = [
-        tmp_path / name for name in (".ledger/.north.json.5.part", "workers/north/.ab.part", "r-1/north/.s.5.part")
+        tmp_path / name for name in (".ledger/.ledger.json.5.part", "workers/north/.ab.part", "r-1/north/.s.5.part")
     ]
     for part in parts:
         part.write_text("half")

@@ -16,12 +16,14 @@ from fedveil.console.runs.workers import WorkerStatus
 from fedveil.console.web import site_views
 from fedveil.contract.privacy import UNTIMED, Adjacency, PrivacyBudget, Step
 from fedveil.privacy import accounting
+from fedveil.privacy.ledger_account import RunTerms
 from fedveil.records import audit_log
 from tests.fedveil.console.commands.test_site import CARD, TRAINING
 from tests.fedveil.console.web.conftest import ESCAPES, EVIL, opened_site
 from tests.fedveil.console.web.test_pages import every_page, is_whole
 
 STEP = Step("gaussian", 0, 0, 2.0)
+OWN = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
 
 
 @pytest.fixture
@@ -35,9 +37,7 @@ def state(tmp_path):
         audit_log.append_entry(log, "sent", about)
     reason = "PolicyError: method: expected fedrand, found fedavg"
     audit_log.append_entry(log, "refused", {"run": "other-9f8e7d6c", "round": 4, "site": "north", "reason": reason})
-    ledger = open_ledger(folder, "north")
-    budget = PrivacyBudget(1e9, 1e-5, Adjacency.REPLACE_ONE)
-    ledger.charge(ledger.names([("d", "f", row) for row in range(50)]), {STEP: 2}, budget)
+    open_ledger(folder).charge(RunTerms("pilot-0a1b2c3d", OWN, 1, 1), {STEP: 2}, OWN)
     (tmp_path / "policy.toml").write_text("max-epsilon = 8.0\n")
     return folder
 
@@ -56,9 +56,10 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
     assert "PolicyError: method: expected fedrand, found fedavg" in refused
     assert "A refused run needs no action" in text
     spent = accounting.compute_epsilon({STEP: 2}, 1e-5, Adjacency.REPLACE_ONE)
-    assert f"epsilon {spent:.4g} at delta 1e-05 (replace-one)" in text
-    assert '<td data-label="permitted">epsilon 8</td>' in text
-    assert f'<td data-label="epsilon left">{math.floor((8 - spent) * 1000) / 1000:g}</td>' in text
+    reserved = accounting.compute_epsilon({STEP: 2}, 1e-5 / 16, Adjacency.REPLACE_ONE)
+    assert f"epsilon {spent:.4g} at delta 1e-05 (replace-one) so far, if all runs had been planned together" in text
+    assert "at most epsilon 8 at delta 1e-05 (replace-one) over all runs, whatever was decided between them" in text
+    assert f'<td data-label="epsilon left">{math.floor((8 - reserved) * 1000) / 1000:g}</td>' in text
     assert "5 lines, all unchanged" in text
     assert "No worker: the site is not running" in text
 
@@ -66,7 +67,7 @@ def test_what_left_what_was_refused_and_what_the_ledger_holds(state, tmp_path):
 def test_without_a_bound_nothing_is_said_to_be_left_and_the_page_warns(state, tmp_path):
     text = home(opened_site(state))
     assert '<td data-label="epsilon left"><span class="tag failed">no bound</span></td>' in text
-    assert 'class="alert">The policy of north sets no max-epsilon' in text
+    assert 'class="alert">The policy sets no max-epsilon' in text
     assert "sets no max-epsilon" not in home(opened_site(state, str(tmp_path / "policy.toml")))
 
 
@@ -74,19 +75,16 @@ def test_poisson_sampling_in_the_ledger_is_named_with_what_it_assumes_and_other_
     assert UNTIMED not in home(opened_site(state))
     main(["site", "status", "--state-dir", str(state)])
     assert UNTIMED not in capsys.readouterr().out
-    ledger = open_ledger(state, "north")
-    drawn = {Step("poisson", 50, 5, 4.0): 1}
-    ledger.charge(ledger.names([("d", "f", 0)]), drawn, PrivacyBudget(1e9, 1e-5, Adjacency.REPLACE_ONE))
+    open_ledger(state).charge(RunTerms("drawn", OWN, 1, 1), {Step("poisson", 50, 5, 4.0): 1}, OWN)
     assert UNTIMED in home(opened_site(state))
     main(["site", "status", "--state-dir", str(state)])
     assert UNTIMED in capsys.readouterr().out
 
 
-def test_a_site_is_named_with_its_data_and_its_bytes_are_seen_at_once(state):
-    (state / "north.toml").write_text('site = "north"\ndata-set = "ward-3"\n')
+def test_a_site_is_named_and_its_bytes_are_seen_at_once(state):
+    (state / "north.toml").write_text('site = "north"\n')
     client = opened_site(state)
     assert "<h1>Site north</h1>" in home(client)
-    assert '<td data-label="its data now">ward-3</td>' in home(client)
     log = client.get(f"{client.base}/log").text
     assert "271,828 upload bytes, 1,234,567 download bytes." in re.sub("<details>.*?</details>", "", log)
     assert '<span class="tag failed">refused</span>' in log

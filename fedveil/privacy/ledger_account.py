@@ -1,0 +1,385 @@
+"""A site's privacy account: what its runs have reserved and used, against each party. This module touches no file.
+
+Every charge counts for every record of the site, whether the record was drawn or not, so the account names no record,
+data set or site. A run is reserved at its first charge, with the largest plan that its own claim permits, and every
+later charge must stay within that plan.
+
+| case | decision |
+|---|---|
+| a new run; the policy sets max-epsilon | its epsilon at delta / 16 is added to those of the earlier runs. The sum must
+  be at most max-epsilon, and there are at most 16 runs: else BudgetError before any example is used |
+| a new run; no max-epsilon | reserved; nothing is promised over all runs |
+| a later charge with a step that no reserved step dominates, or under another claim | BudgetError |
+| a later charge above the reserved plan | BudgetError |
+| a party sees the run without noise, the run has no claim, or its noise is seeded | an open entry: over all runs,
+  epsilon against that party stays infinite |
+| the policy has another delta or adjacency than the account | BudgetError: the sum of epsilons would mean nothing |
+| the policy raises max-epsilon | held from then on, and listed as a new promise |
+| histories of ledgers of versions 1 to 3 | one entry, with the largest history of any record of each file, added up |
+
+max-epsilon limits the first and third party. Noise in a sum protects far less against the server with all other sites;
+that figure is computed and printed, and no limit applies to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from fedveil.contract.privacy import OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.errors import BudgetError
+from fedveil.privacy import accounting
+
+MAX_RUNS = 16  # among which delta is divided
+_OLD_SUM_UNIT = 1.5  # the most by which older versions overstate the z of noise in a sum
+_RELATIVE = 1e-9  # slack of a comparison of floats
+
+
+class Party(StrEnum):
+    """An adversary that the account computes an epsilon for."""
+
+    SERVER = "the server with the colluding sites that the run tolerates"
+    ALL = "the server with all other sites"
+    OTHERS = "the other sites and holders of the model"
+
+
+LIMITED = (Party.SERVER, Party.OTHERS)  # max-epsilon applies to these
+
+
+@dataclass(frozen=True)
+class RunTerms:
+    """What a run fixes before its first charge.
+
+    Attributes:
+        run: its name, only a label.
+        claim: its privacy budget.
+        rounds: rounds of the run.
+        most_charges: the largest number of charges that the site will serve.
+        unit: what one record is; an account counts one kind of unit.
+    """
+
+    run: str
+    claim: PrivacyBudget
+    rounds: int
+    most_charges: int
+    unit: str = "row"
+
+
+@dataclass(frozen=True)
+class ReservedStep:
+    """A step of a run, with the largest number of uses that is reserved, and the number so far."""
+
+    step: Step
+    most: int
+    used: int
+
+
+@dataclass(frozen=True)
+class AccountEntry:
+    """One run in the account. Entries are only appended.
+
+    Attributes:
+        run: label of the run.
+        why: reason for an open entry; "" for none.
+        open: parties against which epsilon is infinite.
+        claim: the run's own epsilon, delta and adjacency, as text; "" without a claim.
+        steps: reserved steps.
+        reserved: epsilon at delta / 16, computed at the reservation; None if no limit applied then.
+    """
+
+    run: str
+    why: str = ""
+    open: frozenset[Party] = frozenset()
+    claim: str = ""
+    steps: tuple[ReservedStep, ...] = ()
+    reserved: float | None = None
+
+    @property
+    def largest(self) -> Spent:
+        """Return the reserved plan."""
+        return _count((one.step, one.most) for one in self.steps)
+
+    @property
+    def used(self) -> Spent:
+        """Return the charges so far."""
+        return _count((one.step, one.used) for one in self.steps if one.used)
+
+    def use_up(self) -> AccountEntry:
+        """Return the entry with its whole plan used, so that the run is charged no further."""
+        return replace(self, steps=tuple(replace(one, used=one.most) for one in self.steps))
+
+
+@dataclass(frozen=True)
+class PartyStanding:
+    """The account against one party.
+
+    Attributes:
+        party: the adversary.
+        because: the first run that makes epsilon infinite over all runs; "" for none.
+        reserved: sum of the reserved epsilons; not a bound without max-epsilon.
+        composed: epsilon of all charges so far, had all runs been planned together.
+    """
+
+    party: Party
+    because: str
+    reserved: float
+    composed: float
+
+
+@dataclass(frozen=True)
+class SiteAccount:
+    """All entries of a site, with the limit, delta and adjacency that they are held to.
+
+    Attributes:
+        own: delta and adjacency of the account, with the policy's current max-epsilon as epsilon.
+        limits: each max-epsilon that the account had, in order; infinite for none.
+        unit: the unit of the first claim; "" before it.
+        entries: the runs.
+    """
+
+    own: PrivacyBudget
+    limits: tuple[float, ...] = ()
+    unit: str = ""
+    entries: tuple[AccountEntry, ...] = ()
+
+    def charge(self, terms: RunTerms, charges: Spent, after_open: str = "say") -> SiteAccount:
+        """Return the account after one charge of a run. Raises BudgetError.
+
+        Args:
+            after_open: "refuse" if no run with a claim may follow an open entry.
+        """
+        if self.unit not in ("", terms.unit):
+            raise BudgetError(
+                f"unit: expected {self.unit}, which this site's ledger counts, found {terms.unit}; a ledger counts one "
+                "kind of unit: agree on it with the site"
+            )
+        claim = _claim_text(terms.claim)
+        for index, entry in enumerate(self.entries):
+            if entry.run == terms.run and entry.claim:
+                if entry.claim != claim:
+                    raise BudgetError(_fixed(terms.run, entry.claim, claim))
+                charged = _use(entry, charges)
+                entries = (*self.entries[:index], charged, *self.entries[index + 1 :])
+                return replace(self, entries=entries)
+        is_open = next((entry for entry in self.entries if entry.open), None)
+        if is_open is not None and after_open == "refuse":
+            raise BudgetError(
+                f'after-open: this site permits no private run after an open one ("refuse"), found {is_open.run} '
+                f"({is_open.why}); the site may set after-open to say"
+            )
+        entry = self._reserve(terms, charges, claim)
+        return replace(self, unit=terms.unit, entries=(*self.entries, entry))
+
+    def note_open(self, run: str, why: str) -> SiteAccount:
+        """Return the account with an open entry of this run against all parties."""
+        if any(entry.run == run and entry.open >= set(Party) for entry in self.entries):
+            return self
+        return self.append(AccountEntry(run, why, frozenset(Party)))
+
+    def append(self, *entries: AccountEntry) -> SiteAccount:
+        """Return the account with more entries."""
+        return replace(self, entries=(*self.entries, *entries))
+
+    def use_up(self) -> SiteAccount:
+        """Return the account with the largest plan of every run used."""
+        return replace(self, entries=tuple(entry.use_up() for entry in self.entries))
+
+    def hold_to(self, own: PrivacyBudget) -> SiteAccount:
+        """Return the account under the site's current policy. Raises BudgetError for another delta or adjacency."""
+        for name, kept, now in (
+            ("delta", self.own.delta, own.delta),
+            ("adjacency", self.own.neighbours.value, own.neighbours.value),
+        ):
+            if kept != now:
+                raise BudgetError(
+                    f"{name}: expected {kept} in this site's policy, for which its ledger was made, found {now}; "
+                    "epsilons of two kinds do not add up: the site must set it back"
+                )
+        limits = self.limits if self.limits[-1:] == (own.epsilon,) else (*self.limits, own.epsilon)
+        return replace(self, own=own, limits=limits)
+
+    @property
+    def delta_of_run(self) -> float:
+        """Return the delta at which a run's epsilon is reserved."""
+        return self.own.delta / MAX_RUNS
+
+    def reserved_epsilon(self, entry: AccountEntry) -> float:
+        """Return the epsilon that an entry reserves against the limited parties that it is not open for."""
+        if entry.reserved is not None:
+            return entry.reserved
+        return accounting.compute_epsilon(entry.largest, self.delta_of_run, self.own.neighbours)
+
+    @property
+    def runs(self) -> int:
+        """Return the number of entries among which delta is divided."""
+        return sum(bool(entry.steps) for entry in self.entries)
+
+    def standing(self, party: Party) -> PartyStanding:
+        """Return the account against one party."""
+        because = next((entry.run for entry in self.entries if party in entry.open), "")
+        closed = [entry for entry in self.entries if entry.steps and party not in entry.open]
+        used: Counter[Step] = Counter()
+        for entry in closed:
+            used.update(_against(party, entry.used))
+        composed = accounting.compute_epsilon(used, self.own.delta, self.own.neighbours)
+        if party in LIMITED:
+            reserved = sum(self.reserved_epsilon(entry) for entry in closed)
+        else:
+            reserved = sum(
+                accounting.compute_epsilon(_against(party, entry.largest), self.delta_of_run, self.own.neighbours)
+                for entry in closed
+            )
+        return PartyStanding(party, because, reserved, composed)
+
+    @cached_property
+    def used(self) -> Spent:
+        """Return all charges so far, of both kinds of noise in a sum."""
+        return _count(pair for entry in self.entries for pair in entry.used.items())
+
+    def _reserve(self, terms: RunTerms, charges: Spent, claim: str) -> AccountEntry:
+        if any(step.multiplier == 0 for step in charges):
+            if terms.claim.epsilon < math.inf or self.own.epsilon < math.inf:
+                raise BudgetError(f"noise: expected noise above 0 with an epsilon, found none in {terms.run}; set it")
+            return AccountEntry(terms.run, "it adds no noise", frozenset(Party), claim)
+        times = _largest_plan(terms, charges, self.own)
+        if times == 0:
+            once = accounting.compute_epsilon(charges, terms.claim.delta, terms.claim.neighbours)
+            raise BudgetError(
+                f"epsilon: expected at most {claim} for this run, found {once:.4g} for its first client round; "
+                "agree on a larger epsilon, or on more noise from the start"
+            )
+        steps = tuple(ReservedStep(step, times * count, count) for step, count in sorted(charges.items()))
+        unnoised = frozenset({Party.SERVER, Party.ALL}) if terms.claim.server_trusted else frozenset[Party]()
+        why = "the server sees its values before the noise" if unnoised else ""
+        entry = AccountEntry(terms.run, why, unnoised, claim, steps)
+        return entry if self.own.epsilon == math.inf else self._hold(entry)
+
+    def _hold(self, entry: AccountEntry) -> AccountEntry:
+        """Return the entry with its reserved epsilon. Raises BudgetError if a limit would be exceeded."""
+        if self.runs >= MAX_RUNS:
+            raise BudgetError(
+                f"runs: expected at most {MAX_RUNS} runs with a claim at this site, among which its delta is divided, "
+                f"found {self.runs}; the site takes part in no further run of the same promise: without max-epsilon in "
+                "its policy it makes none"
+            )
+        entry = replace(entry, reserved=self.reserved_epsilon(entry))
+        needed = max(
+            self.reserved_epsilon(entry)
+            + sum(self.reserved_epsilon(one) for one in self.entries if one.steps and party not in one.open)
+            for party in LIMITED
+            if party not in entry.open
+        )
+        if needed > self.own.epsilon * (1 + _RELATIVE):
+            limit = stated_guarantee(self.own.epsilon, self.own.delta, self.own.neighbours)
+            raise BudgetError(
+                f"max-epsilon: this site permits at most {limit} over all runs together, found "
+                f"{needed - (entry.reserved or 0.0):.4g} reserved by {self.runs} earlier runs and {entry.reserved:.4g} "
+                f"for this one (at delta / {MAX_RUNS}); agree on a smaller epsilon or fewer rounds, or the site sets "
+                f"max-epsilon to {math.ceil(needed * 100) / 100:g}"
+            )
+        return entry
+
+
+def carry_over(histories: Iterable[Iterable[Spent]]) -> AccountEntry:
+    """Return the entry of older ledgers: of each, the largest count of every step in any history, added up."""
+    total: Counter[Step] = Counter()
+    for file in histories:
+        largest: Counter[Step] = Counter()
+        for history in file:
+            largest |= _count((read_old_step(step), count) for step, count in history.items())
+        total.update(largest)
+    steps = tuple(ReservedStep(step, count, count) for step, count in sorted(total.items()))
+    return AccountEntry("all runs before ledger version 4", steps=steps)
+
+
+def read_old_step(step: Step) -> Step:
+    """Return the step that a ledger of versions 1 to 3 means, whose noise in a sum has a larger unit."""
+    in_sum = step.kind in (SUMMED, OWN_SHARE)
+    return step._replace(multiplier=step.multiplier / _OLD_SUM_UNIT) if in_sum else step
+
+
+def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
+    """Return how often the run may charge this much, by its own claim; also under the site's delta and adjacency."""
+    claim = terms.claim
+
+    def fits(times: int) -> bool:
+        plan = {step: times * count for step, count in charges.items()}
+        kinds = {(claim.delta, claim.neighbours), (own.delta, own.neighbours)}
+        return all(accounting.compute_epsilon(plan, *kind) <= claim.epsilon for kind in kinds)
+
+    if claim.epsilon == math.inf:
+        return terms.most_charges
+    return _largest(fits, terms.most_charges, (terms.rounds, terms.rounds + 1))
+
+
+def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> int:
+    """Return the largest number up to `most` that fits, testing the likely ones first; 0 if none does."""
+    if fits(most):
+        return most
+    low, high = 0, most
+    for probe in likely:
+        if low < probe < high:
+            low, high = (probe, high) if fits(probe) else (low, probe)
+    while high - low > 1:
+        probe = (low + high) // 2
+        low, high = (probe, high) if fits(probe) else (low, probe)
+    return low
+
+
+def _use(entry: AccountEntry, charges: Spent) -> AccountEntry:
+    steps = list(entry.steps)
+    for step, count in charges.items():
+        index = next((i for i, one in enumerate(steps) if _dominates(one.step, step)), None)
+        if index is None and not entry.steps:
+            return entry
+        if index is None:
+            raise BudgetError(_fixed(entry.run, str([tuple(one.step) for one in entry.steps]), str(tuple(step))))
+        one = steps[index]
+        if one.used + count > one.most:
+            raise BudgetError(
+                f"epsilon: expected at most {entry.claim} for this run, for which {one.most} steps are reserved, found "
+                f"{one.used} spent and {one.used + count} after this round; the run ends here for this site: agree on "
+                "a larger epsilon, or on more noise from the start"
+            )
+        steps[index] = replace(one, used=one.used + count)
+    return replace(entry, steps=tuple(steps))
+
+
+def _dominates(reserved: Step, step: Step) -> bool:
+    """Return whether a step costs at most as much as the reserved one: less noise and a larger rate cost more."""
+    if reserved.kind != step.kind or bool(reserved.examples) != bool(step.examples):
+        return False
+    return (
+        step.multiplier >= reserved.multiplier
+        and step.variation <= reserved.variation
+        and step.batch * reserved.examples <= reserved.batch * step.examples
+    )
+
+
+def _fixed(run: str, reserved: str, found: str) -> str:
+    return (
+        f"run {run}: expected what its first client round fixed, {reserved}, found {found}; a run does not change its "
+        "claim, noise or sampling: start another run"
+    )
+
+
+def _against(party: Party, charges: Spent) -> Spent:
+    if party is Party.ALL:
+        return accounting.epsilon_against_all(charges)
+    return {step: count for step, count in charges.items() if step.kind != OWN_SHARE}
+
+
+def _count(pairs: Iterable[tuple[Step, int]]) -> Counter[Step]:
+    total: Counter[Step] = Counter()
+    for step, count in pairs:
+        total[step] += count
+    return total
+
+
+def _claim_text(claim: PrivacyBudget) -> str:
+    trusted = ", the server sees more" if claim.server_trusted else ""
+    return f"epsilon {claim.epsilon!r} at delta {claim.delta!r} ({claim.neighbours.value}){trusted}"

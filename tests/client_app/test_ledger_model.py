@@ -1,0 +1,457 @@
+"""Random histories of a site: no sequence of runs, copies, crashes and restores gets more than the ledger says.
+
+Every row has a hidden tag. An instrument below the charged gradients notes, for each tag and party, the releases that
+really happened. The oracle composes them without the project's accountant: the Gaussian mechanism's closed form, and
+for Poisson sampling the privacy loss on a grid, by FFT.
+
+Not in here, because the ledger does not promise it: a data folder copied without its id file and then charged in
+another state folder, a person in two rows of one run, and a state folder restored together with its data folder
+without `site ledger recover`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import tempfile
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from scipy.stats import norm
+
+from fedveil.client_app import trainer_stack
+from fedveil.client_app.client_round import ClientRound
+from fedveil.client_app.guards.broadcast_guard import BroadcastReferenceStore
+from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.policy.site_policy import SitePolicy
+from fedveil.client_app.state.client_state import ClientStateStore, open_ledger
+from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness
+from fedveil.client_app.state.replay_guard import ReplayGuard
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, PrivacyGuarantee
+from fedveil.contract.trainer import BatchIndices, PerExampleGradients, PerExampleGradientSource
+from fedveil.encrypted_files import FileSeal
+from fedveil.errors import BudgetError, ConfigError, StateError
+from fedveil.privacy.charged_gradients import ChargedGradientSource
+from fedveil.privacy.dp_sgd import DpSgdConfig
+from fedveil.privacy.ledger_account import LIMITED, Party
+from fedveil.records.atomic_files import write_checksummed
+from fedveil.rng import RandomStream
+from fedveil.strategies.dp_fpl import DPFPL
+from fedveil.training.per_example import draw_batches
+
+DELTA, REPLACE = 1e-5, Adjacency.REPLACE_ONE
+OPEN = "open"
+Releases = Counter[tuple[str, float, float]]  # kind, rate, multiplier
+
+# --- the oracle
+
+GRID, SPAN = 5e-4, 2**18
+
+
+@lru_cache(maxsize=256)
+def transformed_losses(rate: float, z: float) -> np.ndarray:
+    """The transform of the losses of one Poisson step under replace-one, each rounded down: never above the truth."""
+    x = np.linspace(-1 - 12 * z, 1 + 12 * z, 400_001)
+    log_p = np.logaddexp(math.log1p(-rate) + norm.logpdf(x, 0, z), math.log(rate) + norm.logpdf(x, -1, z))
+    log_q = np.logaddexp(math.log1p(-rate) + norm.logpdf(x, 0, z), math.log(rate) + norm.logpdf(x, 1, z))
+    mass = np.exp(log_p)
+    index = np.floor((log_p - log_q) / GRID).astype(int)
+    losses = np.zeros(SPAN)
+    np.add.at(losses, index % SPAN, mass / mass.sum())
+    return np.fft.rfft(losses)
+
+
+@lru_cache(maxsize=256)
+def transformed_gaussian(total: float) -> np.ndarray:
+    """The transform of the losses of Gaussian steps with this sum of (2 / z)^2, rounded down."""
+    edges = (np.arange(SPAN + 1) - SPAN // 2) * GRID
+    losses = np.diff(norm.cdf(edges, total / 2, math.sqrt(total)))
+    return np.fft.rfft(np.roll(losses, SPAN // 2))
+
+
+def delta_of(total: float, epsilon: float) -> float:
+    """Delta of Gaussian steps, by Balle and Wang."""
+    mu = math.sqrt(total)
+    return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
+
+
+def bisect(excess, high: float) -> float:
+    """The smallest value, to 1e-7, at which a falling function is at most 0."""
+    low = 0.0
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return low
+
+
+def oracle(releases: Releases) -> float:
+    """A lower bound on the epsilon of these releases at DELTA, tight to a few thousandths."""
+    gaussian = sum(4 * count / z**2 for (kind, _, z), count in releases.items() if kind == "gaussian")
+    drawn = [(rate, z, count) for (kind, rate, z), count in releases.items() if kind == "poisson"]
+    if not drawn:
+        return bisect(lambda e: delta_of(gaussian, e) - DELTA, 400.0) if gaussian else 0.0
+    total = transformed_gaussian(gaussian) if gaussian else np.ones(SPAN // 2 + 1, complex)
+    for rate, z, count in drawn:
+        total = total * transformed_losses(rate, z) ** count
+    mass = np.roll(np.fft.irfft(total, SPAN), SPAN // 2)
+    losses = (np.arange(SPAN) - SPAN // 2) * GRID
+
+    def excess(epsilon: float) -> float:
+        over = losses > epsilon
+        return float((mass[over] * -np.expm1(epsilon - losses[over])).sum()) - DELTA
+
+    return bisect(excess, SPAN * GRID / 2)
+
+
+@pytest.mark.parametrize(
+    "releases, expected",
+    [
+        ({("poisson", 0.1, 1.5): 50}, 4.1602),
+        ({("gaussian", 1.0, 4.0): 60}, 23.3463),
+        ({("poisson", 0.1, 2.0): 20, ("gaussian", 1.0, 9.0): 5, ("poisson", 0.3, 3.0): 7}, 3.6330),
+    ],
+)
+def test_the_oracle_gives_the_figures_of_the_specification(releases, expected):
+    """Published figures of Poisson and mixed steps: never above, and at most 1 % below."""
+    value = oracle(Counter(releases))
+    assert 0.99 * expected < value < expected * (1 + 1e-4)
+
+
+# --- the site
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@dataclass
+class Rows(PerExampleGradientSource):
+    """The rows of a folder, and the instrument that notes each look."""
+
+    tags: tuple[int, ...]
+    batch: int
+    step_count: int
+    look: object
+    kill: str = ""
+
+    @property
+    def batch_size(self) -> int:
+        return self.batch
+
+    @property
+    def steps(self) -> int:
+        return self.step_count
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.tags)
+
+    def batches(self, sampling, steps, rng, skip=0) -> list[BatchIndices]:
+        if self.kill == "after charge":
+            raise Killed
+        return draw_batches(sampling, len(self.tags), self.batch, steps, rng, skip)
+
+    def per_sample(self, weights, batch) -> PerExampleGradients:
+        self.look(self)
+        if self.kill == "after look":
+            raise Killed
+        return PerExampleGradients({}, torch.zeros(len(batch.rows)))
+
+    def feature(self, weights, batch):
+        raise AssertionError("not used")
+
+
+class Site(RuleBasedStateMachine):
+    """Two state folders, the data folders of one site, and what the runs really released."""
+
+    poisson = False
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = Path(tempfile.mkdtemp())
+        self.folders: dict[str, tuple[int, ...]] = {}
+        self.true: dict[tuple[int, Party], Releases] = defaultdict(Counter)
+        self.infinite: set[Party] = set()
+        self.states = {"first": True}
+        self.runs: dict[str, tuple] = {}
+        self.rounds: Counter[str] = Counter()
+        self.budget: float | None = None
+        self.add_folder("rows", tuple(range(20)))
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.at)
+
+    def add_folder(self, name: str, tags: tuple[int, ...]) -> None:
+        (self.at / name).mkdir()
+        self.folders[name] = tags
+
+    def ledger(self, state: str = "first"):
+        return open_ledger(self.at / state)
+
+    @property
+    def own(self) -> PrivacyBudget:
+        return PrivacyBudget(math.inf if self.budget is None else self.budget, DELTA, REPLACE)
+
+    def account(self):
+        return self.ledger().read(self.own).account
+
+    # --- rules
+
+    @rule(version=st.sampled_from([1, 2, 3]), count=st.integers(1, 3), site=st.sampled_from(["north", "ledger", "b"]))
+    @precondition(lambda self: not (self.at / "first" / ".ledger").exists())
+    def begin_with_an_older_ledger(self, version, count, site):
+        """All rows had these charges, in the file of this site name; and each row may be in several files."""
+        folder = self.at / "first" / ".ledger"
+        folder.mkdir(parents=True)
+        for name in {site, "another"}:
+            content = {"fedveil-ledger": version, "carried": [], "spent": [[[[["gaussian", 0, 0, 9.0], count]], ["a"]]]}
+            data = write_checksummed(content) if version == 3 else json.dumps(content).encode()
+            (folder / f"{name}.json").write_bytes(data)
+            self.note(self.folders["rows"], Party, ("gaussian", 1.0, 9.0), count)
+        self.seen["older ledger"] += 1
+
+    @rule(data=st.data(), with_id=st.booleans(), number=st.integers(0, 10**6))
+    def copy_a_folder(self, data, with_id, number):
+        name, new = data.draw(st.sampled_from(sorted(self.folders))), f"copy-{number}"
+        if new in self.folders:
+            return
+        self.add_folder(new, self.folders[name])
+        if with_id and (self.at / name / ID_FILE).exists():
+            shutil.copy(self.at / name / ID_FILE, self.at / new / ID_FILE)
+        self.seen["copy"] += 1
+
+    @rule(data=st.data(), number=st.integers(0, 10**6))
+    def link_a_folder(self, data, number):
+        name, new = data.draw(st.sampled_from(sorted(self.folders))), f"link-{number}"
+        if new not in self.folders:
+            (self.at / new).symlink_to(self.at / name)
+            self.folders[new] = self.folders[name]
+            self.seen["link"] += 1
+
+    @rule(data=st.data(), more=st.integers(1, 20))
+    def append_rows(self, data, more):
+        name = data.draw(st.sampled_from(sorted(self.folders)))
+        tags = self.folders[name]
+        grown = (*tags, *range(1000 + len(tags), 1000 + len(tags) + more))
+        for other in self.folders:
+            if (self.at / other).resolve() == (self.at / name).resolve():
+                self.folders[other] = grown
+        self.seen["append"] += 1
+
+    @rule(epsilon=st.sampled_from([None, 2.0, 6.0, 20.0]))
+    def set_the_policy(self, epsilon):
+        self.budget = epsilon
+        self.seen["policy"] += 1
+
+    @rule(
+        data=st.data(),
+        new=st.booleans(),
+        kind=st.sampled_from(["dp", "disjoint", "paper", "plain", "seeded"]),
+        z=st.sampled_from([3.0, 6.0, 12.0]),
+        batch=st.sampled_from([2, 5, 20]),
+        steps=st.integers(1, 3),
+        epsilon=st.sampled_from([None, 1.0, 3.0, 9.0]),
+        site=st.sampled_from(["north", "north-2", ""]),
+        kill=st.sampled_from(["", "", "", "before charge", "after charge", "after look"]),
+        repeats=st.integers(1, 2),
+    )
+    def run_rounds(self, data, new, kind, z, batch, steps, epsilon, site, kill, repeats):
+        folder = data.draw(st.sampled_from(sorted(self.folders)))
+        if new or not self.runs:
+            run, about = f"run-{len(self.runs)}", (kind, z, batch, steps, epsilon)
+            self.runs[run] = about
+        else:
+            run = data.draw(st.sampled_from(sorted(self.runs)))
+            about = self.runs[run] if data.draw(st.integers(0, 3)) else (kind, z, batch, steps, epsilon)
+        for _ in range(repeats):
+            self.serve(folder, run, about, site, kill)
+
+    @rule(data=st.data())
+    @precondition(lambda self: (self.at / "first" / ".ledger" / "ledger.json").exists())
+    def try_a_second_state_folder(self, data):
+        """Data that was charged is refused there; then its history is adopted, and the first folder is closed."""
+        tagged = [name for name in sorted(self.folders) if (self.at / name / ID_FILE).exists()]
+        if not tagged:
+            return
+        folder = data.draw(st.sampled_from(tagged))
+        before = sum(sum(releases.values()) for releases in self.true.values())
+        for about in (("dp", 6.0, 5, 1, 3.0), ("plain", 6.0, 5, 1, None)):
+            with pytest.raises(StateError, match="site ledger adopt"):
+                self.serve(folder, "other", about, "north", "", state="second", expected=())
+        assert sum(sum(releases.values()) for releases in self.true.values()) == before
+        self.seen["second state folder"] += 1
+
+    @rule(data=st.data(), rounds=st.integers(1, 2))
+    @precondition(lambda self: (self.at / "first" / ".ledger" / "ledger.json").exists())
+    def restore_a_backup(self, data, rounds):
+        """A later charge is missed by the data folder that saw it; recovery counts the most that may be missing."""
+        folder = data.draw(st.sampled_from(sorted(self.folders)))
+        path = self.at / "first" / ".ledger" / "ledger.json"
+        backup, run = path.read_bytes(), sorted(self.runs)[-1] if self.runs else "run-0"
+        about = self.runs.setdefault(run, ("dp", 6.0, 5, 1, 3.0))
+        for _ in range(rounds):
+            self.serve(folder, run, about, "north", "")
+        is_behind = path.read_bytes() != backup
+        path.write_bytes(backup)
+        witness = FolderWitness.open(self.at / folder, "")
+        if is_behind and witness.read() is not None:
+            with pytest.raises(StateError, match="site ledger recover"):
+                self.serve(folder, run, about, "north", "", expected=())
+            self.seen["roll-back found"] += 1
+        self.ledger().recover(self.account().own, witness)
+        self.seen["restore"] += 1
+
+    # --- what a client round does
+
+    def serve(self, folder, run, about, site, kill, state="first", expected=(BudgetError, ConfigError, StateError)):
+        kind, z, batch, steps, epsilon = about
+        tags = self.folders[folder]
+        batch = min(batch, len(tags)) if self.poisson else len(tags)
+        order = {"round": 0, "is-new": True, "site": "server-word", "run": run, "method": "fedavg", "fields": "{}"}
+        node = {"state-dir": str(self.at / state), "data": str(self.at / folder), "site": site}
+        assignment = ClientAssignment.from_instruction(order, {"run.rounds": 5}, node)
+        policy = SitePolicy.model_validate({} if self.budget is None else {"max-epsilon": self.budget})
+        round_ = round_of(assignment, policy)
+        guarantee: PrivacyGuarantee
+        looks = self.looks
+        if kill == "before charge":
+            return
+        with contextlib.suppress(Killed, *expected):
+            if kind in ("plain", "seeded"):
+                trainer_stack.note_open(round_, "no claim")
+                if kill != "after charge":
+                    self.infinite |= set(Party)
+                    self.seen[kind] += 1
+                return
+            if kind == "dp":
+                guarantee = DpSgdConfig(1.0, z, 0.1, epsilon)
+            elif kind == "disjoint":
+                guarantee = DPFPL(noise_local=z, noise_global=z, sampling="disjoint", exchange="epoch", epsilon=epsilon)
+            else:
+                guarantee = DPFPL(mode="paper", sampling="disjoint", epsilon=epsilon or 5.0, rounds=5)
+            rows = Rows(tags, batch, steps, self.note_looks(kind, guarantee, steps), kill)
+            charged = ChargedGradientSource(rows, guarantee, trainer_stack.open_charger(round_, guarantee))
+            sampling = "poisson" if kind == "dp" else "disjoint"
+            drawn = charged.batches(sampling, steps, RandomStream(bytes(32)))
+            try:
+                for one in drawn:
+                    charged.per_sample({}, one)
+            except BudgetError:
+                raise AssertionError("a refusal after a look") from None
+            self.seen[kind] += 1
+        assert self.looks >= looks
+
+    looks = 0
+
+    def note_looks(self, kind, guarantee, steps):
+        """Note one release of every row at each look: each may have been drawn, and nobody knows."""
+
+        def look(rows: Rows) -> None:
+            self.looks += 1
+            n, parties = len(rows.tags), set(Party)
+            if kind == "paper":
+                self.infinite |= {Party.SERVER, Party.ALL}
+                parties = {Party.OTHERS}
+                z = math.sqrt(5 * math.log(1 / DELTA)) / (guarantee.epsilon * math.sqrt(3))
+            elif kind == "disjoint":
+                z = guarantee.noise_local / math.sqrt(2)
+            else:
+                z = guarantee.noise
+            if kind == "dp" and rows.batch < n:
+                self.note(rows.tags, parties, ("poisson", rows.batch / n, z), 1)
+            else:
+                self.note(rows.tags, parties, ("gaussian", 1.0, z), 1)
+
+        return look
+
+    def note(self, tags, parties, release, count) -> None:
+        for tag in tags:
+            for party in parties:
+                self.true[tag, party][release] += count
+
+    # --- what must hold
+
+    @invariant()
+    def the_ledger_covers_every_row(self):
+        if not (self.at / "first" / ".ledger").exists():
+            assert not self.true
+            return
+        account = self.account()
+        for party in Party:
+            standing = account.standing(party)
+            if any(entry.run == "a restored ledger" for entry in account.entries):
+                assert standing.because
+                continue
+            if party in self.infinite:
+                assert standing.because, f"an open entry was lost for {party}"
+            distinct = {frozenset(self.true[key].items()) for key in list(self.true) if key[1] is party}
+            truth = max((oracle(Counter(dict(one))) for one in distinct), default=0.0)
+            assert standing.composed >= truth * (1 - 1e-4) - 1e-6, (party, standing, truth)
+            assert standing.reserved >= truth * (1 - 1e-4) - 1e-6, (party, standing, truth)
+        names = {path.name for path in (self.at / "first" / ".ledger").iterdir() if path.suffix != ".lock"}
+        assert names == {"ledger.json"} or not account.limits
+        finite = {step for entry in account.entries for step in entry.largest}
+        if self.budget is not None and account.limits[-1:] == (self.budget,) and max(account.limits) == self.budget:
+            for party in LIMITED:
+                assert account.standing(party).reserved <= self.budget * (1 + 1e-9) or account.entries[
+                    0
+                ].run.startswith("all runs before")
+        assert all(step.multiplier > 0 for step in finite)
+
+
+def round_of(assignment: ClientAssignment, policy: SitePolicy) -> ClientRound:
+    site, name = assignment.site.state_dir, assignment.name
+    return ClientRound(
+        assignment,
+        policy,
+        FileSeal(),
+        ClientStateStore.open(site, "r", name),
+        bytes(32),
+        ReplayGuard.open(site, "r", name),
+        BroadcastReferenceStore.open(site, "r", name, FileSeal()),
+        None,
+    )
+
+
+class SampledSite(Site):
+    """The same with Poisson batches, whose accountant takes a second a figure."""
+
+    poisson = True
+
+
+def search(machine: type[Site], sequences: int, length: int) -> None:
+    machine.seen = Counter()
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=sequences, stateful_step_count=length, deadline=None, database=None, derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
+    print(f"{machine.__name__}: {sequences} sequences of at most {length}: {dict(machine.seen)}")
+
+
+def test_no_history_of_a_site_is_undercharged():
+    search(Site, 12, 8)
+    assert all(
+        Site.seen[name] for name in ("dp", "disjoint", "paper", "plain", "copy", "restore", "second state folder")
+    )
+
+
+@pytest.mark.long
+def test_no_history_of_a_site_is_undercharged_in_a_long_search():
+    search(Site, 600, 12)
+    assert min(Site.seen.values()) >= 20
+    search(SampledSite, 20, 8)
