@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedveil.client_app.node_config import SiteConfig, parse_site
-from fedveil.console.commands.site import site_ledger
 from fedveil.console.flower.instruction_key_files import keys_fingerprint
 from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.launch import site as site_start
 from fedveil.console.launch import site_options
 from fedveil.console.provisioning import enrollment, kit_reader
-from fedveil.console.runs import re_encrypt, unit_actions
+from fedveil.console.runs import ledger_actions, re_encrypt, unit_actions
 from fedveil.console.runs.dataset_cache import list_cached_datasets
 from fedveil.console.runs.ledger_summary import ledger_lines
 from fedveil.console.runs.retained_state import list_retained, offer_purge, purge_line
@@ -91,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     key.add_argument("file", type=Path, metavar="NEWFILE", help="file of 32 bytes that only this user can read")
     key.set_defaults(run=_key)
     seal, purge = _keeping(actions)
-    ledger_actions = site_ledger.add_actions(actions, _in_own_folder)
+    ledgers = ledger_actions.add_actions(actions, _in_own_folder)
     persons = unit_actions.add_actions(actions, _in_own_folder)
     dashboard = actions.add_parser(
         "dashboard", help="show uploads, refusals, ledger and worker in a browser on this machine"
@@ -105,11 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
-    for action in (status, seal, purge, dashboard, *ledger_actions, *persons):
+    for action in (status, seal, purge, dashboard, *ledgers, *persons):
         action.add_argument(
             "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names the state folder"
         )
-    for action in (status, warm, seal, purge, dashboard, *ledger_actions, *persons):
+    for action in (status, warm, seal, purge, dashboard, *ledgers, *persons):
         action.add_argument("--state-dir", type=Path, help=f"the site's own folder; default {SiteConfig().state_dir}")
 
 

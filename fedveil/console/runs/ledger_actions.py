@@ -78,8 +78,8 @@ def _adopt(args: argparse.Namespace) -> int:
     if args.other is not None and not ledger_files(args.other):
         raise ConfigError(f"--from: expected a state folder with a ledger, found none below {args.other}; use --lost")
     other = None if args.lost else open_ledger(args.other, FileSeal.from_key_file(args.other_key_file))
-    ledger = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file))
-    added = ledger.adopt(policies.load_policy(site).budget, _witness(args.data, site.data_set), other)
+    ledger, witness = open_ledger(args.state_dir, FileSeal.from_key_file(site.key_file)), _witness(args.data, "")
+    added = ledger.adopt(policies.load_policy(site).budget, witness, other)
     print(f"{added} entries added; the data folder now belongs to the ledger in {args.state_dir.expanduser()}")
     return 0
 
