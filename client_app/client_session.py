@@ -5,7 +5,7 @@ The loaded task, the prepared examples and other ranks stay in memory between ro
 | step | if it fails |
 |---|---|
 | 1. read its inputs (`ClientRound.open`) | PolicyError, WireError, StateError; no example was read |
-| 2. load task and examples, unless they are in memory | ConfigError, TaskError |
+| 2. load task and examples without those of withdrawn units, unless they are in memory | ConfigError, TaskError |
 | 3. build the trainer (`trainer_stack`), load the private state | ConfigError, StateError |
 | 4. if this round was served before, compare the message with the earlier one | PolicyError |
 | 5. train and create the upload, masked under secure aggregation | no state changes |
@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fedveil import rng, strategies, tasks
@@ -27,17 +28,18 @@ from fedveil.client_app.client_round import ClientRound, ClientRoundResult, Load
 from fedveil.client_app.instruction import ClientAssignment
 from fedveil.client_app.policy import decisions
 from fedveil.client_app.ranks.launcher import RankLauncher, at_first, count_ranks
-from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, shelf_of
+from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, remove_shelves, shelf_of
 from fedveil.client_app.state.held_out_record import HeldOutRecord
+from fedveil.client_app.state.withdrawn_units import WithdrawalRecord, WithdrawnUnits
 from fedveil.client_app.trainer_stack import build_trainer
 from fedveil.contract.codec import Buffer
 from fedveil.contract.task import DatasetShard, PreparedData, Task, Watch, ignore_progress
-from fedveil.data.units import UnitRows, group_rows_of_run
+from fedveil.data.units import UnitRows, group_rows_of_run, mark_rows
 from fedveil.errors import ConfigError, PolicyError, TaskError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.training import optimizers
 from fedveil.training.adapter_task import AdaptedTask
-from fedveil.training.held_out import HeldOutSplit, split_held_out
+from fedveil.training.held_out import ExampleSubset, HeldOutSplit, split_held_out
 
 log = logging.getLogger("fedveil.turn")
 
@@ -47,6 +49,7 @@ Fingerprint = tuple[tuple[str, int, int], ...]
 @dataclass(frozen=True)
 class _PreparedRows:
     fingerprint: Fingerprint
+    withdrawn: WithdrawnUnits
     prepared: PreparedData
     units: UnitRows | None
 
@@ -129,7 +132,7 @@ class ClientSession:
         Raises:
             ConfigError: neither the node config nor the run config names a folder.
         """
-        read = self._prepare(round_.assignment, task)
+        read = self._prepare(round_, task)
         part = round_.assignment.config.evaluate.held_out
         if not part or not round_.policy.max_scores:
             return SiteData(read.prepared, HeldOutSplit(read.prepared.rows, ()), units=read.units)
@@ -137,25 +140,30 @@ class ClientSession:
             self._split = read, part, _split_rows(round_, read.prepared, part)
         return self._split[2]
 
-    def _prepare(self, assignment: ClientAssignment, task: Task) -> _PreparedRows:
+    def _prepare(self, round_: ClientRound, task: Task) -> _PreparedRows:
+        assignment = round_.assignment
         if not assignment.data:
             raise ConfigError(
                 'data: expected a folder in the node config ("data") or the run config (task.data), found none'
             )
         data, site = Path(assignment.data), assignment.site
-        fingerprint = _fingerprint(data)
-        if self._rows is None or self._rows.fingerprint != fingerprint:
+        fingerprint, withdrawn = _fingerprint(data), WithdrawalRecord.open(site.state_dir, round_.seal).read()
+        if self._rows is None or (self._rows.fingerprint, self._rows.withdrawn) != (fingerprint, withdrawn):
             share = DatasetShard(site.partition_id, site.num_partitions) if site.num_partitions > 1 else None
             self._rows = self._split = None  # not two data sets in memory
-            # Prepared examples are in the clear: a site that encrypts its stored files stores none.
-            shelf = None if site.key_file else shelf_of(site.state_dir, data, site.data_set)
-            prepared = task.prepare(data, "train", share, shelf)
+            # Prepared examples are in the clear, and of all rows: a site that encrypts its stored files or has
+            # withdrawn a unit stores none.
+            is_shelved = not site.key_file and not withdrawn.units
+            if withdrawn.units:
+                remove_shelves(site.state_dir)
+            shelf = shelf_of(site.state_dir, data, site.data_set) if is_shelved else None
+            prepared = _leave_out(withdrawn, site.unit_column, task.prepare(data, "train", share, shelf), data)
             units = group_rows_of_run(assignment.config, prepared, data, share)
-            if units is not None and _fingerprint(data) != fingerprint:
+            if (units is not None or withdrawn.units) and _fingerprint(data) != fingerprint:
                 raise TaskError(
                     f'task.data: expected "{data}" to stay unchanged while it is read, found a change; start again'
                 )
-            self._rows = _PreparedRows(fingerprint, prepared, units)
+            self._rows = _PreparedRows(fingerprint, withdrawn, prepared, units)
         return self._rows
 
     def close(self) -> None:
@@ -172,6 +180,45 @@ def _split_rows(round_: ClientRound, prepared: PreparedData, part: float) -> Sit
     record = HeldOutRecord.open(assignment.site.state_dir, assignment.name)
     chosen = record.select_rows(dataset.id, part, key, dataset.relative_origins(prepared.origins()))
     return SiteData(prepared, split_held_out(prepared.rows, chosen.indices), chosen.refusal, dataset.id)
+
+
+def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data: Path) -> PreparedData:
+    """Return the examples without the rows of withdrawn units, and log their number.
+
+    Args:
+        own: the node config's `unit-column`.
+
+    Raises:
+        TaskError: the rows of withdrawn units cannot be found, or no other row is left.
+    """
+    columns = withdrawn.columns(own)
+    if not columns:
+        return prepared
+    origins = list(prepared.origins())
+    if len(origins) != len(prepared.rows):
+        raise TaskError(
+            f"withdrawn units: expected the origin of each of the {len(prepared.rows)} examples, found {len(origins)}; "
+            "this task cannot leave out their rows"
+        )
+    left_out: set[int] = set()
+    for column in columns:
+        in_column = "" if own else column
+        try:
+            marks = mark_rows(data, "train", column, origins, partial(withdrawn.covers, in_column))
+        except TaskError as error:
+            raise TaskError(
+                f'withdrawn units: expected their column "{column}", which shows which rows to leave out: {error}; or '
+                "set unit-column in the node config"
+            ) from None
+        left_out.update(index for index, is_marked in enumerate(marks) if is_marked)
+    kept = [index for index in range(len(origins)) if index not in left_out]
+    if not kept:
+        raise TaskError(
+            f"withdrawn units: expected rows of other units in {data}, found {len(origins)} rows of withdrawn ones; "
+            "this site takes no part with this data"
+        )
+    log.info("withdrawn units: this site leaves out %d of %d rows", len(left_out), len(origins))
+    return PreparedData(ExampleSubset(prepared.rows, kept), lambda: [origins[index] for index in kept])
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

@@ -18,6 +18,8 @@ class SiteConfig(BaseModel):
         site: its name; "" = the registered one.
         data: the site's data folder; "" = `task.data` of the run.
         data_set: the data's name; "" = the id file in its folder (data_sets.py). The privacy ledger does not use it.
+        unit_column: the column that holds the unit's id, such as the patient's, in which the ids of withdrawn units are
+            looked for (withdrawn_units.py); "" = the column that was named at the withdrawal.
         state_dir: folder for private state and the worker's socket.
         key_file: the key that encrypts the site's stored files (fedveil.encrypted_files); "" = no encryption.
         signing_key: the file that identifies this site in secure aggregation (created by fedveil site init);
@@ -42,6 +44,7 @@ class SiteConfig(BaseModel):
     site: str = ""
     data: str = ""
     data_set: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,63})?$")
+    unit_column: str = ""
     state_dir: Path = Path("~/.local/state/fedveil")
     key_file: str = ""
     signing_key: str = ""

@@ -29,7 +29,6 @@ from fedveil.client_app.guards.example_counter import ExampleCounter
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.client_app.state.held_out_record import HeldOutRecord
-from fedveil.client_app.state.privacy_unit import require_one_unit
 from fedveil.contract import held_out_report
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import Weights
@@ -41,7 +40,7 @@ from fedveil.privacy.charged_gradients import ChargedGradientSource, GradientsOn
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.privacy.guarantee_source import check_guarantee
 from fedveil.privacy.ledger import RunCharger
-from fedveil.privacy.ledger_account import RunTerms
+from fedveil.privacy.ledger_account import ROW, UNIT, RunTerms
 from fedveil.training.held_out import HeldOutScoringTrainer, ReceivedLossFilter
 from fedveil.training.per_example import PerExampleLoss
 from fedveil.training.unit_gradients import UnitTrainer
@@ -90,7 +89,6 @@ def build_trainer(
         return TrainerStack(counter, counter, guard)
     trainer, rows = counter, counter.rows
     if not config.run.deterministic:
-        require_one_unit(assignment.site.state_dir, by_unit=data.units is not None)
         charged = round_.charged_guarantee(loaded.exchange, guarantee)
         rows = ChargedGradientSource(rows, charged, open_charger(round_, charged))
         trainer = GradientsOnlyTrainer(counter.spec, rows)
@@ -109,7 +107,8 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
             "only the site itself may choose"
         )
     most = rounds * (policy.max_retries + 1) * _TRAININGS
-    terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most)
+    unit = UNIT if assignment.config.dp.unit_column else ROW
+    terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit)
     witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
     ledger = open_ledger(site.state_dir, round_.seal)
     return RunCharger(ledger, terms, policy.budget, witness, policy.after_open)

@@ -7,11 +7,13 @@
     <state-dir>/<run>/<site>/received.json          sketches of the run's first and last weights (broadcast_guard.py)
     <state-dir>/<run>/<site>/secure.json            its keys in secure aggregation (secure_round.py)
     <state-dir>/.ledger/ledger.json                 the charges of all runs (fedveil.privacy.ledger)
+    <state-dir>/.withdrawn/units.json               the withdrawn units (withdrawn_units.py)
     <state-dir>/.held-out/<site>.json               the held-out rows and their scores (held_out_record.py)
     <state-dir>/.flower-runs/<Flower run>           the run that a Flower run began with (flower_runs.py)
 
-If the node config names a key file, states, sketch, keys, secret and ledger are encrypted (fedveil.encrypted_files).
-The served rounds, the held-out rows and the Flower runs are not encrypted, because they are not secret.
+If the node config names a key file, states, sketch, keys, secret, ledger and withdrawn units are encrypted
+(fedveil.encrypted_files). The served rounds, the held-out rows and the Flower runs are not encrypted, because they are
+not secret.
 
 The state is never in Flower's `Context.state`, which a restart loses, and silently above about 50 MB.
 

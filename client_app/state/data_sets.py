@@ -27,6 +27,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -146,6 +147,16 @@ def shelf_of(state_dir: Path, data: Path, given: str = "") -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         name = f"path-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]}"
     return state_dir.expanduser() / PREPARED / name
+
+
+def remove_shelves(state_dir: Path) -> None:
+    """Remove the prepared examples of all data sets. Raises StateError if they cannot be removed."""
+    folder = state_dir.expanduser() / PREPARED
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise StateError(f"{folder}: cannot remove prepared examples: {error}; remove the folder") from error
 
 
 def _folder(data: Path) -> Path:

@@ -1,7 +1,7 @@
 """Group a site's rows by unit, such as the patient. `dp.unit-column` names the column that holds the unit's id.
 
 An id is the value as text: NFC, without whitespace around it, in its own case, numbers as they are written. The ids
-stay in this module, which returns only row indices, so no log, error or report can contain one.
+stay in this module, which returns only row indices and numbers, so no log, error or report can contain one.
 
 | case | result |
 |---|---|
@@ -19,7 +19,7 @@ import math
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from fedveil.contract.task import DatasetShard, ExampleOrigin, PreparedData
 from fedveil.data import images, tables
 from fedveil.errors import TaskError
 
-__all__ = ["UnitRows", "group_ids", "group_rows", "group_rows_of_run", "read_ids"]
+__all__ = [
+    "UnitRows", "count_rows", "group_ids", "group_rows", "group_rows_of_run", "mark_rows", "plain_id", "read_ids",
+]  # fmt: skip
 
 UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
 
@@ -64,6 +66,33 @@ def group_rows_of_run(
 
 def group_rows(data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None]) -> UnitRows:
     """Return the units of the rows with these origins, in the order of their first rows. Raises TaskError."""
+    return group_ids(_ids_of_rows(data, split, column, origins))
+
+
+def mark_rows(
+    data: Path,
+    split: str,
+    column: str,
+    origins: Iterable[ExampleOrigin | None],
+    is_marked: Callable[[str], bool],
+) -> list[bool]:
+    """Return for each of these rows whether `is_marked` holds for the plain form of its id. Raises TaskError."""
+    ids = _ids_of_rows(data, split, column, origins)
+    marks = {each: is_marked(_plain(each)) for each in set(ids)}
+    return [marks[each] for each in ids]
+
+
+def count_rows(file: Path, column: str, plain: str) -> int:
+    """Return the number of rows of a data file whose id has this plain form. Raises TaskError."""
+    return sum(_plain(each) == plain for each in read_ids(file, column))
+
+
+def plain_id(text: str) -> str:
+    """Return the form that all writings of an id share; "" for a blank one."""
+    return _plain(unicodedata.normalize("NFC", text).strip())
+
+
+def _ids_of_rows(data: Path, split: str, column: str, origins: Iterable[ExampleOrigin | None]) -> list[str]:
     if images.is_by_class(data, split):
         raise TaskError(
             f'dp.unit-column: expected a file of rows with the column "{column}", found images in class folders in '
@@ -79,7 +108,7 @@ def group_rows(data: Path, split: str, column: str, origins: Iterable[ExampleOri
                 "be trained by units"
             )
         chosen.append(ids[origin.row - 1])
-    return group_ids(chosen)
+    return chosen
 
 
 def group_ids(ids: Iterable[str]) -> UnitRows:

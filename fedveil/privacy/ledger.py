@@ -54,6 +54,8 @@ from fedveil.contract.privacy import (
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import StateError
 from fedveil.privacy.ledger_account import (
+    ROW,
+    UNIT,
     AccountEntry,
     Party,
     ReservedStep,
@@ -218,6 +220,7 @@ class PrivacyLedger:
             mark = witness.read()
             if mark is None or mark.tag == stored.tag:
                 raise StateError(f"{witness.place}: expected the tag of another ledger, found none; nothing to adopt")
+            mine = stored.account.hold_to(own)
             if other is None:
                 added: Sequence[AccountEntry] = [
                     AccountEntry("a lost ledger", "its charges of this data are unknown", frozenset(Party))
@@ -231,8 +234,9 @@ class PrivacyLedger:
                     )
                 other._require_witness(theirs, witness)
                 account = theirs.account.hold_to(own)
+                mine = mine.count_unit(account.unit)
                 added = [replace(entry, run=f"{entry.run} (adopted)").use_up() for entry in account.entries]
-            after = self._write(stored, stored.account.hold_to(own).append(*added), old, None)
+            after = self._write(stored, mine.append(*added), old, None)
             if other is not None:
                 other._write(replace(theirs, moved_to=after.tag), theirs.account, their_old, None)
             witness.write(after.mark)
@@ -314,7 +318,9 @@ class PrivacyLedger:
         if old:
             entry = carry_over(self._histories(path) for path in old)
             if entry.steps:
-                stored = replace(stored, account=stored.account.append(entry))
+                stored = replace(
+                    stored, account=stored.account.count_unit(ROW).append(entry)
+                )  # older ones had no units
         return stored, old
 
     def _content(self, path: Path) -> dict[str, Any]:
@@ -439,6 +445,8 @@ def _parse_stored(content: dict[str, Any]) -> StoredAccount:
         )
         for entry in content["entries"]
     )
+    if content["unit"] not in ("", ROW, UNIT):
+        raise ValueError("another unit")
     account = SiteAccount(own, limits, str(content["unit"]), entries)
     stored = StoredAccount(str(content["tag"]), heads, str(content["moved-to"]), account)
     if not heads or _head_of(replace(stored, heads=heads[:-1])) != heads[-1]:

@@ -14,6 +14,8 @@ later charge must stay within that plan.
 | a party sees the run without noise, the run has no claim, or its noise is seeded | an open entry: over all runs,
   epsilon against that party stays infinite |
 | the policy has another delta or adjacency than the account | BudgetError: the sum of epsilons would mean nothing |
+| a claim for units (dp.unit-column) after one for rows, or the reverse | BudgetError: a charge for a row bounds nothing
+  for a unit with several rows |
 | the policy raises max-epsilon | held from then on, and listed as a new promise |
 | histories of ledgers of versions 1 to 3 | one entry, with the largest history of any record of each file, added up |
 
@@ -37,6 +39,8 @@ from fedveil.privacy import accounting
 MAX_RUNS = 16  # among which delta is divided
 _RELATIVE = 1e-9  # slack of a comparison of floats
 _MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # of Poisson steps and their mean privacy loss
+ROW, UNIT = "row", "unit"  # what a claim protects
+_PROTECTED = {ROW: "one row", UNIT: "a unit (dp.unit-column)"}
 
 
 class Party(StrEnum):
@@ -59,14 +63,14 @@ class RunTerms:
         claim: its privacy budget.
         rounds: rounds of the run.
         most_charges: the largest number of charges that the site will serve.
-        unit: what one record is; an account counts one kind of unit.
+        unit: what the claim protects, ROW or UNIT.
     """
 
     run: str
     claim: PrivacyBudget
     rounds: int
     most_charges: int
-    unit: str = "row"
+    unit: str = ROW
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class SiteAccount:
     Attributes:
         own: delta and adjacency of the account, with the policy's current max-epsilon as epsilon.
         limits: each max-epsilon that the account had, in order; infinite for none.
-        unit: the unit of the first claim; "" before it.
+        unit: the unit of the first claim, ROW or UNIT; "" before it.
         entries: the runs.
     """
 
@@ -152,11 +156,7 @@ class SiteAccount:
         Args:
             after_open: "refuse" if no run with a claim may follow an open entry.
         """
-        if self.unit not in ("", terms.unit):
-            raise BudgetError(
-                f"unit: expected {self.unit}, which this site's ledger counts, found {terms.unit}; a ledger counts one "
-                "kind of unit: agree on it with the site"
-            )
+        account = self.count_unit(terms.unit)
         claim = _claim_text(terms.claim)
         for index, entry in enumerate(self.entries):
             if entry.run == terms.run and entry.claim:
@@ -172,13 +172,23 @@ class SiteAccount:
                 f"({is_open.why}); the site may set after-open to say"
             )
         entry = self._reserve(terms, charges, claim)
-        return replace(self, unit=terms.unit, entries=(*self.entries, entry))
+        return account.append(entry)
 
     def note_open(self, run: str, why: str) -> SiteAccount:
         """Return the account with an open entry of this run against all parties."""
         if any(entry.run == run and entry.open >= set(Party) for entry in self.entries):
             return self
         return self.append(AccountEntry(run, why, frozenset(Party)))
+
+    def count_unit(self, unit: str) -> SiteAccount:
+        """Return the account as one of this unit; "" names none. Raises BudgetError if it counts the other unit."""
+        if unit and self.unit not in ("", unit):
+            raise BudgetError(
+                f"dp.unit-column: expected a run that protects {_PROTECTED[self.unit]}, which this site's ledger "
+                f"counts, found one that protects {_PROTECTED[unit]}, whose epsilon would not add up with the earlier "
+                "ones; agree on it with the site"
+            )
+        return replace(self, unit=self.unit or unit)
 
     def append(self, *entries: AccountEntry) -> SiteAccount:
         """Return the account with more entries."""

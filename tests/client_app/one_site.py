@@ -48,6 +48,7 @@ class Server:
         order = {"round": round_, "is-new": round_ == 0, "site": "s", "run": "r", "method": self.name}
         order |= {"fields": json.dumps(hyperparameters_of(self.exchange.method))}
         node = {
+            "site": "s",
             "state-dir": str(self.at),
             "data": str(self.at),
             "policy": str(self.at / "policy.toml"),

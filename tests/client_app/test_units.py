@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from fedveil.client_app.policy.site_policy import SitePolicy
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.contract.privacy import Step
-from fedveil.encrypted_files import FileSeal
-from fedveil.errors import BudgetError, ConfigError, PolicyError, StateError, TaskError
+from fedveil.errors import BudgetError, ConfigError, PolicyError, TaskError
+from fedveil.privacy.ledger_account import UNIT
 from fedveil.wire import header
 from tests.client_app.one_site import Server
 
@@ -36,10 +37,9 @@ def test_what_a_server_sees_beside_the_gradient_is_the_same_for_a_patient_with_m
         assert (head["num_examples"], head["report"]["steps"]) == (5, 2.0)
         without_checksums = [entry[:-1] for entry in head["fields"]]  # which are those of noised tensors
         heads.append({**head, "turn": "", "fields": without_checksums})
-        ledger = open_ledger(tmp_path / name, "s", FileSeal())
-        ((charged, count),) = ledger.histories()
-        assert charged == {Step("poisson", 5, 3, 1.0): 2}
-        assert count == len(rows)
+        charged = open_ledger(tmp_path / name).read(SitePolicy().budget).account
+        assert charged.used == {Step("poisson", 5, 3, 1.0): 2}
+        assert charged.unit == UNIT
         files = [path for path in (tmp_path / name).rglob("*") if path.is_file() and path.name != "train.jsonl"]
         assert files
         assert not [path for path in files if b"Secret-" in path.read_bytes()]
@@ -53,19 +53,12 @@ def test_a_site_protects_rows_or_patients_and_never_both(tmp_path, first):
     second = {"": "patient", "patient": ""}[first]
     server = Server(tmp_path, "", ROWS, **{**UNITS, "dp.unit-column": first})
     server.send(server.initial)
-    ledger = next(tmp_path.rglob("s.json"))
+    ledger = tmp_path / ".ledger" / "ledger.json"
     before = ledger.read_bytes()
     other = Server(tmp_path, "", ROWS, **{**UNITS, "dp.unit-column": second})
-    with pytest.raises(BudgetError, match="expected a run that protects (one row|a unit .*), like the earlier"):
+    with pytest.raises(BudgetError, match="expected a run that protects (one row|a unit .*), which this site's ledger"):
         other.send(other.initial)
     assert ledger.read_bytes() == before
-    if not first:  # a ledger of an earlier version has charges of rows
-        (ledger.parent / "unit").unlink()
-        with pytest.raises(BudgetError, match="expected a run that protects one row"):
-            other.send(other.initial)
-    (ledger.parent / "unit").write_text("{}")
-    with pytest.raises(StateError, match="restore it from a backup"):
-        server.send(server.initial, 1)
 
 
 def test_min_examples_counts_patients_and_not_rows(tmp_path):
@@ -95,7 +88,7 @@ def test_what_cannot_be_by_units_is_refused(tmp_path, config, reason):
     server = Server(tmp_path, "max-scores = 5", ROWS, **{**UNITS, **config})
     with pytest.raises((ConfigError, TaskError), match=reason):
         server.send(server.initial)
-    assert not list(tmp_path.rglob("s.json"))
+    assert not (tmp_path / ".ledger" / "ledger.json").exists()
 
 
 def test_rows_of_a_patient_that_change_between_rounds_are_grouped_anew(tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedveil.client_app.state.client_state import LEDGER, ClientStateStore, open_ledger
+from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
 from fedveil.console.runs import dataset_cache
 from fedveil.console.runs.retained_state import run_folders
 from fedveil.console.runs.workers import list_workers
@@ -27,6 +28,7 @@ def require_key(state_dir: Path, seal: FileSeal) -> None:
     """Raise StateError for the first file whose header a site with this seal would refuse."""
     roles = [ClientStateStore(folder).roles for folder in run_folders(state_dir)]
     roles += [open_ledger(state_dir).roles] if (state_dir.expanduser() / LEDGER).is_dir() else []
+    roles += [WithdrawalRecord.open(state_dir).roles]
     for file, role in (pair for files in roles for pair in files.items()):
         with contextlib.suppress(FileNotFoundError):
             if (read_seal_header(file).key if is_sealed(file) else "") != seal.id:
@@ -67,6 +69,8 @@ def _folders(state_dir: Path) -> Iterator[contextlib.AbstractContextManager[Mapp
     yield from (_of_run(folder) for folder in run_folders(state_dir))
     if (state_dir.expanduser() / LEDGER).is_dir():
         yield open_ledger(state_dir).held()
+    if WithdrawalRecord.open(state_dir).roles:
+        yield WithdrawalRecord.open(state_dir).held()
 
 
 @contextlib.contextmanager

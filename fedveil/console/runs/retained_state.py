@@ -11,9 +11,9 @@ A run is purged if it is requested by name or by age and nothing prevents it:
 | it has continued since it was listed | stays |
 
 Purging removes everything in the run's folder except the count of its rounds. The count then records that
-the run was purged, and the site serves no further round of it. The privacy ledger, the audit log and the
-data set ids are never touched. In addition to runs, leftovers of interrupted writes (`.part`) are removed
-by age.
+the run was purged, and the site serves no further round of it. The privacy ledger, the audit log, the data
+set ids and the withdrawn units are never touched. In addition to runs, leftovers of interrupted writes
+(`.part`) are removed by age.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run_folders(state_dir: Path) -> Iterator[Path]:
 def list_leftovers(state_dir: Path, days: float) -> list[Path]:
     """List leftovers of interrupted writes that have at least that age."""
     before, state = time.time() - max(days * DAY, _WRITING), state_dir.expanduser()
-    folders = [state, state / ".ledger", *(state / "workers").glob("*"), *run_folders(state_dir)]
+    folders = [state, state / ".ledger", state / ".withdrawn", *(state / "workers").glob("*"), *run_folders(state_dir)]
     part_files = [(path, path.lstat()) for folder in folders for path in folder.glob(".*.part")]
     return sorted(path for path, about in part_files if stat.S_ISREG(about.st_mode) and about.st_mtime <= before)
 

@@ -16,7 +16,7 @@ from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
 from fedveil.privacy.ledger import PrivacyLedger, WitnessMark
-from fedveil.privacy.ledger_account import MAX_RUNS, Party, RunTerms, SiteAccount, _largest
+from fedveil.privacy.ledger_account import MAX_RUNS, ROW, UNIT, Party, RunTerms, SiteAccount, _largest
 from fedveil.records.atomic_files import write_checksummed
 
 DELTA, REPLACE, ZERO = 1e-5, Adjacency.REPLACE_ONE, Adjacency.ZERO_OUT
@@ -188,8 +188,21 @@ def test_a_promise_keeps_its_delta_and_relation_and_a_larger_limit_is_a_new_one(
             charge(tmp_path, terms("b"), other)
     charge(tmp_path, terms("b", 5.0, 1), PrivacyBudget(12.0, DELTA, REPLACE))
     assert account(tmp_path).limits == (9.0, 12.0)
-    with pytest.raises(BudgetError, match="unit: expected row"):
-        charge(tmp_path, terms("c", 5.0, 1, unit="patient"), PrivacyBudget(12.0, DELTA, REPLACE))
+
+
+@pytest.mark.parametrize("first, second", [(ROW, UNIT), (UNIT, ROW)])
+def test_a_ledger_counts_rows_or_units_and_never_both(tmp_path, first, second):
+    witness, refused = Witness(), pytest.raises(BudgetError, match="expected a run that protects (one row|a unit .*),")
+    charge(tmp_path / "a", terms(unit=first), witness=witness)
+    with refused:
+        charge(tmp_path / "a", terms("other", unit=second))
+    charge(tmp_path / "b", terms(unit=second))
+    with refused:
+        PrivacyLedger(tmp_path / "b").adopt(UNLIMITED, witness, PrivacyLedger(tmp_path / "a"))
+    assert len(account(tmp_path / "b").entries) == 1
+    PrivacyLedger(tmp_path / "c").adopt(UNLIMITED, witness, PrivacyLedger(tmp_path / "a"))
+    with refused:
+        charge(tmp_path / "c", terms("other", unit=second))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 100, 10**12])
@@ -241,6 +254,8 @@ def test_older_ledgers_are_carried_over_with_the_largest_history_of_each_file(tm
     (tmp_path / "ledger.json").write_bytes(old_ledger(version, [[[[gaussian, 3]], ["c"]]], []))  # a site "ledger"
     spent = {STEP: 8, Step(SUMMED, 0, 0, 2.0): 1}
     assert account(tmp_path).used == spent
+    with pytest.raises(BudgetError, match="expected a run that protects one row, "):
+        charge(tmp_path, terms(most=1, unit=UNIT))
     charge(tmp_path, terms(most=1))
     assert account(tmp_path).used == {**spent, STEP: 9}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ledger.json", "ledger.lock"]

@@ -17,7 +17,7 @@ from fedveil.console.flower.site_process import start_spare, write_programs
 from fedveil.console.launch import site as site_start
 from fedveil.console.launch import site_options
 from fedveil.console.provisioning import enrollment, kit_reader
-from fedveil.console.runs import ledger_actions, re_encrypt
+from fedveil.console.runs import ledger_actions, re_encrypt, unit_actions
 from fedveil.console.runs.dataset_cache import list_cached_datasets
 from fedveil.console.runs.ledger_summary import ledger_lines
 from fedveil.console.runs.retained_state import list_retained, offer_purge, purge_line
@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     key.set_defaults(run=_key)
     seal, purge = _keeping(actions)
     ledgers = ledger_actions.add_actions(actions, _in_own_folder)
+    persons = unit_actions.add_actions(actions, _in_own_folder)
     dashboard = actions.add_parser(
         "dashboard", help="show uploads, refusals, ledger and worker in a browser on this machine"
     )
@@ -103,11 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dashboard.add_argument("--port", type=int, default=8051, metavar="N", help="default: 8051; 0 = any free port")
     dashboard.add_argument("--host", default="127.0.0.1", help="only 127.0.0.1 is allowed")
     dashboard.set_defaults(run=_in_own_folder(_dashboard))
-    for action in (status, seal, purge, dashboard, *ledgers):
+    for action in (status, seal, purge, dashboard, *ledgers, *persons):
         action.add_argument(
             "--kit", type=Path, metavar="FOLDER", help="the unpacked start-up kit, which names the state folder"
         )
-    for action in (status, warm, seal, purge, dashboard, *ledgers):
+    for action in (status, warm, seal, purge, dashboard, *ledgers, *persons):
         action.add_argument("--state-dir", type=Path, help=f"the site's own folder; default {SiteConfig().state_dir}")
 
 
@@ -293,6 +294,8 @@ def _status(args: argparse.Namespace) -> int:
         for words in secagg_of_site(args.state_dir, run, args.policy, args.key_file):
             print(f"  {words}")
     for words in ledger_lines(args.state_dir, args.policy, args.key_file):
+        print(words)
+    for words in unit_actions.withdrawn_lines(args.state_dir, args.key_file):
         print(words)
     for failure in last_failures(args.state_dir):
         print(failure)

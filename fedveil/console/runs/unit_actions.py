@@ -1,0 +1,133 @@
+"""`fedveil site exposure` and `fedveil site withdraw`: what a person may ask of a site about their own data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
+from fedveil.console.runs.dataset_cache import list_cached_datasets, remove_cached
+from fedveil.console.runs.ledger_summary import site_of_folder
+from fedveil.console.runs.unit_exposure import RunExposure, collect_exposure, read_id
+from fedveil.encrypted_files import FileSeal
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.records import audit_log
+from fedveil.sanitize import sanitize
+
+_Action = Callable[[argparse.Namespace], int]
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")  # the server appends it to a run's name
+
+
+def add_actions(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], in_own_folder: Callable[[_Action], _Action]
+) -> Sequence[argparse.ArgumentParser]:
+    """Add `exposure` and `withdraw`; return both, which take the state folder's options."""
+    exposure = actions.add_parser(
+        "exposure", help="show which runs a person's rows may have been used in, and with what guarantee"
+    )
+    exposure.add_argument("--json", action="store_true", help="print JSON")
+    exposure.set_defaults(run=in_own_folder(_exposure))
+    withdraw = actions.add_parser("withdraw", help="leave a person's rows out of all later training")
+    withdraw.set_defaults(run=in_own_folder(_withdraw))
+    for action in (exposure, withdraw):
+        action.add_argument(
+            "--unit", required=True, metavar="ID",
+            help="the unit's id, such as the patient's; - reads it from stdin, so that no shell history has it",
+        )  # fmt: skip
+        action.add_argument(
+            "--unit-column",
+            default="",
+            metavar="NAME",
+            help="column of the ids; default: the node config's unit-column",
+        )
+        action.add_argument("--data", type=Path, metavar="FOLDER", help="default: the data of fedveil site start")
+        action.add_argument(
+            "--policy", default="", metavar="FILE", help="needed only if fedveil site start did not record it"
+        )
+        action.add_argument("--key-file", default="", metavar="FILE", help="likewise, if the site's state is sealed")
+    return exposure, withdraw
+
+
+def withdrawn_lines(state_dir: Path, key_file: str = "") -> list[str]:
+    """Return the line of `fedveil site status` on withdrawn units; none if there are none."""
+    try:
+        site = site_of_folder(state_dir, "", key_file)
+        count = len(WithdrawalRecord.open(state_dir, FileSeal.from_key_file(site.key_file)).read().units)
+    except (FedVeilError, OSError, ValueError) as error:
+        return [f"withdrawn units: cannot be read: {sanitize(error)}"]
+    return [f"withdrawn units: {count}, whose rows no run trains on"] if count else []
+
+
+def _exposure(args: argparse.Namespace) -> int:
+    site = site_of_folder(args.state_dir, args.policy, args.key_file)
+    exposure = collect_exposure(
+        args.state_dir, site, _unit(args), _data(args, site), args.unit_column or site.unit_column
+    )
+    if args.json:
+        print(json.dumps(exposure.to_json(), indent=2))
+    else:
+        for line in exposure.lines():
+            print(line)
+    return 0
+
+
+def _withdraw(args: argparse.Namespace) -> int:
+    site = site_of_folder(args.state_dir, args.policy, args.key_file)
+    unit, column = _unit(args), args.unit_column or site.unit_column
+    if not column:
+        raise ConfigError(
+            "--unit-column: expected the column that holds the unit's id, found none; name it, or set unit-column in "
+            "the node config"
+        )
+    plain = read_id(unit)
+    exposure = collect_exposure(args.state_dir, site, unit, _data(args, site), column)  # before anything changes
+    record = WithdrawalRecord.open(args.state_dir, FileSeal.from_key_file(site.key_file))
+    is_new = record.add(plain, column)
+    remove_cached(args.state_dir, list_cached_datasets(args.state_dir))  # they contain its rows in the clear
+    about = {"column": column, "units": len(record.read().units), "new": is_new}
+    audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "withdrawn", about)
+    print("withdrawn: no client round that begins from now on trains on this unit's rows" if is_new else
+          "this unit was withdrawn before")  # fmt: skip
+    for line in exposure.rows.lines():
+        print(line)
+    if exposure.rows.problems:
+        print("this site does not train on data in which it cannot look for withdrawn units")
+    print("a client round in progress still uses them; the rows themselves stay in the data until you remove them")
+    print("the privacy ledger goes on: nothing is given back")
+    for run in exposure.runs:
+        for line in _retraining(run):
+            print(line)
+    return 0
+
+
+def _retraining(run: RunExposure) -> Iterator[str]:
+    """Yield what it takes to train a run again without the unit's rows."""
+    yield f"run {run.run} may have used the rows: {run.describe_rounds()}"
+    if run.state_bytes:
+        purge = f"fedveil site purge --run {shlex.quote(run.run)}"
+        yield f"  at this site: {purge} removes the private state that it trained"
+    name = _SUFFIX.sub("", run.run)
+    submit = f"fedveil submit --federation FOLDER --config {shlex.quote(f'runs/{name}/resume.toml')}"
+    first, rounds = min(run.rounds, default=0), f"{run.of} rounds" if run.of else "all rounds"
+    yield f"  to train it again without them, the operator runs ({rounds}):"
+    yield f"    {submit} --set run.resume=false --set run.name={shlex.quote(f'{name}-again')}"
+    if 0 < first == max(run.rounds):
+        yield f"  if round {first + 1}, this site's first, is the run's last so far, the run may resume before it: move"
+        yield "  checkpoint-before.safetensors to checkpoint.safetensors in the run's folder, then"
+        yield f"    {submit}"
+
+
+def _unit(args: argparse.Namespace) -> str:
+    return sys.stdin.readline() if args.unit == "-" else str(args.unit)
+
+
+def _data(args: argparse.Namespace, site: SiteConfig) -> Path | None:
+    if args.data is not None:
+        return Path(args.data)
+    return Path(site.data) if site.data else None

@@ -1,0 +1,343 @@
+"""Collect what a site's own records say of one unit's exposure, such as a patient's (GDPR, article 15).
+
+The records are the privacy ledger, the audit log and the runs' folders in the state folder; no server is asked. The
+ledger charges every record for every run, so its figures hold for each unit that was in the data then. The records do
+not say which units were drawn: that is secret, and the guarantee rests on it.
+
+The id stays in memory: it is in no returned value, log, error or file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fedveil.client_app.node_config import SiteConfig
+from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
+from fedveil.console.runs.ledger_summary import LedgerStanding, bound_of, if_planned, ledger_files, ledger_standing
+from fedveil.console.runs.retained_state import list_retained
+from fedveil.contract.privacy import UNTIMED, Step, is_poisson_sampled
+from fedveil.encrypted_files import FileSeal
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.privacy.ledger_account import ROW, AccountEntry, SiteAccount
+from fedveil.records import audit_log
+from fedveil.sanitize import sanitize
+
+_SAMPLING = {
+    "gaussian": "every record in every step",
+    "poisson": "each record drawn independently with probability {q:.4g}",
+    "fixed": "batches of a fixed size, {q:.4g} of the records",
+}
+_IN_SUM = "noise in the sum of the sites"
+_ROWS_ONLY = (
+    "the ledger counts rows: each epsilon is for one row, and bounds nothing for a person with several rows. Only "
+    "runs with dp.unit-column protect all rows of a person"
+)
+NOT_DRAWN = (
+    "which runs drew this unit's rows is not recorded, because that is secret. The figures hold for every unit that "
+    "was in the data at the time, drawn or not"
+)
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """A unit's rows in the data as it is now.
+
+    Attributes:
+        data: the folder or file; None if it is not known.
+        column: the column that was searched; "" if it is not known.
+        files: number of the unit's rows in each file.
+        problems: files that could not be searched, with the reason.
+        withdrawn: time of the unit's withdrawal; "" if it is not withdrawn.
+    """
+
+    data: Path | None
+    column: str
+    files: Mapping[str, int] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
+    withdrawn: str = ""
+
+    @property
+    def count(self) -> int:
+        """Return the number of rows that were found."""
+        return sum(self.files.values())
+
+    def lines(self) -> Iterator[str]:
+        """Yield the rows in words."""
+        if self.data is None or not self.column:
+            missing = "--data" if self.data is None else "--unit-column"
+            yield f"rows in the data now: not known, because nothing names the place; set {missing}"
+        else:
+            found = ", ".join(f"{count} in {sanitize(name, 100)}" for name, count in self.files.items() if count)
+            yield f'rows in the data now: {found or "none"} (column "{sanitize(self.column, 80)}" of {self.data})'
+        for name, reason in self.problems.items():
+            yield f"rows in {sanitize(name, 100)}: not known: {sanitize(reason)}"
+        if self.withdrawn:
+            yield f"withdrawn since {self.withdrawn}: no run that began to read the data later trained on these rows"
+
+
+@dataclass(frozen=True)
+class RunExposure:
+    """One run that the site took part in.
+
+    Attributes:
+        run: its name.
+        sites: names of the sites of this state folder that took part.
+        methods: its methods; more than one only if the server changed it.
+        rounds: the rounds, 0-based, whose uploads left the site, with their number.
+        of: planned rounds; 0 if unknown.
+        first, last: times of the first and last upload; "" if unknown.
+        claim: the run's own guarantee; "" for none.
+        sampling: how records were drawn, in words.
+        epsilon: by adversary, at the account's delta; infinite without a bound.
+        why: why an epsilon is infinite; "" if none is.
+        in_ledger: whether the privacy ledger has the run.
+        state_bytes: size of the private state that the site stores for the run.
+    """
+
+    run: str
+    sites: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    rounds: Mapping[int, int] = field(default_factory=dict)
+    of: int = 0
+    first: str = ""
+    last: str = ""
+    claim: str = ""
+    sampling: tuple[str, ...] = ()
+    epsilon: Mapping[str, float] = field(default_factory=dict)
+    why: str = ""
+    in_ledger: bool = False
+    state_bytes: int = 0
+
+    def lines(self) -> Iterator[str]:
+        """Yield the run in words."""
+        method = " and ".join(self.methods) or "unknown method"
+        yield f"run {self.run}: {method}; {self.describe_rounds()}"
+        if self.claim:
+            yield f"  its own claim: {self.claim}; {'; '.join(self.sampling) or 'no charge yet'}"
+        for party, epsilon in self.epsilon.items():
+            bound = f"no bound: {self.why}" if math.isinf(epsilon) else f"epsilon {epsilon:.4g} so far"
+            yield f"  against {party}: {bound}"
+        if not self.in_ledger:
+            yield "  no bound is known: the privacy ledger does not have this run"
+        if self.state_bytes:
+            yield f"  the site stores {self.state_bytes:,} bytes of private state of it (fedveil site purge --run)"
+
+    def describe_rounds(self) -> str:
+        """Return the rounds whose uploads left the site, 1-based."""
+        if not self.rounds:
+            return "no upload in the audit log"
+        numbers, spans = sorted(self.rounds), list[list[int]]()
+        for number in numbers:
+            if spans and number == spans[-1][1] + 1:
+                spans[-1][1] = number
+            else:
+                spans.append([number, number])
+        text = ", ".join(f"{a + 1}" if a == b else f"{a + 1} to {b + 1}" for a, b in spans)
+        of = f" of {self.of}" if self.of else ""
+        return f"rounds {text}{of}, {sum(self.rounds.values())} uploads from {self.first} to {self.last}"
+
+
+@dataclass(frozen=True)
+class UnitExposure:
+    """What the records say of a unit.
+
+    Attributes:
+        rows: its rows now.
+        runs: every run in the records.
+        standing: the privacy ledger; None if there is none.
+    """
+
+    rows: UnitRows
+    runs: tuple[RunExposure, ...]
+    standing: LedgerStanding | None
+
+    def lines(self) -> Iterator[str]:
+        """Yield the answer in words."""
+        yield from self.rows.lines()
+        yield from self.notes()
+        for run in self.runs:
+            yield from run.lines()
+        if not self.runs:
+            yield "no run has trained at this site, by its records"
+        for party, words in self.over_all_runs():
+            yield f"over all runs, against {party}: {words}"
+
+    def notes(self) -> list[str]:
+        """Return what the figures assume."""
+        account = self.standing.account if self.standing else None
+        notes = [NOT_DRAWN]
+        if account is not None:
+            notes.append(
+                f"each epsilon is at delta {account.own.delta:g} ({account.own.neighbours.value}), for this site's "
+                "data alone: another site with rows of the same person has its own ledger"
+            )
+        if account is not None and account.unit == ROW:
+            notes.append(_ROWS_ONLY)
+        if self.standing is not None and self.standing.poisson:
+            notes.append(UNTIMED)
+        return notes
+
+    def over_all_runs(self) -> list[tuple[str, str]]:
+        """Return for each adversary what holds over all runs."""
+        if self.standing is None:
+            return []
+        budget = self.standing.budget
+        return [
+            (one.party.value, f"{bound_of(one, budget)}. {if_planned(one, budget)}") for one in self.standing.parties
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer for `--json`; an infinite epsilon is the text "infinite"."""
+        rows = self.rows
+        known = rows.data is not None and bool(rows.column)
+        account = self.standing.account if self.standing else None
+        return {
+            "rows": {
+                "data": str(rows.data) if rows.data else None,
+                "column": rows.column or None,
+                "files": dict(rows.files) if known else None,
+                "problems": dict(rows.problems),
+                "withdrawn": rows.withdrawn or None,
+            },
+            "notes": self.notes(),
+            "unit": account.unit or None if account else None,
+            "delta": account.own.delta if account else None,
+            "adjacency": account.own.neighbours.value if account else None,
+            "runs": [
+                {
+                    "run": run.run, "sites": list(run.sites), "methods": list(run.methods),
+                    "rounds": [{"round": number + 1, "uploads": count} for number, count in sorted(run.rounds.items())],
+                    "planned-rounds": run.of or None,
+                    "first-upload": run.first or None, "last-upload": run.last or None,
+                    "claim": run.claim or None, "sampling": list(run.sampling),
+                    "epsilon": {party: "infinite" if math.isinf(e) else e for party, e in run.epsilon.items()},
+                    "why-infinite": run.why or None, "in-ledger": run.in_ledger,
+                    "private-state-bytes": run.state_bytes,
+                }
+                for run in self.runs
+            ],
+            "over-all-runs": dict(self.over_all_runs()),
+        }  # fmt: skip
+
+
+def collect_exposure(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, column: str) -> UnitExposure:
+    """Read a unit's exposure from the records below a state folder.
+
+    Args:
+        site: policy and key file of the site.
+        data: the data folder or file; None if it is not known.
+        column: the column of the unit's id; "" if it is not known.
+
+    Raises:
+        ConfigError: the id is blank.
+        FedVeilError, OSError: a record cannot be read.
+    """
+    standing = ledger_standing(state_dir, site.policy, site.key_file) if ledger_files(state_dir) else None
+    runs = _from_log(state_dir.expanduser() / audit_log.NAME)
+    for entry in standing.account.entries if standing else ():
+        runs.setdefault(entry.run, RunExposure(sanitize(entry.run, 100)))
+    for kept in list_retained(state_dir):
+        run = runs.get(kept.run, RunExposure(sanitize(kept.run, 100)))
+        sites = tuple(dict.fromkeys((*run.sites, sanitize(kept.site, 80))))
+        runs[kept.run] = replace(run, sites=sites, state_bytes=run.state_bytes + kept.bytes)
+    if standing is not None:
+        runs = {name: _charged(run, name, standing) for name, run in runs.items()}
+    return UnitExposure(find_unit(state_dir, site, unit, data, column), tuple(runs.values()), standing)
+
+
+def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, column: str) -> UnitRows:
+    """Return the unit's rows as they are now. Raises ConfigError for a blank id, StateError."""
+    plain = read_id(unit)
+    withdrawn = WithdrawalRecord.open(state_dir, FileSeal.from_key_file(site.key_file)).read().find(plain, "")
+    since = withdrawn.since if withdrawn else ""
+    if data is None or not column:
+        return UnitRows(data, column, withdrawn=since)
+    from fedveil.data import tables, units
+
+    files: dict[str, int] = {}
+    problems: dict[str, str] = {}
+    if not data.exists():
+        problems[data.name] = "it does not exist"
+    found = sorted(data.iterdir()) if data.is_dir() else [data] if data.exists() else []
+    for file in (file for file in found if file.is_file() and file.suffix in tables.SUFFIXES):
+        try:
+            files[file.name] = units.count_rows(file, column, plain)
+        except (FedVeilError, OSError) as error:
+            problems[file.name] = str(error)
+    if not files and not problems:
+        problems[data.name] = "it has no file of rows"
+    return UnitRows(data, column, files, problems, since)
+
+
+def read_id(unit: str) -> str:
+    """Return the form of an id that all its writings share. Raises ConfigError for a blank one."""
+    from fedveil.data import units
+
+    plain = units.plain_id(unit)
+    if not plain:
+        raise ConfigError(
+            "--unit: expected the unit's id, found a blank one; name it, or write - to read it from stdin"
+        )
+    return plain
+
+
+def _from_log(file: Path) -> dict[str, RunExposure]:
+    """Return the runs with uploads in the site's audit log. Raises StateError."""
+    runs: dict[str, RunExposure] = {}
+    for line in audit_log.read_log(file) if file.exists() else []:
+        if line["event"] != "sent" or not isinstance(line.get("run"), str) or type(line.get("round")) is not int:
+            continue
+        name, number, time = line["run"], line["round"], sanitize(line["time"], 40)
+        run = runs.get(name, RunExposure(sanitize(name, 100), first=time))
+        runs[name] = replace(
+            run,
+            sites=_with(run.sites, sanitize(line.get("site", ""), 80)),
+            methods=_with(run.methods, sanitize(line.get("method", ""), 80)),
+            rounds=Counter(run.rounds) + Counter({number: 1}),
+            of=line["rounds"] if type(line.get("rounds")) is int else run.of,
+            last=time,
+        )
+    return runs
+
+
+def _with(names: tuple[str, ...], name: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*names, name)))
+
+
+def _charged(run: RunExposure, name: str, standing: LedgerStanding) -> RunExposure:
+    """Return the run with its own entries of the account."""
+    entries = tuple(entry for entry in standing.account.entries if entry.run == name)
+    if not entries:
+        return run
+    alone = replace(standing.account, entries=entries)
+    return replace(
+        run,
+        in_ledger=True,
+        claim="; ".join(sanitize(entry.claim, 200) for entry in entries if entry.claim),
+        sampling=_samplings(entries),
+        epsilon={one.party.value: _own_epsilon(alone, one.party) for one in standing.parties},
+        why="; ".join(sanitize(entry.why, 200) for entry in entries if entry.why),
+    )
+
+
+def _own_epsilon(account: SiteAccount, party: Any) -> float:
+    against = account.standing(party)
+    return math.inf if against.because else against.composed
+
+
+def _samplings(entries: Sequence[AccountEntry]) -> tuple[str, ...]:
+    steps = {one.step for entry in entries for one in entry.steps}
+    return tuple(sorted({_sampling(step) for step in steps}))
+
+
+def _sampling(step: Step) -> str:
+    rate = step.batch / step.examples if step.examples else 1.0
+    if step.kind in _SAMPLING:
+        return _SAMPLING[step.kind].format(q=rate)
+    drawn = _SAMPLING["poisson" if is_poisson_sampled([step]) else "gaussian"].format(q=rate)
+    return f"{_IN_SUM}, {drawn}"

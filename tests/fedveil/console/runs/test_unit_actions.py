@@ -1,0 +1,163 @@
+"""What a person may ask of a site: `fedveil site exposure` and `fedveil site withdraw`, from the site's own records."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shlex
+
+import pytest
+
+from fedveil.client_app.state.client_state import open_ledger
+from fedveil.client_app.state.data_sets import PREPARED
+from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
+from fedveil.console.main import main, make_parser
+from fedveil.console.runs.re_encrypt import re_encrypt_files, require_key
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
+from fedveil.data.units import plain_id
+from fedveil.encrypted_files import FileSeal, make_key
+from fedveil.errors import StateError
+from fedveil.privacy import accounting
+from fedveil.privacy.ledger_account import ROW, UNIT, RunTerms
+from fedveil.records import audit_log
+
+STEP = Step("poisson", 50, 5, 1.0)
+OWN = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
+CLAIM = PrivacyBudget(20.0, 1e-5, Adjacency.REPLACE_ONE)
+SERVER = "the server with the colluding sites that the run tolerates"
+
+
+@pytest.fixture
+def state(tmp_path):
+    """A site that took part in a private run by units from its second round on, and in one without a claim."""
+    state, data = tmp_path / "state", tmp_path / "data"
+    data.mkdir()
+    rows = [{"mr": str(i), "ref": "b", "patient": f"Secret-{i % 3}"} for i in range(8)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / "test.jsonl").write_text(json.dumps({"mr": "x", "ref": "y", "patient": "secret-2 "}) + "\n")
+    (data / "notes.jsonl").write_text('{"text": "z"}\n')
+    state.mkdir()
+    (state / "north.toml").write_text(f'site = "north"\ndata = "{data}"\nunit-column = "patient"\n')
+    log = state / audit_log.NAME
+    for run, method, round_ in (
+        ("trial-0a1b2c3d", "fedavg", 1),
+        ("trial-0a1b2c3d", "fedavg", 2),
+        ("open-1", "fedsp", 0),
+    ):
+        about = {"run": run, "site": "north", "method": method, "round": round_, "rounds": 4}
+        audit_log.append_entry(log, "admitted", about)
+        audit_log.append_entry(log, "sent", about)
+    ledger = open_ledger(state)
+    for _ in range(2):
+        ledger.charge(RunTerms("trial-0a1b2c3d", CLAIM, 4, 4, UNIT), {STEP: 3}, OWN)
+    ledger.note_open("open-1", "it has no privacy guarantee", OWN)
+    (state / "trial-0a1b2c3d" / "north").mkdir(parents=True)
+    (state / "trial-0a1b2c3d" / "north" / "secret").write_bytes(bytes(64))
+    (state / PREPARED / "north" / "set").mkdir(parents=True)
+    (state / PREPARED / "north" / "set" / "ids.bin").write_bytes(b"Secret-2")
+    return state
+
+
+def did(capsys, *words) -> str:
+    assert main(["site", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_exposure_names_runs_rounds_methods_and_epsilon_against_each_adversary(state, capsys):
+    out = did(capsys, "exposure", "--unit", "Secret-2", "--state-dir", state)
+    epsilon = accounting.compute_epsilon({STEP: 6}, 1e-5, Adjacency.REPLACE_ONE)
+    assert 'rows in the data now: 1 in test.jsonl, 2 in train.jsonl (column "patient"' in out
+    assert "rows in notes.jsonl: not known: dp.unit-column: expected a column" in out
+    assert "which runs drew this unit's rows is not recorded, because that is secret" in out
+    assert "run trial-0a1b2c3d: fedavg; rounds 2 to 3 of 4, 2 uploads from " in out
+    assert "each record drawn independently with probability 0.1" in out
+    assert f"  against {SERVER}: epsilon {epsilon:.4g} so far" in out
+    assert "run open-1: fedsp; rounds 1 of 4, 1 uploads" in out
+    assert f"  against {SERVER}: no bound: it has no privacy guarantee" in out
+    assert f"over all runs, against {SERVER}: over all runs epsilon is infinite, because of run open-1." in out
+    assert "an epsilon is for one row" not in out
+    assert "the site stores 64 bytes of private state" in out
+
+
+def test_exposure_as_json_has_the_same_figures_and_no_id(state, capsys):
+    text = did(capsys, "exposure", "--unit", "Secret-2", "--json", "--state-dir", state)
+    about = json.loads(text)
+    assert about["rows"]["files"] == {"test.jsonl": 1, "train.jsonl": 2}
+    assert [run["run"] for run in about["runs"]] == ["trial-0a1b2c3d", "open-1"]
+    trial, open_ = about["runs"]
+    assert trial["rounds"] == [{"round": 2, "uploads": 1}, {"round": 3, "uploads": 1}]
+    assert trial["epsilon"][SERVER] == pytest.approx(accounting.compute_epsilon({STEP: 6}, 1e-5, Adjacency.REPLACE_ONE))
+    assert (open_["epsilon"][SERVER], open_["why-infinite"]) == ("infinite", "it has no privacy guarantee")
+    assert (about["unit"], about["delta"]) == (UNIT, 1e-5)
+    assert "secret-2" not in text.lower()
+
+
+def test_an_unknown_place_and_an_unknown_unit_are_said(state, tmp_path, capsys):
+    assert "rows in the data now: none (" in did(capsys, "exposure", "--unit", "7", "--state-dir", state)
+    (state / "north.toml").unlink()
+    assert "set --data" in did(capsys, "exposure", "--unit", "7", "--state-dir", state)
+    out = did(capsys, "exposure", "--unit", "7", "--data", tmp_path / "data", "--state-dir", state)
+    assert "set --unit-column" in out
+    assert "no run has trained at this site" in did(capsys, "exposure", "--unit", "7", "--state-dir", tmp_path / "none")
+    assert main(["site", "exposure", "--unit", " ", "--state-dir", str(state)]) == 2
+    assert "found a blank one" in capsys.readouterr().err
+
+
+def test_a_ledger_of_rows_says_that_it_bounds_no_person(tmp_path, capsys):
+    open_ledger(tmp_path).charge(RunTerms("r", CLAIM, 4, 4, ROW), {STEP: 1}, OWN)
+    out = did(capsys, "exposure", "--unit", "a", "--state-dir", tmp_path)
+    assert "each epsilon is for one row, and bounds nothing for a person with several rows" in out
+
+
+def test_withdraw_leaves_no_id_behind_and_says_what_retraining_takes(state, capsys, monkeypatch):
+    before = open_ledger(state).read(OWN).account
+    monkeypatch.setattr("sys.stdin", io.StringIO("Secret-2\n"))
+    out = did(capsys, "withdraw", "--unit", "-", "--state-dir", state)
+    assert out.startswith("withdrawn: no client round that begins from now on trains on this unit's rows\n")
+    assert "rows in the data now: 1 in test.jsonl, 2 in train.jsonl" in out
+    assert "this site does not train on data in which it cannot look for withdrawn units" in out  # notes.jsonl
+    assert "run trial-0a1b2c3d may have used the rows: rounds 2 to 3 of 4" in out
+    assert "run open-1 may have used the rows: rounds 1 of 4" in out
+    commands = [line.strip() for line in out.splitlines() if line.startswith("    fedveil")]
+    assert len(commands) == 2
+    for command in commands:
+        words = shlex.split(command)[1:]
+        assert callable(make_parser(words[0]).parse_args(words).run)
+    assert "--config runs/trial/resume.toml --set run.resume=false --set run.name=trial-again" in commands[0]
+    assert WithdrawalRecord.open(state).read().find(plain_id("secret-2"))
+    assert open_ledger(state).read(OWN).account == before  # nothing is given back
+    assert not list((state / PREPARED).glob("*/*"))
+    assert [line["event"] for line in audit_log.read_log(state / audit_log.NAME)][-2:] == ["purged", "withdrawn"]
+    assert not [path for path in state.rglob("*") if path.is_file() and b"secret-2" in path.read_bytes().lower()]
+    assert "secret-2" not in out.lower()
+    assert "this unit was withdrawn before" in did(capsys, "withdraw", "--unit", "SECRET-2", "--state-dir", state)
+    assert "withdrawn since 20" in did(capsys, "exposure", "--unit", "Secret-2", "--state-dir", state)
+    main(["site", "status", "--state-dir", str(state)])
+    assert "withdrawn units: 1, whose rows no run trains on" in capsys.readouterr().out
+    (state / ".withdrawn" / "units.json").write_text("{}")
+    main(["site", "status", "--state-dir", str(state)])
+    assert "withdrawn units: cannot be read: " in capsys.readouterr().out
+
+
+def test_a_site_s_first_round_that_is_the_last_may_be_undone_by_a_resume(state, capsys):
+    about = {"run": "late-00000000", "site": "north", "method": "fedavg", "round": 3, "rounds": 9}
+    audit_log.append_entry(state / audit_log.NAME, "sent", about)
+    out = did(capsys, "withdraw", "--unit", "Secret-2", "--state-dir", state)
+    assert "the run may resume before it" in out
+    assert "    fedveil submit --federation FOLDER --config runs/late/resume.toml\n" in out
+    assert out.count("may resume before it") == 1
+
+
+def test_withdraw_needs_a_column_and_a_sealed_site_seals_the_list(state, tmp_path, capsys):
+    (state / "north.toml").unlink()
+    assert main(["site", "withdraw", "--unit", "Secret-2", "--state-dir", str(state)]) == 2
+    assert "--unit-column: expected the column" in capsys.readouterr().err
+    assert not (state / ".withdrawn").exists()
+    did(capsys, "withdraw", "--unit", "Secret-2", "--unit-column", "patient", "--state-dir", state)
+    seal = make_key(tmp_path / "key")
+    with pytest.raises(StateError):
+        require_key(state, seal)
+    assert state / ".withdrawn" / "units.json" in re_encrypt_files(state, FileSeal(), seal)
+    require_key(state, seal)
+    assert WithdrawalRecord.open(state, seal).read().find(plain_id("Secret-2"))
