@@ -169,7 +169,7 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
 
     def as_planned(self) -> DistributedDiscreteGaussian:
         """Return the guarantee of sums as fine as `scale` makes them where the ring has room for it."""
-        return replace(self, variations=(self._fine, 1.0))
+        return replace(self, variations=(self._fine, self._fine if self.honest == 1 else 1.0))
 
     @property
     def _fine(self) -> float:

@@ -211,7 +211,7 @@ def test_another_broadcast_than_the_plan_s_is_refused_with_a_line(tmp_path):
     plan = plan.model_copy(update={"broadcast": broadcast_digest(digest)})
     round_ = secure_round.SecureClientRound(open_site(ours.sites["north"]), plan, terms)
     round_.require_broadcast(digest)
-    with pytest.raises(WireError, match="broadcast: expected the message that all its sites get"):
+    with pytest.raises(WireError, match="broadcast: expected the message for all its sites"):
         round_.require_broadcast("cd" * 32)
     assert refusals_of(ours.sites["north"]) == [("mask", "T10")]
 

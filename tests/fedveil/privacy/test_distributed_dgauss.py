@@ -32,7 +32,6 @@ from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.privacy.ledger_account import Party, RunTerms
 from fedveil.privacy.server_side_bound import promised_epsilon
-from fedveil.records.atomic_files import write_checksummed
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DP = {
@@ -160,10 +159,12 @@ def test_the_scale_is_so_fine_that_the_distance_fits_into_the_claim(entries, eps
     claim = claimed(**changes)
     scale = claim.scale(entries, 1.0, 2.0**62)
     variation, own = claim.at_scale(scale, entries, 1.0).variations
-    sigma = claim.deviation(scale, entries, 1.0) * math.sqrt(sites)
-    assert variation == pytest.approx(math.sqrt(entries) * 9e-4 / sigma**4, rel=1e-3, abs=0)
-    assert own == pytest.approx(variation * sites**2, rel=1e-3, abs=0)
-    assert (1 + math.exp(epsilon)) * rounds * variation <= 1e-5 * 2**-10
+    alone = claim.deviation(scale, entries, 1.0)
+    distances = [math.sqrt(entries) * 9e-4 / (n * alone**2) ** 2 for n in (sites, 1)]
+    assert distances[0] <= variation <= 1e-5 / 16 * 2**-10 / (1 + math.exp(epsilon)) / rounds
+    assert own == (variation if distances[1] < variation else 1.0)
+    assert claim.as_planned().variations == (variation, 1.0)
+    assert claim.at_scale(scale / 100, entries, 1.0).variations == (1.0, 1.0)
 
 
 def test_coarse_sums_of_a_tight_ring_are_not_continuous():
@@ -204,19 +205,6 @@ def test_sums_of_old_ledgers_cost_at_least_what_they_did_and_what_they_would_cos
     assert legacy_step(Step("poisson", 9, 3, 2.0)) == Step("poisson", 9, 3, 2.0)
     against_all = accounting.epsilon_against_all({Step(OLD_SUMMED, 0, 0, 2.0): 1, Step(OLD_OWN_SHARE, 0, 0, 1.0): 1})
     assert against_all == {Step(OLD_SUMMED, 0, 0, 1.0): 1}
-
-
-def test_an_old_ledger_s_sums_are_read_as_old_ones(tmp_path):
-    path = tmp_path / "a.json"
-    (record,) = PrivacyLedger(path).names([("d", "train.jsonl", 1)])
-    content = {"fedveil-ledger": 3, "carried": [], "spent": [[[[["summed", 40, 8, 2.0], 3]], [record]]]}
-    path.write_bytes(write_checksummed(content))
-    budget = PrivacyBudget(1e3, 1e-5, REPLACE)
-    charged = PrivacyLedger(path).epsilon(record, budget)
-    assert charged == accounting.compute_epsilon({Step(OLD_SUMMED, 40, 8, 2.0): 3}, 1e-5, REPLACE)
-    PrivacyLedger(path).charge([record], {Step(SUMMED, 40, 8, 2.0, 1e-14): 1}, budget)
-    ((history, _),) = PrivacyLedger(path).histories()
-    assert history == {Step(OLD_SUMMED, 40, 8, 2.0): 3, Step(SUMMED, 40, 8, 2.0, 1e-14): 1}
 
 
 def test_sums_compose_with_all_other_charges():

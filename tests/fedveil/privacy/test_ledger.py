@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.contract.privacy import OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, Spent, Step
+from fedveil.contract.privacy import OLD_SUMMED, OWN_SHARE, SUMMED, Adjacency, PrivacyBudget, Spent, Step
 from fedveil.errors import BudgetError, StateError
 from fedveil.privacy import accounting
 from fedveil.privacy.ledger import PrivacyLedger, WitnessMark
@@ -252,7 +252,7 @@ def test_older_ledgers_are_carried_over_with_the_largest_history_of_each_file(tm
     (tmp_path / "north.json").write_bytes(old_ledger(version, north, [[gaussian, 1]]))
     (tmp_path / "north.key").write_bytes(bytes(48))
     (tmp_path / "ledger.json").write_bytes(old_ledger(version, [[[[gaussian, 3]], ["c"]]], []))  # a site "ledger"
-    spent = {STEP: 8, Step(SUMMED, 0, 0, 2.0): 1}
+    spent = {STEP: 8, Step(OLD_SUMMED, 0, 0, 3.0): 1}
     assert account(tmp_path).used == spent
     with pytest.raises(BudgetError, match="expected a run that protects one row, "):
         charge(tmp_path, terms(most=1, unit=UNIT))
