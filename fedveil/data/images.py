@@ -153,10 +153,8 @@ def scan_class_folders(folder: Path) -> ClassFolders:
         TaskError: there is no image.
     """
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not _is_of_a_system(path.name))
-    images, unread = (
-        [],
-        [path for path in sorted(folder.iterdir()) if path.is_file() and not _is_of_a_system(path.name)],
-    )
+    images: list[Path] = []
+    unread = [path for path in sorted(folder.iterdir()) if path.is_file() and not _is_of_a_system(path.name)]
     for name in names:
         for path in sorted((folder / name).rglob("*")):
             if path.is_file() and not any(map(_is_of_a_system, path.relative_to(folder).parts)):
