@@ -79,11 +79,12 @@ class LoraAdapter(LowRankPairsAdapter):
         """Add a pair to each target layer: `<module>.lora_A` (r x d_in) and `<module>.lora_B` (d_out x r).
 
         Raises:
-            ConfigError: `targets` matches no linear layer.
+            ConfigError: `targets` matches no linear layer, or a name of a list is no layer's.
         """
         from peft import LoraConfig, inject_adapter_in_model
         from transformers.pytorch_utils import Conv1D
 
+        low_rank_pairs.require_targets(model, self.targets)
         lora = LoraConfig(
             **replace(self._fields, dropout=self.dropout).for_peft(),
             target_modules=self.targets,

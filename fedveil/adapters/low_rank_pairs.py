@@ -20,7 +20,9 @@ from fedveil.contract.adapter import Adapter, AttachedModel, Mount
 from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.errors import ConfigError
 from fedveil.rng import RandomStream
+from fedveil.sanitize import sanitize, suggest_name
 
+_ANY_PARENT = r"(.*\.)?"  # before the names of a list
 _WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out) of the example's layers
 
 
@@ -28,7 +30,7 @@ def _pattern(given: object) -> object:
     """Return a regular expression for a list of names as PEFT takes it: full module names or their last parts."""
     if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
         return given  # text, or a value that the type refuses
-    return rf"(.*\.)?({'|'.join(map(re.escape, given))})"
+    return f"{_ANY_PARENT}({'|'.join(map(re.escape, given))})"
 
 
 @dataclass(frozen=True)
@@ -158,21 +160,49 @@ def explain_unfit(targets: str, reason: str) -> ConfigError:
     )
 
 
+def require_targets(model: Any, targets: str) -> None:
+    """Raise ConfigError if a name of a list of targets is no layer's, or if an embedding is chosen."""
+    from transformers.pytorch_utils import Conv1D
+
+    if targets == "all-linear":
+        return
+    modules = dict(model.named_modules())
+    for name in _listed(targets):
+        if not any(re.fullmatch(_ANY_PARENT + re.escape(name), module) for module in modules):
+            linear = (each for each, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
+            known = sorted({each.rpartition(".")[2] for each in linear})
+            raise ConfigError(
+                f'adapter.targets: expected names of linear layers, found "{sanitize(name)}", which no layer has; '
+                f"{suggest_name(name, known)}The layers are named {sanitize(', '.join(known))}"
+            )
+    try:
+        embeddings = [n for n, m in modules.items() if isinstance(m, nn.Embedding) and re.fullmatch(targets, n)]
+    except re.error as error:
+        raise explain_unfit(targets, f"not a regular expression: {error}") from None
+    if embeddings:
+        raise explain_unfit(targets, f"{embeddings[0]} is not a linear layer")
+
+
+def _listed(targets: str) -> list[str]:
+    """Return the names from which `_pattern` made `targets`; none if it is a regular expression by a user."""
+    escaped = targets.removeprefix(f"{_ANY_PARENT}(").removesuffix(")").split("|")
+    names = [re.sub(r"\\(.)", r"\1", each) for each in escaped]
+    return names if _pattern(names) == targets else []
+
+
 def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:
     """Return the layers that PEFT would choose, by name."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
+    require_targets(model, targets)
     linear = (nn.Linear, Conv1D)
     modules: dict[str, nn.Module]
     if targets == "all-linear":
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         modules = {name: m for name, m in model.named_modules() if isinstance(m, linear) and m is not head}
     else:
-        try:
-            modules = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
-        except re.error as error:
-            raise explain_unfit(targets, f"not a regular expression: {error}") from None
+        modules = {name: m for name, m in model.named_modules() if re.fullmatch(targets, name)}
     other = [name for name, m in modules.items() if not isinstance(m, linear)]
     if other or not modules:
         raise explain_unfit(targets, f"{other[0]} is not a linear layer" if other else "no module name matches")

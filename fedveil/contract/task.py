@@ -186,6 +186,7 @@ class TaskInfo:
             model, or where the folder is not installed.
         train_keys: task-dependent keys of the train section that this task supports: "loss-mask", "packing".
         chats: whether its examples may be formatted by a chat template (task.chat-template).
+        texts: the columns whose numbers are texts for its model, so that they stay as they are written in the file.
         divisible: whether several processes, each with part of a batch, speed up its training.
         metrics: every score of its `evaluate` by name, under that section of the run config; always includes
             the loss.
@@ -196,6 +197,7 @@ class TaskInfo:
     tiny: Callable[[], Path | None]
     train_keys: tuple[str, ...] = ()
     chats: bool = False
+    texts: Callable[[TaskConfig], tuple[str, ...]] = lambda _: ()
     divisible: bool = True
     metrics: Callable[[TaskConfig], Metrics] = loss_metric
 

@@ -30,11 +30,11 @@ class FileProbe:
     is_whole: bool
 
 
-def probe_file(file: Path, columns: tuple[str, ...]) -> FileProbe:
+def probe_file(file: Path, columns: tuple[str, ...], texts: tuple[str, ...] = ()) -> FileProbe:
     """Count the rows of `file` and check its columns. Raises TaskError as `tables.read_table`, for the part read."""
     is_parquet = file.suffix == ".parquet"
     if not is_parquet and file.stat().st_size <= _MOST_BYTES:
-        return FileProbe(len(tables.read_table(file, columns)), True)
+        return FileProbe(len(tables.read_table(file, columns, texts=texts)), True)
     rows, names = _footer(file) if is_parquet else _lines(file)
     if not rows:
         raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')

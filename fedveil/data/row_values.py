@@ -1,11 +1,39 @@
-"""Values of rows in messages: their type and length, never their content, because a row may describe a patient."""
+"""Values of rows as texts for a model, and in messages.
+
+A message has the type and the length of a value, never its content, because a row may describe a patient.
+"""
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import math
 from collections.abc import Mapping, Sequence
 
-__all__ = ["describe_value"]
+__all__ = ["as_text", "describe_value"]
+
+
+def as_text(value: object) -> str | None:
+    """Return a value as the text that stands for it in a file; None for no value, NaN, infinity, and for no scalar.
+
+    Numbers of JSON Lines are texts already, as written in the file; see `tables.parse_line`.
+    """
+    match value:
+        case str():
+            return value
+        case bool():
+            return "true" if value else "false"
+        case int():
+            return str(value)
+        case float():
+            return repr(value) if math.isfinite(value) else None
+        case decimal.Decimal():
+            return f"{value:f}" if value.is_finite() else None
+        case datetime.datetime():
+            return value.isoformat(" ")
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+    return None
 
 
 def describe_value(value: object) -> str:

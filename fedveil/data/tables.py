@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import operator
 import os
 import random
@@ -27,7 +28,7 @@ from typing_extensions import override
 from fedveil import paths
 from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.data import partition
-from fedveil.data.row_values import describe_value
+from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import StateError, TaskError
 from fedveil.sanitize import sanitize
 
@@ -131,13 +132,15 @@ class TableSelection(Sequence[Example]):
         ]
 
 
-def read_split(data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None) -> DatasetTable:
+def read_split(
+    data: Path, split: str, columns: tuple[str, ...], scratch: Path | None = None, texts: tuple[str, ...] = ()
+) -> DatasetTable:
     """Return the rows of the split's file; see `read_table`. Raises TaskError like `split_file` and `read_table`."""
     file = split_file(data, split)
     if unread := describe_unread(data):
         log.warning('task.data: "%s": %s', data, unread)
     name, folder = str(file), data if data.is_dir() else data.parent
-    return DatasetTable(read_table(file, columns, scratch), lambda i: ExampleOrigin(name, i + 1), str(folder))
+    return DatasetTable(read_table(file, columns, scratch, texts), lambda i: ExampleOrigin(name, i + 1), str(folder))
 
 
 @contextlib.contextmanager
@@ -198,8 +201,12 @@ def _is_unread(path: Path) -> bool:
     return tabular and path.name not in {f"{split}{suffix}" for split in _SPLITS for suffix in SUFFIXES}
 
 
-def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None) -> Dataset:
+def read_table(
+    file: Path, columns: tuple[str, ...], scratch: Path | None = None, texts: tuple[str, ...] = ()
+) -> Dataset:
     """Read all rows of `file` into memory or, with a private folder `scratch`, mapped from an unnamed file in it.
+
+    Numbers in the columns `texts` become the texts that stand in the file, so that 1 stays "1" among 2.5.
 
     This bypasses the cache of `datasets`: a site may have no writable one, and many processes would share it.
 
@@ -209,7 +216,7 @@ def read_table(file: Path, columns: tuple[str, ...], scratch: Path | None = None
     """
     from datasets import Dataset
 
-    table = _parquet(file, scratch) if file.suffix == ".parquet" else _json_lines(file, scratch)
+    table = (_parquet if file.suffix == ".parquet" else _json_lines)(file, scratch, texts)
     if table is None or not len(table):
         raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
     require_columns(columns, table.column_names, file)
@@ -232,26 +239,26 @@ def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) 
             )
 
 
-def _json_lines(file: Path, scratch: Path | None) -> pyarrow.Table | None:
+def _json_lines(file: Path, scratch: Path | None, texts: tuple[str, ...]) -> pyarrow.Table | None:
     # Not pyarrow's JSON reader: it turns text that looks like a date into timestamps.
     import pyarrow
 
     try:
         schemas: list[pyarrow.Schema] = []
-        table = _kept(_same(_json_tables(file), schemas), scratch)
+        table = _kept(_same(_json_tables(file, texts), schemas), scratch)
         if len(schemas) < 2:
             return table
-        return _kept(_json_tables(file, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
+        return _kept(_json_tables(file, texts, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):  # their texts quote values
-        raise _mixed(file) from None
+        raise _mixed(file, texts) from None
 
 
-def _mixed(file: Path) -> TaskError:
+def _mixed(file: Path, texts: tuple[str, ...]) -> TaskError:
     """Return the error for a file of JSON Lines whose rows do not fit into columns of one type each."""
     kinds: dict[str, str] = {}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            for name, value in (parse_line(line, number, file) if line.strip() else {}).items():
+            for name, value in (parse_line(line, number, file, texts) if line.strip() else {}).items():
                 kind = _KINDS.get(type(value), "")
                 if kind and kinds.setdefault(name, kind) != kind:
                     return TaskError(
@@ -273,12 +280,12 @@ def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Ite
             yield table
 
 
-def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
+def _json_tables(file: Path, texts: tuple[str, ...], schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
     """Yield tables of _PARSED lines of a file at a time, with inferred types or under a schema."""
     import pyarrow
 
     with file.open("rb") as lines:
-        rows = (parse_line(line, number, file) for number, line in enumerate(lines, start=1) if line.strip())
+        rows = (parse_line(line, number, file, texts) for number, line in enumerate(lines, start=1) if line.strip())
         while part := list(itertools.islice(rows, _PARSED)):
             names = schema.names if schema is not None else list(dict.fromkeys(name for row in part for name in row))
             columns = [
@@ -287,8 +294,12 @@ def _json_tables(file: Path, schema: pyarrow.Schema | None = None) -> Iterator[p
             yield pyarrow.table(dict(zip(names, columns, strict=True)))
 
 
-def parse_line(line: bytes, number: int, file: Path) -> dict[str, Any]:
-    """Parse the row in a line of JSON. Raises TaskError if there is none."""
+def parse_line(line: bytes, number: int, file: Path, texts: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Parse the row in a line of JSON; numbers, true and false in the columns `texts` stay as they are written.
+
+    Raises:
+        TaskError: there is no row.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -300,22 +311,47 @@ def parse_line(line: bytes, number: int, file: Path) -> dict[str, Any]:
         raise TaskError(
             f'task.data: expected an object in line {number} of "{file}", found {describe_value(row)}; correct it'
         )
+    if any(isinstance(row.get(column), int | float | list) for column in texts):
+        written = json.loads(line, parse_int=str, parse_float=str, parse_constant=lambda _: None)
+        row |= {column: _written(written[column]) for column in texts if column in written}
     return row
 
 
-def _parquet(file: Path, scratch: Path | None) -> pyarrow.Table | None:
+def _written(value: object) -> object:
+    """Return a value of JSON with the texts "true" and "false"; its numbers are texts already."""
+    if isinstance(value, list):
+        return [_written(entry) for entry in value]
+    return as_text(value) if isinstance(value, bool) else value
+
+
+def _parquet(file: Path, scratch: Path | None, texts: tuple[str, ...]) -> pyarrow.Table | None:
     import pyarrow
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         if scratch is None:
-            return pyarrow.parquet.read_table(file)
+            return _with_short_floats(pyarrow.parquet.read_table(file), texts)
         with pyarrow.parquet.ParquetFile(file) as opened:
             schema = opened.schema_arrow
             parts = (pyarrow.Table.from_batches([part], schema) for part in opened.iter_batches(_AT_ONCE))
-            return _kept(parts, scratch)
+            return _kept((_with_short_floats(part, texts) for part in parts), scratch)
     except (pyarrow.ArrowException, OSError) as error:
         raise no_parquet(file, error) from None
+
+
+def _with_short_floats(table: pyarrow.Table, texts: tuple[str, ...]) -> pyarrow.Table:
+    """Turn floats of 16 and 32 bits in the columns `texts` into texts: as Python's 64 bits, 0.1 has 17 digits."""
+    import pyarrow
+
+    for at, field in enumerate(table.schema):
+        if field.name in texts and field.type in (pyarrow.float16(), pyarrow.float32()):
+            kind = field.type.to_pandas_dtype()
+            values = [
+                str(kind(value)) if value is not None and math.isfinite(value) else None
+                for value in table.column(at).to_pylist()
+            ]
+            table = table.set_column(at, field.name, pyarrow.array(values, pyarrow.string()))
+    return table
 
 
 def _kept(tables: Iterator[pyarrow.Table], scratch: Path | None) -> pyarrow.Table | None:

@@ -34,7 +34,7 @@ from fedveil.contract.task import (
 )
 from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
-from fedveil.data.row_values import describe_value
+from fedveil.data.row_values import as_text, describe_value
 from fedveil.data.tokenization import CachedTokenizer
 from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
@@ -47,12 +47,12 @@ __all__ = ["TextGeneration"]
 INFO = TaskInfo(
     mounts=("layers", "cache"),
     columns=lambda task: (task.source_column, task.target_column),
+    texts=lambda task: (task.source_column, task.target_column),
     tiny=lambda: bundled.bundled_folder("text-generation"),
     train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
     metrics=lambda task: loss_metric(task, text_metrics.SCORES),
     chats=True,
 )
-_TEXT_TYPES = (str, int, float, bool)
 _AT_ONCE = 1000  # examples that are tokenized together
 _CUDA_MULTIPLE = 8  # for a batch's length: a GPU plans its kernels again for each new length
 
@@ -85,7 +85,11 @@ class TextGeneration(causal_lm.CausalTask):
 
     @override
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
-        return tables.read_split(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
+        return self._table(data, split).examples(split, share, self.config)
+
+    def _table(self, data: Path, split: str, scratch: Path | None = None) -> tables.DatasetTable:
+        task = self.config.task
+        return tables.read_split(data, split, INFO.columns(task), scratch, INFO.texts(task))
 
     @override
     def encode(self, examples: Examples) -> TokenizedDataset:
@@ -101,7 +105,7 @@ class TextGeneration(causal_lm.CausalTask):
         content = tables.digest_file(file) if print_ else ""
 
         def parts() -> Iterator[tokenized_dataset.Part]:
-            table = tables.read_split(data, split, INFO.columns(self.config.task), shelf)
+            table = self._table(data, split, shelf)
             yield from self._parts_of(table.examples(split, share, self.config))
             if content and tables.digest_file(file) != content:
                 raise TaskError(
@@ -216,14 +220,15 @@ class TextGeneration(causal_lm.CausalTask):
 
     def _texts(self, example: Example) -> tuple[str, str]:
         """Return (source, target) of a row. Raises TaskError naming the column that is missing or contains no text."""
-        task = self.config.task
+        task, texts = self.config.task, list[str]()
         for column in (task.source_column, task.target_column):
-            if not isinstance(example.values.get(column), _TEXT_TYPES):
+            if (text := as_text(example.values.get(column))) is None:
                 raise TaskError(
                     f'task.data: expected text in column "{column}" of every row, found '
                     f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row"
                 )
-        return str(example.values[task.source_column]), str(example.values[task.target_column])
+            texts.append(text)
+        return texts[0], texts[1]
 
     def _told(self, rows: TokenizedDataset) -> TokenizedDataset:
         """Log how many of the examples are too long, and return them."""

@@ -37,7 +37,7 @@ from fedveil.data import images as decoding
 from fedveil.data import tables
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.image_decoding import decode_image, image_conversions
-from fedveil.data.row_values import describe_value
+from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
@@ -64,7 +64,11 @@ def _metrics(task: TaskConfig) -> Metrics:
 
 
 INFO = TaskInfo(
-    mounts=("layers",), columns=_columns, tiny=lambda: bundled.bundled_folder("vision-language"), metrics=_metrics
+    mounts=("layers",),
+    columns=_columns,
+    tiny=lambda: bundled.bundled_folder("vision-language"),
+    metrics=_metrics,
+    texts=lambda task: (task.choices_column,) if task.choices_column else (),
 )
 
 Inputs = Mapping[str, Tensor]  # the model's inputs for an image: (1, ...) each
@@ -125,7 +129,9 @@ class VisionLanguage(causal_lm.CausalTask):
 
     @override
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
-        return tables.read_split(data, split, INFO.columns(self.config.task)).examples(split, share, self.config)
+        return tables.read_split(
+            data, split, INFO.columns(self.config.task), texts=INFO.texts(self.config.task)
+        ).examples(split, share, self.config)
 
     @override
     def encode(self, examples: Examples) -> list[ImageTextExample]:
@@ -228,7 +234,13 @@ class VisionLanguage(causal_lm.CausalTask):
                 f'task.data: expected an index from 0 to {len(choices) - 1} in "{task.target_column}", found '
                 f"{describe_value(answer)} in {where}; correct or drop the row"
             )
-        prompt = prompt_of_choices(question, [str(c) for c in choices])
+        options = [text for choice in choices if (text := as_text(choice)) is not None]
+        if len(options) < len(choices):
+            raise TaskError(
+                f'task.data: expected a text or number for each choice in "{task.choices_column}", found '
+                f"{len(choices) - len(options)} of {len(choices)} without, in {where}; correct or drop the row"
+            )
+        prompt = prompt_of_choices(question, options)
         return _Asked(image, prompt, [LETTERS[answer]], where, _hint(example, task.hint_column))
 
     def _rows(self, asked: _Asked, room: decoding.DecodeMemoryLimit) -> list[ImageTextExample]:

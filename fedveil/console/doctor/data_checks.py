@@ -75,7 +75,7 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
         said = f"{f'; {unread}' if unread else ''}{_conversions(chosen, task)}"
         return CheckResult(name, "ok", f"{count:,} images in the folders of {folder}{said}")
     file = tables.split_file(data, split)
-    probe = file_probe.probe_file(file, columns)
+    probe = file_probe.probe_file(file, columns, info.texts(task))
     counted += [probe.rows] if probe.is_whole else []
     more = "" if probe.is_whole else "or more "
     unread = tables.describe_unread(data)

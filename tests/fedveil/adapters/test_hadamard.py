@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedveil import config as run_config
+from fedveil import strategies
 from fedveil.adapters.hadamard import HadamardLinear, HadamardLoraAdapter, weight_change
 from fedveil.adapters.lora import LoraAdapter
 from fedveil.contract.task import Example
@@ -206,3 +207,21 @@ def test_fields_are_checked_as_lora_s_are():
         0.0,
         0.25,
     )
+
+
+@pytest.mark.parametrize("kind", [LoraAdapter, HadamardLoraAdapter])
+def test_each_name_of_a_list_is_a_layer_s(kind):
+    """A typo in one of two names would train the other alone; an embedding has no pair."""
+    method = strategies.create_method("fedavg", 'adapter = {targets = ["c_attn", "c_proj", "attn.c_attn"]}')
+    assert kind(targets=method.adapter.targets).attach(gpt2())
+    for names, said in (
+        ('["c_attn", "c_pro"]', 'found "c_pro", which no layer has; did you mean c_proj.*named c_attn, c_fc, c_proj'),
+        ('["c_attn", "c.proj"]', 'found "c.proj", which no layer has'),
+        ('["wte"]', "transformer.wte is not a linear layer"),
+    ):
+        targets = strategies.create_method("fedavg", f"adapter = {{targets = {names}}}").adapter.targets
+        with pytest.raises(ConfigError, match=f"adapter.targets: expected .*{said}"):
+            kind(targets=targets).attach(gpt2())
+    assert kind(targets=r"(.*\.)?(c_(attn|pro)|c_fc)").attach(gpt2())  # a regular expression of the user's own
+    with pytest.raises(ConfigError, match="adapter.targets: expected .*not a regular expression"):
+        kind(targets="(").attach(gpt2())

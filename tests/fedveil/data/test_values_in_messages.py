@@ -165,6 +165,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "caption image": (CAPTION, seen(1, MARK.encode(), caption=MARK)),
     "question": (CHOICE, seen(1, question=None, choices=[MARK], answer=0, hint=MARK)),
     "choices": (CHOICE, seen(1, question=MARK, choices=MARK, answer=0, hint=MARK)),
+    "choice": (CHOICE, seen(1, question=MARK, choices=[MARK, None], answer=0, hint=MARK)),
     "answer": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=MARK, hint=MARK)),
     "hint": (CHOICE, seen(1, question=MARK, choices=["a", MARK], answer=1, hint=[MARK])),
     "long prompt": (CHOICE, seen(1, question=MARK * 90, choices=["a", MARK], answer=1, hint=MARK)),

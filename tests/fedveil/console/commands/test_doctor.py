@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from datasets import Dataset
+from PIL import Image
 
 from fedveil.console.doctor import checks, host_checks, policy_checks
 from fedveil.console.flower.certificates import new_ca, write_certificate, write_node_key, write_server, write_tls
@@ -271,9 +272,13 @@ def test_the_data_of_a_run_is_looked_at_without_its_model(settings, verdict, lin
 def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
     for name in ("a/1.png", "b/2.png", "b/note.txt"):
         (tmp_path / "train" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "train" / name).touch()
-    assert main(["doctor", "--set", "task.name=clip-prompt", "--set", f"task.data={tmp_path}"]) == 0
-    assert f"2 images in the folders of {tmp_path}/train" in capsys.readouterr().out
+        Image.new("L", (2, 2)).save(tmp_path / "train" / name, "PNG")
+    look = ["doctor", "--set", "task.name=clip-prompt", "--set", f"task.data={tmp_path}"]
+    assert main(look) == 0
+    assert f"2 images in the folders of {tmp_path}/train; 1 files not read: .txt (1)" in capsys.readouterr().out
+    (tmp_path / "train" / "b" / "2.png").write_bytes(b"")
+    assert main(look) == 1
+    assert f"cannot decode the image in {tmp_path}/train/b/2.png" in capsys.readouterr().out
     Dataset.from_dict({"mr": ["a", "b"], "ref": ["c", "d"]}).to_parquet(tmp_path / "rows.parquet")
     assert main(["doctor", "--set", f"task.data={tmp_path}/rows.parquet"]) == 0
     assert "2 examples in" in capsys.readouterr().out
