@@ -73,7 +73,6 @@ MUST = {
         "Chua et al.",
         "Lebeda",
         "Rogers",
-        "Feldman, Zrnic",
     ),
     "docs/tutorials/to-a-guarantee.md": ("deviates or lies", "may come from a single site", "does not time the site"),
 }

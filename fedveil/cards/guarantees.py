@@ -17,19 +17,19 @@ from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.privacy.guarantee_source import guarantee_of, untimed
 from fedveil.privacy.guarantee_words import (
-    UNIT,
     board_sentences,
     conditions,
     describe_accountant,
     describe_guarantee,
     describe_sampling,
+    describe_unit,
+    noun_of,
     party_epsilons,
 )
 from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
 from fedveil.records import disclosure_summary
 
 NONE = "There is NO formal guarantee"
-IN_THIS_RUN = f"{UNIT}, in this run alone"
 LYING = (
     "The server wrote this card and can write anything. A signature shows whose key signed these bytes, not that "
     "they are true. A site that also signs vouches only for what it saw itself: its own messages, log and ledger. It "
@@ -61,12 +61,12 @@ def formal_guarantees(
     against_all = _against_all(known, is_complete=len(known) == len(costs))
     return PrivacyGuaranteeEntry(
         formal=isinstance(worst, float),
-        says=_says(worst, claim),
-        unit=IN_THIS_RUN,
+        says=_says(worst, claim, config),
+        unit=f"{describe_unit(config)}, in this run alone",
         relation=budget.neighbours.value,
         sampling=describe_sampling(charges),
         against=_against(claim, config, worst, known, against_all),
-        for_the_board=_for_the_board(claim, worst, against_all),
+        for_the_board=_for_the_board(claim, config, worst, against_all),
         delta=budget.delta,
         nominal=budget.nominal,
         allowed=_number(budget.epsilon),
@@ -110,13 +110,13 @@ def _against(
     ]
 
 
-def _for_the_board(claim: PrivacyGuarantee, worst: Epsilon, against_all: float | None) -> list[str]:
-    """Return the three sentences, with the limit of the sites' ledgers where the run has one."""
+def _for_the_board(claim: PrivacyGuarantee, config: RunConfig, worst: Epsilon, against_all: float | None) -> list[str]:
+    """Return the three sentences, with the run's own limit if it has one."""
     if not isinstance(worst, float):
         return []
     limit = claim.budget.epsilon
     is_limit = math.isfinite(limit)
-    return board_sentences(claim, limit if is_limit else worst, is_limit, against_all)
+    return board_sentences(claim, limit if is_limit else worst, is_limit, against_all, noun_of(config))
 
 
 def _none(why: str) -> PrivacyGuaranteeEntry:
@@ -152,7 +152,7 @@ def _worst(sites: Sequence[SiteCost], allowed: float) -> Epsilon:
     return max((value for value in values if isinstance(value, float)), default=_number(allowed))
 
 
-def _says(worst: Epsilon, claim: PrivacyGuarantee) -> str:
+def _says(worst: Epsilon, claim: PrivacyGuarantee, config: RunConfig) -> str:
     budget = claim.budget
     if worst == "not known":
         return (
@@ -166,7 +166,8 @@ def _says(worst: Epsilon, claim: PrivacyGuarantee) -> str:
         whom += " and the server, which saw sums without noise: against the server epsilon is infinite"
     assumed = conditions(claim)
     whom += f", provided that {' and '.join(assumed)}" if assumed else ""
-    return f"{stated_guarantee(worst, budget.delta, budget.neighbours)} at most, for {IN_THIS_RUN}, against {whom}."
+    unit = f"{describe_unit(config)}, in this run alone"
+    return f"{stated_guarantee(worst, budget.delta, budget.neighbours)} at most, for {unit}, against {whom}."
 
 
 def _model(claim: PrivacyGuarantee) -> str:

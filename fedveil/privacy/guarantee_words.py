@@ -34,7 +34,6 @@ from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import untimed
 
 __all__ = [
-    "UNIT",
     "GuaranteeWords",
     "PartyEpsilon",
     "board_sentences",
@@ -44,10 +43,11 @@ __all__ = [
     "describe_guarantee",
     "describe_relation",
     "describe_sampling",
+    "describe_unit",
+    "noun_of",
     "party_epsilons",
 ]
 
-UNIT = "one example of one site's data set"
 _MOST_LOSS = 1200.0  # mean privacy loss; beyond it, accounting of Poisson batches takes minutes and then all memory
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact; Balle, Wang 2018)",
@@ -135,8 +135,8 @@ def describe_guarantee(
         if not config.secure.max_colluders:
             other_site = epsilon(_without_one_share(claim, charges))
     return GuaranteeWords(
-        UNIT,
-        describe_relation(budget.neighbours),
+        describe_unit(config),
+        describe_relation(budget.neighbours, noun_of(config)),
         describe_sampling(charges),
         describe_accountant(charges),
         budget.delta,
@@ -147,13 +147,13 @@ def describe_guarantee(
     )
 
 
-def describe_claim(claim: PrivacyGuarantee) -> str:
+def describe_claim(claim: PrivacyGuarantee, config: RunConfig) -> str:
     """Return the words of a guarantee that do not depend on a site's number of examples."""
     plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
     charges = claim.privacy_spent(plan)
     return (
-        f"unit: {UNIT}; relation: {describe_relation(claim.budget.neighbours)}; sampling: "
-        f"{describe_sampling(charges)}; accountant: {describe_accountant(charges)}"
+        f"unit: {describe_unit(config)}; relation: {describe_relation(claim.budget.neighbours, noun_of(config))}; "
+        f"sampling: {describe_sampling(charges)}; accountant: {describe_accountant(charges)}"
     )
 
 
@@ -197,11 +197,23 @@ def conditions(claim: PrivacyGuarantee) -> tuple[str, ...]:
     return tuple(assumed)
 
 
-def describe_relation(neighbours: Adjacency) -> str:
+def noun_of(config: RunConfig) -> str:
+    """Return the word for what the guarantee protects."""
+    return "unit" if config.dp.unit_column else "example"
+
+
+def describe_unit(config: RunConfig) -> str:
+    """Return in words what the guarantee protects."""
+    if column := config.dp.unit_column:
+        return f'one unit of one site, with all its examples (column "{column}")'
+    return "one example of one site's data set"
+
+
+def describe_relation(neighbours: Adjacency, noun: str = "example") -> str:
     """Return the relation in words, with its name."""
     if neighbours is Adjacency.REPLACE_ONE:
-        return f"the example is replaced by any other one ({neighbours.value})"
-    return f"the example adds nothing to any sum ({neighbours.value}; the number of examples is public)"
+        return f"the {noun} is replaced by any other one ({neighbours.value})"
+    return f"the {noun} adds nothing to any sum ({neighbours.value}; the number of {noun}s is public)"
 
 
 def describe_sampling(charges: Spent) -> str:
@@ -222,28 +234,29 @@ def describe_accountant(charges: Spent) -> str:
     return "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds) or "nothing was charged"
 
 
-def board_sentences(claim: PrivacyGuarantee, epsilon: float, is_limit: bool, against_all: float | None) -> list[str]:
+def board_sentences(
+    claim: PrivacyGuarantee, epsilon: float, is_limit: bool, against_all: float | None, noun: str = "example"
+) -> list[str]:
     """Return three sentences for an ethics board; none if the server gets values before the noise.
 
     Args:
-        epsilon: the limit that a site's ledger enforces over its runs, or what this run alone cost.
+        epsilon: the limit that a site's ledger enforces over this run, or what the run cost.
         is_limit: whether it is the ledger's limit.
         against_all: the epsilon against all others together in this run; None if it is not known.
+        noun: what the guarantee protects, "example" or "unit".
     """
     budget = claim.budget
     if budget.server_trusted or not math.isfinite(epsilon):
         return []
     times, delta = f"{math.exp(min(epsilon, 700.0)):.3g}", f"{budget.delta:g} (one in {1 / budget.delta:,.0f})"
     change = (
-        "whether this example or another one was used"
+        f"whether this {noun} or another one was used"
         if budget.neighbours is Adjacency.REPLACE_ONE
-        else "whether this example was used or added nothing"
+        else f"whether this {noun} was used or added nothing"
     )
-    counts = (
-        "This counts all runs in this hospital's ledger together up to this one"
-        if is_limit
-        else "This counts this run alone, and other runs on the same examples add to it"
-    )
+    held = ", whose limit this hospital's ledger enforces" if is_limit else ""
+    counts = f"This counts this run alone{held}; other runs on the same data add to it"
+    several = "a patient with several units" if noun == "unit" else "a patient with several examples"
     in_sum = isinstance(claim, DistributedDiscreteGaussian)
     if isinstance(claim, DistributedDiscreteGaussian):
         two = f"epsilon {2 * epsilon:.3g} at delta {(1 + math.exp(min(epsilon, 700.0))) * budget.delta:.2g}"
@@ -261,14 +274,14 @@ def board_sentences(claim: PrivacyGuarantee, epsilon: float, is_limit: bool, aga
         everyone = "infinite" if math.isinf(against_all) else f"epsilon {against_all:.4g} in this run"
     return [
         (
-            "A person who sees everything that leaves this hospital, and even knows every other example, can hardly "
+            f"A person who sees everything that leaves this hospital, and even knows every other {noun}, can hardly "
             f"tell {change}: no conclusion becomes more than {times} times as likely (e^{epsilon:.4g}; 2.7 times for "
             f"epsilon 1), except with a chance of about {delta}."
         ),
         (
-            f"{counts}, for single examples of this hospital's data only: it does not cover what is learned about "
-            "patients in general, a patient with several examples, the same patient's examples in other hospitals (for "
-            f"two hospitals with this figure: at most {two}), or the number of examples, which is known."
+            f"{counts}. It is for single {noun}s of this hospital's data only: it does not cover what is learned about "
+            f"patients in general, {several}, the same patient's examples in other hospitals (for two hospitals with "
+            f"this figure: at most {two}), or the number of {noun}s, which is known."
         ),
         (
             f"It holds while the hospital's own computer, random numbers and ledger are sound{noise}{timing}; against "

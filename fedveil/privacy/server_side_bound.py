@@ -84,12 +84,12 @@ def server_side_bound(
     try:
         # Every round up to the last: if an epoch spans rounds, a site that skips some takes part in more epochs.
         plan = SamplingPlan(max(asked) + 1, max(steps, 1), batch, rows, budget.neighbours)
+        once = SamplingPlan(1, plan.steps, plan.batch, rows, budget.neighbours)
+        charges = Counter(dict(claim.privacy_spent(plan)))
+        for _ in range(len(asked) - len(set(asked))):
+            charges.update(dict(claim.privacy_spent(once)))
     except ConfigError as error:
         return f"not known, because its reports do not fit the run ({error}). Treat epsilon as infinite."
-    once = SamplingPlan(1, plan.steps, plan.batch, rows, budget.neighbours)
-    charges = Counter(dict(claim.privacy_spent(plan)))
-    for _ in range(len(asked) - len(set(asked))):
-        charges.update(dict(claim.privacy_spent(once)))
     is_closed = all(kind == "gaussian" for kind, *_ in charges)  # a formula, for any number of steps
     if not is_closed and (sum(charges.values()) > _MOST_STEPS or accounting.mean_loss(charges) > _MOST_LOSS):
         return (

@@ -164,7 +164,7 @@ def test_the_scale_is_so_fine_that_the_distance_fits_into_the_claim(entries, eps
     assert distances[0] <= variation <= 1e-5 / 16 * 2**-10 / (1 + math.exp(epsilon)) / rounds
     assert own == (variation if distances[1] < variation else 1.0)
     assert claim.as_planned().variations == (variation, 1.0)
-    assert claim.at_scale(scale / 100, entries, 1.0).variations == (1.0, 1.0)
+    assert claim.at_scale(scale / 1000, entries, 1.0).variations == (1.0, 1.0)
 
 
 def test_coarse_sums_of_a_tight_ring_are_not_continuous():
