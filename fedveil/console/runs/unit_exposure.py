@@ -94,7 +94,7 @@ class RunExposure:
         claim: the run's own guarantee; "" for none.
         sampling: how records were drawn, in words.
         epsilon: by adversary, at the account's delta; infinite without a bound.
-        why: why an epsilon is infinite; "" if none is.
+        why: why an epsilon is infinite; "" if none is, or if the charges are too many to account for.
         in_ledger: whether the privacy ledger has the run.
         state_bytes: size of the private state that the site stores for the run.
     """
@@ -120,7 +120,8 @@ class RunExposure:
         if self.claim:
             yield f"  its own claim: {self.claim}; {'; '.join(self.sampling) or 'no charge yet'}"
         for party, epsilon in self.epsilon.items():
-            bound = f"no bound: {self.why}" if math.isinf(epsilon) else f"epsilon {epsilon:.4g} so far"
+            why = self.why or "it has more charges than the accountant can bound"
+            bound = f"no bound: {why}" if math.isinf(epsilon) else f"epsilon {epsilon:.4g} so far"
             yield f"  against {party}: {bound}"
         if not self.in_ledger:
             yield "  no bound is known: the privacy ledger does not have this run"
