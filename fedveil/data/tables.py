@@ -301,7 +301,9 @@ def parse_line(line: bytes, number: int, file: Path, texts: tuple[str, ...] = ()
         TaskError: there is no row.
     """
     try:
-        row = json.loads(line)
+        row, written = json.loads(line), dict[str, object]()
+        if isinstance(row, dict) and any(isinstance(row.get(column), int | float | list) for column in texts):
+            written = json.loads(line, parse_int=str, parse_float=str, parse_constant=lambda _: None)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else "unreadable"
         if isinstance(error, UnicodeDecodeError):
@@ -311,10 +313,7 @@ def parse_line(line: bytes, number: int, file: Path, texts: tuple[str, ...] = ()
         raise TaskError(
             f'task.data: expected an object in line {number} of "{file}", found {describe_value(row)}; correct it'
         )
-    if any(isinstance(row.get(column), int | float | list) for column in texts):
-        written = json.loads(line, parse_int=str, parse_float=str, parse_constant=lambda _: None)
-        row |= {column: _written(written[column]) for column in texts if column in written}
-    return row
+    return row | {column: _written(written[column]) for column in texts if column in written}
 
 
 def _written(value: object) -> object:

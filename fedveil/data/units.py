@@ -14,7 +14,6 @@ stay in this module, which returns only row indices and numbers, so no log, erro
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import unicodedata
@@ -142,10 +141,10 @@ def _values(file: Path, column: str) -> Sequence[Any]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                tables.parse_line(line, number, file)
-                row = json.loads(line, parse_int=str, parse_float=str)  # numbers as they are written
+                row = tables.parse_line(line, number, file, (column,))  # numbers as they are written
                 names |= dict.fromkeys(row)
-                values.append(row.get(column))
+                is_truth = isinstance(tables.parse_line(line, number, file).get(column), bool)
+                values.append(is_truth or row.get(column))
     if column not in names:
         raise _no_column(file, column, list(names))
     return values
