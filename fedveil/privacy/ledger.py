@@ -50,6 +50,7 @@ from fedveil.contract.privacy import (
     PrivacyBudget,
     Spent,
     Step,
+    legacy_step,
 )
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import StateError
@@ -455,11 +456,12 @@ def _parse_stored(content: dict[str, Any]) -> StoredAccount:
 
 
 def _parse_history(spent: Iterable[Sequence[Any]]) -> Spent:
-    return {_parse_step(step): int(count) for step, count in spent}
+    """Parse a history of an older ledger, whose noise in sums is in another unit."""
+    return {legacy_step(_parse_step(step)): int(count) for step, count in spent}
 
 
 def _parse_step(parts: Sequence[Any]) -> Step:
     kind, examples, batch, multiplier, *variation = parts
-    if kind not in ("gaussian", "poisson", "fixed", SUMMED, OWN_SHARE) or not float(multiplier) >= 0:
+    if kind not in _KINDS or not float(multiplier) >= 0 or not all(0 <= float(v) <= 1 for v in variation):
         raise ValueError(f"step {parts}")
     return Step(str(kind), int(examples), int(batch), float(multiplier), *(float(v) for v in variation))
