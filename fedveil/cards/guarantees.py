@@ -111,12 +111,11 @@ def _against(
 
 
 def _for_the_board(claim: PrivacyGuarantee, worst: Epsilon, against_all: float | None) -> list[str]:
-    """Return the three sentences, with the limit of the sites' ledgers where the run has one."""
+    """Return the three sentences, with the limit that the sites' ledgers hold this run to, where it has one."""
     if not isinstance(worst, float):
         return []
     limit = claim.budget.epsilon
-    is_limit = math.isfinite(limit)
-    return board_sentences(claim, limit if is_limit else worst, is_limit, against_all)
+    return board_sentences(claim, limit if math.isfinite(limit) else worst, against_all)
 
 
 def _none(why: str) -> PrivacyGuaranteeEntry:

@@ -222,12 +222,12 @@ def describe_accountant(charges: Spent) -> str:
     return "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds) or "nothing was charged"
 
 
-def board_sentences(claim: PrivacyGuarantee, epsilon: float, is_limit: bool, against_all: float | None) -> list[str]:
+def board_sentences(claim: PrivacyGuarantee, epsilon: float, against_all: float | None) -> list[str]:
     """Return three sentences for an ethics board; none if the server gets values before the noise.
 
     Args:
-        epsilon: the limit that a site's ledger enforces over its runs, or what this run alone cost.
-        is_limit: whether it is the ledger's limit.
+        epsilon: the limit that a site's ledger holds this run to, or what the run cost. A site's limit over all runs is
+            in its own policy and ledger, which no card knows.
         against_all: the epsilon against all others together in this run; None if it is not known.
     """
     budget = claim.budget
@@ -238,11 +238,6 @@ def board_sentences(claim: PrivacyGuarantee, epsilon: float, is_limit: bool, aga
         "whether this example or another one was used"
         if budget.neighbours is Adjacency.REPLACE_ONE
         else "whether this example was used or added nothing"
-    )
-    counts = (
-        "This counts all runs in this hospital's ledger together up to this one"
-        if is_limit
-        else "This counts this run alone, and other runs on the same examples add to it"
     )
     in_sum = isinstance(claim, DistributedDiscreteGaussian)
     if isinstance(claim, DistributedDiscreteGaussian):
@@ -266,9 +261,10 @@ def board_sentences(claim: PrivacyGuarantee, epsilon: float, is_limit: bool, aga
             f"epsilon 1), except with a chance of about {delta}."
         ),
         (
-            f"{counts}, for single examples of this hospital's data only: it does not cover what is learned about "
-            "patients in general, a patient with several examples, the same patient's examples in other hospitals (for "
-            f"two hospitals with this figure: at most {two}), or the number of examples, which is known."
+            "This counts this run alone, for single examples of this hospital's data only: other runs on the same "
+            "examples add to it, which this hospital's own ledger counts together. It does not cover what is learned "
+            "about patients in general, a patient with several examples, the same patient's examples in other "
+            f"hospitals (for two hospitals with this figure: at most {two}), or the number of examples, which is known."
         ),
         (
             f"It holds while the hospital's own computer, random numbers and ledger are sound{noise}{timing}; against "

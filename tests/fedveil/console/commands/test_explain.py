@@ -109,7 +109,7 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_
     exchange = MessageExchange(strategies.create_method("fedavg"), "fedavg", lora_spec)
     policy = SitePolicy(roster=f"sha256:{'5f' * 32}")
     explanation = "\n".join(explain.explain_run(exchange, parse(flat), policy=policy))
-    assert "Epsilon: at most 3 at delta = 1e-05" in explanation
+    assert "Epsilon: at most 3 at delta = 1e-05 (replace-one) for any example, in this run;" in explanation
     assert "names no roster" not in explanation
     assert "Its noise is in the sum: the claim relies on 4 honest sites" in explanation
     assert UNTIMED in explanation

@@ -233,7 +233,8 @@ def test_the_end_of_a_private_run_says_its_epsilon_with_all_that_it_means():
     assert "unit: one example of one site's data set; relation: the example is replaced by any other one" in first
     assert "sampling: no gain from sampling" in first
     assert "accountant: the analytic Gaussian mechanism (exact" in first
-    assert "No site's ledger lets an example be charged more than epsilon 3 at delta 1e-05 (replace-one)" in first
+    assert "No site's ledger lets this run cost an example more than epsilon 3 at delta 1e-05 (replace-one)" in first
+    assert "other runs on the example add to it" in first
     assert "against the server, other sites and all of them together, this run only." in of_a
     line = privacy_statements.privacy_summary(run)
     assert line.startswith(
