@@ -11,12 +11,12 @@ import pytest
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.console.main import main
-from fedveil.console.runs.ledger_summary import ledger_lines
+from fedveil.console.runs.ledger_summary import bound_of, ledger_lines
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import StateError
 from fedveil.privacy import accounting
-from fedveil.privacy.ledger_account import RunTerms
+from fedveil.privacy.ledger_account import Party, RunTerms
 
 STEP, SUMMED = Step("gaussian", 0, 0, 2.0), {Step("summed", 0, 0, 3.0): 1, Step("own share", 0, 0, 1.0): 1}
 OWN = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
@@ -51,6 +51,10 @@ def test_what_holds_over_all_runs_and_what_is_reserved_against_each_party(tmp_pa
         f"privacy ledger: against the server with the colluding sites that the run tolerates: {about}",
         f"privacy ledger: against the other sites and holders of the model: {about}",
     ]
+    for i in range(16):
+        charge(tmp_path, {STEP: 1}, f"more {i}")  # the policy sets no max-epsilon meanwhile
+    standing = replace(open_ledger(tmp_path).read(own).account, own=own).standing(Party.SERVER)
+    assert bound_of(standing, own).startswith("no limit over all runs: ")
     main(["site", "status", "--state-dir", str(tmp_path)])
     assert set(lines) <= set(capsys.readouterr().out.splitlines())
     kit = tmp_path / "kit"
