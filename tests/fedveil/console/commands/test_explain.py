@@ -116,7 +116,7 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_
     assert "add --examples N" in explanation
     assert "and on a server that follows the protocol" in explanation
     given = "\n".join(explain.explain_run(exchange, parse(flat), policy=policy, examples=160))
-    own = {Step("summed", 160, 16, 1.0): 5}
+    own = {Step("summed", 160, 16, 1.0, 1.0): 5}  # planned as too coarse for a continuous mechanism
     alone = accounting.compute_epsilon(own, 1e-5, Adjacency.REPLACE_ONE)
     assert f"epsilon {alone:.4g} at delta 1e-05 (replace-one) against all of them together" in given
     for alone in (None, SitePolicy()):

@@ -112,7 +112,7 @@ def test_a_plan_of_noise_in_the_sum_has_both_figures(capsys):
     ) in stdout
     assert "provided that 9 sites in every sum keep their share of the noise secret" in stdout
     of_one, of_one_alone = planned(capsys, *WHOLE, "--noise-multiplier", "2", "--honest", "1")[0]
-    assert of_one == of_one_alone < alone < 1.1 * of_one
+    assert of_one == of_one_alone <= alone < 1.1 * of_one  # equal where one site's noise is too coarse as well
     assert 0 < counted < alone
     (_, alone), _ = planned(capsys, *WHOLE, "--noise-local", "6", "--noise-global", "6", "--honest", "9")
     assert alone == pytest.approx(
