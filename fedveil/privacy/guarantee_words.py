@@ -32,6 +32,7 @@ from fedveil.contract.privacy import (
 from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import untimed
+from fedveil.sanitize import sanitize
 
 __all__ = [
     "UNIT",
@@ -44,10 +45,12 @@ __all__ = [
     "describe_guarantee",
     "describe_relation",
     "describe_sampling",
+    "describe_unit",
     "party_epsilons",
 ]
 
 UNIT = "one example of one site's data set"
+_LONGEST_COLUMN = 80  # characters of a column's name
 _MOST_LOSS = 1200.0  # mean privacy loss; beyond it, accounting of Poisson batches takes minutes and then all memory
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact; Balle, Wang 2018)",
@@ -135,9 +138,9 @@ def describe_guarantee(
         if not config.secure.max_colluders:
             other_site = epsilon(_without_one_share(claim, charges))
     return GuaranteeWords(
-        UNIT,
-        describe_relation(budget.neighbours),
-        describe_sampling(charges),
+        describe_unit(config),
+        describe_relation(budget.neighbours, config),
+        describe_sampling(charges, config),
         describe_accountant(charges),
         budget.delta,
         budget.neighbours,
@@ -147,13 +150,13 @@ def describe_guarantee(
     )
 
 
-def describe_claim(claim: PrivacyGuarantee) -> str:
+def describe_claim(claim: PrivacyGuarantee, config: RunConfig) -> str:
     """Return the words of a guarantee that do not depend on a site's number of examples."""
     plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
     charges = claim.privacy_spent(plan)
     return (
-        f"unit: {UNIT}; relation: {describe_relation(claim.budget.neighbours)}; sampling: "
-        f"{describe_sampling(charges)}; accountant: {describe_accountant(charges)}"
+        f"unit: {describe_unit(config)}; relation: {describe_relation(claim.budget.neighbours, config)}; sampling: "
+        f"{describe_sampling(charges, config)}; accountant: {describe_accountant(charges)}"
     )
 
 
@@ -197,22 +200,33 @@ def conditions(claim: PrivacyGuarantee) -> tuple[str, ...]:
     return tuple(assumed)
 
 
-def describe_relation(neighbours: Adjacency) -> str:
+def describe_unit(config: RunConfig) -> str:
+    """Return what one guarantee is for: an example, or all examples of a unit under dp.unit-column."""
+    column = sanitize(config.dp.unit_column, _LONGEST_COLUMN)
+    return f'one unit of one site\'s data set, all examples with its id in the column "{column}"' if column else UNIT
+
+
+def _noun(config: RunConfig) -> str:
+    return "unit" if config.dp.unit_column else "example"
+
+
+def describe_relation(neighbours: Adjacency, config: RunConfig) -> str:
     """Return the relation in words, with its name."""
+    noun = _noun(config)
     if neighbours is Adjacency.REPLACE_ONE:
-        return f"the example is replaced by any other one ({neighbours.value})"
-    return f"the example adds nothing to any sum ({neighbours.value}; the number of examples is public)"
+        return f"the {noun} is replaced by any other one ({neighbours.value})"
+    return f"the {noun} adds nothing to any sum ({neighbours.value}; the number of {noun}s is public)"
 
 
-def describe_sampling(charges: Spent) -> str:
+def describe_sampling(charges: Spent, config: RunConfig) -> str:
     """Return how the batches of these charges are drawn, as far as it counts for epsilon."""
     words = []
     if is_poisson_sampled(charges):
-        words.append("Poisson batches (each example is drawn independently)")
+        words.append(f"Poisson batches (each {_noun(config)} is drawn independently)")
     if any(step.kind == "fixed" for step in charges):
         words.append("batches of fixed size, drawn without replacement")
     if any(step.kind == "gaussian" or (step.kind == SUMMED and not step.examples) for step in charges):
-        words.append("no gain from sampling (each use of an example counts in full)")
+        words.append("no gain from sampling (each use counts in full)")
     return " and ".join(words) or "none"
 
 
@@ -222,7 +236,7 @@ def describe_accountant(charges: Spent) -> str:
     return "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds) or "nothing was charged"
 
 
-def board_sentences(claim: PrivacyGuarantee, epsilon: float, against_all: float | None) -> list[str]:
+def board_sentences(claim: PrivacyGuarantee, config: RunConfig, epsilon: float, against_all: float | None) -> list[str]:
     """Return three sentences for an ethics board; none if the server gets values before the noise.
 
     Args:
@@ -234,10 +248,13 @@ def board_sentences(claim: PrivacyGuarantee, epsilon: float, against_all: float 
     if budget.server_trusted or not math.isfinite(epsilon):
         return []
     times, delta = f"{math.exp(min(epsilon, 700.0)):.3g}", f"{budget.delta:g} (one in {1 / budget.delta:,.0f})"
+    noun = _noun(config)
+    meant = f" ({describe_unit(config)})" if config.dp.unit_column else ""
+    several = "" if config.dp.unit_column else "a patient with several examples, "
     change = (
-        "whether this example or another one was used"
+        f"whether this {noun} or another one was used"
         if budget.neighbours is Adjacency.REPLACE_ONE
-        else "whether this example was used or added nothing"
+        else f"whether this {noun} was used or added nothing"
     )
     in_sum = isinstance(claim, DistributedDiscreteGaussian)
     if isinstance(claim, DistributedDiscreteGaussian):
@@ -256,15 +273,15 @@ def board_sentences(claim: PrivacyGuarantee, epsilon: float, against_all: float 
         everyone = "infinite" if math.isinf(against_all) else f"epsilon {against_all:.4g} in this run"
     return [
         (
-            "A person who sees everything that leaves this hospital, and even knows every other example, can hardly "
+            f"A person who sees everything that leaves this hospital, and even knows every other {noun}, can hardly "
             f"tell {change}: no conclusion becomes more than {times} times as likely (e^{epsilon:.4g}; 2.7 times for "
             f"epsilon 1), except with a chance of about {delta}."
         ),
         (
-            "This counts this run alone, for single examples of this hospital's data only: other runs on the same "
-            "examples add to it, which this hospital's own ledger counts together. It does not cover what is learned "
-            "about patients in general, a patient with several examples, the same patient's examples in other "
-            f"hospitals (for two hospitals with this figure: at most {two}), or the number of examples, which is known."
+            f"This counts this run alone, for single {noun}s of this hospital's data only{meant}: other runs on the "
+            f"same {noun}s add to it, which this hospital's own ledger counts together. It does not cover what is "
+            f"learned about patients in general, {several}the same patient's examples in other hospitals (for two "
+            f"hospitals with this figure: at most {two}), or the number of {noun}s, which is known."
         ),
         (
             f"It holds while the hospital's own computer, random numbers and ledger are sound{noise}{timing}; against "

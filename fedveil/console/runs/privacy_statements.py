@@ -39,7 +39,7 @@ def privacy_statements(run: RunView) -> list[str]:
     )
     where = f" Its {claim.words}." if isinstance(claim, DistributedDiscreteGaussian) else ""
     timing = f" {timing}" if (timing := untimed(claim)) else ""
-    about = f" The guarantee: {describe_claim(claim)}."
+    about = f" The guarantee: {describe_claim(claim, config)}."
     sentences = [
         f"{run.method}: a Gaussian mechanism for each example.{nominal}{trusted}{about}{_limit(claim)}{where}{timing}"
     ]
@@ -63,7 +63,7 @@ def privacy_summary(run: RunView) -> str:
     known = {site: bound for site, bound in bounds.items() if not isinstance(bound, str)}
     not_known = f" Not known for {len(unknown)} of {len(bounds)} sites: {bounds[unknown[0]]}" if unknown else ""
     if not known:
-        return f"privacy: {describe_claim(claim)}.{_limit(claim)}{not_known}"
+        return f"privacy: {describe_claim(claim, config)}.{_limit(claim)}{not_known}"
     most = max(known, key=lambda site: known[site].epsilon)
     words = describe_guarantee(claim, config, known[most].charges)
     return f"privacy: this run cost an example of {most}, the most charged site, at most {words.sentence}.{not_known}"

@@ -242,6 +242,21 @@ def test_the_card_says_against_whom_and_gives_an_ethics_board_three_sentences(tm
     assert cards.parse_card(privacy_card.to_bytes(), "card") == privacy_card
 
 
+def test_under_a_unit_column_every_sentence_is_for_all_examples_of_a_unit(tmp_path):
+    privacy_card = card(tmp_path, **DP | {"dp.unit-column": "patient"})
+    guarantee = privacy_card.guarantee
+    unit = 'one unit of one site\'s data set, all examples with its id in the column "patient"'
+    assert guarantee.unit == f"{unit}, in this run alone"
+    assert f"at most, for {unit}, in this run alone" in guarantee.says
+    assert "each unit is drawn independently" in guarantee.sampling
+    first, second, _ = guarantee.for_the_board
+    assert "whether this unit or another one was used" in first
+    assert f"for single units of this hospital's data only ({unit})" in second
+    assert "a patient with several examples" not in second
+    assert any(words.startswith("A person with k units in a site's data") for words in privacy_card.not_protected)
+    assert not any("the unit is one example" in words for words in privacy_card.not_protected)
+
+
 def test_without_a_limit_an_ethics_board_is_told_of_this_run_alone(tmp_path):
     guarantee = card(tmp_path, **DP | {"dp.epsilon": 0.0, "dp.adjacency": "zero-out"}).guarantee
     first, second, _ = guarantee.for_the_board

@@ -115,6 +115,9 @@ def test_noise_in_the_sum_is_explained_with_whom_it_counts_on_and_where_the_own_
     assert UNTIMED in explanation
     assert "add --examples N" in explanation
     assert "and on a server that follows the protocol" in explanation
+    by_unit = explain.explain_run(exchange, parse(flat | {"dp.unit-column": "patient"}), policy=policy, examples=160)
+    words = 'all examples with its id in the column "patient"; relation: the unit is replaced by any other one'
+    assert words in "\n".join(by_unit)
     given = "\n".join(explain.explain_run(exchange, parse(flat), policy=policy, examples=160))
     own = {Step("summed", 160, 16, 1.0, 1.0): 5}  # planned as too coarse for a continuous mechanism
     alone = accounting.compute_epsilon(own, 1e-5, Adjacency.REPLACE_ONE)
