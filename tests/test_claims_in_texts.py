@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from fedveil.config import parse
 from fedveil.privacy.dp_sgd import DpSgdConfig
 from fedveil.privacy.guarantee_words import board_sentences
 from tests.conftest import ROOT
@@ -144,7 +145,7 @@ def test_the_page_that_lists_what_not_to_say_lists_it():
 
 def test_the_tutorial_has_the_three_sentences_of_a_card():
     page = flat((ROOT / "docs" / "tutorials" / "to-a-guarantee.md").read_text())
-    sentences = board_sentences(DpSgdConfig(1.0, 1.0, 0.1, 3.0, 1e-6), 3.0, True, None)
+    sentences = board_sentences(DpSgdConfig(1.0, 1.0, 0.1, 3.0, 1e-6), parse({}), 3.0, None)
     assert [words for words in sentences if flat(words) not in page] == []
     assert len(sentences) == 3
 

@@ -23,13 +23,13 @@ from fedveil.privacy.guarantee_words import (
     describe_guarantee,
     describe_sampling,
     describe_unit,
-    noun_of,
     party_epsilons,
 )
 from fedveil.privacy.server_side_bound import ServerSideBound, server_side_bound
 from fedveil.records import disclosure_summary
 
 NONE = "There is NO formal guarantee"
+IN_THIS_RUN = "in this run alone"
 LYING = (
     "The server wrote this card and can write anything. A signature shows whose key signed these bytes, not that "
     "they are true. A site that also signs vouches only for what it saw itself: its own messages, log and ledger. It "
@@ -62,9 +62,9 @@ def formal_guarantees(
     return PrivacyGuaranteeEntry(
         formal=isinstance(worst, float),
         says=_says(worst, claim, config),
-        unit=f"{describe_unit(config)}, in this run alone",
+        unit=f"{describe_unit(config)}, {IN_THIS_RUN}",
         relation=budget.neighbours.value,
-        sampling=describe_sampling(charges),
+        sampling=describe_sampling(charges, config),
         against=_against(claim, config, worst, known, against_all),
         for_the_board=_for_the_board(claim, config, worst, against_all),
         delta=budget.delta,
@@ -111,12 +111,11 @@ def _against(
 
 
 def _for_the_board(claim: PrivacyGuarantee, config: RunConfig, worst: Epsilon, against_all: float | None) -> list[str]:
-    """Return the three sentences, with the run's own limit if it has one."""
+    """Return the three sentences, with the limit that the sites' ledgers hold this run to, where it has one."""
     if not isinstance(worst, float):
         return []
     limit = claim.budget.epsilon
-    is_limit = math.isfinite(limit)
-    return board_sentences(claim, limit if is_limit else worst, is_limit, against_all, noun_of(config))
+    return board_sentences(claim, config, limit if math.isfinite(limit) else worst, against_all)
 
 
 def _none(why: str) -> PrivacyGuaranteeEntry:
@@ -166,8 +165,8 @@ def _says(worst: Epsilon, claim: PrivacyGuarantee, config: RunConfig) -> str:
         whom += " and the server, which saw sums without noise: against the server epsilon is infinite"
     assumed = conditions(claim)
     whom += f", provided that {' and '.join(assumed)}" if assumed else ""
-    unit = f"{describe_unit(config)}, in this run alone"
-    return f"{stated_guarantee(worst, budget.delta, budget.neighbours)} at most, for {unit}, against {whom}."
+    stated = stated_guarantee(worst, budget.delta, budget.neighbours)
+    return f"{stated} at most, for {describe_unit(config)}, {IN_THIS_RUN}, against {whom}."
 
 
 def _model(claim: PrivacyGuarantee) -> str:
@@ -223,6 +222,18 @@ def _assumptions(claim: PrivacyGuarantee) -> list[str]:
     return sentences
 
 
+def _several_examples(config: RunConfig) -> str:
+    if config.dp.unit_column:
+        return (
+            f"A person with k units in a site's data (the unit is {describe_unit(config)}): their bound is k times "
+            "epsilon, at a larger delta: delta (e^(k epsilon) - 1) / (e^epsilon - 1)."
+        )
+    return (
+        "A person with k examples in a site's data: the unit is one example, so their bound is k times epsilon, at a "
+        "larger delta: delta (e^(k epsilon) - 1) / (e^epsilon - 1)."
+    )
+
+
 def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences on what a reader must not assume to be protected.
 
@@ -231,8 +242,7 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
     claim = guarantee_of(method, config)
     sentences = [
         LYING,
-        "A person with k examples in a site's data: the unit is one example, so their bound is k times epsilon, at a "
-        "larger delta: delta (e^(k epsilon) - 1) / (e^epsilon - 1).",
+        _several_examples(config),
         "A person with examples at several sites: with the noise at each site the sites' epsilons and deltas add up "
         "at most; with the noise in the sum they do not bound it (two sites of epsilon 8: 19.1, not 16).",
         "Properties of a site's examples as a whole: how many there are, what they are about, how well the model "

@@ -32,8 +32,10 @@ from fedveil.contract.privacy import (
 from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import untimed
+from fedveil.sanitize import sanitize
 
 __all__ = [
+    "UNIT",
     "GuaranteeWords",
     "PartyEpsilon",
     "board_sentences",
@@ -44,10 +46,11 @@ __all__ = [
     "describe_relation",
     "describe_sampling",
     "describe_unit",
-    "noun_of",
     "party_epsilons",
 ]
 
+UNIT = "one example of one site's data set"
+_LONGEST_COLUMN = 80  # characters of a column's name
 _MOST_LOSS = 1200.0  # mean privacy loss; beyond it, accounting of Poisson batches takes minutes and then all memory
 _ACCOUNTANTS = {
     "gaussian": "the analytic Gaussian mechanism (exact; Balle, Wang 2018)",
@@ -136,8 +139,8 @@ def describe_guarantee(
             other_site = epsilon(_without_one_share(claim, charges))
     return GuaranteeWords(
         describe_unit(config),
-        describe_relation(budget.neighbours, noun_of(config)),
-        describe_sampling(charges),
+        describe_relation(budget.neighbours, config),
+        describe_sampling(charges, config),
         describe_accountant(charges),
         budget.delta,
         budget.neighbours,
@@ -152,8 +155,8 @@ def describe_claim(claim: PrivacyGuarantee, config: RunConfig) -> str:
     plan = SamplingPlan(rounds=1, steps=1, batch=1, examples=2, neighbours=claim.budget.neighbours)
     charges = claim.privacy_spent(plan)
     return (
-        f"unit: {describe_unit(config)}; relation: {describe_relation(claim.budget.neighbours, noun_of(config))}; "
-        f"sampling: {describe_sampling(charges)}; accountant: {describe_accountant(charges)}"
+        f"unit: {describe_unit(config)}; relation: {describe_relation(claim.budget.neighbours, config)}; sampling: "
+        f"{describe_sampling(charges, config)}; accountant: {describe_accountant(charges)}"
     )
 
 
@@ -197,34 +200,33 @@ def conditions(claim: PrivacyGuarantee) -> tuple[str, ...]:
     return tuple(assumed)
 
 
-def noun_of(config: RunConfig) -> str:
-    """Return the word for what the guarantee protects."""
+def describe_unit(config: RunConfig) -> str:
+    """Return what one guarantee is for: an example, or all examples of a unit under dp.unit-column."""
+    column = sanitize(config.dp.unit_column, _LONGEST_COLUMN)
+    return f'one unit of one site\'s data set, all examples with its id in the column "{column}"' if column else UNIT
+
+
+def _noun(config: RunConfig) -> str:
     return "unit" if config.dp.unit_column else "example"
 
 
-def describe_unit(config: RunConfig) -> str:
-    """Return in words what the guarantee protects."""
-    if column := config.dp.unit_column:
-        return f'one unit of one site, with all its examples (column "{column}")'
-    return "one example of one site's data set"
-
-
-def describe_relation(neighbours: Adjacency, noun: str = "example") -> str:
+def describe_relation(neighbours: Adjacency, config: RunConfig) -> str:
     """Return the relation in words, with its name."""
+    noun = _noun(config)
     if neighbours is Adjacency.REPLACE_ONE:
         return f"the {noun} is replaced by any other one ({neighbours.value})"
     return f"the {noun} adds nothing to any sum ({neighbours.value}; the number of {noun}s is public)"
 
 
-def describe_sampling(charges: Spent) -> str:
+def describe_sampling(charges: Spent, config: RunConfig) -> str:
     """Return how the batches of these charges are drawn, as far as it counts for epsilon."""
     words = []
     if is_poisson_sampled(charges):
-        words.append("Poisson batches (each example is drawn independently)")
+        words.append(f"Poisson batches (each {_noun(config)} is drawn independently)")
     if any(step.kind == "fixed" for step in charges):
         words.append("batches of fixed size, drawn without replacement")
     if any(step.kind == "gaussian" or (step.kind == SUMMED and not step.examples) for step in charges):
-        words.append("no gain from sampling (each use of an example counts in full)")
+        words.append("no gain from sampling (each use counts in full)")
     return " and ".join(words) or "none"
 
 
@@ -234,29 +236,26 @@ def describe_accountant(charges: Spent) -> str:
     return "; ".join(words for kind, words in _ACCOUNTANTS.items() if kind in kinds) or "nothing was charged"
 
 
-def board_sentences(
-    claim: PrivacyGuarantee, epsilon: float, is_limit: bool, against_all: float | None, noun: str = "example"
-) -> list[str]:
+def board_sentences(claim: PrivacyGuarantee, config: RunConfig, epsilon: float, against_all: float | None) -> list[str]:
     """Return three sentences for an ethics board; none if the server gets values before the noise.
 
     Args:
-        epsilon: the limit that a site's ledger enforces over this run, or what the run cost.
-        is_limit: whether it is the ledger's limit.
+        epsilon: the limit that a site's ledger holds this run to, or what the run cost. A site's limit over all runs is
+            in its own policy and ledger, which no card knows.
         against_all: the epsilon against all others together in this run; None if it is not known.
-        noun: what the guarantee protects, "example" or "unit".
     """
     budget = claim.budget
     if budget.server_trusted or not math.isfinite(epsilon):
         return []
     times, delta = f"{math.exp(min(epsilon, 700.0)):.3g}", f"{budget.delta:g} (one in {1 / budget.delta:,.0f})"
+    noun = _noun(config)
+    meant = f" ({describe_unit(config)})" if config.dp.unit_column else ""
+    several = "" if config.dp.unit_column else "a patient with several examples, "
     change = (
         f"whether this {noun} or another one was used"
         if budget.neighbours is Adjacency.REPLACE_ONE
         else f"whether this {noun} was used or added nothing"
     )
-    held = ", whose limit this hospital's ledger enforces" if is_limit else ""
-    counts = f"This counts this run alone{held}; other runs on the same data add to it"
-    several = "a patient with several units" if noun == "unit" else "a patient with several examples"
     in_sum = isinstance(claim, DistributedDiscreteGaussian)
     if isinstance(claim, DistributedDiscreteGaussian):
         two = f"epsilon {2 * epsilon:.3g} at delta {(1 + math.exp(min(epsilon, 700.0))) * budget.delta:.2g}"
@@ -279,9 +278,10 @@ def board_sentences(
             f"epsilon 1), except with a chance of about {delta}."
         ),
         (
-            f"{counts}. It is for single {noun}s of this hospital's data only: it does not cover what is learned about "
-            f"patients in general, {several}, the same patient's examples in other hospitals (for two hospitals with "
-            f"this figure: at most {two}), or the number of {noun}s, which is known."
+            f"This counts this run alone, for single {noun}s of this hospital's data only{meant}: other runs on the "
+            f"same {noun}s add to it, which this hospital's own ledger counts together. It does not cover what is "
+            f"learned about patients in general, {several}the same patient's examples in other hospitals (for two "
+            f"hospitals with this figure: at most {two}), or the number of {noun}s, which is known."
         ),
         (
             f"It holds while the hospital's own computer, random numbers and ledger are sound{noise}{timing}; against "

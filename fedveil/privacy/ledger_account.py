@@ -32,13 +32,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from fedveil.contract.privacy import OLD_OWN_SHARE, OWN_SHARE, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.contract.privacy import OLD_OWN_SHARE, OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
 from fedveil.errors import BudgetError
 from fedveil.privacy import accounting
 
 MAX_RUNS = 16  # among which delta is divided
 _RELATIVE = 1e-9  # slack of a comparison of floats
-_MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # of Poisson steps and their mean privacy loss
+_MAX_STEPS, _MAX_LOSS = 3_000_000, 1200.0  # of sampled steps and their mean privacy loss
+_ON_A_GRID = ("poisson", "fixed", SUMMED)  # where sampled, the accountant composes their privacy losses on a grid
 ROW, UNIT = "row", "unit"  # what a claim protects
 _PROTECTED = {ROW: "one row", UNIT: "a unit (dp.unit-column)"}
 
@@ -124,7 +125,8 @@ class PartyStanding:
     Attributes:
         party: the adversary.
         because: the first run that makes epsilon infinite over all runs; "" for none.
-        reserved: sum of the reserved epsilons; None if no limit applies.
+        reserved: sum of the reserved epsilons; infinite above 16 runs, whose deltas add up to more than the account's;
+            None if no limit applies.
         composed: epsilon of all charges so far, had all runs been planned together.
     """
 
@@ -237,7 +239,8 @@ class SiteAccount:
             used.update(_against(party, entry.used))
         composed = accounting.round_epsilon(used, self.own.delta, self.own.neighbours) if _is_small(used) else math.inf
         is_limited = party in LIMITED and self.own.epsilon < math.inf
-        return PartyStanding(party, because, self.reserved(party) if is_limited else None, composed)
+        reserved = (self.reserved(party) if self.runs <= MAX_RUNS else math.inf) if is_limited else None
+        return PartyStanding(party, because, reserved, composed)
 
     def reserved(self, party: Party) -> float:
         """Return the sum of the reserved epsilons, of the runs that are not open against a party."""
@@ -326,7 +329,7 @@ def _is_small(charges: Spent) -> bool:
 
     The server chooses the number of rounds. Larger plans count as infinite, which is an upper bound.
     """
-    is_closed = all(step.kind != "poisson" for step in charges)
+    is_closed = not any(step.kind in _ON_A_GRID and step.examples for step in charges)
     return is_closed or (sum(charges.values()) <= _MAX_STEPS and accounting.mean_loss(charges) <= _MAX_LOSS)
 
 

@@ -130,6 +130,8 @@ def bound_of(one: PartyStanding, budget: PrivacyBudget) -> str:
     if one.reserved is None:
         return "no limit over all runs: the policy sets no max-epsilon"
     limit = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)
+    if math.isinf(one.reserved):
+        return f"no limit over all runs: one has no bound, or more than {MAX_RUNS} have a claim; no further run starts"
     if one.reserved > budget.epsilon * (1 + 1e-9):
         return f"epsilon {one.reserved:.4g} is reserved, above {limit}, which was lowered since: no further run starts"
     share = 100 * one.reserved / budget.epsilon if budget.epsilon else 0.0

@@ -82,7 +82,7 @@ def _limit(claim: PrivacyGuarantee) -> str:
     if math.isinf(budget.epsilon):
         return " No limit was set: the sites' ledgers count charges and stop nothing."
     stated = stated_guarantee(budget.epsilon, budget.delta, budget.neighbours)
-    return f" No site's ledger lets this run be charged more than {stated}."
+    return f" No site's ledger lets this run cost an example more than {stated}; other runs on the example add to it."
 
 
 def _of_site(run: RunView, site: str, claim: PrivacyGuarantee, config: RunConfig) -> str:

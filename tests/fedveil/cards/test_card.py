@@ -233,13 +233,28 @@ def test_the_card_says_against_whom_and_gives_an_ethics_board_three_sentences(tm
     assert "whether this example or another one was used" in first
     assert "more than 2.98e+03 times as likely (e^8;" in first
     assert "about 1e-05 (one in 100,000)" in first
-    assert second.startswith("This counts this run alone, whose limit this hospital's ledger enforces; other runs")
+    assert second.startswith("This counts this run alone,")  # dp.epsilon limits one run, and the policy all of them
     assert "for two hospitals with this figure: at most epsilon 16 at delta 2e-05" in second
     assert "the server does not time the hospital; against all others working together the figure is epsilon 8" in third
     page = markdown.card_page(privacy_card)
     assert "## For an ethics board\n\n1. A person who sees everything" in page
     assert "| against | epsilon, at most |" in page
     assert cards.parse_card(privacy_card.to_bytes(), "card") == privacy_card
+
+
+def test_under_a_unit_column_every_sentence_is_for_all_examples_of_a_unit(tmp_path):
+    privacy_card = card(tmp_path, **DP | {"dp.unit-column": "patient"})
+    guarantee = privacy_card.guarantee
+    unit = 'one unit of one site\'s data set, all examples with its id in the column "patient"'
+    assert guarantee.unit == f"{unit}, in this run alone"
+    assert f"at most, for {unit}, in this run alone" in guarantee.says
+    assert "each unit is drawn independently" in guarantee.sampling
+    first, second, _ = guarantee.for_the_board
+    assert "whether this unit or another one was used" in first
+    assert f"for single units of this hospital's data only ({unit})" in second
+    assert "a patient with several examples" not in second
+    assert any(words.startswith("A person with k units in a site's data") for words in privacy_card.not_protected)
+    assert not any("the unit is one example" in words for words in privacy_card.not_protected)
 
 
 def test_without_a_limit_an_ethics_board_is_told_of_this_run_alone(tmp_path):

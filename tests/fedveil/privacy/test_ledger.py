@@ -104,6 +104,7 @@ def test_delta_is_divided_among_sixteen_runs_and_the_seventeenth_is_refused(tmp_
     charge(tmp_path, terms("17", most=1), UNLIMITED, thin)  # nothing is promised over all runs then
     with pytest.raises(BudgetError, match="at most 16 runs"):
         charge(tmp_path, terms("18", most=1), own, thin)
+    assert account(tmp_path).hold_to(own).standing(Party.SERVER).reserved == math.inf  # at 17 sixteenths of delta
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,15 @@ def test_the_largest_plan_is_found_in_few_tries(most, edge):
     tried = []
     assert _largest(lambda times: tried.append(times) or times <= edge, most, (5, 6)) == min(most, edge)
     assert len(tried) <= 4 + 2 * (edge + 1).bit_length()
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed", SUMMED])
+@pytest.mark.parametrize(("multiplier", "most"), [(0.001, 1), (20.0, 3_000_001)])
+def test_no_sampled_plan_is_computed_that_would_take_all_memory(tmp_path, monkeypatch, kind, multiplier, most):
+    """The server chooses the noise and the rounds, so no kind of step may be left out."""
+    monkeypatch.setattr(accounting, "compute_epsilon", lambda *_: pytest.fail("computed"))
+    with pytest.raises(BudgetError, match="over all runs together"):
+        charge(tmp_path, terms(most=most), PrivacyBudget(1e6, DELTA, REPLACE), {Step(kind, 50, 25, multiplier): 1})
 
 
 @pytest.mark.long

@@ -161,7 +161,7 @@ def _epsilon(
     else:
         lines.append(
             f"Epsilon: at most {epsilon:.3g} at delta = {budget.delta:g} ({budget.neighbours.value}) for any example, "
-            "over this run alone; this site's ledger stops the run before it exceeds that."
+            "in this run; this site's ledger stops the run before it exceeds that. Other runs on the example add to it."
         )
     if examples is not None:
         given = _given(claim, config, exchange, examples)

@@ -11,12 +11,12 @@ import pytest
 from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.console.main import main
-from fedveil.console.runs.ledger_summary import ledger_lines
+from fedveil.console.runs.ledger_summary import bound_of, ledger_lines
 from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.encrypted_files import FileSeal, make_key
 from fedveil.errors import StateError
 from fedveil.privacy import accounting
-from fedveil.privacy.ledger_account import RunTerms
+from fedveil.privacy.ledger_account import Party, RunTerms
 
 STEP, SUMMED = Step("gaussian", 0, 0, 2.0), {Step("summed", 0, 0, 3.0): 1, Step("own share", 0, 0, 1.0): 1}
 OWN = PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
@@ -63,6 +63,14 @@ def test_what_holds_over_all_runs_and_what_is_reserved_against_each_party(tmp_pa
     assert f"reserves epsilon {own.epsilon / 2:.4g} at delta 6.25e-07; 1 of 2 steps ('gaussian', 0, 0, 2.0" in shown
     main(["site", "status", "--kit", str(kit), "--state-dir", str(kit)])
     assert lines[1] not in capsys.readouterr().out
+
+
+def test_above_sixteen_runs_no_limit_is_said_to_hold_over_all_runs(tmp_path):
+    own = replace(OWN, epsilon=1e6)
+    for i in range(17):
+        charge(tmp_path, {STEP: 1}, str(i))  # the policy sets no max-epsilon yet
+    standing = replace(open_ledger(tmp_path).read(own).account, own=own).standing(Party.SERVER)
+    assert bound_of(standing, own).startswith("no limit over all runs: ")
 
 
 def test_an_open_entry_is_shown_with_its_run(tmp_path, capsys):
