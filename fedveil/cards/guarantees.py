@@ -163,7 +163,7 @@ def _says(worst: Epsilon, claim: PrivacyGuarantee, config: RunConfig) -> str:
     whom = "everyone but the site itself"
     if budget.server_trusted:
         whom += " and the server, which saw sums without noise: against the server epsilon is infinite"
-    assumed = conditions(claim)
+    assumed = conditions(claim, config)
     whom += f", provided that {' and '.join(assumed)}" if assumed else ""
     stated = stated_guarantee(worst, budget.delta, budget.neighbours)
     return f"{stated} at most, for {describe_unit(config)}, {IN_THIS_RUN}, against {whom}."

@@ -146,7 +146,7 @@ def describe_guarantee(
         budget.neighbours,
         counted,
         party_epsilons(claim, config, counted, against_all, other_site),
-        conditions(claim),
+        conditions(claim, config),
     )
 
 
@@ -189,7 +189,7 @@ def party_epsilons(
     return (*parties, PartyEpsilon("all of them together", against_all))
 
 
-def conditions(claim: PrivacyGuarantee) -> tuple[str, ...]:
+def conditions(claim: PrivacyGuarantee, config: RunConfig) -> tuple[str, ...]:
     """Return what the guarantee assumes of others, each as the rest of a sentence after "provided that"."""
     assumed = []
     if isinstance(claim, DistributedDiscreteGaussian):
@@ -197,6 +197,8 @@ def conditions(claim: PrivacyGuarantee) -> tuple[str, ...]:
         assumed.append("the server follows the protocol")
     if untimed(claim):
         assumed.append("the server does not time the site")
+    if config.task.name == "clip-prompt" and not config.task.class_names:  # a row's label can add a class for all rows
+        assumed.append("each site's class names are public (task.class-names is not set)")
     return tuple(assumed)
 
 

@@ -308,7 +308,7 @@ def test_a_site_masks_with_a_table_exactly_where_the_method_needs_one(name, monk
     run, planned = secure_federation(exchange_of(name, {}), 3), plan_entries
     wrong = lambda exchange, *rest: None if planned(exchange, *rest) else planned(exchange_of("fedrand", {}), *rest)  # noqa: E731
     monkeypatch.setattr("fedveil.federation.secagg.entry_plan.plan_entries", wrong)
-    with pytest.raises(WireError, match="order: entries: expected"):
+    with pytest.raises(WireError, match="secure plan: entries: expected"):
         run.run()
 
 

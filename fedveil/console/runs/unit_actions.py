@@ -56,6 +56,8 @@ def add_actions(
 
 def withdrawn_lines(state_dir: Path, key_file: str = "") -> list[str]:
     """Return the line of `fedveil site status` on withdrawn units; none if there are none."""
+    if not WithdrawalRecord.open(state_dir).roles:
+        return []
     try:
         site = site_of_folder(state_dir, "", key_file)
         count = len(WithdrawalRecord.open(state_dir, FileSeal.from_key_file(site.key_file)).read().units)

@@ -46,7 +46,7 @@ METHOD = {"clip-prompt": "promptfl"}
 WITHOUT_ROWS = {
     "expected a file ending in", "expected a folder or file of rows, found none at", "to stay unchanged while it is",
     "expected images at <class>", "expected at least one row in", "expected at least one example to train on",
-    ": expected rows for site ", "expected one file of the split",
+    ": expected rows for site ", "with dp.unit-column and rows that sites", "expected one file of the split",
     "task.data::",  # another error, under another key
 }  # fmt: skip
 
