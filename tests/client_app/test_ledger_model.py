@@ -474,6 +474,13 @@ def test_no_history_of_a_site_is_undercharged():
 
 
 @pytest.mark.long
+def test_no_history_of_a_site_is_undercharged_with_poisson_batches():
+    search(Site, 30, 12)
+    search(SampledSite, 3, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_no_history_of_a_site_is_undercharged_in_a_long_search():
     search(Site, 400, 12)
     assert len(Site.seen) == 14, Site.seen

@@ -47,7 +47,8 @@ def upload(data, at, text: str, **config) -> bytes:
     state = method.init(task.spec, task.initial(rng.initial_stream(0, "w")), rng.initial_stream(0, "m"))
     order = {"round": 0, "is-new": True, "site": "s", "run": "r", "method": parsed.method.name}
     order |= {"fields": json.dumps(hyperparameters_of(method))}
-    node = {"state-dir": str(at), "data": str(data), "policy": str(at / "policy.toml"), "device": "cpu"}
+    node = {"site": "s", "state-dir": str(at), "data": str(data), "policy": str(at / "policy.toml"), "device": "cpu"}
+    node["simulated"] = True  # several state folders use the data
     asked = ClientAssignment.from_instruction(order, flat, node)
     encoded_upload = b"".join(
         client_session.ClientSession().run_round(lambda: exchange.broadcast(state, CTX), asked).parts

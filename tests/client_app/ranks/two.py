@@ -29,7 +29,7 @@ CLOSE = {"rtol": 2e-4, "atol": 2e-6}
 def asked(state, method="fedrand", **keys) -> ClientAssignment:
     """An assignment of two processes; keys as train__max_steps, those of the node config as node__shard_base."""
     given = {key.replace("__", ".").replace("_", "-"): value for key, value in keys.items()}
-    node = {"state-dir": str(state), "device": "cpu", "data": str(E2E), "processes": 2}
+    node = {"site": "s", "state-dir": str(state), "device": "cpu", "data": str(E2E), "processes": 2}
     node |= {key.removeprefix("node."): value for key, value in given.items() if key.startswith("node.")}
     flat = {"method.name": method, "task.max-tokens": 32, "train.batch-size": 4, "train.max-steps": 3}
     flat |= {key: value for key, value in given.items() if not key.startswith("node.")}

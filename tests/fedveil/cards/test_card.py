@@ -88,7 +88,7 @@ def test_epsilon_is_the_accountants_for_the_site_with_the_fewest_rows(tmp_path):
     guarantee = card(tmp_path, attempts=attempt_records, **DP).guarantee
     assert guarantee.formal
     assert [site.epsilon for site in guarantee.sites] == [
-        pytest.approx(naive(100, 8, 10), rel=1e-6), pytest.approx(naive(50, 8, 10), rel=1e-6),
+        pytest.approx(naive(100, 8, 10), rel=1e-4), pytest.approx(naive(50, 8, 10), rel=1e-4),
     ]  # fmt: skip
     assert guarantee.epsilon == guarantee.sites[1].epsilon
     assert (guarantee.relation, guarantee.delta, guarantee.allowed, guarantee.nominal) == (

@@ -204,7 +204,7 @@ def test_the_report_states_the_honest_epsilon_of_every_site():
     assert "nominal epsilon was 0.1" in mean[0]
     assert "except the server" in mean[0]
     assert epsilons(mean[1])[0] > 1  # a batch of 8, clipped as a whole
-    assert "(replace-one), this run only" in report._privacy(run_of())
+    assert "all of them together, this run only" in report._privacy(run_of())
 
 
 def test_a_repeated_round_is_charged_twice():
