@@ -168,7 +168,7 @@ def test_the_end_of_a_run_with_noise_says_its_epsilon_and_what_fedavg_ran_with(m
     assert "at delta 1e-05 (replace-one) against the server, other sites and all of them together; unit: one" in line
     page = report.run_page_html([runs.load_run(folder)])
     assert "fedavg + noise" in page
-    assert "No site&#x27;s ledger lets an example be charged more than epsilon 8" in page
+    assert "No site&#x27;s ledger lets this run cost an example more than epsilon 8" in page
 
 
 def test_page_and_lists_say_which_round_was_kept_and_why_the_run_stopped(make_run):
