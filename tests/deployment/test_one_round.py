@@ -15,8 +15,8 @@ import pytest
 from fedveil.console.flower import instruction_key_files
 from fedveil.console.flower.local_deployment import LocalDeployment, LocalSite
 from fedveil.console.runs.run_reader import load_run
-from fedveil.federation.message_signatures import claims
-from fedveil.federation.message_signatures.claims import InstructionClaims, ReplyClaims
+from fedveil.federation.message_signatures.claims import ReplyClaims
+from fedveil.federation.message_signatures.evidence import Evidence
 from fedveil.federation.message_signatures.key_files import INSTRUCTION_KEYS, InstructionKeys, SiteSigners
 from fedveil.records.audit_log import NAME, read_log
 from tests.conftest import ROOT
@@ -51,17 +51,22 @@ def check_evidence(runs: Path, folder: Path, sites: list[str]) -> None:
     accepted = {line["site"]: line for line in read_log(runs / NAME) if line["event"] == "accepted"}
     assert sorted(accepted) == sites
     for site, line in accepted.items():
-        reply = dict(line["signed"])
-        signature = {name: reply.pop(name) for name in ("key", "signature")}
-        assert claims.is_signed(ReplyClaims(**reply), signers.sites[site].signing, signature)
-        assert (reply["site"], reply["federation"]) == (site, signers.federation)
+        replied = from_file(line)
+        replied.require_signer(signers.sites[site].signing)
+        reply = replied.claims
+        assert isinstance(reply, ReplyClaims)
+        assert (reply.site, reply.federation) == (site, signers.federation)
         (admitted,) = [entry for entry in site_log(folder, site) if entry["event"] == "admitted"]
-        asked = dict(admitted["instruction"])
-        signature = {name: asked.pop(name) for name in ("key", "signature")}
-        assert claims.is_signed(InstructionClaims(**asked), pinned.keys[0], signature)
-        assert InstructionClaims(**asked).digest == reply["instruction"]
+        asked = from_file(admitted)
+        asked.require_signer(pinned.keys[0])
+        assert asked.claims.digest == reply.instruction
         (sent,) = [entry for entry in site_log(folder, site) if entry["event"] == "sent"]
-        assert sent["signs"] == {name: reply[name] for name in ("content", "instruction")}
+        assert sent["signs"] == {name: getattr(reply, name) for name in ("content", "instruction")}
+
+
+def from_file(line: dict[str, Any]) -> Evidence:
+    """Return a line's signed message as `fedveil log prove` writes and `fedveil log check` reads it."""
+    return Evidence.from_json(Evidence.from_line(line).to_json().encode())
 
 
 def site_log(folder: Path, site: str) -> list[dict[str, Any]]:

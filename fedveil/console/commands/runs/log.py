@@ -4,6 +4,8 @@ An anchor is the number of lines and the hash of the last one. Another party kee
 truncated or completely rewritten no longer matches the anchor.
 
 `compare` reads the logs of two sites, and exits with 1 if their rounds of secure aggregation contradict each other.
+
+`prove` prints the signed message in a line as a file of its own, and `check` verifies such a file by a public key.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import ConfigError
+from fedveil.federation.message_signatures.claims import InstructionClaims
+from fedveil.federation.message_signatures.evidence import MOST_BYTES, Evidence
 from fedveil.federation.secagg.log_conflicts import count_common_plans, find_conflicts
 from fedveil.records import audit_log
 from fedveil.records.audit_log import LogHead
@@ -52,11 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "compare", help="find rounds of secure aggregation for which the server gave two sites two plans or lists"
     )
     compare.set_defaults(run=_compare)
-    for action in (verify, anchor, show, compare):
+    prove = actions.add_parser(
+        "prove", help="print the signed message in a line as a file that anybody can check, without the log"
+    )
+    prove.set_defaults(run=_prove)
+    for action in (verify, anchor, show, compare, prove):
         action.add_argument(
             "file", type=Path, help="audit-log.jsonl of a site's state folder, or of the server's run folder"
         )
     compare.add_argument("other", type=Path, help="audit-log.jsonl of another site")
+    prove.add_argument("line", type=int, metavar="LINE", help="the line's number, as fedveil log show prints it first")
+    check = actions.add_parser("check", help="verify a file of fedveil log prove by its signer's public key")
+    check.add_argument("file", type=Path, help="what fedveil log prove printed")
+    check.add_argument(
+        "--key", required=True, metavar="HEX",
+        help="64 hex digits: a site's key in server/roster/signers.json, a server's in the kit's instruction-keys.toml",
+    )  # fmt: skip
+    check.set_defaults(run=_check)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -109,6 +125,35 @@ def _compare(args: argparse.Namespace) -> int:
             "none; name the logs of two sites of one run"
         )
     print(f"{common} attempts of secure aggregation are in both logs: each has one plan and one list of its sum")
+    return 0
+
+
+def _prove(args: argparse.Namespace) -> int:
+    lines = audit_log.read_log(args.file)
+    if not 0 <= args.line < len(lines):
+        raise ConfigError(f"LINE: expected a line from 0 to {len(lines) - 1} of {args.file}, found {args.line}")
+    print(Evidence.from_line(lines[args.line]).to_json())
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    try:
+        with args.file.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{args.file}: expected a file of fedveil log prove, found none ({error.strerror})") from None
+    evidence = Evidence.from_json(content)
+    evidence.require_signer(args.key)
+    claims = evidence.claims
+    message = "an instruction to" if isinstance(claims, InstructionClaims) else "a reply of"
+    print(
+        f"{args.file}: the holder of the key {args.key[:16]}... signed {message} site {sanitize(claims.site, 80)}: run "
+        f"{sanitize(claims.run, 80)}, round {claims.round + 1}, attempt {claims.attempt + 1}, federation "
+        f"{sanitize(claims.federation, 40)}"
+    )
+    for name, value in sorted(claims.as_evidence().items()):
+        print(f"  {name} = {sanitize(value, 200)}")
+    print("it does not show that the message arrived or counted")
     return 0
 
 

@@ -1,0 +1,113 @@
+"""Signed messages as evidence: claims and signature of an audit log's line, in a file that anybody can check.
+
+    {"signature": 128 hex digits, "statement": "fedveil reply 1\\n{...}"}
+
+`statement` is what was signed, as text in ASCII. A checker needs this file and the signer's public key, and neither
+the log nor a state folder of FedVeil.
+
+Formal guarantee, while Ed25519 holds: a file that verifies by a public key was signed by the holder of its private
+half, who cannot deny the message that it names. It does not show that the message arrived or counted.
+
+| file | result |
+|---|---|
+| another public key, a changed byte in the statement or the signature | EvidenceError: not signed by this key |
+| a text that is no instruction and no reply, though the key signed it (a request to register, a run) | EvidenceError |
+| claims with a field too many or too few, in another order, with blanks, or a name twice | EvidenceError |
+| a public key of small order, which fits many messages | EvidenceError: not signed by this key |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil.errors import WireError
+from fedveil.federation.message_signatures.claims import InstructionClaims, ReplyClaims
+from fedveil.federation.secagg import crypto
+from fedveil.sanitize import sanitize
+
+MOST_BYTES = 1 << 16  # of a file; the longest claims that a log holds take a quarter
+_IN_LINE = {"instruction": InstructionClaims, "signed": ReplyClaims}  # the line's field, by what was signed
+_SIGNATURE, _KEY = re.compile(r"[0-9a-f]{128}"), re.compile(r"[0-9a-f]{64}")
+
+
+class EvidenceError(WireError):
+    """A line without a signed message, or a file that does not show what it should."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A signed message.
+
+    Attributes:
+        claims: what its signer said of it.
+        signature: 128 hex digits.
+    """
+
+    claims: InstructionClaims | ReplyClaims
+    signature: str
+
+    @classmethod
+    def from_line(cls, line: Mapping[str, Any]) -> Evidence:
+        """Return the signed message in a line of an audit log. Raises EvidenceError if it holds none."""
+        for field, kind in _IN_LINE.items():
+            if field in line:
+                return cls._from_fields(kind, line[field])
+        raise EvidenceError(
+            f"line {sanitize(line.get('n'), 20)}, {sanitize(line.get('event'), 40)}: expected a signed message, found "
+            'none; where messages are signed, a site\'s lines "admitted" and a server\'s lines "accepted" hold them'
+        )
+
+    @classmethod
+    def _from_fields(cls, kind: type[InstructionClaims] | type[ReplyClaims], fields: Any) -> Evidence:
+        names = {field.name for field in dataclasses.fields(kind)}
+        if not isinstance(fields, Mapping) or set(fields) != names | {"key", "signature"}:
+            raise EvidenceError("evidence: expected one message's claims with key and signature, found other names")
+        signature = fields["signature"]
+        if type(signature) is not str or not _SIGNATURE.fullmatch(signature):
+            raise EvidenceError("evidence: signature: expected 128 hex digits, found a different text")
+        claims = {field.name: fields[field.name] for field in dataclasses.fields(kind)}
+        kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(kind)}
+        if any(type(claims[name]) is not kinds[name] for name in kinds):
+            raise EvidenceError("evidence: expected texts and whole numbers as claims have them, found other types")
+        made = cls(kind(**claims), signature)
+        made.claims.signed_bytes()  # raises WireError for a value without a canonical form
+        return made
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Evidence:
+        """Return the signed message in a file. Raises EvidenceError unless the file is as `to_json` writes it."""
+        try:
+            content: Any = json.loads(text) if len(text) <= MOST_BYTES else {}
+            statement, signature = content["statement"], content["signature"]
+            kinds: tuple[type[InstructionClaims] | type[ReplyClaims], ...] = (InstructionClaims, ReplyClaims)
+            kind = next(kind for kind in kinds if statement.startswith(kind.PURPOSE))
+            fields = json.loads(statement.removeprefix(kind.PURPOSE))
+            made = cls._from_fields(kind, {**fields, "key": "", "signature": signature})
+            right = made.to_json().encode() == text.strip()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StopIteration, WireError):
+            right = False
+        if not right:
+            raise EvidenceError(
+                "evidence: expected a file as `fedveil log prove` writes it, found a different form; copy it unchanged"
+            )
+        return made
+
+    def to_json(self) -> str:
+        """Return the file's text, without a line end."""
+        statement = self.claims.signed_bytes().decode("ascii")
+        return json.dumps({"signature": self.signature, "statement": statement}, sort_keys=True, indent=1)
+
+    def require_signer(self, public: str) -> None:
+        """Raise EvidenceError unless the holder of a public key, 64 hex digits, signed these claims."""
+        if not _KEY.fullmatch(public):
+            raise EvidenceError("key: expected 64 hex digits, found a different text; copy the public key whole")
+        if not crypto.is_signed(bytes.fromhex(public), bytes.fromhex(self.signature), self.claims.signed_bytes()):
+            raise EvidenceError(
+                f"evidence: expected a message that was signed by the key {public[:16]}..., found that it was not; it "
+                "was changed, or another key signed it"
+            )
