@@ -16,6 +16,7 @@ SECONDS = 60.0
 # path of the call stands in the first brackets; the sites' port admits only short ones, and those that Flower has.
 _REFUSED_CALL = re.compile(r"\[[^]]{1,100}\]\[(?:ApiError:[0-9]{1,9}|UnexpectedError:\w{1,60})\]")
 _DROPPED_REPLY = re.compile(r"an incomplete reply of node [0-9]{1,20} is dropped: ")  # fleet/staging.py
+_FAILED_CALL = re.compile(r"fleet port: [a-z_]{1,40} of node [0-9]{1,20} failed")  # with a traceback, by fleet/port.py
 _OWN_TEXT = " fedveil: "  # what follows is one of the fixed texts of fleet/refusal.py, and a number that Flower gave
 _MAX_KEYS = 10_000
 
@@ -34,6 +35,7 @@ class RefusalLineFilter(logging.Filter):
     |---|---|
     | about a call that the fleet port refused | call, site and reason: the whole text |
     | about a reply that a site announced and replaced by another | site and reason: the whole text |
+    | about a call that failed in the fleet port, with a traceback | call and site: the whole text |
     | about a call that Flower refused | call and error: what follows may be the caller's text |
     | any other | not limited here |
     """
@@ -48,7 +50,7 @@ class RefusalLineFilter(logging.Filter):
         """Return whether the line is written. Add the number of lines of its kind that were not."""
         text = record.getMessage()
         call = _REFUSED_CALL.match(text)
-        if call is None and not _DROPPED_REPLY.match(text):
+        if call is None and not _DROPPED_REPLY.match(text) and not _FAILED_CALL.match(text):
             return True
         kind = text if call is None or text.startswith(_OWN_TEXT, call.end()) else call[0]
         with self._lock:

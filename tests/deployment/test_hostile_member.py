@@ -5,14 +5,18 @@ Its SuperNode is stopped, and this test speaks in its place, with its key, over 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import ssl
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from cryptography.hazmat.primitives import serialization
 from flwr.common.constant import PUBLIC_KEY_HEADER, SIGNATURE_HEADER, SUPERLINK_NODE_ID, TIMESTAMP_HEADER
@@ -90,7 +94,7 @@ class Caller:
         return answer.content
 
 
-def act(federation: LocalDeployment, end: threading.Event, problems: list[str], statuses: dict[Any, int]) -> None:
+def act(end: threading.Event, federation: LocalDeployment, problems: list[str], statuses: dict[Any, int]) -> None:
     """Forge what a member can, from its first instruction on; ends each round with an error reply of its own."""
     call, rng = Caller(federation, "site-2"), random.Random(7)
     public = public_key_to_bytes(call.key.public_key())
@@ -141,20 +145,29 @@ def act(federation: LocalDeployment, end: threading.Event, problems: list[str], 
         time.sleep(0.5)
 
 
+@contextlib.contextmanager
+def beside(actor: Callable[..., None], *args: Any) -> Iterator[None]:
+    """Run `actor(end, *args)` in a thread until the block is left; it ends at the event `end`."""
+    end = threading.Event()
+    thread = threading.Thread(target=actor, args=(end, *args))
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join(400)  # a sequence of calls takes minutes on a busy machine
+    assert not thread.is_alive()
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_over_the_real_port_a_run_of_two_sites_ends_as_without_the_rogue(tmp_path):
     sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", 2))) for i in range(3)]
-    problems, statuses, end = list[str](), dict[Any, int](), threading.Event()
+    problems, statuses = list[str](), dict[Any, int]()
     with LocalDeployment(sites, tmp_path / "federation", database=True) as federation:
         federation.kill_site("site-2", grace=5.0)
-        thread = threading.Thread(target=act, args=(federation, end, problems, statuses))
-        thread.start()
-        try:
+        with beside(act, federation, problems, statuses):
             ended = over_grpc(federation, tmp_path, CONFIG, timeout=600)
-        finally:
-            end.set()
-            thread.join(400)  # a sequence of calls takes minutes on a busy machine
         assert ended.completed, ended.reason
         assert problems == []
         assert sum(count for (_, status), count in statuses.items() if status == 403) > 20
@@ -167,3 +180,45 @@ def test_over_the_real_port_a_run_of_two_sites_ends_as_without_the_rogue(tmp_pat
     assert rounds[-1]["weights"] == state_digest(in_process(CONFIG, DATA, 2).models()["server"])
     events = audit_log.read_log(tmp_path / audit_log.NAME)
     assert sorted(line["site"] for line in events if line["event"] == "accepted") == ["site-0"] * 2 + ["site-1"] * 2
+
+
+def watch(end: threading.Event, federation: LocalDeployment, peaks: dict[str, float]) -> None:
+    """Note the peak of resident memory, in MB, of each of the server's programs: the kernel's own, for each process."""
+    while not end.is_set():
+        for process in federation.processes.alive("superlink"):
+            with contextlib.suppress(OSError, IndexError, psutil.Error):  # it has ended meanwhile
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                peak = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+                name = status.split("Name:")[1].split()[0]
+                peaks[name] = max(peaks.get(name, 0.0), peak)
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_rogue_costs_the_server_at_most_64_mib_and_the_run_at_most_twice_its_time(tmp_path):
+    """Runs of one federation, first without and then with the rogue; peaks are those of whole processes."""
+    sites = [LocalSite(f"site-{i}", DATA, (("partition-id", i), ("num-partitions", 2))) for i in range(3)]
+    problems, statuses = list[str](), dict[Any, int]()
+    peaks, seconds = dict[str, dict[str, float]](), dict[str, float]()
+    with LocalDeployment(sites, tmp_path / "federation", database=True) as federation:
+        federation.kill_site("site-2", grace=5.0)
+        database = next(federation.folder.glob("**/*.db"))
+        sizes = {}
+        for name in ("warm", "honest", "rogue"):  # the first run fills the caches of both programs
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(beside(watch, federation, peaks.setdefault(name, {})))
+                if name == "rogue":
+                    stack.enter_context(beside(act, federation, problems, statuses))
+                started = time.monotonic()
+                assert over_grpc(federation, tmp_path / name, CONFIG, timeout=600).completed
+                seconds[name] = time.monotonic() - started
+            sizes[name] = sum(file.stat().st_size for file in database.parent.glob(database.name + "*"))
+        assert problems == []
+        assert federation.processes.ended("superlink") is None
+    found = {name: round(peaks["rogue"][name] - peak) for name, peak in peaks["honest"].items()}
+    print(f"seconds {seconds}; peaks in MB {peaks}; more with the rogue {found}; bytes of the database {sizes}")
+    assert {"flwr-serverapp", "flower-superlin"} <= set(found)
+    assert max(found.values()) <= 64 * 1.048576
+    assert sizes["rogue"] <= sizes["honest"] + (256 << 20)
+    assert seconds["rogue"] <= 2 * seconds["honest"]

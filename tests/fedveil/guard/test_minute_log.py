@@ -83,3 +83,15 @@ def test_the_memory_of_kinds_is_bounded(lines, monkeypatch):
         lines.now += minute_log.SECONDS / 5
         lines.refuse("Fleet.PushObject", refused(node))
     assert len(lines.filter._written) <= 10
+
+
+def test_a_call_that_fails_in_the_port_has_one_traceback_a_minute_and_site(lines, monkeypatch):
+    monkeypatch.setattr(port.FleetPort, "_record", lambda *_: None)
+    at = object.__new__(port.FleetPort)
+    for node in (5, 5, 5, 6):
+        request = SimpleNamespace(node=SimpleNamespace(node_id=node))
+        at._after_failure(None, "push_messages", request, KeyError("x"))
+    assert lines.written == [f"fleet port: push_messages of node {node} failed" for node in (5, 6)]
+    lines.now += minute_log.SECONDS
+    at._after_failure(None, "push_messages", SimpleNamespace(node=SimpleNamespace(node_id=5)), KeyError("x"))
+    assert lines.written[2].startswith("fleet port: push_messages of node 5 failed (2 more such lines")
