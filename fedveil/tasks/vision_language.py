@@ -21,7 +21,7 @@ import logging
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import final
 
@@ -34,13 +34,16 @@ from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, Examples, Metrics, Task, TaskInfo, loss_metric
 from fedveil.data import images as decoding
-from fedveil.data import tables
+from fedveil.data import prompt_template, tables, tokenization
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.image_decoding import decode_image, image_conversions
+from fedveil.data.prompt_template import PromptFrame
 from fedveil.data.row_values import as_text, describe_value
+from fedveil.data.tokenization import MarkedText
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
+from fedveil.sanitize import sanitize
 from fedveil.training import adapter_task, causal_lm, text_metrics
 
 __all__ = ["LETTERS", "ImageTextExample", "VisionLanguage"]
@@ -255,21 +258,48 @@ class VisionLanguage(causal_lm.CausalTask):
                 f"task.max-tokens: expected room for the {len(prompt)} tokens of image and prompt and an answer, found "
                 f"{longest} ({asked.where}); raise it"
             )
-        answers = [tokenizer.encode(target, add_special_tokens=False) for target in asked.targets]
-        end, cut, taken = tokenizer.eos_token_id, int(asked.hint != whole), self._kept(asked, inputs, room)
-        return [
-            ImageTextExample([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), taken, cut=cut)
-            for ids in answers
-        ]
+        text, hint_cut, taken = self._prompt_text(asked), asked.hint != whole, self._kept(asked, inputs, room)
+        rows = []
+        for target in asked.targets:
+            ids, start = self._answered(prompt, text, target)
+            cut = 2 if len(ids) > longest else int(hint_cut)
+            rows.append(ImageTextExample(ids[:longest], start, taken, cut=cut))
+        return rows
+
+    def _answered(self, prompt: list[int], text: str, target: str) -> tuple[list[int], int]:
+        """Return the tokens of a prompt with its answer, and the position of the answer.
+
+        The whole text is tokenized once more, with one token for the image, and gives the tokens from the first that
+        the answer changes.
+        """
+        asked, whole = self._tokens.tokenize(
+            [MarkedText(text), MarkedText(text + self._frame.answer(target), (len(text),))]
+        )
+        shared = min(tokenization.common_length(asked.ids, whole.ids), whole.marks[0])
+        kept = len(prompt) - (len(asked.ids) - shared)
+        return [*prompt[:kept], *whole.ids[shared:], *self._frame.end], kept + whole.marks[0] - shared
+
+    @cached_property
+    @override
+    def _frame(self) -> PromptFrame:
+        def refusal(expected: str, found: str) -> ConfigError:
+            return ConfigError(
+                f"task.model: expected {expected} in {sanitize(self.config.task.model, 200)}, found {found}; "
+                "use another base"
+            )
+
+        base = self.base
+        return prompt_template.frame_of(base.processor, base.tokenizer, base.end_tokens, _content, refusal)
+
+    def _prompt_text(self, asked: _Asked) -> str:
+        messages = [{"role": "user", "content": _content(asked.text, True)}]
+        text: str = self.base.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
 
     def _processed(self, asked: _Asked) -> dict[str, Tensor]:
-        content = [{"type": "image"}, {"type": "text", "text": asked.text}]
-        text = self.base.processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
         image = decode_image(asked.image(), asked.where)
         with library_logging.quiet_libraries():
-            return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
+            return dict(self.base.processor(images=[image], text=[self._prompt_text(asked)], return_tensors="pt"))
 
     def _seen(self, asked: _Asked) -> tuple[list[int], dict[str, Tensor]]:
         """Return the prompt's tokens, one for each part of the image, and the model inputs of the image."""
@@ -289,6 +319,11 @@ class VisionLanguage(causal_lm.CausalTask):
             return lambda: inputs
         names = list(inputs)
         return lambda: {name: value for name, value in self._processed(asked).items() if name in names}
+
+
+def _content(text: str, has_image: bool) -> list[dict[str, str]]:
+    """Return a message's content: the image first, then the text."""
+    return [*([{"type": "image"}] if has_image else []), {"type": "text", "text": text}]
 
 
 def _reading(examples: Examples, index: int) -> Callable[[], Example]:

@@ -81,6 +81,30 @@ def test_a_row_is_image_prompt_caption_end(task, data, rows):
     assert rows[0].ids[: rows[0].start] == rows[1].ids[: rows[1].start]
 
 
+def test_an_answer_has_the_tokens_of_the_whole_text_and_ends_its_turn():
+    """LLaVA's template on a base whose turn does not end with the tokenizer's end token."""
+    task = make()
+    task.base.tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"]})
+    task.base.processor.chat_template = (
+        "{% for m in messages %}{{ 'USER:' if m.role == 'user' else 'ASSISTANT:' }}{% for part in m.content %}"
+        "{{ ' <image>' if part.type == 'image' else ' ' + part.text | trim }}{% endfor %}"
+        "{{ '<|turn|>' if m.role == 'assistant' else ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    (row,) = task.encode([Example({"image": picture(1), "caption": " A dog. "})])
+    tokenizer, image = task.base.tokenizer, task.base.image_token
+    whole = f"USER: <image> {CAPTION_PROMPT} ASSISTANT: A dog.<|turn|>"
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    at = ids.index(image)
+    assert row.ids == [*ids[:at], *[image] * 16, *ids[at + 1 :]]
+    assert tokenizer.decode(row.ids[row.start :]) == " A dog.<|turn|>"
+    assert task.end_tokens == (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|turn|>"))
+    task.base.processor.chat_template = "<image>{{ messages[0].content[1].text }}"
+    del task._frame
+    with pytest.raises(ConfigError, match=r"task.model: expected a chat template that renders .* use another base"):
+        task.encode([Example({"image": picture(1), "caption": "A dog."})])
+
+
 def test_a_question_becomes_lettered_choices(data):
     asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
     example = {"image": picture(0), "question": "Which?", "choices": ["north", "south", "west"], "answer": 2}
