@@ -127,6 +127,41 @@ def prompt_of(task: VisionLanguage, row) -> str:
     return task.base.tokenizer.decode(row.ids[16 : row.start])
 
 
+def test_an_open_question_is_trained_with_its_question_and_answers(tmp_path):
+    task = make(task__source_column="question", task__target_column="answer", task__hint_column="hint")
+    rows = [
+        {"image": f"{i}.png", "question": question, "answer": answer, "hint": hint}
+        for i, (question, answer, hint) in enumerate(
+            [("How many?", ["2"], None), ("What color?", ["red", "dark red"], None), ("What color?", ["red"], "A dog.")]
+        )
+    ]
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(picture(1))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoded = task.encode(task.examples(tmp_path, "train"))
+    end = task.base.tokenizer.eos_token
+    assert [task.base.tokenizer.decode(row.ids[16:]) for row in encoded] == [
+        f"How many?\n2{end}",
+        f"What color?\nred{end}",
+        f"What color?\ndark red{end}",
+        f"Context: A dog.\nWhat color?\nred{end}",
+    ]
+    (number,) = task.encode([Example({"image": picture(1), "question": "How many?", "answer": 2})])
+    assert number.ids == encoded[0].ids
+    weights = randomised(task)
+    task.put(weights)
+    losses = [task.mean_loss([row]) for row in (encoded[1], encoded[3])]
+    assert losses[0] != losses[1]
+    with pytest.raises(ConfigError, match="--image: expected at least one, and one --prompt"):
+        task.write(weights, [], [("a", picture(1))])
+    for value, found in ((None, r"no value \(null\)"), ("  ", "an empty text"), (["a"], "a list of 1 entries")):
+        with pytest.raises(TaskError, match=f'expected a question in column "question", found {found} in'):
+            task.encode([Example({"image": picture(1), "question": value, "answer": "red"})])
+    with pytest.raises(TaskError, match='expected an answer, or a list of them, in column "answer", found no value'):
+        task.encode([Example({"image": picture(1), "question": "What?", "answer": None})])
+    assert vision_language.INFO.metrics(task.config.task) == vision_language.INFO.metrics(make().config.task)
+
+
 def test_a_hint_stands_before_the_question_and_a_row_without_one_is_as_before():
     plain, asked = asking(), asking(task__hint_column="hint")
     question = f"Which?\nA. north\nB. south\n{CHOICE_PROMPT}\n"
@@ -161,7 +196,9 @@ def test_a_hint_too_long_loses_its_end_and_the_question_nothing(caplog):
 def test_a_hint_that_is_no_text_or_has_no_question_is_refused(tmp_path):
     with pytest.raises(TaskError, match='a text, or none, in column "hint", found an integer in row 7 of f'):
         asking(task__hint_column="hint").encode(hinted(3))
-    with pytest.raises(ConfigError, match=r'task.hint-column: expected none for captions, .* found "hint"'):
+    with pytest.raises(
+        ConfigError, match=r'expected none for captions, which read task.image-column and .* found "hint"'
+    ):
         make(task__hint_column="hint")
     row = {"image": {"bytes": picture(0), "path": None}, "question": "Which?", "choices": ["n", "s"], "answer": 1}
     with pytest.raises(TaskError, match='expected column "hint" in'):
