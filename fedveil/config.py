@@ -153,7 +153,7 @@ class TaskConfig(ConfigSection):
     source_column: str = Field("mr", description="input column: a text, a question")
     target_column: str = Field("ref", description="target column: a text, a class, a caption")
     image_column: str = Field("image", description="image column: bytes, or paths relative to the file")
-    choices_column: str = Field("", description="vision-language: column of a question's choices; empty = captioning")
+    choices_column: str = Field("", description="vision-language: column of a question's choices; empty = none")
     hint_column: str = Field("", description="vision-language: column of the text before a question; empty = none")
     label_column: str = Field("mr", description="column whose values partition the examples among sites")
     label_pattern: str = Field(

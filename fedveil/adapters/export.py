@@ -66,16 +66,18 @@ def target_modules(model: Any, chosen: Collection[str]) -> list[str]:
     return sorted(last)
 
 
+def write_generation(folder: Path, attached: AttachedModel) -> None:
+    """Write generation_config.json with all tokens that end a text; nothing for a model that generates no text."""
+    if attached.end_tokens:
+        _generation_config(attached).save_pretrained(folder)
+
+
 def write_merged(folder: Path, attached: AttachedModel) -> None:
     """Write the model with its tokenizer or processor by transformers' `save_pretrained`."""
-    from transformers import GenerationConfig
-
     model, processor = attached.model, attached.processor
     original_config = model.generation_config if model.can_generate() else None
     if original_config is not None:
-        # A task removes the base's generation config, which may sample. The end token is the one used in training.
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.generation_config.eos_token_id = getattr(processor, "tokenizer", processor).eos_token_id
+        model.generation_config = _generation_config(attached)
     try:
         model.save_pretrained(folder)
     finally:
@@ -83,3 +85,17 @@ def write_merged(folder: Path, attached: AttachedModel) -> None:
             model.generation_config = original_config
     if processor is not None:
         processor.save_pretrained(folder)
+
+
+def _generation_config(attached: AttachedModel) -> Any:
+    """Return the model's generation config with the end tokens used in training.
+
+    A task removes the base's own config, which may sample.
+    """
+    from transformers import GenerationConfig
+
+    config, ends = GenerationConfig.from_model_config(attached.model.config), list(attached.end_tokens)
+    config._from_model_config = False  # else transformers replaces the end tokens when it loads the model
+    if ends:
+        config.eos_token_id = ends if len(ends) > 1 else ends[0]
+    return config

@@ -74,6 +74,7 @@ class LowRankPairsAdapter(Adapter):
         named = {f"{inside[module]}.{factor}": name for name in factors for module, _, factor in [name.rpartition(".")]}
         stored = {f"base_model.model.{name}.weight": factors[ours] for name, ours in named.items()}
         export.adapter_tensors(folder / export.PEFT_WEIGHTS, stored)
+        export.write_generation(folder, attached)
 
     @override
     @torch.no_grad()

@@ -141,6 +141,7 @@ class PrefixAdapter(Adapter):
         ).save_pretrained(str(folder))
         rows = weights[NAME].permute(3, 0, 1, 2, 4).reshape(length, -1)  # one row per token: layer, key or value, head
         export.adapter_tensors(folder / export.PEFT_WEIGHTS, {"prompt_embeddings": rows})
+        export.write_generation(folder, attached)
 
 
 def prefix_shape(model: Any, length: int) -> tuple[int, ...]:

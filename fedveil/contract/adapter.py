@@ -38,12 +38,14 @@ class AttachedModel:
         base: how files name the model that the run began with:
             `fedveil.models.published_name.published_name`.
         processor: its tokenizer or image processor; None where the model came without one.
+        end_tokens: the tokens that end a generated text; none if the model generates no text.
     """
 
     model: Any
     names: Mapping[str, str]
     base: str
     processor: Any = None
+    end_tokens: tuple[int, ...] = ()
 
 
 class Adapter(ABC):

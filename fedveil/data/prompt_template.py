@@ -1,85 +1,201 @@
 """The text around an example's source and target: a newline between them, or the base's chat template.
 
-A template is text from a model folder, so it is untrusted. transformers renders it in jinja's sandbox, once, with
-two placeholders for the texts and with bounded input and output. No example passes through it. An example's
-tokens are the concatenated tokens of its parts.
+A template is text from a model folder, so it is untrusted. transformers renders it in jinja's sandbox, a few times,
+with placeholders for the texts and with bounded input and output. No example passes through it.
+
+| part of a conversation | what it is |
+|---|---|
+| prompt | exactly the template's rendering of the user's message with add_generation_prompt |
+| answer | the rest of the rendering of both messages, up to the token that ends the turn |
+| end of the turn | the first added token behind the target; else the token that begins a further user's message, if the
+  base stops there (GLM); else the tokenizer's end token |
+
+A template whose conversation does not begin with its own prompt is refused: the model would be trained on one prompt
+and asked with another. A template may trim the texts; one that changes them in another way is refused.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from fedveil.data.tokenization import MarkedText
 from fedveil.errors import ConfigError
 from fedveil.sanitize import sanitize
 
 SEPARATOR = "\n"
 _MOST = 1 << 16  # characters of a template, and of its output
-_SOURCE, _TARGET = "fedveil0source", "fedveil0target"
+_SOURCE, _TARGET = 'fedVeil0 \n\n <source> & "it\'s"', 'fedVeil0 \n\n <target> & "it\'s"'
+_LEFT, _RIGHT = "\n\t ", " \t\n"  # around a text, to see what a template trims
+_TRIMS: tuple[str | None, ...] = ("", "\n", None)  # characters that templates trim; None: all blanks
+_NEXT = "fedVeil0next"
+
+Refusal = Callable[[str, str], ConfigError]
 
 
 @dataclass(frozen=True)
 class PromptFrame:
-    """Tokens before the source, between source and target, and after the target, up to and including the end token."""
+    """The text around a source and a target.
 
-    before: list[int]
-    between: list[int]
+    Attributes:
+        begin: tokens before the text.
+        before, between: text before the source, and between it and the end of the prompt.
+        lead: text of the answer before the target.
+        tail: text of the answer behind the target; ends with the turn's end unless `end` has it.
+        end: tokens behind the text.
+        stop: the token that ends an answer: the last one of each whole example.
+        trims: the characters that the template trims on the left and right of the source, then of the target, as
+            `str.strip` takes them.
+    """
+
+    begin: list[int]
+    before: str
+    between: str
+    lead: str
+    tail: str
     end: list[int]
+    stop: int
+    trims: tuple[str | None, ...] = ("", "", "", "")
 
-    @property
-    def length(self) -> int:
-        """Return the number of tokens before the source and between source and target."""
-        return len(self.before) + len(self.between)
+    def prompt(self, source: str) -> MarkedText:
+        """Return the prompt, with marks at the start and the end of the source."""
+        source = source.lstrip(self.trims[0]).rstrip(self.trims[1])
+        start = len(self.before)
+        return MarkedText(f"{self.before}{source}{self.between}", (start, start + len(source)))
+
+    def conversation(self, source: str, target: str) -> MarkedText:
+        """Return prompt and answer, with marks at the start and the end of the source, and at the answer's start."""
+        prompt = self.prompt(source)
+        return MarkedText(prompt.text + self.answer(target), (*prompt.marks, len(prompt.text)))
+
+    def answer(self, target: str) -> str:
+        """Return the text of an answer."""
+        return f"{self.lead}{target.lstrip(self.trims[2]).rstrip(self.trims[3])}{self.tail}"
 
 
 def plain_frame(tokenizer: Any) -> PromptFrame:
     """Return a frame of a begin token (if the tokenizer adds one), a newline, and the end token."""
-    first = tokenizer("")["input_ids"][:1]
-    begin = [int(i) for i in first if i == tokenizer.bos_token_id and i != tokenizer.eos_token_id]
-    return PromptFrame(begin, tokenizer.encode(SEPARATOR, add_special_tokens=False), [tokenizer.eos_token_id])
+    first, end = tokenizer("")["input_ids"][:1], int(tokenizer.eos_token_id)
+    begin = [int(i) for i in first if i == tokenizer.bos_token_id and i != end]
+    return PromptFrame(begin, "", SEPARATOR, "", "", [end], end)
 
 
-def template_frame(tokenizer: Any, base: str) -> PromptFrame:
-    """Return the text of the tokenizer's chat template around a user message and its answer, up to the end token.
+def template_frame(tokenizer: Any, base: str, stops: Collection[int]) -> PromptFrame:
+    """Return the frame of the tokenizer's chat template around a user's message and its answer.
 
     Args:
         base: task.model, for errors.
+        stops: the tokens at which the base ends a text.
 
     Raises:
-        ConfigError: there is no template, or it does not contain both texts once, one after the other.
+        ConfigError: there is no template, it does not contain both texts once, one after the other, it changes them, or
+            a conversation does not begin with its prompt.
     """
-    before, between, after = _parts(_written(tokenizer, base), base)
-    ids = [[int(i) for i in tokenizer.encode(text, add_special_tokens=False)] for text in (before, between, after)]
-    end = tokenizer.eos_token_id
-    return PromptFrame(ids[0], ids[1], [*ids[2][: ids[2].index(end)], end] if end in ids[2] else [end])
+
+    def refusal(expected: str, found: str) -> ConfigError:
+        return ConfigError(
+            f"task.chat-template: expected {expected} in {sanitize(base, 200)}, found {found}; use a chat model as the "
+            "base, or leave it out"
+        )
+
+    if not tokenizer.chat_template:
+        raise refusal("a tokenizer with a chat template", "none")
+    return frame_of(tokenizer, tokenizer, stops, lambda text, _: text, refusal)
 
 
-def _written(tokenizer: Any, base: str) -> str:
-    template = tokenizer.chat_template
-    if not template:
-        raise _bad(base, "a tokenizer with a chat template", "none")
-    if len(str(template)) > _MOST:
-        raise _bad(base, f"a chat template of at most {_MOST} characters", f"{len(str(template))}")
-    messages = [{"role": "user", "content": _SOURCE}, {"role": "assistant", "content": _TARGET}]
+def frame_of(
+    processor: Any, tokenizer: Any, stops: Collection[int], content: Callable[[str, bool], Any], refusal: Refusal
+) -> PromptFrame:
+    """Return the frame of a chat template, as `template_frame` does, for messages of any content.
+
+    Args:
+        processor: has the template.
+        content: returns a message's content for its text and whether it is the first message.
+        refusal: returns the error for what was expected and found.
+    """
+    if (length := len(str(processor.chat_template))) > _MOST:
+        raise refusal(f"a chat template of at most {_MOST} characters", f"{length}")
+
+    def render(*texts: str, asks: bool = False) -> str:
+        roles = ("user", "assistant", "user")
+        messages = [
+            {"role": role, "content": content(text, i == 0)}
+            for i, (role, text) in enumerate(zip(roles, texts, strict=False))
+        ]
+        text = str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
+        if len(text) > _MOST:
+            raise refusal(f"a chat template that renders at most {_MOST} characters", f"{len(text)}")
+        return text
+
+    def checked(expected: str, *texts: str, asks: bool = False) -> str:
+        try:
+            return render(*texts, asks=asks)
+        except ConfigError:
+            raise
+        except Exception as error:  # an untrusted template may raise any error
+            raise refusal(expected, sanitize(error, 200)) from None
+
+    whole = checked("a chat template for a message and its answer", _SOURCE, _TARGET)
+    before, between, after = _parts(whole, refusal)
+    prompt = checked("a chat template for a message that is to be answered", _SOURCE, asks=True)
+    padded = checked("a chat template for texts with blanks", f"{_LEFT}{_SOURCE}{_RIGHT}", f"{_LEFT}{_TARGET}{_RIGHT}")
+    shared = f"{before}{_SOURCE}"
+    if not (whole.startswith(prompt) and prompt.startswith(shared) and len(prompt) <= len(shared + between)):
+        raise refusal(
+            "a chat template whose conversation begins with its prompt for an answer",
+            f"the prompt {sanitize(prompt, 200)} and the conversation {sanitize(whole, 200)}",
+        )
+    trims = _trims((before, between, after), padded, refusal)
+    gap = prompt[len(shared) :]
+    tail, stop = _turn_end(after, tokenizer)
+    if stop is None:
+        stop = _next_turn(render, tokenizer, stops)
+        return PromptFrame([], before, gap, between[len(gap) :], after.rstrip(), [stop], stop, trims)
+    return PromptFrame([], before, gap, between[len(gap) :], tail, [], stop, trims)
+
+
+def _turn_end(after: str, tokenizer: Any) -> tuple[str, int | None]:
+    """Return the text behind the target up to the first added token, and this token; all of it and None without one."""
+    found = []
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.content and (at := after.find(added.content)) >= 0:
+            found.append((at, -len(added.content), int(token)))
+    if not found:
+        return after, None
+    at, length, token = min(found)
+    return after[: at - length], token
+
+
+def _next_turn(render: Callable[..., str], tokenizer: Any, stops: Collection[int]) -> int:
+    """Return the token that begins the user's next message if the base stops there, else the tokenizer's end token."""
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # an untrusted template may raise any error
-        raise _bad(base, "a chat template for a message and its answer", sanitize(error, 200)) from None
-    if len(text) > _MOST:
-        raise _bad(base, f"a chat template that renders at most {_MOST} characters", f"{len(text)}")
-    return text
+        _, _, behind = render(_SOURCE, _TARGET, _NEXT).partition(_TARGET)
+    except ConfigError:
+        raise
+    except Exception:  # a template may allow a single exchange
+        behind = ""
+    _, token = _turn_end(behind.partition(_NEXT)[0], tokenizer)
+    return token if token is not None and token in stops else int(tokenizer.eos_token_id)
 
 
-def _parts(text: str, base: str) -> tuple[str, str, str]:
+def _parts(text: str, refusal: Refusal) -> tuple[str, str, str]:
     before, *rest = text.split(_SOURCE)
     between, *after = rest[0].split(_TARGET) if len(rest) == 1 else ("",)
     if len(after) != 1:
-        raise _bad(base, "a chat template that renders a message and its answer once each", sanitize(text, 200))
+        raise refusal(
+            "a chat template that renders a message and its answer, unchanged, once each", sanitize(text, 200)
+        )
     return before, between, after[0]
 
 
-def _bad(base: str, expected: str, found: str) -> ConfigError:
-    return ConfigError(
-        f"task.chat-template: expected {expected} in {sanitize(base, 200)}, found {found}; use a chat model as the "
-        "base, or leave it out"
-    )
+def _trims(plain: tuple[str, str, str], padded: str, refusal: Refusal) -> tuple[str | None, ...]:
+    """Return the characters that the template trims around the texts. Raises ConfigError if it does more than that."""
+    for trims in itertools.product(_TRIMS, repeat=4):
+        left, right = _LEFT.lstrip(trims[0]), _RIGHT.rstrip(trims[1])
+        other_left, other_right = _LEFT.lstrip(trims[2]), _RIGHT.rstrip(trims[3])
+        parts = (plain[0] + left, right + plain[1] + other_left, other_right + plain[2])
+        if parts == _parts(padded, refusal):
+            return trims
+    raise refusal("a chat template that trims texts at most", sanitize(padded, 200))

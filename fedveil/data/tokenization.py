@@ -1,21 +1,51 @@
-"""Tokenize many texts at a time, so that the tokenizer's own threads work in parallel."""
+"""Tokenize whole texts, and find the token at which a part of a text begins.
+
+A text is always tokenized whole, as the base's own training did. Tokenizers of the SentencePiece kind (Llama 2,
+Mistral, Phi 3) give other tokens for the parts of a text than for the text: they put a blank before each part.
+
+| tokenizer | where a part begins |
+|---|---|
+| fast | at the first token with a character of that part, by the tokenizer's offsets |
+| slow, without offsets | after the tokens that the whole text and the text before that part have in common |
+
+A token with characters of two parts belongs to the later one. An added token, such as a turn's mark that takes the
+blanks around it, belongs to the part with its own characters.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
-_REMEMBERED = 1 << 14  # texts: in some data, one source occurs with many targets
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A text, and the positions of the characters at which its parts begin."""
+
+    text: str
+    marks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MarkedTokens:
+    """The tokens of a `MarkedText`, and the positions of the tokens at which its parts begin."""
+
+    ids: list[int]
+    marks: tuple[int, ...] = ()
 
 
 @final
-class CachedTokenizer:
-    """A tokenizer without special tokens. It caches recent texts, so that equal ones are tokenized once."""
+class TextTokenizer:
+    """A tokenizer that adds no special tokens. It tokenizes many texts at a time, in the tokenizer's own threads."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[str, list[int]] = {}
+        self._added = frozenset(tokenizer.added_tokens_decoder)
 
     @property
     def fingerprint(self) -> str:
@@ -24,17 +54,37 @@ class CachedTokenizer:
             return ""
         return hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, as the tokenizer's `encode` returns them one by one."""
-        if len(self._known) > _REMEMBERED:
-            self._known.clear()
-        if new := list(dict.fromkeys(text for text in texts if text not in self._known)):
-            self._known.update(zip(new, self._encoded(new), strict=True))
-        return [self._known[text] for text in texts]
-
-    def _encoded(self, texts: list[str]) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[MarkedText]) -> list[MarkedTokens]:
+        """Return the tokens of each text, as the tokenizer's `encode` returns them, with the places of its marks."""
         if not self._tokenizer.is_fast:
-            return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            return [self._without_offsets(text) for text in texts]
         self._tokenizer.encode("", add_special_tokens=False)  # disables truncation and padding, as for a single text
-        encodings = self._tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        encodings = self._tokenizer.backend_tokenizer.encode_batch(
+            [text.text for text in texts], add_special_tokens=False
+        )
+        return [
+            MarkedTokens(ids := encoding.ids, self._places(text, ids, encoding.offsets))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def _places(self, text: MarkedText, ids: list[int], offsets: list[tuple[int, int]]) -> tuple[int, ...]:
+        places = []
+        for mark in text.marks:
+            at = bisect_right(offsets, mark, key=operator.itemgetter(1))
+            if at < len(ids) and ids[at] in self._added and text.text[offsets[at][0] : mark].strip():
+                at += 1
+            places.append(at)
+        return tuple(places)
+
+    def _without_offsets(self, text: MarkedText) -> MarkedTokens:
+        ids = self._encoded(text.text)
+        shared = [common_length(ids, self._encoded(text.text[:mark])) for mark in text.marks]
+        return MarkedTokens(ids, tuple(itertools.accumulate(shared, max)))
+
+    def _encoded(self, text: str) -> list[int]:
+        return [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False)]
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

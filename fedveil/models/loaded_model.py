@@ -25,6 +25,8 @@ class LoadedModel:
             only `trained` requires gradients.
         tokenizer: has an end token. None for an image classifier.
         trained: the adapter's parameters by their canonical names, fp32, in the model's order.
+        end_tokens: the tokens at which the base ends a text: the tokenizer's end token, and those of its generation
+            config.
         context: longest sequence of tokens; None if the model sets no limit.
         processor: for a vision model, the object that converts images (and text) to its inputs. None if a model has
             none.
@@ -44,6 +46,7 @@ class LoadedModel:
     draw: Callable[[RandomStream], Weights] | None = None
     places: Mapping[str, ParamLocation] = field(default_factory=dict)
     lent: set[str] = field(default_factory=set)
+    end_tokens: tuple[int, ...] = ()
 
     def put(self, weights: Weights) -> None:
         """Copy `weights` into the trained parameters.

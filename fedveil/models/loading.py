@@ -19,11 +19,12 @@ from fedveil.models import bundled, from_scratch
 from fedveil.models import param_locations as layers
 from fedveil.models.library_logging import first_line, quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
+from fedveil.sanitize import sanitize
 
 __all__ = ["find_model", "load_causal", "load_classifier", "load_model", "load_seeing", "pick_device"]
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a Hub ID that this machine can reach or has cached'
-PREPROCESSOR = "preprocessor_config.json"
+PREPROCESSOR, GENERATION = "preprocessor_config.json", "generation_config.json"
 _CONFIG_BYTES = 1 << 20
 
 
@@ -101,9 +102,10 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         kind = "a causal language model with its tokenizer"
         where = find_model(config.task.model, tiny_folder)
         model, tokenizer = load_model(config, adapter, device, where, AutoModelForCausalLM, AutoTokenizer, kind)
+        ends = _end_tokens(config.task.model, where, tokenizer)
         trained = adapter.attach(model)
     base = LoadedModel(_ready(model, config, device), tokenizer, trained, _context(model, config, adapter))
-    return replace(base, places=layers.param_locations(model, trained))
+    return replace(base, places=layers.param_locations(model, trained), end_tokens=ends)
 
 
 def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_folder: Path | None) -> LoadedModel:
@@ -135,12 +137,13 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
                 f"task.model: expected a model made of vision tower and language model, found {type(model).__name__} "
                 f'in "{name}"; {NEXT}'
             )
+        ends = _end_tokens(name, where, processor.tokenizer)
         model.requires_grad_(False)
         trained = adapter.attach(language.requires_grad_(True))
     context = _context(model, config, adapter)
     base = LoadedModel(_ready(model, config, device), processor.tokenizer, trained, context, processor)
     image_token = getattr(model.config, "image_token_id", None)
-    return replace(base, image_token=image_token, places=layers.param_locations(language, trained))
+    return replace(base, image_token=image_token, places=layers.param_locations(language, trained), end_tokens=ends)
 
 
 def load_classifier(
@@ -234,6 +237,35 @@ def load_model(
             f'task.model: expected a tokenizer with an end token, found none in "{name}"; set its eos_token'
         )
     return model, processor
+
+
+def _end_tokens(name: str, found: tuple[str, bool], tokenizer: Any) -> tuple[int, ...]:
+    """Return the tokenizer's end token, then the other end tokens of the base's generation_config.json.
+
+    Without this file transformers would take the end token of config.json, which often is its class's default and an
+    ordinary token of the base.
+
+    Raises:
+        TaskError: the file is not valid, or its end tokens are no tokens.
+    """
+    from transformers import GenerationConfig
+
+    (where, is_local), own = found, int(tokenizer.eos_token_id)
+    if is_local and not (Path(where) / GENERATION).is_file():
+        return (own,)
+    try:
+        given = GenerationConfig.from_pretrained(where, local_files_only=is_local).eos_token_id
+    except Exception as error:  # the library raises OSError, ValueError, TypeError, ...
+        if isinstance(error, OSError) and not is_local:
+            return (own,)  # on the Hub most bases have none
+        raise TaskError(f'task.model: cannot read {GENERATION} of "{name}" ({first_line(error)}); {NEXT}') from None
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    if wrong := [end for end in ends if type(end) is not int or not 0 <= end < len(tokenizer)]:
+        raise TaskError(
+            f"task.model: expected tokens from 0 to {len(tokenizer) - 1} as eos_token_id in {GENERATION} of "
+            f'"{name}", found {sanitize(wrong[0], 40)}; correct the file'
+        )
+    return (own, *sorted({*ends} - {own}))
 
 
 def _context(model: Any, config: RunConfig, adapter: Adapter) -> int | None:

@@ -1,8 +1,8 @@
 """Text generation: a causal language model learns to continue a source with its target.
 
-An example is `source + "\\n" + target + end`, or both in the base's chat template (task.chat-template), with at most
-task.max-tokens tokens: the source is cut at its end first, then the target, and the log reports how many were cut. The
-code shared with other tasks is in `causal_lm`.
+An example is `source + "\\n" + target + end`, or both in the base's chat template (task.chat-template). Its text is
+tokenized whole (see `tokenization`), and it has at most task.max-tokens tokens: the source is cut at its end first,
+then the target, and the log reports how many were cut. The code shared with other tasks is in `causal_lm`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedveil.contract.task import (
 from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.row_values import as_text, describe_value
-from fedveil.data.tokenization import CachedTokenizer
+from fedveil.data.tokenization import MarkedTokens
 from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, loading
@@ -126,19 +126,15 @@ class TextGeneration(causal_lm.CausalTask):
     def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
         """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
 
-        def tokenised(part: list[Example]) -> tuple[list[Example], list[list[int]], list[list[int]]]:
-            texts = [self._texts(example) for example in part]
-            return (
-                part,
-                self._tokens.tokenize([source for source, _ in texts]),
-                self._tokens.tokenize([to for _, to in texts]),
-            )
+        def tokenised(part: list[Example]) -> tuple[list[Example], list[MarkedTokens]]:
+            texts = [self._frame.conversation(*self._texts(example)) for example in part]
+            return part, self._tokens.tokenize(texts)
 
-        self._tokens  # noqa: B018  # the base is loaded here, not in a thread
+        self._tokens, self._frame  # noqa: B018  # the base is loaded here, not in a thread
         every = iter(examples)
         batched = iter(lambda: list(itertools.islice(every, _AT_ONCE)), [])
-        for part, sources, targets in batches.prefetch(batched, tokenised):
-            rows = [self._row(source, target) for source, target in zip(sources, targets, strict=True)]
+        for part, conversations in batches.prefetch(batched, tokenised):
+            rows = [self._row(conversation) for conversation in conversations]
             yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
 
     @override
@@ -204,8 +200,9 @@ class TextGeneration(causal_lm.CausalTask):
         return self.generate(weights, prompts)
 
     def _generate(self, sources: Sequence[str]) -> list[str]:
-        prompts = [self._prompt(ids, self._prompt_limit) for ids in self._tokens.tokenize(sources)]
-        return self._texts_of([TokenExample(ids, len(ids)) for ids in prompts])
+        prompts = self._tokens.tokenize([self._frame.prompt(source) for source in sources])
+        rows = [self._prompt(prompt, self._prompt_limit) for prompt in prompts]
+        return self._texts_of([TokenExample(ids, len(ids)) for ids in rows])
 
     def _references(self, examples: Examples) -> dict[str, list[str]]:
         """Return the targets by source, in order of appearance, for at most evaluate.eval-examples sources."""
@@ -245,32 +242,34 @@ class TextGeneration(causal_lm.CausalTask):
         return rows
 
     @cached_property
+    @override
     def _frame(self) -> prompt_template.PromptFrame:
         tokenizer, task = self.base.tokenizer, self.config.task
         if not task.chat_template:
             return prompt_template.plain_frame(tokenizer)
-        frame = prompt_template.template_frame(tokenizer, task.model)
-        if (needed := frame.length + len(frame.end) + 2) > task.max_tokens:
+        frame = prompt_template.template_frame(tokenizer, task.model, self.base.end_tokens)
+        (empty,) = self._tokens.tokenize([frame.conversation("", "")])
+        if (needed := len(empty.ids) + len(frame.end) + 2) > task.max_tokens:
             raise ConfigError(
                 f"task.max-tokens: expected at least {needed}, because the base's chat template takes {needed - 2}, "
                 f"found {task.max_tokens}; raise it"
             )
         return frame
 
-    @cached_property
-    def _tokens(self) -> CachedTokenizer:
-        return CachedTokenizer(self.base.tokenizer)
+    def _prompt(self, prompt: MarkedTokens, limit: int) -> list[int]:
+        """Return a prompt's tokens, at most `limit`; a long source is cut at its end."""
+        begin, (start, end) = self._frame.begin, prompt.marks[:2]
+        over = max(0, len(begin) + len(prompt.ids) - limit)
+        kept = max(start, end - over)
+        return [*begin, *prompt.ids[:kept], *prompt.ids[max(kept, end) :]][-max(1, limit) :]
 
-    def _prompt(self, ids: list[int], limit: int) -> list[int]:
-        """Return a source's tokens with the frame around it, at most `limit`; a long source is cut at its end."""
-        frame = self._frame
-        return [*frame.before, *ids[: max(0, limit - frame.length)], *frame.between][-max(1, limit) :]
-
-    def _row(self, source: list[int], target: list[int]) -> TokenExample:
-        """Return the example with a source's and a target's tokens."""
-        frame, room = self._frame, self.config.task.max_tokens
-        whole = [*target, *frame.end]
-        answer = whole[: room - frame.length]
-        prompt = self._prompt(source, room - len(answer))
-        cut = 2 if len(answer) < len(whole) else int(len(prompt) < frame.length + len(source))
+    def _row(self, conversation: MarkedTokens) -> TokenExample:
+        """Return the example of a conversation's tokens."""
+        frame, room, ids = self._frame, self.config.task.max_tokens, conversation.ids
+        start, end, answers = conversation.marks
+        whole = [*ids[answers:], *frame.end]
+        framing = len(frame.begin) + answers - (end - start)  # the prompt's tokens without the source's
+        answer = whole[: max(1, room - framing)]
+        prompt = self._prompt(MarkedTokens(ids[:answers], (start, end)), room - len(answer))
+        cut = 2 if len(answer) < len(whole) else int(len(prompt) < len(frame.begin) + answers)
         return TokenExample(prompt + answer, len(prompt), cut=cut)

@@ -1,8 +1,9 @@
-"""Vision and language: a vision-language model learns to caption images or to answer multiple-choice questions.
+"""Vision and language: a vision-language model learns to caption images, or to answer questions about them.
 
 | form | when | prompt (after the image) | target |
 |---|---|---|---|
-| caption | task.choices-column is empty | `CAPTION_PROMPT` | task.target-column: a text, or a list of them |
+| caption | neither column below is given | `CAPTION_PROMPT` | task.target-column: a text, or a list of them |
+| open question | task.source-column is given | task.source-column | task.target-column: a text, or a list of them |
 | choice | task.choices-column is set | task.source-column, the choices as letters, `CHOICE_PROMPT`
   | task.target-column: index of the right choice |
 
@@ -21,7 +22,7 @@ import logging
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import final
 
@@ -34,13 +35,16 @@ from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, Examples, Metrics, Task, TaskInfo, loss_metric
 from fedveil.data import images as decoding
-from fedveil.data import tables
+from fedveil.data import prompt_template, tables, tokenization
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.image_decoding import decode_image, image_conversions
+from fedveil.data.prompt_template import PromptFrame
 from fedveil.data.row_values import as_text, describe_value
+from fedveil.data.tokenization import MarkedText
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
+from fedveil.sanitize import sanitize
 from fedveil.training import adapter_task, causal_lm, text_metrics
 
 __all__ = ["LETTERS", "ImageTextExample", "VisionLanguage"]
@@ -53,10 +57,21 @@ _KEPT_BYTES = decoding.KEPT_BYTES
 _OF_TOKENS = {"input_ids", "attention_mask"}
 
 
+def _asks(task: TaskConfig) -> bool:
+    """Return whether each image has a question. The default of task.source-column, another task's, names none."""
+    return bool(task.choices_column) or task.source_column != type(task).model_fields["source_column"].default
+
+
 def _columns(task: TaskConfig) -> tuple[str, ...]:
-    hint = (task.hint_column,) if task.hint_column else ()
-    question = (task.source_column, task.choices_column, *hint) if task.choices_column else ()
-    return (task.image_column, task.target_column, *question)
+    extra = (name for name in (task.choices_column, task.hint_column) if name)
+    return (task.image_column, task.target_column, *((task.source_column, *extra) if _asks(task) else ()))
+
+
+def _texts(task: TaskConfig) -> tuple[str, ...]:
+    """Return the columns whose numbers are texts as they stand in the file; an index of a choice is none."""
+    if task.choices_column:
+        return (task.choices_column,)
+    return (task.source_column, task.target_column) if _asks(task) else ()
 
 
 def _metrics(task: TaskConfig) -> Metrics:
@@ -68,7 +83,7 @@ INFO = TaskInfo(
     columns=_columns,
     tiny=lambda: bundled.bundled_folder("vision-language"),
     metrics=_metrics,
-    texts=lambda task: (task.choices_column,) if task.choices_column else (),
+    texts=_texts,
 )
 
 Inputs = Mapping[str, Tensor]  # the model's inputs for an image: (1, ...) each
@@ -80,10 +95,10 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     Raises:
         ConfigError: also a hint without questions.
     """
-    if config.task.hint_column and not config.task.choices_column:
+    if config.task.hint_column and not _asks(config.task):
         raise ConfigError(
-            "task.hint-column: expected none for captions, since a hint precedes a question, found "
-            f'"{config.task.hint_column}"; leave it out, or set task.choices-column'
+            "task.hint-column: expected none for captions, which read task.image-column and task.target-column, found "
+            f'"{config.task.hint_column}"; leave it out, or name the question\'s column in task.source-column'
         )
     adapter_task.check_task_config(config, adapter, INFO)
     loading.check_context(config, adapter, INFO.tiny())
@@ -121,7 +136,7 @@ class _Asked:
 
 @final
 class VisionLanguage(causal_lm.CausalTask):
-    """A model that captions images or answers multiple-choice questions about them."""
+    """A model that captions images, or answers questions about them, with or without given choices."""
 
     @override
     def _load(self) -> LoadedModel:
@@ -159,7 +174,7 @@ class VisionLanguage(causal_lm.CausalTask):
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
         """ "loss" over all targets of the first evaluate.eval-examples images; with `generate` also exact_match, and
-        for captions bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
+        without choices bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
 
         Raises:
             TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
@@ -192,8 +207,9 @@ class VisionLanguage(causal_lm.CausalTask):
             ConfigError: no image, several prompts, or none if the run learned to answer questions.
             TaskError: an image that does not decode.
         """
-        if not images or len(prompts) > 1 or (self.config.task.choices_column and not prompts):
-            least = "one --prompt" if self.config.task.choices_column else "at most one --prompt"
+        asks = _asks(self.config.task)
+        if not images or len(prompts) > 1 or (asks and not prompts):
+            least = "one --prompt" if asks else "at most one --prompt"
             raise ConfigError(
                 f"--image: expected at least one, and {least}, found {len(images)} and {len(prompts)} prompts; give "
                 "image files"
@@ -220,7 +236,16 @@ class VisionLanguage(causal_lm.CausalTask):
             return decoding.image_bytes(read(), task.image_column)
 
         if not task.choices_column:
-            return _Asked(image, CAPTION_PROMPT, _captions(example, task.target_column), where)
+            if not _asks(task):
+                return _Asked(image, CAPTION_PROMPT, _answers(example, task.target_column, "a caption"), where)
+            asked = as_text(values.get(task.source_column))
+            if asked is None or not asked.strip():
+                raise TaskError(
+                    f'task.data: expected a question in column "{task.source_column}", found '
+                    f"{describe_value(values.get(task.source_column))} in {where}; correct or drop the row"
+                )
+            answers = _answers(example, task.target_column, "an answer")
+            return _Asked(image, asked, answers, where, _hint(example, task.hint_column))
         choices, answer = values.get(task.choices_column), values.get(task.target_column)
         question = values.get(task.source_column)
         if not isinstance(question, str) or not isinstance(choices, list) or not 2 <= len(choices) <= len(LETTERS):
@@ -255,21 +280,48 @@ class VisionLanguage(causal_lm.CausalTask):
                 f"task.max-tokens: expected room for the {len(prompt)} tokens of image and prompt and an answer, found "
                 f"{longest} ({asked.where}); raise it"
             )
-        answers = [tokenizer.encode(target, add_special_tokens=False) for target in asked.targets]
-        end, cut, taken = tokenizer.eos_token_id, int(asked.hint != whole), self._kept(asked, inputs, room)
-        return [
-            ImageTextExample([*prompt, *[*ids, end][: longest - len(prompt)]], len(prompt), taken, cut=cut)
-            for ids in answers
-        ]
+        text, hint_cut, taken = self._prompt_text(asked), asked.hint != whole, self._kept(asked, inputs, room)
+        rows = []
+        for target in asked.targets:
+            ids, start = self._answered(prompt, text, target)
+            cut = 2 if len(ids) > longest else int(hint_cut)
+            rows.append(ImageTextExample(ids[:longest], start, taken, cut=cut))
+        return rows
+
+    def _answered(self, prompt: list[int], text: str, target: str) -> tuple[list[int], int]:
+        """Return the tokens of a prompt with its answer, and the position of the answer.
+
+        The whole text is tokenized once more, with one token for the image, and gives the tokens from the first that
+        the answer changes.
+        """
+        asked, whole = self._tokens.tokenize(
+            [MarkedText(text), MarkedText(text + self._frame.answer(target), (len(text),))]
+        )
+        shared = min(tokenization.common_length(asked.ids, whole.ids), whole.marks[0])
+        kept = len(prompt) - (len(asked.ids) - shared)
+        return [*prompt[:kept], *whole.ids[shared:], *self._frame.end], kept + whole.marks[0] - shared
+
+    @cached_property
+    @override
+    def _frame(self) -> PromptFrame:
+        def refusal(expected: str, found: str) -> ConfigError:
+            return ConfigError(
+                f"task.model: expected {expected} in {sanitize(self.config.task.model, 200)}, found {found}; "
+                "use another base"
+            )
+
+        base = self.base
+        return prompt_template.frame_of(base.processor, base.tokenizer, base.end_tokens, _content, refusal)
+
+    def _prompt_text(self, asked: _Asked) -> str:
+        messages = [{"role": "user", "content": _content(asked.text, True)}]
+        text: str = self.base.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
 
     def _processed(self, asked: _Asked) -> dict[str, Tensor]:
-        content = [{"type": "image"}, {"type": "text", "text": asked.text}]
-        text = self.base.processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
         image = decode_image(asked.image(), asked.where)
         with library_logging.quiet_libraries():
-            return dict(self.base.processor(images=[image], text=[text], return_tensors="pt"))
+            return dict(self.base.processor(images=[image], text=[self._prompt_text(asked)], return_tensors="pt"))
 
     def _seen(self, asked: _Asked) -> tuple[list[int], dict[str, Tensor]]:
         """Return the prompt's tokens, one for each part of the image, and the model inputs of the image."""
@@ -291,6 +343,11 @@ class VisionLanguage(causal_lm.CausalTask):
         return lambda: {name: value for name, value in self._processed(asked).items() if name in names}
 
 
+def _content(text: str, has_image: bool) -> list[dict[str, str]]:
+    """Return a message's content: the image first, then the text."""
+    return [*([{"type": "image"}] if has_image else []), {"type": "text", "text": text}]
+
+
 def _reading(examples: Examples, index: int) -> Callable[[], Example]:
     return lambda: examples[index]
 
@@ -306,14 +363,14 @@ def _hint(example: Example, column: str) -> str:
     return (value or "").strip()
 
 
-def _captions(example: Example, column: str) -> list[str]:
-    """Return the captions of an image, at least one, none empty."""
+def _answers(example: Example, column: str, name: str) -> list[str]:
+    """Return the captions of an image, or the answers to its question: at least one, none empty."""
     value = example.values.get(column)
-    texts = value if isinstance(value, list) else [value]
-    captions = [text for text in texts if isinstance(text, str) and text.strip()]
-    if not captions or len(captions) < len(texts):
+    given = value if isinstance(value, list) else [value]
+    answers = [text for each in given if (text := as_text(each)) is not None and text.strip()]
+    if not answers or len(answers) < len(given):
         raise TaskError(
-            f'task.data: expected a caption, or a list of them, in column "{column}", found {describe_value(value)} in '
+            f'task.data: expected {name}, or a list of them, in column "{column}", found {describe_value(value)} in '
             f"{example.where}; correct or drop the row"
         )
-    return captions
+    return answers

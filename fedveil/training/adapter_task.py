@@ -175,11 +175,16 @@ class AdaptedTask(Task):
         self.base.lend(weights)
 
     @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end a generated text; none for a task without generation."""
+        return self.base.end_tokens
+
+    @property
     def attached(self) -> AttachedModel:
         """Return the model with its adapter, for code that writes it to files."""
         base = self.base
         name = published_name.published_name(self.config.task.model, self.config.task.name)
-        return AttachedModel(base.model, self._own_names, name, base.processor or base.tokenizer)
+        return AttachedModel(base.model, self._own_names, name, base.processor or base.tokenizer, self.end_tokens)
 
     @override
     def save(self, weights: Weights, folder: Path) -> None:

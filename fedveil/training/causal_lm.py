@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import ExamplePrediction
 from fedveil.data import batches
 from fedveil.data.batches import TokenBatch, TokenExample
+from fedveil.data.prompt_template import PromptFrame
+from fedveil.data.tokenization import MarkedText, TextTokenizer
 from fedveil.errors import ConfigError
 from fedveil.models import library_logging
 from fedveil.training.adapter_task import AdaptedTask
@@ -23,6 +27,21 @@ class CausalTask(AdaptedTask):
 
     The loss is the mean over target tokens (including the end token), or over the tokens that training counts.
     """
+
+    @property
+    @abstractmethod
+    def _frame(self) -> PromptFrame:
+        """Return the text around a prompt and its answer."""
+
+    @cached_property
+    def _tokens(self) -> TextTokenizer:
+        return TextTokenizer(self.base.tokenizer)
+
+    @property
+    @override
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the base's end tokens and the one that ends a turn of its chat template."""
+        return tuple(dict.fromkeys((*self.base.end_tokens, self._frame.stop)))
 
     @override
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
@@ -84,8 +103,21 @@ class CausalTask(AdaptedTask):
         for part in self._parts(len(prompts)):
             chosen = [order[i] for i in part]
             for i, (ids, _) in zip(chosen, self._written([prompts[i] for i in chosen]), strict=True):
-                texts[i] = self.base.tokenizer.decode(ids, skip_special_tokens=True).strip()
+                written = ids[:-1] if len(ids) and int(ids[-1]) in self.end_tokens else ids
+                texts[i] = self._target_of(self.base.tokenizer.decode(written, skip_special_tokens=True))
         return texts
+
+    def _target_of(self, answer: str) -> str:
+        """Return a generated text without the template's own words around a target, such as an empty thought."""
+        lead, tail = self._words_around
+        return answer.strip().removeprefix(lead).removesuffix(tail).strip()
+
+    @cached_property
+    def _words_around(self) -> tuple[str, str]:
+        """Return the words of an answer before and behind its target, as generated texts are decoded."""
+        around = self._tokens.tokenize([MarkedText(self._frame.lead), MarkedText(self._frame.tail)])
+        decoded = [self.base.tokenizer.decode(each.ids, skip_special_tokens=True).strip() for each in around]
+        return decoded[0], decoded[1]
 
     @property
     def _prompt_limit(self) -> int:
@@ -108,7 +140,7 @@ class CausalTask(AdaptedTask):
             max_new_tokens=self.config.evaluate.max_new_tokens,
             num_beams=self.config.evaluate.num_beams,
             do_sample=False,
-            eos_token_id=end,
+            eos_token_id=list(self.end_tokens),
             pad_token_id=end,
             return_dict_in_generate=True,
             output_logits=True,
@@ -122,11 +154,11 @@ class CausalTask(AdaptedTask):
             out = self.base.model.generate(
                 input_ids=batch.ids, attention_mask=mask, generation_config=how, **batch.inputs
             )
-        generations = []
+        generations, ends = [], torch.tensor(self.end_tokens)
         logits = torch.stack(out.logits, 1).float().cpu() if self.config.evaluate.num_beams == 1 else None
         for i, ids in enumerate(out.sequences[:, width:].cpu()):
-            ends = (ids == end).nonzero()
-            length = int(ends[0]) + 1 if len(ends) else len(ids)
+            found = torch.isin(ids, ends).nonzero()
+            length = int(found[0]) + 1 if len(found) else len(ids)
             generations.append((ids[:length], torch.empty(0) if logits is None else logits[i, :length]))
         return generations
 

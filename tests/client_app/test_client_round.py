@@ -20,7 +20,7 @@ from fedveil.config import parse
 from fedveil.contract.codec import raw_bytes
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
-from fedveil.data.tokenization import CachedTokenizer
+from fedveil.data.tokenization import TextTokenizer
 from fedveil.encrypted_files import make_key
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import MessageExchange
@@ -63,7 +63,7 @@ def test_a_worker_s_first_turn_keeps_the_rows_and_the_next_worker_takes_them(tmp
     assert cache_folder.is_relative_to(tmp_path / "state" / ".prepared")
     paths = [tmp_path / "state" / ".prepared", cache_folder.parent, cache_folder, *cache_folder.iterdir()]
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in paths} == {0}
-    monkeypatch.setattr(CachedTokenizer, "tokenize", None)  # nothing is tokenised again
+    monkeypatch.setattr(TextTokenizer, "tokenize", None)  # nothing is tokenised again
     again = upload(data, tmp_path / "state")
     assert {name: value.tolist() for name, value in first.items()} == {n: value.tolist() for n, value in again.items()}
     assert [path.name for path in data.iterdir()] == ["train.jsonl"]  # nothing is written beside the rows

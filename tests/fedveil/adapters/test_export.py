@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from fedveil.adapters import export
 from fedveil.adapters.all_weights import AllWeightsAdapter
@@ -119,7 +120,11 @@ def test_the_config_says_what_peft_needs_and_no_more(tmp_path):
     assert adapter_config["fan_in_fan_out"] is True  # of GPT-2's Conv1D
     assert sorted(adapter_config["target_modules"]) == ["c_attn", "c_fc", "c_proj"]
     assert str(tmp_path) not in json.dumps(adapter_config)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == files
+    adapter.save(tmp_path, replace(at, end_tokens=(5,)), filled(trained))
+    assert sorted(file.name for file in tmp_path.iterdir()) == [*files, "generation_config.json"]
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == 5
 
 
 def test_targets_are_whole_names_where_a_last_part_would_name_other_layers():
@@ -180,12 +185,13 @@ def test_transformers_loads_all_weights_and_the_tokenizer(tmp_path):
     at, trained = attached(model, AllWeightsAdapter())
     filled(trained)
     model.generation_config = type(model.generation_config)(do_sample=True)
-    AllWeightsAdapter().save(tmp_path, AttachedModel(at.model, at.names, at.base, tokenizer), {})
+    ends = (tokenizer.eos_token_id, 7)
+    AllWeightsAdapter().save(tmp_path, AttachedModel(at.model, at.names, at.base, tokenizer, ends), {})
     assert model.generation_config.do_sample
     with library_logging.quiet_libraries():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     same(logits(theirs), logits(model), plain)
-    assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert theirs.generation_config.eos_token_id == list(ends)
     assert not theirs.generation_config.do_sample
     text = "name[Alimentum]"
     assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids

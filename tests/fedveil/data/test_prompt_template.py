@@ -11,6 +11,7 @@ from fedveil.adapters.lora import LoraAdapter
 from fedveil.config import parse
 from fedveil.contract.task import Example
 from fedveil.data import prompt_template
+from fedveil.data.tokenization import MarkedText
 from fedveil.errors import ConfigError
 
 CHATML = (
@@ -43,13 +44,17 @@ def test_a_row_is_what_the_tokenizer_makes_of_the_conversation_and_learns_the_an
     asked = tokenizer.apply_chat_template(conversation[:1], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(row.ids[: row.start]) == asked
     assert tokenizer.decode(row.ids[row.start :]) == f"{TARGET}<|im_end|>"
-    assert task._prompt(task._tokens.tokenize([SOURCE])[0], 96) == row.ids[: row.start]  # what generation begins with
+    (prompt,) = task._tokens.tokenize([task._frame.prompt(SOURCE)])
+    assert task._prompt(prompt, 96) == row.ids[: row.start]  # what generation begins with
 
 
 def test_an_answer_that_the_template_leaves_open_gets_the_end_token():
-    task, tokenizer = make("{{ messages[0]['content'] }} => {{ messages[1]['content'] }}!", chat_template=True)
+    open_end = "{{ messages[0].content }} =>{% for m in messages[1:] %} {{ m.content }}!\n{% endfor %}"
+    task, tokenizer = make(open_end, chat_template=True)
     (row,) = task.encode([Example(ROW)])
-    assert tokenizer.decode(row.ids) == f"{SOURCE} => {TARGET}{tokenizer.eos_token}"
+    assert tokenizer.decode(row.ids[: row.start]) == f"{SOURCE} =>"
+    assert tokenizer.decode(row.ids[row.start :]) == f" {TARGET}!{tokenizer.eos_token}"
+    assert task._target_of(f"{TARGET}!") == TARGET
 
 
 @pytest.mark.parametrize(
@@ -59,6 +64,13 @@ def test_an_answer_that_the_template_leaves_open_gets_the_end_token():
         ("{{ messages[0]['content'] }}", "once each"),
         ("{{ messages[1]['content'] + messages[0]['content'] }}", "once each"),
         ("{% for m in messages + messages %}{{ m['content'] }}{% endfor %}", "once each"),
+        ("{{ messages[0]['content'] + messages[1]['content'] }}", "for a message that is to be answered"),
+        (CHATML.replace("m['content']", "m['content'] | replace('\n', ' ')"), "once each"),
+        (CHATML.replace("m['content']", "m['content'] | upper"), "once each"),
+        (CHATML.replace("m['content']", "m['content'] | escape"), "once each"),
+        (CHATML.replace("m['content']", "(m['content'] | replace('\t', ''))"), "trims texts at most"),
+        (CHATML.replace("assistant\n", "assistant\n<think>\n"), "conversation begins with its prompt"),
+        (CHATML.replace("assistant\n", "model\n"), "conversation begins with its prompt"),
         ("{{ messages[9]['content']['x'] }}", "for a message and its answer"),
         ("{{ 1 / 0 }}", "for a message and its answer"),
         ("{{ ''.__class__.__mro__ }}", "once each|for a message"),  # jinja's sandbox gives nothing away
@@ -109,5 +121,5 @@ def test_cut_rows_are_counted_and_said(caplog):
 def test_the_plain_frame_is_a_newline_and_the_end_token():
     _, tokenizer = make()
     frame = prompt_template.plain_frame(tokenizer)
-    assert (frame.before, frame.end) == ([], [tokenizer.eos_token_id])
-    assert tokenizer.decode(frame.between) == "\n"
+    assert (frame.begin, frame.end) == ([], [tokenizer.eos_token_id])
+    assert frame.conversation("a", "b") == MarkedText("a\nb", (0, 1, 2))

@@ -15,7 +15,7 @@ from fedveil.config import parse
 from fedveil.contract.task import DatasetShard, ExampleOrigin
 from fedveil.data import batches, tables
 from fedveil.data.batches import TokenExample
-from fedveil.data.tokenization import CachedTokenizer
+from fedveil.data.tokenization import MarkedText, TextTokenizer
 from fedveil.errors import TaskError
 from fedveil.rng import RandomStream
 from fedveil.tasks import text_generation
@@ -102,7 +102,7 @@ def test_the_second_time_no_row_is_read_or_tokenised(tmp_path, data, base, monke
     task.base = base
     first = task.prepare(data, "train", shelf=tmp_path / "shelf")
     monkeypatch.setattr(tables, "read_split", None)
-    monkeypatch.setattr(CachedTokenizer, "tokenize", None)
+    monkeypatch.setattr(TextTokenizer, "tokenize", None)
     again = task.prepare(data, "train", shelf=tmp_path / "shelf")
     assert list(again.rows) == list(first.rows)
     expected = [ExampleOrigin(str(data / "train.jsonl"), i + 1) for i in range(len(first.rows))]
@@ -150,11 +150,12 @@ def test_another_task_share_or_seed_has_rows_of_its_own(tmp_path, data, base):
 
 
 def test_a_tokenizer_that_cuts_and_pads_by_itself_does_neither(base):
-    tokens, long = CachedTokenizer(base.tokenizer), "name[The Vaults], food[French]"
+    tokens, long = TextTokenizer(base.tokenizer), "name[The Vaults], food[French]"
     expected = base.tokenizer.encode(long, add_special_tokens=False)
     base.tokenizer.backend_tokenizer.enable_truncation(3)
     base.tokenizer.backend_tokenizer.enable_padding(length=50)
-    assert tokens.tokenize([long, "x", long]) == [expected, tokens.tokenize(["x"])[0], expected]
+    texts = [MarkedText(long), MarkedText("x"), MarkedText(long)]
+    assert [each.ids for each in tokens.tokenize(texts)] == [expected, tokens.tokenize(texts[1:2])[0].ids, expected]
 
 
 def test_columns_whose_type_shows_late_read_as_one(tmp_path, monkeypatch):

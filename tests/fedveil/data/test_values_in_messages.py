@@ -36,6 +36,7 @@ TEXT = {"task.name": "text-generation", "task.max-tokens": 32}
 CLASS = {"task.name": "image-classification", "task.target-column": "label", "task.num-classes": 3}
 CLIP = {"task.name": "clip-prompt", "task.target-column": "label"}
 CAPTION = {"task.name": "vision-language", "task.target-column": "caption", "task.max-tokens": 64}
+OPEN = CAPTION | {"task.source-column": "question"}
 CHOICE = {
     "task.name": "vision-language", "task.target-column": "answer", "task.source-column": "question",
     "task.choices-column": "choices", "task.hint-column": "hint", "task.max-tokens": 64,
@@ -161,6 +162,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "prompt names": (CLIP | {"second": True}, seen(MARK)),
     "prompt image": (CLIP | {"task.class-names": "a,b"}, seen(1, MARK.encode())),
     "caption": (CAPTION, seen(1, caption=None)),
+    "open question": (OPEN, seen(1, question=[MARK], caption=MARK)),
     "captions": (CAPTION, seen(1, caption=[MARK, " "])),
     "caption image": (CAPTION, seen(1, MARK.encode(), caption=MARK)),
     "question": (CHOICE, seen(1, question=None, choices=[MARK], answer=0, hint=MARK)),

@@ -467,3 +467,53 @@ def test_a_sequence_longer_than_the_context_is_refused():
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match='device: expected "auto"'):
         load_task(run_config.parse({}), LoraAdapter(), "tpu")
+
+
+def test_generation_stops_at_each_end_token_and_the_export_names_all(llama, tmp_path, monkeypatch):
+    """Gemma's kind: the turn's end is not the tokenizer's end token, and the base has a further one."""
+    import json
+    import shutil
+
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder = tmp_path / "base"
+    shutil.copytree(llama, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    turn, other = (tokenizer.convert_tokens_to_ids(piece) for piece in ("~", "^"))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["~"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}~\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [other], "do_sample": True}))
+    task = make(LoraAdapter(rank=2), task__model=str(folder), task__chat_template=True, task__max_tokens=60)
+    assert task.end_tokens == (tokenizer.eos_token_id, other, turn)
+    (row,) = task.encode([Example({"mr": "a", "ref": "b"})])
+    assert task.base.tokenizer.decode(row.ids) == "user: a~\nassistant: b~"
+    written: list[int] = []
+
+    def forced(input_ids, **given):
+        from types import SimpleNamespace
+
+        assert given["generation_config"].eos_token_id == list(task.end_tokens)
+        new = torch.tensor([written])
+        logits = [torch.zeros(1, len(tokenizer))] * len(written)
+        return SimpleNamespace(sequences=torch.cat([input_ids, new], 1), logits=logits)
+
+    weights, letters = task.initial(RandomStream(KEY)), tokenizer.encode("xyz", add_special_tokens=False)
+    monkeypatch.setattr(task.base.model, "generate", forced)
+    for end in task.end_tokens:
+        written[:] = [*letters, end, tokenizer.eos_token_id]
+        assert task.generate(weights, ["a"]) == ["xyz"]
+        assert len(next(iter(task.predict(weights, [row], generate=True))).logits["generated"]) == len(letters) + 1
+    task.save(weights, tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == list(task.end_tokens)
+    assert not GenerationConfig.from_pretrained(tmp_path).do_sample
+    for wrong, found in ((True, "True"), (10**6, "1000000"), ([-1], "-1")):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(TaskError, match=f"as eos_token_id in generation_config.json of .*, found {found}; correct"):
+            make(LoraAdapter(rank=2), task__model=str(folder)).base  # noqa: B018
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(TaskError, match="cannot read generation_config.json"):
+        make(LoraAdapter(rank=2), task__model=str(folder)).base  # noqa: B018

@@ -81,6 +81,30 @@ def test_a_row_is_image_prompt_caption_end(task, data, rows):
     assert rows[0].ids[: rows[0].start] == rows[1].ids[: rows[1].start]
 
 
+def test_an_answer_has_the_tokens_of_the_whole_text_and_ends_its_turn():
+    """LLaVA's template on a base whose turn does not end with the tokenizer's end token."""
+    task = make()
+    task.base.tokenizer.add_special_tokens({"extra_special_tokens": ["<|turn|>"]})
+    task.base.processor.chat_template = (
+        "{% for m in messages %}{{ 'USER:' if m.role == 'user' else 'ASSISTANT:' }}{% for part in m.content %}"
+        "{{ ' <image>' if part.type == 'image' else ' ' + part.text | trim }}{% endfor %}"
+        "{{ '<|turn|>' if m.role == 'assistant' else ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    )
+    (row,) = task.encode([Example({"image": picture(1), "caption": " A dog. "})])
+    tokenizer, image = task.base.tokenizer, task.base.image_token
+    whole = f"USER: <image> {CAPTION_PROMPT} ASSISTANT: A dog.<|turn|>"
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    at = ids.index(image)
+    assert row.ids == [*ids[:at], *[image] * 16, *ids[at + 1 :]]
+    assert tokenizer.decode(row.ids[row.start :]) == " A dog.<|turn|>"
+    assert task.end_tokens == (tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|turn|>"))
+    task.base.processor.chat_template = "<image>{{ messages[0].content[1].text }}"
+    del task._frame
+    with pytest.raises(ConfigError, match=r"task.model: expected a chat template that renders .* use another base"):
+        task.encode([Example({"image": picture(1), "caption": "A dog."})])
+
+
 def test_a_question_becomes_lettered_choices(data):
     asked = make(task__choices_column="choices", task__source_column="question", task__target_column="answer")
     example = {"image": picture(0), "question": "Which?", "choices": ["north", "south", "west"], "answer": 2}
@@ -101,6 +125,41 @@ def hinted(hint: object) -> list[Example]:
 
 def prompt_of(task: VisionLanguage, row) -> str:
     return task.base.tokenizer.decode(row.ids[16 : row.start])
+
+
+def test_an_open_question_is_trained_with_its_question_and_answers(tmp_path):
+    task = make(task__source_column="question", task__target_column="answer", task__hint_column="hint")
+    rows = [
+        {"image": f"{i}.png", "question": question, "answer": answer, "hint": hint}
+        for i, (question, answer, hint) in enumerate(
+            [("How many?", ["2"], None), ("What color?", ["red", "dark red"], None), ("What color?", ["red"], "A dog.")]
+        )
+    ]
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(picture(1))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoded = task.encode(task.examples(tmp_path, "train"))
+    end = task.base.tokenizer.eos_token
+    assert [task.base.tokenizer.decode(row.ids[16:]) for row in encoded] == [
+        f"How many?\n2{end}",
+        f"What color?\nred{end}",
+        f"What color?\ndark red{end}",
+        f"Context: A dog.\nWhat color?\nred{end}",
+    ]
+    (number,) = task.encode([Example({"image": picture(1), "question": "How many?", "answer": 2})])
+    assert number.ids == encoded[0].ids
+    weights = randomised(task)
+    task.put(weights)
+    losses = [task.mean_loss([row]) for row in (encoded[1], encoded[3])]
+    assert losses[0] != losses[1]
+    with pytest.raises(ConfigError, match="--image: expected at least one, and one --prompt"):
+        task.write(weights, [], [("a", picture(1))])
+    for value, found in ((None, r"no value \(null\)"), ("  ", "an empty text"), (["a"], "a list of 1 entries")):
+        with pytest.raises(TaskError, match=f'expected a question in column "question", found {found} in'):
+            task.encode([Example({"image": picture(1), "question": value, "answer": "red"})])
+    with pytest.raises(TaskError, match='expected an answer, or a list of them, in column "answer", found no value'):
+        task.encode([Example({"image": picture(1), "question": "What?", "answer": None})])
+    assert vision_language.INFO.metrics(task.config.task) == vision_language.INFO.metrics(make().config.task)
 
 
 def test_a_hint_stands_before_the_question_and_a_row_without_one_is_as_before():
@@ -137,7 +196,9 @@ def test_a_hint_too_long_loses_its_end_and_the_question_nothing(caplog):
 def test_a_hint_that_is_no_text_or_has_no_question_is_refused(tmp_path):
     with pytest.raises(TaskError, match='a text, or none, in column "hint", found an integer in row 7 of f'):
         asking(task__hint_column="hint").encode(hinted(3))
-    with pytest.raises(ConfigError, match=r'task.hint-column: expected none for captions, .* found "hint"'):
+    with pytest.raises(
+        ConfigError, match=r'expected none for captions, which read task.image-column and .* found "hint"'
+    ):
         make(task__hint_column="hint")
     row = {"image": {"bytes": picture(0), "path": None}, "question": "Which?", "choices": ["n", "s"], "answer": 1}
     with pytest.raises(TaskError, match='expected column "hint" in'):
