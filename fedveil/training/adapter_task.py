@@ -179,7 +179,7 @@ class AdaptedTask(Task):
         """Return the model with its adapter, for code that writes it to files."""
         base = self.base
         name = published_name.published_name(self.config.task.model, self.config.task.name)
-        return AttachedModel(base.model, self._own_names, name, base.processor or base.tokenizer)
+        return AttachedModel(base.model, self._own_names, name, base.processor or base.tokenizer, base.heads)
 
     @override
     def save(self, weights: Weights, folder: Path) -> None:
