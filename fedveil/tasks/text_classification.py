@@ -313,7 +313,7 @@ class TextClassification(AdaptedTask):
         ids, mask, label, *types = sample
         # The library searches a mask of two dimensions for padding, which depends on values. A decoder needs none,
         # because no token reads the padding behind it; an encoder uses one of four dimensions as it is.
-        seen = torch.ones_like(mask)[None]
+        seen = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)
         if not self.base.is_causal:
             seen = mask.bool()[None, None, None, :].expand(1, 1, len(ids), len(ids))
             if self.base.model.config._attn_implementation == "eager":  # it adds the mask
