@@ -280,3 +280,77 @@ def test_a_sorted_file_is_scored_by_a_spread_choice(bases, caplog):
         choosing.evaluate(choosing.initial(stream()), Example.from_columns(rows[:30]), False)
     with pytest.raises(TaskError, match="expected at least one to score"):
         task.evaluate(task.initial(stream()), [], False)
+
+
+SEVERAL = {"task__multi_label": True}
+
+
+@pytest.mark.parametrize(
+    "value, names, wanted",
+    [
+        ("lung", NAMES, (0, 1, 0)),
+        ("heart|bone", NAMES, (1, 0, 1)),
+        (" heart | bone |", NAMES, (1, 0, 1)),
+        ("", NAMES, (0, 0, 0)),
+        ([], NAMES, (0, 0, 0)),
+        (["bone", "heart", "bone"], NAMES, (1, 0, 1)),
+        ([2, 0], NAMES, (1, 0, 1)),
+        (1, NAMES, (0, 1, 0)),
+        ("1|3", ("1", "2", "3"), (1, 0, 1)),
+        (None, NAMES, None),
+        ("heart|skin", NAMES, None),
+        ("heart,bone", NAMES, None),
+        (["heart", None], NAMES, None),
+        ([3], NAMES, None),
+        ([True], NAMES, None),
+    ],
+)
+def test_several_labels_are_a_list_or_separated_names(bases, value, names, wanted):
+    task = make_task(task__model=str(bases / "bert"), task__class_names=",".join(names), **SEVERAL)
+    row = {"note": "cough", "ward": value}
+    if wanted is None:
+        with pytest.raises(TaskError, match=r'expected classes separated by "\|" or a list of them, of the 3 names'):
+            encode(task, [row])
+    else:
+        assert encode(task, [row])[0].label == wanted
+
+
+def test_the_separator_is_a_key_that_no_class_name_contains(bases):
+    keys = SEVERAL | {"task__model": str(bases / "bert"), "task__label_separator": ";"}
+    assert encode(make_task(**keys), [{"note": "cough", "ward": "lung;bone"}])[0].label == (0, 1, 1)
+    with pytest.raises(
+        ConfigError, match='task.label-separator: expected a text that no class name contains, found ";"'
+    ):
+        make_task(**keys, task__class_names="a;b,c")
+
+
+def test_the_loss_of_several_labels_is_that_of_the_original_model(bases):
+    folder = bases / "bert-head"
+    task, rows = make_task(task__model=str(folder), **SEVERAL), draw_rows(10, several=True)
+    with library_logging.quiet_libraries():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        kind = {"problem_type": "multi_label_classification"}
+        plain = AutoModelForSequenceClassification.from_pretrained(folder, **kind).eval()
+        inputs = tokenizer([row["note"] for row in rows], padding=True, return_tensors="pt")
+    labels = torch.tensor([[float(name in row["ward"].split("|")) for name in NAMES] for row in rows])
+    assert {int(n) for n in labels.sum(1)} >= {0, 1, 2}
+    weights, encoded = task.initial(stream()), encode(task, rows)
+    task.show(weights)
+    assert task.mean_loss(encoded) == pytest.approx(plain(**inputs, labels=labels).loss.item(), rel=1e-5)
+    predictions = list(task.predict(weights, encoded))
+    assert [p.wanted.tolist() for p in predictions] == labels.int().tolist()
+    losses = [float(torch.nn.functional.cross_entropy(p.logits["target"], p.wanted)) for p in predictions]
+    assert sum(losses) / len(losses) == pytest.approx(task.mean_loss(encoded), rel=1e-5)
+
+
+def test_several_labels_are_learned_and_scored(bases, tmp_path):
+    keys = {"train__epochs": 8, "train__learning_rate": 5e-3, "train__batch_size": 4}
+    task = make_task(task__model=str(bases / "bert"), **keys, **SEVERAL)
+    data = save_rows(save_rows(tmp_path, draw_rows(60, several=True)), draw_rows(40, seed=1, several=True), "test")
+    before, test = task.initial(stream()), task.examples(data, "test")
+    after = task.trainer(task.encode(task.examples(data, "train")), stream("batches")).train(before).weights
+    first, last = (task.evaluate(weights, test, False) for weights in (before, after))
+    assert list(first) == ["loss", "accuracy", "macro_f1", "auroc"]
+    assert last["loss"] < 0.7 * first["loss"]
+    assert min(last["macro_f1"], last["auroc"]) > 0.8
+    assert last["accuracy"] > first["accuracy"]
