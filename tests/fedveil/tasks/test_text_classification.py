@@ -354,3 +354,10 @@ def test_several_labels_are_learned_and_scored(bases, tmp_path):
     assert last["loss"] < 0.7 * first["loss"]
     assert min(last["macro_f1"], last["auroc"]) > 0.8
     assert last["accuracy"] > first["accuracy"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_has_a_pair_whatever_the_targets_are(bases, kind):
+    task = make_task(LoraAdapter(rank=2, targets=r".*\.(query|q_proj)"), task__model=str(bases / kind))
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in task.spec}
+    assert modules == ({"q_proj", "score"} if kind == "llama" else {"query", "classifier", "dense"})  # a new pooler
