@@ -167,7 +167,15 @@ class TaskConfig(ConfigSection):
         10, ge=2, description="image-classification: number of classes of a model without pretrained weights"
     )
     from_scratch: bool = Field(False, description="image-classification: allow a model folder without weights")
-    class_names: str = Field("", description="clip-prompt: all class names, separated by commas; empty = from the data")
+    class_names: str = Field(
+        "",
+        description="clip-prompt, text-classification: all class names, separated by commas; their order gives the "
+        "numbers. Empty = from the data, which text-classification refuses",
+    )
+    multi_label: bool = Field(False, description="text-classification: a text has any number of classes, also none")
+    label_separator: str = Field(
+        "|", min_length=1, max_length=8, description="text-classification: between the classes of a text, if several"
+    )
     classes_per_site: int = Field(2, ge=0, description="pathological: labels per site; 0 = each label has one site")
     examples_per_site: int = Field(0, ge=0, description="maximum number of training examples per site; 0 = all")
     max_tokens: int = Field(

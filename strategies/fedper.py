@@ -18,7 +18,8 @@ The pairs of the top layers are shared; after a first round over all layers, the
     start_k      = (W_T,r, W_L^k)                             (3, r > 0, on the client; W_L^k as it last trained it)
     W_L^k        = W_L,1                                      (4, for (3) while k has no W_L^k of a round after 0)
 
-A layer's number is the first whole number between the dots of a tensor's name: 3 in "model.layers.3.mlp.lora_A".
+A layer's number is the first whole number between the dots of a tensor's name: 3 in "model.layers.3.mlp.lora_A". A
+tensor without a number, such as "classifier.lora_A" of a classifier's head, belongs to the top layers.
 
 A client shares: the LoRA factors of the top layers; all layers in round 0. A client keeps: the lower layers.
 
@@ -176,20 +177,20 @@ class FedPer(Method):
         return MessageLayout(fields + dense_fields(lower, "up", self.wire_dtype, ("all",), "round 0"))
 
     def _top(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names of the top layers' tensors. Raises ConfigError for a name without a layer number."""
+        """Return the names of the top layers' tensors. Raises ConfigError if no name has a layer number."""
         layer_of = {name: _layer(name) for name in names}
-        shared = sorted(set(layer_of.values()))[-self.layers :]
+        numbers = sorted({layer for layer in layer_of.values() if layer is not None})
+        if not numbers:
+            raise ConfigError(
+                f'{next(iter(layer_of))}: expected a layer number in the name ("h.3.attn.lora_A"), found none; set '
+                "adapter.targets to modules of numbered layers"
+            )
+        shared = {None, *numbers[-self.layers :]}
         return frozenset(name for name, layer in layer_of.items() if layer in shared)
 
 
-def _layer(name: str) -> int:
-    for part in name.split("."):
-        if part.isdecimal():
-            return int(part)
-    raise ConfigError(
-        f'{name}: expected a layer number in the name ("h.3.attn.lora_A"), found none; set adapter.targets to modules '
-        "of numbered layers"
-    )
+def _layer(name: str) -> int | None:
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def _only(names: frozenset[str], tensors: Mapping[str, T]) -> dict[str, T]:

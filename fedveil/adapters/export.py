@@ -49,6 +49,8 @@ def adapter_metadata(attached: AttachedModel) -> dict[str, Any]:
     model = attached.model
     if model.can_generate():
         return {"base_model_name_or_path": attached.base, "task_type": "CAUSAL_LM", "inference_mode": True}
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return {"base_model_name_or_path": attached.base, "task_type": "SEQ_CLS", "inference_mode": True}
     kind = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     return {"base_model_name_or_path": attached.base, "auto_mapping": kind, "inference_mode": True}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -23,6 +23,7 @@ from fedveil.rng import RandomStream
 from fedveil.sanitize import sanitize, suggest_name
 
 _ANY_PARENT = r"(.*\.)?"  # before the names of a list
+_PAIR = re.compile(r"\.(lora|private)_[AB](\.|$)|\.residual$")  # in the names of an adapter's own tensors
 _WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out) of the example's layers
 
 
@@ -58,23 +59,49 @@ class LowRankPairsAdapter(Adapter):
         """Return one pair per layer, `<module>.lora_A` and `<module>.lora_B`, with the same change of its weight."""
 
     @override
+    def including(self, modules: Sequence[str]) -> LowRankPairsAdapter:
+        """Return the adapter with these layers among its targets; "all-linear" has them already."""
+        if self.targets == "all-linear" or not modules:
+            return self
+        return replace(self, targets=f"(?:{self.targets})|(?:{'|'.join(map(re.escape, modules))})")
+
+    @override
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:
-        """Write a LoRA adapter in PEFT's format."""
+        """Write a LoRA adapter in PEFT's format. The model's heads are written whole, as `modules_to_save`."""
         from peft import LoraConfig
         from transformers.pytorch_utils import Conv1D
 
-        fields, factors = self.as_lora(weights)
-        inside = {module: _whole_name(attached, module) for module in target_modules(factors)}
+        whole = {module: _whole_name(attached, module) for module in target_modules(weights)}
+        in_heads = {module for module, name in whole.items() if _is_within(name, attached.heads)}
+        fields, factors = self.as_lora(_without(weights, in_heads))
+        inside = {module: whole[module] for module in target_modules(factors)}
         LoraConfig(
             **fields.for_peft(),
             target_modules=export.target_modules(attached.model, inside.values()),
+            modules_to_save=list(attached.heads) or None,
             fan_in_fan_out=any(isinstance(m, Conv1D) for m in attached.model.modules()),
             **export.adapter_metadata(attached),
         ).save_pretrained(str(folder))
         named = {f"{inside[module]}.{factor}": name for name in factors for module, _, factor in [name.rpartition(".")]}
         stored = {f"base_model.model.{name}.weight": factors[ours] for name, ours in named.items()}
+        stored |= {f"base_model.model.{name}": w for name, w in self._whole_heads(attached, weights, in_heads).items()}
         export.adapter_tensors(folder / export.PEFT_WEIGHTS, stored)
         export.write_generation(folder, attached)
+
+    @torch.no_grad()
+    def _whole_heads(self, attached: AttachedModel, weights: Weights, in_heads: set[str]) -> dict[str, Tensor]:
+        """Return all tensors of the model's heads by their names in the plain model, with their pairs added."""
+        tensors = {
+            name.replace(".base_layer.", "."): p.detach().to("cpu", torch.float32, copy=True)
+            for name, p in attached.model.named_parameters()
+            if _is_within(name, attached.heads) and not _PAIR.search(name)
+        }
+        if in_heads:
+            fields, factors = self.as_lora({n: w for n, w in weights.items() if n.rpartition(".")[0] in in_heads})
+            for module in in_heads:
+                change = fields.scale * (factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"]).cpu()
+                tensors[f"{_whole_name(attached, module)}.weight"] += change
+        return tensors
 
     @override
     @torch.no_grad()
@@ -119,6 +146,15 @@ class LoraFields:
 def target_modules(factors: Mapping[str, Tensor]) -> list[str]:
     """Return the layers that have a pair, in the order of the factors."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name in factors))
+
+
+def _without(weights: Weights, modules: set[str]) -> dict[str, Tensor]:
+    return {name: weight for name, weight in weights.items() if name.rpartition(".")[0] not in modules}
+
+
+def _is_within(name: str, modules: Sequence[str]) -> bool:
+    """Return whether a module or tensor is one of `modules`, or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _whole_name(attached: AttachedModel, module: str) -> str:

@@ -8,6 +8,7 @@ from fedveil.models import bundled, published_name
 
 _TASKS = {
     "text-generation": "text-generation",
+    "text-classification": "text-classification",
     "image-classification": "image-classification",
     "vision-language": "image-text-to-text",
     "clip-prompt": "zero-shot-image-classification",
@@ -69,5 +70,5 @@ def _bundled(task: str) -> str:
         )
     return (
         f"The base {name} is not on the Hub: it is part of FedVeil, in the folder "
-        f'`fedveil.paths.find_folder("assets/tiny-{plain_text(task)}")`, which `from_pretrained` loads.'
+        f'`fedveil.paths.find_folder("assets/{name.removeprefix("fedveil/")}")`, which `from_pretrained` loads.'
     )

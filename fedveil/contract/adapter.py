@@ -8,7 +8,7 @@ sees only tensors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -39,6 +39,7 @@ class AttachedModel:
             `fedveil.models.published_name.published_name`.
         processor: its tokenizer or image processor; None where the model came without one.
         end_tokens: the tokens that end a generated text; none if the model generates no text.
+        heads: modules that an adapter's files contain whole, because the base has none, or another one.
     """
 
     model: Any
@@ -46,6 +47,7 @@ class AttachedModel:
     base: str
     processor: Any = None
     end_tokens: tuple[int, ...] = ()
+    heads: tuple[str, ...] = ()
 
 
 class Adapter(ABC):
@@ -105,6 +107,10 @@ class Adapter(ABC):
         Raises:
             ConfigError: the model has no place for it.
         """
+
+    def including(self, modules: Sequence[str]) -> Adapter:
+        """Return the adapter that also trains these linear layers: itself, unless its fields choose layers."""
+        return self
 
     @abstractmethod
     def save(self, folder: Path, attached: AttachedModel, weights: Weights) -> None:

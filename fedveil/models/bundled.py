@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from fedveil import paths
+from fedveil.models.published_name import bundled_task
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 ASSETS_VARIABLE = "FEDVEIL_ASSETS"
@@ -31,8 +32,9 @@ def bundled_folder(task: str) -> Path | None:
     (also an editable one), and in every folder of sys.path. A folder that lacks one of FILES does not count.
     """
     for assets in dict.fromkeys(_assets()):
-        if all((assets / f"tiny-{task}" / file).is_file() for file in FILES):
-            return assets / f"tiny-{task}"
+        folder = assets / f"tiny-{bundled_task(task)}"
+        if all((folder / file).is_file() for file in FILES):
+            return folder
     return None
 
 

@@ -33,6 +33,9 @@ class LoadedModel:
         image_token: for a vision model, the token id that stands for a part of an image.
         places: for a language model whose own tensors are trained, their locations in it.
         draw: for a model without weights, the function that draws all its parameters from a stream.
+        heads: modules of which no file of the base has all weights, or that belong to the task alone, such as a
+            classifier's head. Exported adapters contain them whole.
+        is_causal: for a classifier of texts, whether a token reads only the tokens before it.
         lent: names of trained parameters that are temporarily the caller's tensors and must not be written
             to.
     """
@@ -45,6 +48,8 @@ class LoadedModel:
     image_token: int | None = None
     draw: Callable[[RandomStream], Weights] | None = None
     places: Mapping[str, ParamLocation] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()
+    is_causal: bool = False
     lent: set[str] = field(default_factory=set)
     end_tokens: tuple[int, ...] = ()
 

@@ -44,7 +44,7 @@ def find_model(name: str, tiny_folder: Path | None) -> tuple[str, bool]:
         if not (folder / "config.json").is_file():
             raise TaskError(
                 f'task.model: expected a model folder with config.json, found none in "{name}" '
-                f"(it has {_some(sorted(p.name for p in folder.iterdir()))}); {NEXT}"
+                f"(it has {name_some(sorted(p.name for p in folder.iterdir()))}); {NEXT}"
             )
         return str(folder), True
     if not name or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or folder.exists():
@@ -104,7 +104,7 @@ def load_causal(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         model, tokenizer = load_model(config, adapter, device, where, AutoModelForCausalLM, AutoTokenizer, kind)
         ends = _end_tokens(config.task.model, where, tokenizer)
         trained = adapter.attach(model)
-    base = LoadedModel(_ready(model, config, device), tokenizer, trained, _context(model, config, adapter))
+    base = LoadedModel(prepare_model(model, config, device), tokenizer, trained, _context(model, config, adapter))
     return replace(base, places=layers.param_locations(model, trained), end_tokens=ends)
 
 
@@ -141,7 +141,7 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
         model.requires_grad_(False)
         trained = adapter.attach(language.requires_grad_(True))
     context = _context(model, config, adapter)
-    base = LoadedModel(_ready(model, config, device), processor.tokenizer, trained, context, processor)
+    base = LoadedModel(prepare_model(model, config, device), processor.tokenizer, trained, context, processor)
     image_token = getattr(model.config, "image_token_id", None)
     return replace(base, image_token=image_token, places=layers.param_locations(language, trained), end_tokens=ends)
 
@@ -168,10 +168,13 @@ def load_classifier(
             bare = from_scratch.model_config_of(where, is_local, config, tiny_vit)
             processor = None
             if not is_local or (where != "tiny" and (Path(where) / PREPROCESSOR).is_file()):
-                processor = AutoImageProcessor.from_pretrained(where, **_plain(is_local))
+                processor = AutoImageProcessor.from_pretrained(where, **library_arguments(is_local))
             if bare is None:
                 model, info = AutoModelForImageClassification.from_pretrained(
-                    where, **_plain(is_local), output_loading_info=True, **_precision(config, adapter, device)
+                    where,
+                    **library_arguments(is_local),
+                    output_loading_info=True,
+                    **precision_arguments(config, adapter, device),
                 )
                 _check_whole(name, info)
             else:
@@ -193,13 +196,13 @@ def load_classifier(
                     "task.model: expected a model without batch normalization to start from scratch, found "
                     f'{type(model).__name__} in "{name}"; use one with weights, or a ViT'
                 )
-            model = model.to(_precision(config, adapter, device)["dtype"])
+            model = model.to(precision_arguments(config, adapter, device)["dtype"])
             draw = partial(from_scratch.draw_tensors, bare)
         trained = adapter.attach(model)
-    return LoadedModel(_ready(model, config, device), None, trained, None, processor, draw=draw)
+    return LoadedModel(prepare_model(model, config, device), None, trained, None, processor, draw=draw)
 
 
-def _plain(is_local: bool) -> dict[str, bool]:
+def library_arguments(is_local: bool) -> dict[str, bool]:
     """Return the arguments for loading any model or processor: no code from its folder ever runs."""
     return {"local_files_only": is_local, "trust_remote_code": False}
 
@@ -225,9 +228,12 @@ def load_model(
             f"{bundled.HOW_TO_GET_IT}"
         )
     try:
-        processor = processor_of.from_pretrained(where, **_plain(is_local))
+        processor = processor_of.from_pretrained(where, **library_arguments(is_local))
         model, info = model_of.from_pretrained(
-            where, **_plain(is_local), output_loading_info=True, **_precision(config, adapter, device)
+            where,
+            **library_arguments(is_local),
+            output_loading_info=True,
+            **precision_arguments(config, adapter, device),
         )
     except Exception as error:  # the library raises OSError, ValueError, KeyError, SafetensorError, ...
         raise TaskError(f'task.model: cannot load "{name}" as {kind} ({first_line(error)}); {NEXT}') from None
@@ -288,7 +294,7 @@ def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
     return left
 
 
-def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
+def prepare_model(model: Any, config: RunConfig, device: torch.device) -> Any:
     """Move a model to its device, in eval mode and without its own sampling defaults."""
     if model.can_generate():
         model.generation_config = type(model.generation_config)()
@@ -301,7 +307,7 @@ def _ready(model: Any, config: RunConfig, device: torch.device) -> Any:
     return model
 
 
-def _precision(config: RunConfig, adapter: Adapter, device: torch.device) -> dict[str, Any]:
+def precision_arguments(config: RunConfig, adapter: Adapter, device: torch.device) -> dict[str, Any]:
     is_frozen = not adapter.trains_base
     dtype = torch.bfloat16 if is_frozen and config.train.precision == "bf16" else torch.float32
     if config.train.quantized_base == "none":
@@ -322,11 +328,11 @@ def _check_whole(name: str, info: Mapping[str, Any]) -> None:
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise TaskError(
-            f'task.model: expected all weights of the model, but "{name}" lacks {_some(absent)} or has them in '
+            f'task.model: expected all weights of the model, but "{name}" lacks {name_some(absent)} or has them in '
             f"another shape; {NEXT}"
         )
 
 
-def _some(names: list[str]) -> str:
+def name_some(names: list[str]) -> str:
     """Return the first few of `names` for a message."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") if names else "nothing"

@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+_SHARED_BASES = {"text-classification": "text-generation"}
 _ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 
 
@@ -29,6 +30,11 @@ def published_name(model: str, task: str) -> str:
     return Path(os.path.abspath(Path(model).expanduser())).name  # the last part of a link, not of its target
 
 
+def bundled_task(task: str) -> str:
+    """Return the task whose small base a task uses: its own, unless it shares another's."""
+    return _SHARED_BASES.get(task, task)
+
+
 def bundled_name(task: str) -> str:
-    """Return the name of a task's own small base."""
-    return f"fedveil/tiny-{task}"
+    """Return the name of a task's small base."""
+    return f"fedveil/tiny-{bundled_task(task)}"

@@ -184,7 +184,9 @@ class AdaptedTask(Task):
         """Return the model with its adapter, for code that writes it to files."""
         base = self.base
         name = published_name.published_name(self.config.task.model, self.config.task.name)
-        return AttachedModel(base.model, self._own_names, name, base.processor or base.tokenizer, self.end_tokens)
+        return AttachedModel(
+            base.model, self._own_names, name, base.processor or base.tokenizer, self.end_tokens, base.heads
+        )
 
     @override
     def save(self, weights: Weights, folder: Path) -> None:

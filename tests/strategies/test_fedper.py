@@ -266,6 +266,11 @@ def test_top_is_counted_by_number_and_not_by_text_or_order():
     assert FedPer(layers=2)._top(names) == {"h.10.m.lora_A", "h.10.m.lora_B", "h.9.m.lora_A"}
 
 
+def test_a_head_without_a_number_belongs_to_the_top():
+    names = ["h.1.m.lora_A", "classifier.lora_A", "h.0.m.lora_A", "classifier.lora_B"]
+    assert FedPer(layers=1)._top(names) == {"h.1.m.lora_A", "classifier.lora_A", "classifier.lora_B"}
+
+
 def test_what_it_refuses():
     with pytest.raises(ConfigError, match=r"wte\.lora_A2: expected a layer number in the name"):
         FedPer().init({"wte.lora_A2": ParamSpec((1,))}, {}, rng.initial_stream(0, "x"))

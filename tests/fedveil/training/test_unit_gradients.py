@@ -23,6 +23,7 @@ from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
 from fedveil.rng import RandomStream
 from fedveil.strategies.dp_fpl import DPFPL, PROMPT
 from fedveil.training.unit_gradients import UnitGradientSource, UnitTrainer
+from tests.fedveil.tasks import small_classifiers
 from tests.prompt_toy import LENGTH, PromptTask, TextTask, examples
 
 CTX = RoundContext(0, "a", True, bytes(32), seeded=True)
@@ -113,7 +114,19 @@ def clip_task(folder):
     return tasks.load_task(config_of(**keys), PromptAdapter(), "cpu")
 
 
-@pytest.mark.parametrize("make", [text_task, image_task, clip_task], ids=["text", "image", "clip"])
+def classifier_task(folder):
+    small_classifiers.save_rows(folder, small_classifiers.draw_rows(11))
+    keys = {"task.name": "text-classification", "task.class-names": ",".join(small_classifiers.NAMES)}
+    columns = {"task.source-column": "note", "task.target-column": "ward", "task.label-column": "ward"}
+    model = small_classifiers.save_base(folder / "base", "bert")
+    return tasks.load_task(
+        config_of(**keys, **columns, **{"task.model": str(model), "task.max-tokens": 24}), LoraAdapter(2), "cpu"
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [text_task, image_task, clip_task, classifier_task], ids=["text", "image", "clip", "classifier"]
+)
 def test_two_steps_are_those_of_the_twin(make, tmp_path):
     task = make(tmp_path)
     rows = task.prepare(tmp_path, "train").rows

@@ -1,0 +1,409 @@
+"""Text classification: a language model learns the class of a text, or with task.multi-label all its classes.
+
+Base: any sequence classification model of transformers that reads one text, encoder (BERT) or decoder (Llama, which
+pools the last token before the padding). Texts are padded on the right and cut at their end to task.max-tokens; the log
+says how many are cut. A base without a head gets one from the run's seed; see `models.sequence_classifier`. LoRA has a
+pair at each linear layer of the head too, and its exported files contain the whole head.
+
+| in task.target-column | one class | task.multi-label |
+|---|---|---|
+| a name of task.class-names | that class | that label alone |
+| several names between task.label-separator | refused | those labels |
+| an integer from 0, unless a class name is an integer | the class of that number | that label alone |
+| a list of names or integers | refused | those labels; an empty list is no label |
+| an empty text | refused | no label |
+| no value | refused | refused |
+
+Loss: the mean cross entropy over texts, or for several labels the mean binary cross entropy over labels and texts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+from fedveil import rng
+from fedveil.config import RunConfig, TaskConfig
+from fedveil.contract.adapter import Adapter
+from fedveil.contract.param_spec import Weights
+from fedveil.contract.task import (
+    DatasetShard,
+    Example,
+    ExamplePrediction,
+    Examples,
+    Metrics,
+    Task,
+    TaskInfo,
+    TaskMetric,
+)
+from fedveil.data import tables
+from fedveil.data.row_values import as_text, describe_value
+from fedveil.errors import ConfigError, TaskError
+from fedveil.models import bundled, loading, sequence_classifier
+from fedveil.models.library_logging import quiet_libraries
+from fedveil.models.loaded_model import LoadedModel
+from fedveil.training import class_scores
+from fedveil.training.adapter_task import AdaptedTask, check_task_config
+
+__all__ = ["TextClassification", "class_names_of"]
+
+_AT_ONCE = 1000  # examples that are tokenized together
+log = logging.getLogger("fedveil.data")
+
+
+def _metrics(task: TaskConfig) -> Metrics:
+    return {"loss": TaskMetric("lower"), **{name: TaskMetric("higher") for name in class_scores.SCORES}}
+
+
+INFO = TaskInfo(
+    mounts=("layers",),
+    columns=lambda task: (task.source_column, task.target_column),
+    texts=lambda task: (task.source_column,),
+    tiny=lambda: bundled.bundled_folder("text-classification"),
+    metrics=_metrics,
+)
+
+
+def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
+    """Create the task of `config`; the base is loaded on first use.
+
+    Raises:
+        ConfigError: no class names, invalid ones, or an adapter or key that the task does not support.
+        TaskError: no base model at that path.
+    """
+    check_task_config(config, adapter, INFO)
+    return TextClassification(config, adapter, loading.pick_device(device), class_names_of(config))
+
+
+def class_names_of(config: RunConfig) -> tuple[str, ...]:
+    """Return the names in task.class-names, by number.
+
+    Raises ConfigError for fewer than two, a name that occurs twice, or one that contains the separator of labels.
+    """
+    task = config.task
+    names = tuple(name for name in map(str.strip, task.class_names.split(",")) if name)
+    if len(names) < 2:
+        raise ConfigError(
+            "task.class-names: expected the names of at least two classes, separated by commas, in the same order for "
+            f"all sites, found {len(names)}; set it"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f'task.class-names: expected each name once, found "{twice}" twice; drop one')
+    if task.multi_label and (joined := [name for name in names if task.label_separator in name]):
+        raise ConfigError(
+            f'task.label-separator: expected a text that no class name contains, found "{task.label_separator}", '
+            f'which is in "{joined[0]}"; set another one'
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """One encoded text.
+
+    Attributes:
+        ids: its tokens, with those that the tokenizer adds.
+        label: its class; for several labels 1.0 or 0.0 for each class.
+        types: its token types, if the model reads them.
+    """
+
+    ids: list[int]
+    label: int | tuple[float, ...]
+    types: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class LabelledTextBatch:
+    """A batch of texts, padded on the right.
+
+    Attributes:
+        ids, mask: token ids, and 1 where they are not padding.
+        labels: the class of each text (int64), or 0 or 1 for each text and class (float32).
+        tokens: number of tokens, without padding.
+        types: token types; None if the model reads none.
+    """
+
+    ids: Int[Tensor, "rows length"]
+    mask: Int[Tensor, "rows length"]
+    labels: Tensor
+    tokens: int
+    types: Tensor | None = None
+
+    @property
+    def terms(self) -> int:
+        """Return the number of texts, which are the terms of the loss."""
+        return len(self.labels)
+
+    def pinned(self) -> LabelledTextBatch:
+        """Return the batch in page-locked memory, whose copy to a GPU is asynchronous."""
+        return self._each(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> LabelledTextBatch:
+        """Return the batch on `device`; pinned memory is copied asynchronously."""
+        return self._each(lambda t: t.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> LabelledTextBatch:
+        ids, mask, labels = map(change, (self.ids, self.mask, self.labels))
+        return replace(
+            self, ids=ids, mask=mask, labels=labels, types=None if self.types is None else change(self.types)
+        )
+
+
+@final
+class TextClassification(AdaptedTask):
+    """A language model that classifies texts."""
+
+    def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device, names: tuple[str, ...]) -> None:
+        super().__init__(config, adapter, device)
+        self.names = names
+        self._numbers = {name: i for i, name in enumerate(names)}
+        self._is_numbered = not any(name.lstrip("-").isdecimal() for name in names)
+
+    @override
+    def _load(self) -> LoadedModel:
+        return sequence_classifier.load_sequence_classifier(
+            self.config, self.adapter, self.device, INFO.tiny(), self.names
+        )
+
+    @override
+    def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
+        """Read the examples as `DatasetTable.examples` does. Class names that a Parquet file stores belong to them."""
+        task = self.config.task
+        table = tables.read_split(data, split, INFO.columns(task), texts=INFO.texts(task))
+        feature = table.rows.features[task.target_column]
+        stored = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
+        return replace(table, class_names=tuple(stored or ())).examples(split, share, self.config)
+
+    @override
+    def encode(self, examples: Examples) -> list[LabelledText]:
+        """Tokenize every example. Raises TaskError, with file and row, for one without text or with another label."""
+        rows: list[LabelledText] = []
+        cut = 0
+        for start in range(0, len(examples), _AT_ONCE):
+            part = list(examples[start : start + _AT_ONCE])
+            labels = [self._label(example) for example in part]
+            with quiet_libraries():  # it advises about each text that is too long
+                encoded = self._tokenize([self._text(example) for example in part])
+            cut += sum(was_cut for *_, was_cut in encoded)
+            rows += [LabelledText(ids, label, types) for (ids, types, _), label in zip(encoded, labels, strict=True)]
+        if cut:
+            now, most = self.config.task.max_tokens, self.base.context
+            todo = "raise it" if most is None else f"raise it, to at most {most}"
+            if now == most:
+                todo = f"shorten the texts: {self.config.task.model} has no more room"
+            log.warning("task.max-tokens = %d: %d of %d texts lose their end; %s", now, cut, len(rows), todo)
+        return rows
+
+    def _tokenize(self, texts: Sequence[str]) -> list[tuple[list[int], list[int], bool]]:
+        """Return tokens, token types, and whether the text was cut, for each text."""
+        tokenizer, most = self.base.tokenizer, self.config.task.max_tokens
+        whole = tokenizer(list(texts), truncation=False)["input_ids"]
+        shortened = tokenizer(list(texts), truncation=True, max_length=most, return_token_type_ids=self._has_types)
+        types = shortened["token_type_ids"] if self._has_types else [[] for _ in texts]
+        return [
+            (list(ids), list(kinds), len(ids) < len(full))
+            for full, ids, kinds in zip(whole, shortened["input_ids"], types, strict=True)
+        ]
+
+    @cached_property
+    def _has_types(self) -> bool:
+        return "token_type_ids" in sequence_classifier.accepted_inputs(self.base.model, self.base.tokenizer)
+
+    def _text(self, example: Example) -> str:
+        column = self.config.task.source_column
+        text = as_text(example.values.get(column))
+        if text is None or not text.strip():
+            raise TaskError(
+                f'task.data: expected text in column "{column}" of every row, found '
+                f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row"
+            )
+        return text
+
+    def _label(self, example: Example) -> int | tuple[float, ...]:
+        """Return the class of an example, or 1.0 or 0.0 for each class."""
+        task = self.config.task
+        value = example.values.get(task.target_column)
+        if not task.multi_label:
+            number = self._number(value, example.class_names)
+            if number is None:
+                raise self._no_class(value, example)
+            return number
+        several: list[object]
+        if isinstance(value, str) and not example.class_names:
+            several = [name for name in map(str.strip, value.split(task.label_separator)) if name]
+        else:
+            several = value if isinstance(value, list) else [value]
+        numbers = [self._number(each, example.class_names) for each in several]
+        if None in numbers:
+            raise self._no_class(value, example)
+        return tuple(float(i in numbers) for i in range(len(self.names)))
+
+    def _number(self, value: object, stored: tuple[str, ...]) -> int | None:
+        """Return the number of a class; None for a value that is none. `stored`: names that the file gives numbers."""
+        number = value if isinstance(value, int) and not isinstance(value, bool) else None
+        if stored and number is not None:
+            value, number = stored[number] if 0 <= number < len(stored) else None, None
+        name = as_text(value)
+        if name is not None and name.strip() in self._numbers:
+            return self._numbers[name.strip()]
+        return number if number is not None and self._is_numbered and 0 <= number < len(self.names) else None
+
+    def _no_class(self, value: object, example: Example) -> TaskError:
+        task = self.config.task
+        kind = f'classes separated by "{task.label_separator}" or a list of them' if task.multi_label else "a class"
+        number = f", or its number from 0 to {len(self.names) - 1}," if self._is_numbered else ""
+        return TaskError(
+            f"task.data: expected {kind}, of the {len(self.names)} names in task.class-names{number} in column "
+            f'"{task.target_column}", found {describe_value(value)} in {example.where}; correct or drop the row, or '
+            "set task.class-names"
+        )
+
+    @override
+    def collate(self, rows: Sequence[LabelledText]) -> LabelledTextBatch:
+        """Return one batch, on the CPU."""
+        width, padding = max(len(row.ids) for row in rows), self.base.model.config.pad_token_id
+        room = [width - len(row.ids) for row in rows]
+        ids = torch.tensor([row.ids + [padding] * k for row, k in zip(rows, room, strict=True)])
+        mask = torch.tensor([[1] * len(row.ids) + [0] * k for row, k in zip(rows, room, strict=True)])
+        types = [row.types + [0] * k for row, k in zip(rows, room, strict=True)] if self._has_types else None
+        labels = torch.tensor([row.label for row in rows])
+        tokens = sum(len(row.ids) for row in rows)
+        return LabelledTextBatch(ids, mask, labels, tokens, None if types is None else torch.tensor(types))
+
+    def _inputs(self, ids: Tensor, mask: Tensor, types: Tensor | None) -> dict[str, Tensor]:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        return inputs if types is None else {**inputs, "token_type_ids": types}
+
+    def _logits(self, batch: LabelledTextBatch) -> Float[Tensor, "rows classes"]:
+        return self._forward(self._inputs(batch.ids, batch.mask, batch.types)).float()
+
+    def samples(self, rows: Sequence[LabelledText]) -> tuple[Tensor, ...]:
+        """Return token ids, masks, labels and, if the model reads them, token types; see `PerExampleLoss`.
+
+        Raises TaskError for an encoder in which some layers read only the tokens nearby, such as ModernBERT.
+        """
+        layers = getattr(self.base.model.config, "layer_types", None) or ()
+        if not self.base.is_causal and len(set(layers)) > 1:
+            raise TaskError(
+                "task.model: expected an encoder in which each layer reads all tokens, for per-example gradients, "
+                f'found layers of {" and ".join(sorted(set(layers)))} in "{self.config.task.model}"; use another base, '
+                "or train without dp.*"
+            )
+        batch = self.collate(rows).to(self.device)
+        return (batch.ids, batch.mask, batch.labels, *(() if batch.types is None else (batch.types,)))
+
+    def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
+        """Return the loss of one text."""
+        ids, mask, label, *types = sample
+        # The library searches a mask of two dimensions for padding, which depends on values. A decoder needs none,
+        # because no token reads the padding behind it; an encoder uses one of four dimensions as it is.
+        seen = torch.ones(1, len(ids), dtype=torch.long, device=ids.device)
+        if not self.base.is_causal:
+            seen = mask.bool()[None, None, None, :].expand(1, 1, len(ids), len(ids))
+            if self.base.model.config._attn_implementation == "eager":  # it adds the mask
+                seen = torch.zeros(seen.shape, device=ids.device).masked_fill(~seen, torch.finfo(torch.float32).min)
+        inputs = self._inputs(ids[None], seen, types[0][None] if types else None)
+        return self._loss(self._logits_at(weights, inputs).float(), label[None])
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss summed over texts."""
+        if not self.config.task.multi_label:
+            return functional.cross_entropy(logits, labels, reduction="sum")
+        return functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(self.names)
+
+    @override
+    def loss_sum(self, batch: LabelledTextBatch) -> Tensor:
+        """Return the summed loss of the texts of `batch`, which is on the device.
+
+        Raises:
+            ConfigError: train.compile on a machine that does not support it.
+        """
+        return self._loss(self._logits(batch), batch.labels)
+
+    @override
+    @torch.no_grad()
+    def mean_loss(self, encoded: Sequence[LabelledText]) -> float:
+        """Return the mean loss per text with the weights loaded last."""
+        logits, labels = self._all(encoded)
+        return float(self._loss(logits, labels)) / len(encoded)
+
+    def _all(self, encoded: Sequence[LabelledText]) -> tuple[Tensor, Tensor]:
+        """Return logits and labels of all texts, in order, on the CPU."""
+        order = sorted(range(len(encoded)), key=lambda i: encoded[i].length)  # similar lengths need little padding
+        logits = torch.zeros(len(encoded), len(self.names))
+        for part in self._parts(len(order)):
+            chosen = [order[i] for i in part]
+            logits[chosen] = self._logits(self.collate([encoded[i] for i in chosen]).to(self.device)).cpu()
+        return logits, torch.tensor([row.label for row in encoded])
+
+    @override
+    @torch.no_grad()
+    def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
+        """Return "loss" and the scores of `class_scores` over evaluate.eval-examples examples, drawn from run.seed.
+
+        Scores that do not exist for these examples are left out, and the log says so.
+
+        Raises:
+            TaskError: no examples, errors as in `encode`, weights that do not match the spec, or evaluate.metric is a
+                score that does not exist.
+        """
+        if not examples:
+            raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
+        self.show(weights)
+        logits, labels = self._all(self.encode(self._scored(examples)))
+        scores = {"loss": float(self._loss(logits, labels)) / len(labels)}
+        if self.config.task.multi_label:
+            scores |= class_scores.score_labels(logits, labels.bool())
+        else:
+            scores |= class_scores.score_single_class(logits, labels)
+        if lacking := [name for name in class_scores.SCORES if name not in scores]:
+            reason = (
+                f"{' and '.join(lacking)} of {len(labels)} scored examples: expected an example in and one outside "
+                f"each of the {len(self.names)} classes, found a class without"
+            )
+            if self.config.evaluate.metric in lacking:
+                raise TaskError(f"evaluate.metric: {reason}; raise evaluate.eval-examples, add examples, or change it")
+            log.warning("task.evaluation: no %s", reason)
+        return scores
+
+    def _scored(self, examples: Examples) -> Examples:
+        """Return at most evaluate.eval-examples of the examples: a seeded choice, since files are sorted by class."""
+        count = self.config.evaluate.eval_examples
+        if len(examples) <= count:
+            return examples
+        chosen = rng.initial_stream(self.config.run.seed, "scored examples").choice(len(examples), count)
+        return [examples[i] for i in sorted(chosen)]
+
+    @override
+    @torch.no_grad()
+    def predict(
+        self, weights: Weights, rows: Sequence[LabelledText], generate: bool = False
+    ) -> Iterator[ExamplePrediction]:
+        """Yield only the slice "target": one position, or with several labels one of two classes for each label."""
+        self.show(weights)
+        for part in self._parts(len(rows)):
+            chosen = [rows[i] for i in part]
+            batch = self.collate(chosen)
+            logits = self._logits(batch.to(self.device)).cpu()
+            for row, label in zip(logits, batch.labels, strict=True):
+                if self.config.task.multi_label:
+                    both = torch.stack([torch.zeros_like(row), row], 1)  # softmax gives sigmoid(logit) for "yes"
+                    yield ExamplePrediction({"target": both}, label.long())
+                else:
+                    yield ExamplePrediction({"target": row[None]}, label[None])

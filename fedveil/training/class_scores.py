@@ -1,0 +1,75 @@
+"""Scores of classifiers, from the logits of all scored examples.
+
+| score | one class for each example | any number of labels for each example |
+|---|---|---|
+| accuracy | share of examples whose largest logit is the class's | share of examples with all labels right (subset
+  accuracy), a label being given where its logit is above 0 |
+| macro_f1 | mean over classes of 2 tp / (2 tp + fp + fn); classes that are neither in the data nor predicted are left
+  out | the same, over labels |
+| auroc | two classes: that of class 1; more: the mean over classes, each against all others | the mean over labels |
+
+An AUROC exists only if every class has an example in the data and an example outside it; ties count one half. A macro
+F1 exists unless no label is given or predicted at all. A score that does not exist is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+__all__ = ["area_under_roc", "score_labels", "score_single_class"]
+
+SCORES = ("accuracy", "macro_f1", "auroc")
+
+
+def score_single_class(logits: Float[Tensor, "rows classes"], labels: Int[Tensor, " rows"]) -> dict[str, float]:
+    """Return the scores of examples of one class each."""
+    classes = logits.shape[1]
+    truth = torch.nn.functional.one_hot(labels, classes).bool()
+    predicted = torch.nn.functional.one_hot(logits.argmax(-1), classes).bool()
+    probabilities = logits.double().softmax(-1)
+    sides = range(1, 2) if classes == 2 else range(classes)
+    return {
+        "accuracy": float((logits.argmax(-1) == labels).double().mean()),
+        **_macro_f1(predicted, truth),
+        **_mean_area(probabilities[:, list(sides)], truth[:, list(sides)]),
+    }
+
+
+def score_labels(logits: Float[Tensor, "rows labels"], truth: Bool[Tensor, "rows labels"]) -> dict[str, float]:
+    """Return the scores of examples with any number of labels."""
+    predicted = logits > 0
+    return {
+        "accuracy": float((predicted == truth).all(1).double().mean()),
+        **_macro_f1(predicted, truth),
+        **_mean_area(logits.double(), truth),
+    }
+
+
+def _macro_f1(predicted: Bool[Tensor, "rows classes"], truth: Bool[Tensor, "rows classes"]) -> dict[str, float]:
+    twice = 2 * (predicted & truth).sum(0).double()
+    whole = predicted.sum(0) + truth.sum(0)
+    known = whole > 0
+    return {"macro_f1": float((twice[known] / whole[known]).mean())} if bool(known.any()) else {}
+
+
+def _mean_area(scores: Float[Tensor, "rows classes"], truth: Bool[Tensor, "rows classes"]) -> dict[str, float]:
+    areas = [area_under_roc(scores[:, i], truth[:, i]) for i in range(truth.shape[1])]
+    known = [area for area in areas if area is not None]
+    return {"auroc": sum(known) / len(known)} if len(known) == len(areas) else {}
+
+
+def area_under_roc(scores: Float[Tensor, " rows"], truth: Bool[Tensor, " rows"]) -> float | None:
+    """Return the share of pairs of one true and one false example in which the true one has the larger score.
+
+    None if there is no such pair. Ties count one half.
+    """
+    positives = int(truth.sum())
+    negatives = len(truth) - positives
+    if not positives or not negatives:
+        return None
+    _, which, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double()
+    ranks = (last - (counts.double() - 1) / 2)[which]  # equal scores share their mean rank, counted from 1
+    return float((ranks[truth].sum() - positives * (positives + 1) / 2) / (positives * negatives))
