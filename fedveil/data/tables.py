@@ -139,8 +139,8 @@ def read_split(
         log.warning('task.data: "%s": %s', data, unread)
     if how := describe_reading(file):
         log.warning('task.data: "%s": %s', file, how)
-    name, folder = str(file), data if data.is_dir() else data.parent
-    return DatasetTable(read_table(file, columns, scratch, texts), lambda i: ExampleOrigin(name, i + 1), str(folder))
+    rows = read_table(file, columns, scratch, texts)
+    return DatasetTable(rows, lambda i: ExampleOrigin(str(file), i + 1), str(file.parent))
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def split_file(data: Path, split: str) -> Path:
     if len(files) > 1:
         raise TaskError(
             f'task.data: expected one file of the split "{split}" in "{data}", found '
-            f"{' and '.join(file.name for file in files)}; remove one"
+            f"{' and '.join(str(file.relative_to(data)) for file in files)}; remove one"
         )
     if files:
         return files[0]
@@ -188,9 +188,18 @@ def split_file(data: Path, split: str) -> Path:
 def find_split_files(data: Path, split: str) -> list[Path]:
     """Return the files of a split in the folder `data`: their names are the split's, in any case, with an ending.
 
-    An encoding may stand between: train.cp1252.csv.
+    An encoding may stand between: train.cp1252.csv. The metadata of an image folder, <split>/metadata.*, is such a
+    file too, as for `datasets`; its paths are relative to it.
     """
-    return [file for file in sorted(data.iterdir()) if file.is_file() and _split_of(file) == split]
+    files = [file for file in sorted(data.iterdir()) if file.is_file() and _split_of(file) == split]
+    folder = data / split
+    inner = sorted(folder.iterdir()) if folder.is_dir() else []
+    return files + [file for file in inner if file.is_file() and _is_metadata(file)]
+
+
+def _is_metadata(file: Path) -> bool:
+    suffix = row_suffix(file)
+    return bool(suffix) and file.name.lower().removesuffix(suffix) == "metadata"
 
 
 def _split_of(file: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from fedveil import config as run_config
 from fedveil.console.doctor import data_checks
-from fedveil.data import row_files, tables, units
+from fedveil.data import images, row_files, tables, units
 from fedveil.data.row_files import RowFile
 from fedveil.errors import TaskError
 from tests.conftest import ROOT
@@ -166,3 +166,29 @@ def test_the_cp1252_and_decimal_cases_are_read_as_they_lie():
     keys = {"task.data": str(CASES / "09-decimal-date"), "task.source-column": "note", "task.target-column": "dose"}
     (check,) = data_checks.check_run_data(run_config.parse(keys).task, [])
     assert check.text.startswith("2 examples")
+
+
+def test_the_metadata_of_an_image_folder_are_its_rows():
+    data = CASES / "07-imagefolder-metadata"
+    keys = {"task.name": "image-classification", "task.image-column": "file_name", "task.target-column": "label"}
+    task = run_config.parse(keys | {"task.data": str(data), "task.num-classes": 2}).task
+    table = images.image_table(data, "train", task)
+    assert [table.rows[i] for i in range(4)] == [
+        {"file_name": f"{i}.png", "label": label} for i, label in enumerate("abab")
+    ]
+    assert table.class_names == ("a", "b")
+    example = table.examples("train", None, run_config.parse(keys | {"task.num-classes": 2}))[3]
+    assert images.image_bytes(example, "file_name") == (data / "train" / "3.png").read_bytes()
+    (check,) = data_checks.check_run_data(task, [])
+    assert (check.verdict, check.text) == (
+        "ok", f"4 examples in {data / 'train' / 'metadata.jsonl'}, with file_name, label",
+    )  # fmt: skip
+
+
+def test_metadata_beside_a_file_of_the_split_are_two_files(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "metadata.csv").write_text("file_name,label\na.png,b\n")
+    assert tables.split_file(tmp_path, "train") == tmp_path / "train" / "metadata.csv"
+    (tmp_path / "train.csv").write_text("image,label\na.png,b\n")
+    with pytest.raises(TaskError, match=r"found train\.csv and train/metadata\.csv; remove one"):
+        tables.split_file(tmp_path, "train")
