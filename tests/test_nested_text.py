@@ -13,7 +13,7 @@ from fedveil.console.provisioning.federation_folder import SiteRegistry, parse_f
 from fedveil.console.provisioning.operator_registry import OperatorRegistry
 from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.run_reader import config_of
-from fedveil.data.tables import parse_line
+from fedveil.data.row_files import parse_line
 from fedveil.errors import ConfigError, FedVeilError
 from tests.conftest import ROOT
 

@@ -100,7 +100,7 @@ def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
 
 def is_by_class(data: Path, split: str) -> bool:
     """Return whether a split is a folder of class folders rather than a file."""
-    return (data / split).is_dir() and not any((data / f"{split}{suffix}").is_file() for suffix in tables.SUFFIXES)
+    return (data / split).is_dir() and not tables.find_split_files(data, split)
 
 
 def _read_path(path: str, example: Example, column: str) -> bytes:

@@ -16,7 +16,7 @@ __all__ = ["as_text", "describe_value"]
 def as_text(value: object) -> str | None:
     """Return a value as the text that stands for it in a file; None for no value, NaN, infinity, and for no scalar.
 
-    Numbers of JSON Lines are texts already, as written in the file; see `tables.parse_line`.
+    Numbers of JSON and CSV are texts already, as written in the file; see `row_files.RowFile`.
     """
     match value:
         case str():

@@ -1,4 +1,4 @@
-"""Read a split's examples from a data folder or file, JSON Lines or Parquet, and write no file next to it.
+"""Read a split's examples from a data folder or file, as text (see `row_files`) or Parquet, and write no file there.
 
 A table is an Arrow table: in memory, or mapped from an unnamed file in a private folder that the caller
 chooses. Its rows become Python objects a few at a time, on use.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import logging
 import math
 import operator
@@ -19,7 +18,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final, overload
+from typing import TYPE_CHECKING, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +27,9 @@ from typing_extensions import override
 from fedveil import paths
 from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.data import partition
-from fedveil.data.row_values import as_text, describe_value
+from fedveil.data.row_files import ENCODINGS, SUFFIXES, RowFile, describe_columns, row_suffix
+from fedveil.data.row_values import describe_value
 from fedveil.errors import StateError, TaskError
-from fedveil.sanitize import sanitize
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped]
@@ -40,13 +39,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DatasetTable", "TableSelection", "read_split", "read_table", "split_file"]
 
-SUFFIXES = (".jsonl", ".parquet")
 _SPLITS = ("train", "test")
 _OTHER_SPLITS = ("validation", "valid", "val", "dev")  # which no task reads
-_TABULAR = {*SUFFIXES, ".json", ".ndjson", ".csv", ".tsv", ".arrow", ".feather", ".xlsx", ".xls"}
+_TABULAR = {*SUFFIXES, ".arrow", ".feather", ".xlsx", ".xls"}
 _MOST_NAMES = 8  # of files, in a message
 log = logging.getLogger("fedveil.data")
-_PARSED = 10_000  # lines of JSON that are added to the table together
+_PARSED = 10_000  # rows of a text file that are added to the table together
 _KINDS = {str: "texts", bool: "true or false", int: "numbers", float: "numbers", list: "lists", dict: "objects"}
 _AT_ONCE = 256  # rows that are Python objects at a time: few, because they may be images
 
@@ -139,8 +137,10 @@ def read_split(
     file = split_file(data, split)
     if unread := describe_unread(data):
         log.warning('task.data: "%s": %s', data, unread)
-    name, folder = str(file), data if data.is_dir() else data.parent
-    return DatasetTable(read_table(file, columns, scratch, texts), lambda i: ExampleOrigin(name, i + 1), str(folder))
+    if how := describe_reading(file):
+        log.warning('task.data: "%s": %s', file, how)
+    rows = read_table(file, columns, scratch, texts)
+    return DatasetTable(rows, lambda i: ExampleOrigin(str(file), i + 1), str(file.parent))
 
 
 @contextlib.contextmanager
@@ -165,23 +165,57 @@ def split_file(data: Path, split: str) -> Path:
         TaskError: neither exists, or the file is of another kind.
     """
     if data.is_file():
-        if data.suffix not in SUFFIXES:
-            raise TaskError(f'task.data: expected a file ending in {" or ".join(SUFFIXES)}, found "{data}"; convert it')
+        if not row_suffix(data):
+            raise TaskError(f'task.data: expected a file ending in {", ".join(SUFFIXES)}, found "{data}"; convert it')
         return data
     if not data.is_dir():
         raise TaskError(f'task.data: expected a folder or file of rows, found none at "{data}"; correct the path')
-    files = [file for suffix in SUFFIXES if (file := data / f"{split}{suffix}").is_file()]
+    files = find_split_files(data, split)
     if len(files) > 1:
         raise TaskError(
             f'task.data: expected one file of the split "{split}" in "{data}", found '
-            f"{' and '.join(file.name for file in files)}; remove one"
+            f"{' and '.join(str(file.relative_to(data)) for file in files)}; remove one"
         )
     if files:
         return files[0]
     raise TaskError(
-        f'task.data: expected {split}.jsonl or {split}.parquet in "{data}", found '
-        f"{', '.join(sorted(p.name for p in data.iterdir())[:8]) or 'nothing'}; add the file or name another folder"
+        f'task.data: expected a file of the split "{split}" in "{data}", such as {split}.jsonl, {split}.csv or '
+        f"{split}.parquet, found {', '.join(sorted(p.name for p in data.iterdir())[:8]) or 'nothing'}; add the file or "
+        "name another folder"
     )
+
+
+def find_split_files(data: Path, split: str) -> list[Path]:
+    """Return the files of a split in the folder `data`: their names are the split's, in any case, with an ending.
+
+    An encoding may stand between: train.cp1252.csv. The metadata of an image folder, <split>/metadata.*, is such a
+    file too, as for `datasets`; its paths are relative to it.
+    """
+    files = [file for file in sorted(data.iterdir()) if file.is_file() and _split_of(file) == split]
+    folder = data / split
+    inner = sorted(folder.iterdir()) if folder.is_dir() else []
+    return files + [file for file in inner if file.is_file() and _is_metadata(file)]
+
+
+def _is_metadata(file: Path) -> bool:
+    suffix = row_suffix(file)
+    return bool(suffix) and file.name.lower().removesuffix(suffix) == "metadata"
+
+
+def _split_of(file: Path) -> str:
+    """Return the split of a file of rows, by its name; "" if it is of none."""
+    suffix = row_suffix(file)
+    stem, _, encoding = file.name.lower().removesuffix(suffix).partition(".")
+    return stem if suffix and stem in _SPLITS and encoding in ("", *ENCODINGS) else ""
+
+
+def describe_reading(file: Path, most: int = 0) -> str:
+    """Return the encoding and the separator of a text file, found in its first `most` bytes; "" for the usual ones.
+
+    Raises:
+        TaskError: they are not certain.
+    """
+    return "" if row_suffix(file) == ".parquet" else RowFile(file, most=most).describe()
 
 
 def describe_unread(data: Path) -> str:
@@ -198,7 +232,7 @@ def _is_unread(path: Path) -> bool:
     if path.is_dir():
         return stem in _OTHER_SPLITS
     tabular = any(f".{ending}" in _TABULAR for ending in path.name.lower().split(".")[1:])
-    return tabular and path.name not in {f"{split}{suffix}" for split in _SPLITS for suffix in SUFFIXES}
+    return tabular and not _split_of(path)
 
 
 def read_table(
@@ -216,7 +250,7 @@ def read_table(
     """
     from datasets import Dataset
 
-    table = (_parquet if file.suffix == ".parquet" else _json_lines)(file, scratch, texts)
+    table = (_parquet if row_suffix(file) == ".parquet" else _text_file)(file, scratch, texts)
     if table is None or not len(table):
         raise TaskError(f'task.data: expected at least one row in "{file}", found none; add rows')
     require_columns(columns, table.column_names, file)
@@ -234,37 +268,36 @@ def require_columns(columns: tuple[str, ...], names: Sequence[str], file: Path) 
     for column in columns:
         if column not in names:
             raise TaskError(
-                f'task.data: expected column "{column}" in "{file}", found {sanitize(", ".join(names))}; '
+                f'task.data: expected column "{column}" in "{file}", found {describe_columns(file, names)}; '
                 f"set task.source-column and task.target-column to columns of the file"
             )
 
 
-def _json_lines(file: Path, scratch: Path | None, texts: tuple[str, ...]) -> pyarrow.Table | None:
+def _text_file(file: Path, scratch: Path | None, texts: tuple[str, ...]) -> pyarrow.Table | None:
     # Not pyarrow's JSON reader: it turns text that looks like a date into timestamps.
     import pyarrow
 
     try:
         schemas: list[pyarrow.Schema] = []
-        table = _kept(_same(_json_tables(file, texts), schemas), scratch)
+        table = _kept(_same(_text_tables(file, texts), schemas), scratch)
         if len(schemas) < 2:
             return table
-        return _kept(_json_tables(file, texts, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
+        return _kept(_text_tables(file, texts, pyarrow.unify_schemas(schemas, promote_options="permissive")), scratch)
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):  # their texts quote values
         raise _mixed(file, texts) from None
 
 
 def _mixed(file: Path, texts: tuple[str, ...]) -> TaskError:
-    """Return the error for a file of JSON Lines whose rows do not fit into columns of one type each."""
+    """Return the error for a text file whose rows do not fit into columns of one type each."""
     kinds: dict[str, str] = {}
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            for name, value in (parse_line(line, number, file, texts) if line.strip() else {}).items():
-                kind = _KINDS.get(type(value), "")
-                if kind and kinds.setdefault(name, kind) != kind:
-                    return TaskError(
-                        f'task.data: expected one type per column in "{file}", found {describe_value(value)} in column '
-                        f'"{name}" of line {number} and {kinds[name]} before it; correct the rows'
-                    )
+    for number, row in enumerate(RowFile(file, texts), start=1):
+        for name, value in row.items():
+            kind = _KINDS.get(type(value), "")
+            if kind and kinds.setdefault(name, kind) != kind:
+                return TaskError(
+                    f'task.data: expected one type per column in "{file}", found {describe_value(value)} in column '
+                    f'"{name}" of row {number} and {kinds[name]} before it; correct the rows'
+                )
     return TaskError(
         f'task.data: expected values of one type per column in "{file}", integers within 64 bits and texts in UTF-8, '
         "found others; correct the rows"
@@ -280,47 +313,15 @@ def _same(tables: Iterator[pyarrow.Table], schemas: list[pyarrow.Schema]) -> Ite
             yield table
 
 
-def _json_tables(file: Path, texts: tuple[str, ...], schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
-    """Yield tables of _PARSED lines of a file at a time, with inferred types or under a schema."""
+def _text_tables(file: Path, texts: tuple[str, ...], schema: pyarrow.Schema | None = None) -> Iterator[pyarrow.Table]:
+    """Yield tables of _PARSED rows of a file at a time, with inferred types or under a schema."""
     import pyarrow
 
-    with file.open("rb") as lines:
-        rows = (parse_line(line, number, file, texts) for number, line in enumerate(lines, start=1) if line.strip())
-        while part := list(itertools.islice(rows, _PARSED)):
-            names = schema.names if schema is not None else list(dict.fromkeys(name for row in part for name in row))
-            columns = [
-                pyarrow.array([row.get(name) for row in part], schema and schema.field(name).type) for name in names
-            ]
-            yield pyarrow.table(dict(zip(names, columns, strict=True)))
-
-
-def parse_line(line: bytes, number: int, file: Path, texts: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Parse the row in a line of JSON; numbers, true and false in the columns `texts` stay as they are written.
-
-    Raises:
-        TaskError: there is no row.
-    """
-    try:
-        row, written = json.loads(line), dict[str, object]()
-        if isinstance(row, dict) and any(isinstance(row.get(column), int | float | list) for column in texts):
-            written = json.loads(line, parse_int=str, parse_float=str, parse_constant=lambda _: None)
-    except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else "unreadable"
-        if isinstance(error, UnicodeDecodeError):
-            reason = f"byte {error.start + 1} is not UTF-8"
-        raise TaskError(f'task.data: line {number} of "{file}" is not JSON ({reason}); correct the line') from None
-    if not isinstance(row, dict):
-        raise TaskError(
-            f'task.data: expected an object in line {number} of "{file}", found {describe_value(row)}; correct it'
-        )
-    return row | {column: _written(written[column]) for column in texts if column in written}
-
-
-def _written(value: object) -> object:
-    """Return a value of JSON with the texts "true" and "false"; its numbers are texts already."""
-    if isinstance(value, list):
-        return [_written(entry) for entry in value]
-    return as_text(value) if isinstance(value, bool) else value
+    rows = iter(RowFile(file, texts))
+    while part := list(itertools.islice(rows, _PARSED)):
+        names = schema.names if schema is not None else list(dict.fromkeys(name for row in part for name in row))
+        columns = [pyarrow.array([row.get(name) for row in part], schema and schema.field(name).type) for name in names]
+        yield pyarrow.table(dict(zip(names, columns, strict=True)))
 
 
 def _parquet(file: Path, scratch: Path | None, texts: tuple[str, ...]) -> pyarrow.Table | None:

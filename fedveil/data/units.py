@@ -26,6 +26,7 @@ from typing import Any
 from fedveil.config import RunConfig
 from fedveil.contract.task import DatasetShard, ExampleOrigin, PreparedData
 from fedveil.data import images, tables
+from fedveil.data.row_files import RowFile, describe_columns, row_suffix
 from fedveil.errors import TaskError
 
 __all__ = [
@@ -135,16 +136,12 @@ def read_ids(file: Path, column: str) -> list[str]:
 
 
 def _values(file: Path, column: str) -> Sequence[Any]:
-    if file.suffix == ".parquet":
+    if row_suffix(file) == ".parquet":
         return _parquet_values(file, column)
     values, names = list[Any](), dict[str, None]()
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                row = tables.parse_line(line, number, file, (column,))  # numbers as they are written
-                names |= dict.fromkeys(row)
-                is_truth = isinstance(tables.parse_line(line, number, file).get(column), bool)
-                values.append(is_truth or row.get(column))
+    for row, plain in zip(RowFile(file, (column,)), RowFile(file), strict=True):  # numbers as they are written
+        names |= dict.fromkeys(row)
+        values.append(isinstance(plain.get(column), bool) or row.get(column))
     if column not in names:
         raise _no_column(file, column, list(names))
     return values
@@ -165,7 +162,8 @@ def _parquet_values(file: Path, column: str) -> Sequence[Any]:
 
 
 def _no_column(file: Path, column: str, names: Sequence[str]) -> TaskError:
-    return TaskError(f'dp.unit-column: expected a column of "{file}", found "{column}"; it has {", ".join(names)}')
+    has = describe_columns(file, names)
+    return TaskError(f'dp.unit-column: expected a column of "{file}", found "{column}"; it has {has}')
 
 
 def _id(value: Any, number: int, file: Path, column: str) -> str:

@@ -78,10 +78,9 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
     probe = file_probe.probe_file(file, columns, info.texts(task))
     counted += [probe.rows] if probe.is_whole else []
     more = "" if probe.is_whole else "or more "
-    unread = tables.describe_unread(data)
-    said = f"; {unread}" if unread else ""
+    said = "".join(f"; {each}" for each in (file_probe.describe_reading(file), tables.describe_unread(data)) if each)
     if task.image_column in columns:
-        base = str(data if data.is_dir() else data.parent)
+        base = str(file.parent)
         first = file_probe.first_rows(file, task.image_column, _MOST_IMAGES)
         chosen = (Example({task.image_column: value}, ExampleOrigin(str(file), row), base) for value, row in first)
         said += _conversions(chosen, task)

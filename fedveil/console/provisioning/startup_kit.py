@@ -72,9 +72,9 @@ Without containers you need FedVeil installed: use the commands after "or", in t
    the node key opens your connection, and the other sites know you by the signing key.
 
 2. Fill in `site-policy.toml`: as delivered it permits nothing. `FEDVEIL_DATA` names the folder of your examples
-   (`train.jsonl` or `train.parquet`), `FEDVEIL_MODELS` that of the base models. Both are mounted read-only, into the
-   container without outside network, and must be readable by user 10001. Without containers `node-config.toml` names
-   the folder of the examples: `data`, in this folder.
+   (such as `train.jsonl`, `train.csv` or `train.parquet`), `FEDVEIL_MODELS` that of the base models. Both are mounted
+   read-only, into the container without outside network, and must be readable by user 10001. Without containers
+   `node-config.toml` names the folder of the examples: `data`, in this folder.
 
    For runs with secure aggregation: when all sites are registered, the operator sends you the digest of the roster.
    Compare it with the other sites, by telephone, before you put it into `site-policy.toml`: it keeps the server from

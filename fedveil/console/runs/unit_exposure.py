@@ -258,14 +258,15 @@ def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, c
     since = withdrawn.since if withdrawn else ""
     if data is None or not column:
         return UnitRows(data, column, withdrawn=since)
-    from fedveil.data import tables, units
+    from fedveil.data import units
+    from fedveil.data.row_files import row_suffix
 
     files: dict[str, int] = {}
     problems: dict[str, str] = {}
     if not data.exists():
         problems[data.name] = "it does not exist"
     found = sorted(data.iterdir()) if data.is_dir() else [data] if data.exists() else []
-    for file in (file for file in found if file.is_file() and file.suffix in tables.SUFFIXES):
+    for file in (file for file in found if file.is_file() and row_suffix(file)):
         try:
             files[file.name] = units.count_rows(file, column, plain)
         except (FedVeilError, OSError) as error:

@@ -48,6 +48,7 @@ WITHOUT_ROWS = {
     "expected a file ending in", "expected a folder or file of rows, found none at", "to stay unchanged while it is",
     "expected images at <class>", "expected at least one row in", "expected at least one example to train on",
     ": expected rows for site ", "with dp.unit-column and rows that sites", "expected one file of the split",
+    "bytes in a line of", "bytes in the JSON document", "bytes inflated from", "expected an encoding in the name",
     "task.data::",  # another error, under another key
 }  # fmt: skip
 
@@ -109,6 +110,17 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "surrogate": (TEXT, raw(f'{{"mr": "{MARK} \\ud800", "ref": "{MARK}"}}'.encode())),
     "no column": (TEXT, lines(OTHER)),
     "no Parquet": (TEXT, raw(MARK.encode() * 100, "parquet")),
+    "CSV without names": (TEXT, raw(f"{MARK},{MARK} senior\n{MARK},b\n".encode(), "csv")),
+    "CSV with a name twice": (TEXT, raw(f"{MARK},{MARK}\n{MARK},b\n".encode(), "csv")),
+    "CSV of one column": (TEXT, raw(f"{MARK}\n{MARK}\n".encode(), "csv")),
+    "CSV with too many values": (TEXT, raw(f"mr,ref\n{MARK},{MARK},{MARK}\n".encode(), "csv")),
+    "CSV with an open quote": (TEXT, raw(f'mr,ref\n{MARK},"{MARK}\n'.encode(), "csv")),
+    "CSV in another encoding": (TEXT, raw(f"mr,ref\n{MARK},\x8a\n".encode("latin-1"), "csv")),
+    "CSV in no UTF-8": (TEXT, raw(f"mr,ref\n{MARK},\x8a\n".encode("latin-1"), "utf-8.csv")),
+    "no gzip": (TEXT, raw(f"mr,ref\n{MARK},{MARK}\n".encode(), "csv.gz")),
+    "no JSON document": (TEXT, raw(f'[{{"mr": {MARK}}}]'.encode(), "json")),
+    "no list of objects": (TEXT, raw(f'{{"{MARK}": [1]}}'.encode(), "json")),
+    "a list of texts": (TEXT, raw(f'["{MARK}"]'.encode(), "json")),
     "no file": (TEXT, lambda folder: (folder / "notes.txt").write_text(MARK)),
     "Parquet text not UTF-8": (
         TEXT,

@@ -389,7 +389,7 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
 
 
 def test_missing_data_is_named(tmp_path, task, data):
-    with pytest.raises(TaskError, match="expected test.jsonl or test.parquet"):
+    with pytest.raises(TaskError, match='expected a file of the split "test"'):
         task.examples(data, "test")
     with pytest.raises(TaskError, match='expected column "species" in'):
         make(task__target_column="species").examples(data, "train")

@@ -405,7 +405,7 @@ def test_text_that_looks_like_a_date_stays_text(task, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("dev.jsonl", "", r"expected train.jsonl or train.parquet in .* found dev.jsonl"),
+        ("dev.jsonl", "", r'expected a file of the split "train" in .* found dev.jsonl'),
         ("train.jsonl", "", "at least one row"),
         ("train.jsonl", '{"mr": "a", "text": "b"}', 'expected column "ref" in .* found mr, text'),
         ("train.jsonl", '{"mr": "a", "ref": "b"}\n{"mr": ', "line 2 of .* is not JSON"),

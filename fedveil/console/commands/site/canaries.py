@@ -23,6 +23,7 @@ from datasets import Dataset, Features
 from fedveil.attacks.canaries import pairs
 from fedveil.console.terminal import make_console
 from fedveil.data import tables, units
+from fedveil.data.row_files import row_suffix
 from fedveil.errors import ConfigError
 from fedveil.records.atomic_files import fill_folder
 from fedveil.sanitize import sanitize
@@ -56,13 +57,14 @@ def run(args: argparse.Namespace) -> int:
     by_unit = units.group_ids(units.read_ids(file, args.unit_column)) if args.unit_column else None
     unit_rows = args.unit_rows if args.unit_column else 1
     made = pairs.plant_canaries(list(rows), args.target_column, coins, random.SystemRandom(), by_unit, unit_rows)
+    suffix = ".parquet" if row_suffix(file) == ".parquet" else ".jsonl"  # texts as they are, whatever the format
     with fill_folder(args.out) as folder:
         secret = folder / pairs.SECRET
         secret.mkdir(mode=0o700)
         (folder / pairs.DATA).mkdir()
-        _write(made.train, rows.features, folder / pairs.DATA / f"train{file.suffix}")
-        _write(made.first, rows.features, secret / f"{pairs.FIRST}{file.suffix}")
-        _write(made.second, rows.features, secret / f"{pairs.SECOND}{file.suffix}")
+        _write(made.train, rows.features, folder / pairs.DATA / f"train{suffix}")
+        _write(made.first, rows.features, secret / f"{pairs.FIRST}{suffix}")
+        _write(made.second, rows.features, secret / f"{pairs.SECOND}{suffix}")
         coin_bits = "".join("1" if coin else "0" for coin in coins)
         (secret / pairs.COINS).write_text(json.dumps({"coins": coin_bits, "rows": unit_rows}))
     out = sanitize(str(args.out), 300)

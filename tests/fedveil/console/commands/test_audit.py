@@ -213,7 +213,7 @@ def test_members_are_the_rows_of_the_site(run_folder):
 def test_rows_of_no_site_without_a_test_split_are_named_by_the_option(run_folder, tmp_path):
     config = parse(json.loads((run_folder / "config.json").read_text())["config"])
     (tmp_path / "train.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=r"^--non-members: expected test\.jsonl or test\.parquet in .* found train"):
+    with pytest.raises(ConfigError, match=r'^--non-members: expected a file of the split "test" in .* found train'):
         draw_non_members(AuditDataSource(DATA, non_members=tmp_path), config, {}, 1)
 
 
