@@ -157,7 +157,9 @@ class ClientSession:
             if withdrawn.units:
                 remove_shelves(site.state_dir)
             shelf = shelf_of(site.state_dir, data, site.data_set) if is_shelved else None
-            prepared = _leave_out(withdrawn, site.unit_column, task.prepare(data, "train", share, shelf), data)
+            prepared = task.prepare(data, "train", share, shelf)
+            task.require_shared_classes()
+            prepared = _leave_out(withdrawn, site.unit_column, prepared, data)
             units = group_rows_of_run(assignment.config, prepared, data, share)
             if (units is not None or withdrawn.units) and _fingerprint(data) != fingerprint:
                 raise TaskError(

@@ -65,7 +65,7 @@ class Example:
         origin: its file and row, for messages and the privacy ledger; None if it was not read from a
             file.
         folder: the base folder of relative paths in its columns.
-        class_names: names of all classes of its data set, by number; empty if the data set names none.
+        class_names: names of all classes that its data set declares, by number; empty if it declares none.
     """
 
     values: Mapping[str, Any]
@@ -248,6 +248,13 @@ class Task(ABC):
         """
         examples = self.examples(data, split, share)
         return PreparedData(self.encode(examples), lambda: (example.origin for example in examples))
+
+    def require_shared_classes(self) -> None:  # noqa: B027  # a task need not have classes
+        """Check that all sites number the classes of the examples read so far as this task does.
+
+        Raises:
+            TaskError: only this data set's own names number them; the message names the key to set.
+        """
 
     @abstractmethod
     def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> Trainer:

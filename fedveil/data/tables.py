@@ -59,7 +59,7 @@ class DatasetTable:
         rows: all columns.
         origin: returns a row's origin by its index.
         folder: base folder of relative paths in the rows.
-        class_names: names of all classes, by number; empty if the rows name none.
+        class_names: names of all classes that the data set declares, by number; empty if it declares none.
     """
 
     rows: Dataset
