@@ -93,8 +93,33 @@ def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
     if is_by_class(data, split):
         return _by_class(data / split, task)
     table = tables.read_split(data, split, (task.image_column, task.target_column))
-    names = getattr(table.rows.features[task.target_column], "names", None)
-    return replace(table, class_names=tuple(names or ()))
+    return replace(table, class_names=_names_of(table.rows.features[task.target_column]))
+
+
+def declared_names(data: Path, split: str, task: TaskConfig) -> tuple[str, ...]:
+    """Return the class names that a split declares, as `image_table` does, without reading rows.
+
+    Raises:
+        TaskError: as `scan_class_folders` and `tables.split_file`, or a file that is not Parquet.
+    """
+    if is_by_class(data, split):
+        names = scan_class_folders(data / split).names
+        return () if class_names.are_numbers(names) else names
+    if (file := tables.split_file(data, split)).suffix != ".parquet":
+        return ()
+    import pyarrow.parquet  # type: ignore[import-untyped]
+    from datasets import Features
+
+    try:
+        features = Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise tables.no_parquet(file, error) from None
+    return _names_of(features.get(task.target_column))
+
+
+def _names_of(feature: object) -> tuple[str, ...]:
+    """Return the names of a column of type ClassLabel; () for another one."""
+    return tuple(getattr(feature, "names", None) or ())
 
 
 def is_by_class(data: Path, split: str) -> bool:
