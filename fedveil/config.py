@@ -211,6 +211,11 @@ class TaskConfig(ConfigSection):
         False,
         description="text-generation: format each example as a chat message and answer with the base's chat template",
     )
+    empty_texts: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="text-generation: a row whose source or target is null, NaN or empty is refused, or left out and "
+        "counted",
+    )
 
     @property
     def class_list(self) -> tuple[str, ...]:

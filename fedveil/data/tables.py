@@ -114,6 +114,11 @@ class TableSelection(Sequence[Example]):
         for i in range(0, len(self.at), _AT_ONCE):
             yield from self._read(self.at[i : i + _AT_ONCE])
 
+    def without(self, is_left_out: Callable[[Example], bool]) -> TableSelection:
+        """Return the rows that are not left out, in the same order."""
+        kept = np.fromiter((not is_left_out(example) for example in self), dtype=bool, count=len(self))
+        return TableSelection(self._table, self.at[kept])
+
     def _read(self, at: NDArray[np.int64]) -> list[Example]:
         first, last = int(at[0]), int(at[-1])
         in_line = last - first + 1 == len(at) and bool((np.diff(at) == 1).all())

@@ -61,6 +61,11 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
             )
     claim = guarantee_of(method, config)
     check_class_names(claim, config)
+    if claim is not None and config.task.empty_texts != "refuse":
+        raise ConfigError(
+            'task.empty-texts: expected "refuse" with a privacy claim, which counts the number of examples as public, '
+            f'found "{config.task.empty_texts}", by which a row\'s text decides it; leave it out, and correct the data'
+        )
     _check_unit(claim, config)
     _check_held_out(claim, config)
     check_seeded(claim.budget if claim else None, config.run.deterministic)
