@@ -65,10 +65,12 @@ class ClientRoundResult:
     Attributes:
         parts: the upload in parts to be joined; dense parts are views of the trained tensors.
         load_seconds: time to load the base model and the examples; almost 0 once they are in memory.
+        dropped: rows of the site that were left out because a text is missing or empty.
     """
 
     parts: list[Buffer]
     load_seconds: float
+    dropped: int
 
 
 @dataclass(frozen=True)

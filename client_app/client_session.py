@@ -94,7 +94,7 @@ class ClientSession:
         decisions.check_examples(round_.policy, stack.counter.distinct, stack.counter.least)
         round_.states.save(turn, order.last, private)
         stack.guard.keep()
-        return ClientRoundResult(parts, load_seconds)
+        return ClientRoundResult(parts, load_seconds, data.prepared.dropped)
 
     def load_task(self, assignment: ClientAssignment) -> LoadedTask:
         """Return the task with its exchange, loading it once and starting the other ranks.
@@ -157,7 +157,9 @@ class ClientSession:
             if withdrawn.units:
                 remove_shelves(site.state_dir)
             shelf = shelf_of(site.state_dir, data, site.data_set) if is_shelved else None
-            prepared = _leave_out(withdrawn, site.unit_column, task.prepare(data, "train", share, shelf), data)
+            prepared = task.prepare(data, "train", share, shelf)
+            task.require_shared_classes()
+            prepared = _leave_out(withdrawn, site.unit_column, prepared, data)
             units = group_rows_of_run(assignment.config, prepared, data, share)
             if (units is not None or withdrawn.units) and _fingerprint(data) != fingerprint:
                 raise TaskError(
@@ -218,7 +220,8 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
             "this site takes no part with this data"
         )
     log.info("withdrawn units: this site leaves out %d of %d rows", len(left_out), len(origins))
-    return PreparedData(ExampleSubset(prepared.rows, kept), lambda: [origins[index] for index in kept])
+    rows = ExampleSubset(prepared.rows, kept)
+    return PreparedData(rows, lambda: [origins[index] for index in kept], prepared.dropped)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

@@ -7,6 +7,7 @@ because Flower refuses an override of a key without a default; a test keeps the 
 
 from __future__ import annotations
 
+import csv
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ __all__ = [
     "parse",
 ]
 
+_MOST_CLASSES = 50_000
+_LONGEST_CLASS_NAME = 200
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 RENAMED_KEYS = {  # keys in files from before 0.2
     "method.fields": "method.params",
@@ -70,6 +73,30 @@ RENAMED_KEYS = {  # keys in files from before 0.2
 def config_key(name: str) -> str:
     """Return a field's name as a key of the run config."""
     return name.replace("_", "-")
+
+
+def parse_class_names(text: str) -> tuple[str, ...]:
+    """Return the names in a line of comma-separated values, stripped; () for an empty line.
+
+    Raises:
+        ValueError: an empty, repeated, too long or unprintable name, too many names, or quotes that do not close.
+    """
+    if not text.strip():
+        return ()
+    if not text.isprintable():
+        raise ValueError("expected printable names on one line, separated by commas")
+    try:
+        names = [name.strip() for name in next(csv.reader([text], skipinitialspace=True, strict=True))]
+    except csv.Error as error:
+        raise ValueError(f"expected names separated by commas ({error})") from None
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError("expected names separated by commas, none of them empty or repeated")
+    if len(names) > _MOST_CLASSES or max(map(len, names)) > _LONGEST_CLASS_NAME:
+        raise ValueError(
+            f"expected at most {_MOST_CLASSES:,} names of at most {_LONGEST_CLASS_NAME} characters, found "
+            f"{len(names):,}, the longest of {max(map(len, names)):,}"
+        )
+    return tuple(names)
 
 
 class ConfigSection(BaseModel):
@@ -164,13 +191,16 @@ class TaskConfig(ConfigSection):
     )
     alpha: float = Field(0.5, gt=0, description="partition = dirichlet: smaller values make sites differ more")
     num_classes: int = Field(
-        10, ge=2, description="image-classification: number of classes of a model without pretrained weights"
+        10,
+        ge=2,
+        description="image-classification: number of classes of a model without pretrained weights or class-names",
     )
     from_scratch: bool = Field(False, description="image-classification: allow a model folder without weights")
     class_names: str = Field(
         "",
-        description="clip-prompt, text-classification: all class names, separated by commas; their order gives the "
-        "numbers. Empty = from the data, which text-classification refuses",
+        max_length=1_000_000,
+        description='classification: names of all classes, by number, separated by commas ("a, b" for one with a '
+        "comma); needed where labels are names; empty = labels are integers, or names of the model",
     )
     multi_label: bool = Field(False, description="text-classification: a text has any number of classes, also none")
     label_separator: str = Field(
@@ -185,6 +215,22 @@ class TaskConfig(ConfigSection):
         False,
         description="text-generation: format each example as a chat message and answer with the base's chat template",
     )
+    empty_texts: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="text-generation: a row whose source or target is null, NaN or empty is refused, or left out and "
+        "counted",
+    )
+
+    @property
+    def class_list(self) -> tuple[str, ...]:
+        """Return the names in `class_names`, by number."""
+        return parse_class_names(self.class_names)
+
+    @field_validator("class_names")
+    @classmethod
+    def _can_be_parsed(cls, text: str) -> str:
+        parse_class_names(text)
+        return text
 
 
 class TrainConfig(ConfigSection):

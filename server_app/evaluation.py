@@ -45,6 +45,7 @@ class ServerEvaluator:
             return None
         with tables.columns_named_by("task.evaluation"):
             examples = task.examples(Path(config.task.evaluation), "test")
+            task.require_shared_classes()
         return cls(task, examples, config.evaluate, config.run.rounds)
 
     def scores(self, method: Method, server: FederatedState, round_: int) -> Scores:

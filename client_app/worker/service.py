@@ -136,6 +136,7 @@ class WorkerService:
             "load_seconds": round(turn.load_seconds, 4),
             "seconds": round(time.monotonic() - started, 3),
             "device": _device()["device"],
+            "dropped_rows": turn.dropped,
         }
         line = {"time": time.time(), "pid": os.getpid(), **what, **answer, "memory_mb": memory_mb()}
         with self.folder.turns.open("a") as file:

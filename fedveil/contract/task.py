@@ -65,7 +65,7 @@ class Example:
         origin: its file and row, for messages and the privacy ledger; None if it was not read from a
             file.
         folder: the base folder of relative paths in its columns.
-        class_names: names of all classes of its data set, by number; empty if the data set names none.
+        class_names: names of all classes that its data set declares, by number; empty if it declares none.
     """
 
     values: Mapping[str, Any]
@@ -103,10 +103,12 @@ class PreparedData:
         rows: the examples, as the task's model takes them.
         origins: origin of each example, in the same order; for the privacy ledger, which uses them only
             with a privacy guarantee.
+        dropped: number of rows that were left out because a text is missing or empty.
     """
 
     rows: Rows
     origins: Callable[[], Iterable[ExampleOrigin | None]]
+    dropped: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class TaskInfo:
             model, or where the folder is not installed.
         train_keys: task-dependent keys of the train section that this task supports: "loss-mask", "packing".
         chats: whether its examples may be formatted by a chat template (task.chat-template).
+        drops: whether it can leave out rows without texts (task.empty-texts).
         texts: the columns whose numbers are texts for its model, so that they stay as they are written in the file.
         divisible: whether several processes, each with part of a batch, speed up its training.
         metrics: every score of its `evaluate` by name, under that section of the run config; always includes
@@ -197,6 +200,7 @@ class TaskInfo:
     tiny: Callable[[], Path | None]
     train_keys: tuple[str, ...] = ()
     chats: bool = False
+    drops: bool = False
     texts: Callable[[TaskConfig], tuple[str, ...]] = lambda _: ()
     divisible: bool = True
     metrics: Callable[[TaskConfig], Metrics] = loss_metric
@@ -248,6 +252,13 @@ class Task(ABC):
         """
         examples = self.examples(data, split, share)
         return PreparedData(self.encode(examples), lambda: (example.origin for example in examples))
+
+    def require_shared_classes(self) -> None:  # noqa: B027  # a task need not have classes
+        """Check that all sites number the classes of the examples read so far as this task does.
+
+        Raises:
+            TaskError: only this data set's own names number them; the message names the key to set.
+        """
 
     @abstractmethod
     def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> Trainer:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from fedveil.config import TaskConfig
 from fedveil.contract.task import Example, ExampleOrigin
-from fedveil.data import image_decoding, tables
+from fedveil.data import class_names, image_decoding, tables
 from fedveil.data.row_values import describe_value
 from fedveil.data.tables import DatasetTable
 from fedveil.errors import TaskError
@@ -84,8 +84,8 @@ def log_conversions(images: Sequence[tuple[str, ...]]) -> None:
 def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
     """Return images with their classes, from the file of a split or an image folder `<split>/<class>/<image>`.
 
-    The class names are those of the target column (ClassLabel), else its sorted texts, else none; for an image folder,
-    the class folders.
+    The class names are those that the target column declares (ClassLabel), else none; for an image folder, the class
+    folders, or none if all are numbers.
 
     Raises:
         TaskError: as `tables.read_split`, or an image folder without an image.
@@ -93,9 +93,33 @@ def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
     if is_by_class(data, split):
         return _by_class(data / split, task)
     table = tables.read_split(data, split, (task.image_column, task.target_column))
-    label_names = getattr(table.rows.features[task.target_column], "names", None)
-    names = label_names or sorted({value for value in table.rows[task.target_column] if isinstance(value, str)})
-    return replace(table, class_names=tuple(names))
+    return replace(table, class_names=_names_of(table.rows.features[task.target_column]))
+
+
+def declared_names(data: Path, split: str, task: TaskConfig) -> tuple[str, ...]:
+    """Return the class names that a split declares, as `image_table` does, without reading rows.
+
+    Raises:
+        TaskError: as `scan_class_folders` and `tables.split_file`, or a file that is not Parquet.
+    """
+    if is_by_class(data, split):
+        names = scan_class_folders(data / split).names
+        return () if class_names.are_numbers(names) else names
+    if (file := tables.split_file(data, split)).suffix != ".parquet":
+        return ()
+    import pyarrow.parquet  # type: ignore[import-untyped]
+    from datasets import Features
+
+    try:
+        features = Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise tables.no_parquet(file, error) from None
+    return _names_of(features.get(task.target_column))
+
+
+def _names_of(feature: object) -> tuple[str, ...]:
+    """Return the names of a column of type ClassLabel; () for another one."""
+    return tuple(getattr(feature, "names", None) or ())
 
 
 def is_by_class(data: Path, split: str) -> bool:
@@ -185,6 +209,5 @@ def _by_class(folder: Path, task: TaskConfig) -> DatasetTable:
     columns = {task.image_column: paths}
     for column in sorted({task.target_column, task.label_column} - {task.image_column}):
         columns[column] = [Path(path).parts[0] for path in paths]
-    return DatasetTable(
-        Dataset.from_dict(columns), lambda i: ExampleOrigin(str(folder / paths[i])), str(folder), found.names
-    )
+    names = () if class_names.are_numbers(found.names) else found.names
+    return DatasetTable(Dataset.from_dict(columns), lambda i: ExampleOrigin(str(folder / paths[i])), str(folder), names)

@@ -10,7 +10,7 @@ import decimal
 import math
 from collections.abc import Mapping, Sequence
 
-__all__ = ["as_text", "describe_value"]
+__all__ = ["as_text", "describe_value", "filled_text"]
 
 
 def as_text(value: object) -> str | None:
@@ -34,6 +34,12 @@ def as_text(value: object) -> str | None:
         case datetime.date() | datetime.time():
             return value.isoformat()
     return None
+
+
+def filled_text(value: object) -> str | None:
+    """Return `as_text`; None also for a text that is empty or only space."""
+    text = as_text(value)
+    return text if text and text.strip() else None
 
 
 def describe_value(value: object) -> str:

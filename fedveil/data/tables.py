@@ -57,7 +57,7 @@ class DatasetTable:
         rows: all columns.
         origin: returns a row's origin by its index.
         folder: base folder of relative paths in the rows.
-        class_names: names of all classes, by number; empty if the rows name none.
+        class_names: names of all classes that the data set declares, by number; empty if it declares none.
     """
 
     rows: Dataset
@@ -111,6 +111,11 @@ class TableSelection(Sequence[Example]):
     def __iter__(self) -> Iterator[Example]:
         for i in range(0, len(self.at), _AT_ONCE):
             yield from self._read(self.at[i : i + _AT_ONCE])
+
+    def without(self, is_left_out: Callable[[Example], bool]) -> TableSelection:
+        """Return the rows that are not left out, in the same order."""
+        kept = np.fromiter((not is_left_out(example) for example in self), dtype=bool, count=len(self))
+        return TableSelection(self._table, self.at[kept])
 
     def _read(self, at: NDArray[np.int64]) -> list[Example]:
         first, last = int(at[0]), int(at[-1])

@@ -26,7 +26,7 @@ from fedveil.federation.secagg.in_process import InProcessSecureSums, secagg_con
 from fedveil.federation.secagg.masked_upload import MaskedUploadCodec
 from fedveil.federation.secagg.plan_checks import SiteRequirements
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
-from fedveil.privacy.guarantee_source import guarantee_of
+from fedveil.privacy.guarantee_source import check_class_names, guarantee_of
 from fedveil.rng import derive_secret
 from fedveil.training.unit_gradients import UnitTrainer
 from fedveil.wire.capture import MessageCapture
@@ -77,6 +77,7 @@ class InProcessFederation:
         self.private = ClientStateCache(self.private_bytes)
         self._dp = DpSgdConfig.from_config(self.config.dp)
         self._claim = guarantee_of(self.exchange.method, self.config)
+        check_class_names(self._claim, self.config)
         check_seeded(self._claim.budget if self._claim else None, self.config.run.deterministic)
         aggregation_rules.check_rule(self.exchange, self.config.aggregate)
         aggregation_rules.check_secure(self.config.secure, self.config.aggregate, self.config.cohort)

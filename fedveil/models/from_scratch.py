@@ -25,7 +25,7 @@ def model_config_of(where: str, is_local: bool, config: RunConfig, tiny_vit: Map
     """
     from transformers import AutoConfig, ViTConfig
 
-    classes = config.task.num_classes
+    classes = len(config.task.class_list) or config.task.num_classes
     if where == "tiny":
         return ViTConfig(**tiny_vit, num_labels=classes)
     if not is_local or any(True for pattern in WEIGHTS for _ in Path(where).glob(pattern)):

@@ -9,7 +9,7 @@ from fedveil.errors import ConfigError
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
 
-__all__ = ["as_planned", "check_guarantee", "guarantee_of"]
+__all__ = ["as_planned", "check_class_names", "check_guarantee", "guarantee_of"]
 
 
 def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
@@ -37,8 +37,8 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
     """Return the run's guarantee, after a check that method, task and config fit it.
 
     Raises:
-        ConfigError: `dp.*` with a method or task that does not support it, an epsilon in a deterministic run, or
-        held-out scores that would bypass a guarantee or secure aggregation.
+        ConfigError: `dp.*` with a method or task that does not support it, an epsilon in a deterministic run, class
+        names from the data, or held-out scores that would bypass a guarantee or secure aggregation.
     """
     dp = DpSgdConfig.from_config(config.dp)
     if dp is not None:
@@ -60,6 +60,12 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
                 f"dp: expected a run whose clients can train with DP-SGD, found {problem}; leave [dp] out"
             )
     claim = guarantee_of(method, config)
+    check_class_names(claim, config)
+    if claim is not None and config.task.empty_texts != "refuse":
+        raise ConfigError(
+            'task.empty-texts: expected "refuse" with a privacy claim, which counts the number of examples as public, '
+            f'found "{config.task.empty_texts}", by which a row\'s text decides it; leave it out, and correct the data'
+        )
     _check_unit(claim, config)
     _check_held_out(claim, config)
     check_seeded(claim.budget if claim else None, config.run.deterministic)
@@ -69,6 +75,18 @@ def check_guarantee(method: Method, config: RunConfig, has_row_gradients: bool) 
             f'"{config.aggregate.rule}"; leave it out'
         )
     return claim
+
+
+def check_class_names(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
+    """Raise ConfigError if a guarantee would depend on class names from the data: one row's label can add a class.
+
+    The texts of all classes enter every row's loss under a prompt, and no clipping bounds that.
+    """
+    if claim is not None and config.task.name == "clip-prompt" and not config.task.class_list:
+        raise ConfigError(
+            "task.class-names: expected the public names of all classes with a privacy claim, because one row's label "
+            "can add a class and so change the loss of every row, found none; set them"
+        )
 
 
 def _check_unit(claim: PrivacyGuarantee | None, config: RunConfig) -> None:

@@ -197,8 +197,6 @@ def conditions(claim: PrivacyGuarantee, config: RunConfig) -> tuple[str, ...]:
         assumed.append("the server follows the protocol")
     if untimed(claim):
         assumed.append("the server does not time the site")
-    if config.task.name == "clip-prompt" and not config.task.class_names:  # a row's label can add a class for all rows
-        assumed.append("each site's class names are public (task.class-names is not set)")
     return tuple(assumed)
 
 

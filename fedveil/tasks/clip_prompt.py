@@ -9,23 +9,14 @@ Each image passes through the frozen tower once, without augmentation; the site 
 digest of its file. An encoded example consists of these features.
 
 Data are a table file (Parquet, JSON Lines) or an image folder `<split>/<class>/.../<name>`. The class is in
-task.target-column: an integer counted from 0, or a name.
-
-| class names, the first source available | numbers |
-|---|---|
-| task.class-names | in that order; all names in the data must be among them |
-| of the column, if a Parquet file stores them (ClassLabel) | in that order |
-| the sorted names of the whole file, or of the class folders | in that order |
-
-With the last source, a site that lacks a class numbers the others differently: set task.class-names. "_" becomes a
-space in texts.
+task.target-column: a name, or an integer counted from 0; `fedveil.data.class_names` says where the names come from. "_"
+becomes a space in texts. Under a privacy claim the names must be in task.class-names, because they enter every loss.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, final
@@ -40,11 +31,11 @@ from fedveil.adapters.prompt import PromptAdapter
 from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
-from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
+from fedveil.contract.task import DatasetShard, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.class_names import ClassNumbering
 from fedveil.data.image_decoding import decode_image, image_conversions
-from fedveil.data.row_values import describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, clip, loading
 from fedveil.models.clip import EncodedImage
@@ -87,8 +78,7 @@ class ClipPrompt(AdaptedTask):
 
     def __init__(self, config: RunConfig, adapter: PromptAdapter, device: torch.device) -> None:
         super().__init__(config, adapter, device)
-        self._given = tuple(name for name in map(str.strip, config.task.class_names.split(",")) if name)
-        self._names: tuple[str, ...] = self._given
+        self._numbering = ClassNumbering(config.task)
         self._points: dict[bytes, Tensor] = {}
 
     @override
@@ -98,12 +88,12 @@ class ClipPrompt(AdaptedTask):
     @property
     def names(self) -> tuple[str, ...]:
         """Return all class names, by number. Raises TaskError before encoding, unless task.class-names is set."""
-        if not self._names:
+        if not self._numbering.names:
             raise TaskError(
-                "task.class-names: expected the names of all classes, separated by commas, found none there or in "
-                "the data; set it, or name a column of names as task.target-column"
+                "task.class-names: expected the names of all classes, separated by commas, found none there, and the "
+                "data declare none; set it"
             )
-        return self._names
+        return self._numbering.names
 
     @cached_property
     def _texts(self) -> clip.ClassTexts:
@@ -128,17 +118,22 @@ class ClipPrompt(AdaptedTask):
         An image folder has the class both as task.target-column and as task.label-column.
         """
         table = images.image_table(data, split, self.config.task)
-        return replace(table, class_names=self._given or table.class_names).examples(split, share, self.config)
+        self._numbering.note(table.class_names, table.folder)
+        return table.examples(split, share, self.config)
+
+    @override
+    def require_shared_classes(self) -> None:
+        self._numbering.require_shared()
 
     @override
     def encode(self, examples: Examples) -> list[EncodedImage]:
         """Encode each image; images that the tower has not processed yet pass through it.
 
         Raises:
-            TaskError: an image that does not decode or has no class, with file and row; or class names that differ
-                from those of earlier examples.
+            TaskError: an image that does not decode or has no class, with file and row; or a data set that declares
+                other class names than the run, or than the examples before.
         """
-        labels = [self._label(example) for example in examples]
+        labels = [self._numbering.number(example) for example in examples]
         digests: list[bytes] = []
         waiting: dict[bytes, Any] = {}
         conversions = []
@@ -161,28 +156,6 @@ class ClipPrompt(AdaptedTask):
                 points = clip.encode_images(self.base, list(waiting.values()), patches=self.adapter.form == "transport")
             self._points |= dict(zip(waiting, points.unbind(), strict=True))
             waiting.clear()
-
-    def _label(self, example: Example) -> int:
-        """Return the class of an example; its class names become the task's if it has none yet."""
-        task, where = self.config.task, example.where
-        names = example.class_names or self._names
-        if not self._names:
-            self._names = names
-        if names != self.names:
-            raise TaskError(
-                f"task.data: expected the {len(self.names)} class names of the earlier examples, found {len(names)} "
-                f"names, {len(set(names) & set(self.names))} of them the same, in {where}; set task.class-names to all"
-            )
-        value = example.values.get(task.target_column)
-        if isinstance(value, str) and value in names:
-            return names.index(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(names):
-            raise TaskError(
-                f"task.data: expected a class from 0 to {len(names) - 1}, or its name, in column "
-                f'"{task.target_column}", found {describe_value(value)} in {where}; correct or drop the row, or set '
-                "task.target-column or task.class-names"
-            )
-        return value
 
     @override
     def collate(self, rows: Sequence[EncodedImage]) -> LabelledBatch:

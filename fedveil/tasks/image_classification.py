@@ -14,18 +14,16 @@ Data are a table file (Parquet, JSON Lines), or an image folder `<split>/<class>
 preprocessor_config.json an image is resized to the model's image_size (224 if it has none), bilinear with
 antialiasing and without rounding, so that the pixels are a linear function of the original's.
 
-The class is in task.target-column: an integer counted from 0, or a name. Names are those of the model if it has them
-all; otherwise the sorted names of the whole file or of the class folders, which must be as many as the model's classes:
-a site without one class would otherwise number the others differently. An image folder may have empty class folders.
+The class is in task.target-column: a name, or an integer counted from 0; `fedveil.data.class_names` says who numbers
+the names. With task.class-names a model without weights has as many classes, and an exported model has these names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import final, overload
+from typing import Any, final, overload
 
 import numpy as np
 import torch
@@ -33,15 +31,15 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, ExamplePrediction, Examples, Task, TaskInfo, class_metrics
 from fedveil.data import images
 from fedveil.data.batches import LabelledBatch
+from fedveil.data.class_names import ClassNumbering, format_class_names
 from fedveil.data.image_decoding import decode_image, image_conversions
-from fedveil.data.row_values import describe_value
-from fedveil.errors import TaskError
+from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
@@ -68,6 +66,11 @@ Pixels = Float[Tensor, "channels height width"]
 def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
     """Create the task of `config`; the model is loaded on first use. Raises the same errors as text generation."""
     check_task_config(config, adapter, INFO)
+    names, number = len(config.task.class_list), config.task.num_classes
+    if names and number not in (names, TaskConfig().num_classes):
+        raise ConfigError(
+            f"task.num-classes: expected {names}, the number of names in task.class-names, found {number}; leave it out"
+        )
     return ImageClassification(config, adapter, loading.pick_device(device))
 
 
@@ -130,9 +133,22 @@ class ImageExamples(Sequence[ImageExample]):
 class ImageClassification(AdaptedTask):
     """A model that classifies images. The loss is the mean cross entropy over images."""
 
+    def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device) -> None:
+        super().__init__(config, adapter, device)
+        self._numbering = ClassNumbering(config.task, lambda: self._model_names, lambda: self.classes)
+        self._model_names: tuple[str, ...] = ()
+
     @override
     def _load(self) -> LoadedModel:
-        return loading.load_classifier(self.config, self.adapter, self.device, TINY_VIT)
+        """Load the base. Raises TaskError if it distinguishes other classes than task.class-names."""
+        loaded = loading.load_classifier(self.config, self.adapter, self.device, TINY_VIT)
+        model_config, given = loaded.model.config, self.config.task.class_list
+        self._model_names = _names_of(model_config)
+        if given:
+            _check_names(given, self._model_names, model_config.num_labels)
+            model_config.id2label = dict(enumerate(given))
+            model_config.label2id = {name: i for i, name in enumerate(given)}
+        return loaded
 
     @property
     def classes(self) -> int:
@@ -145,7 +161,13 @@ class ImageClassification(AdaptedTask):
 
         An image folder has the class both as task.target-column and as task.label-column.
         """
-        return images.image_table(data, split, self.config.task).examples(split, share, self.config)
+        table = images.image_table(data, split, self.config.task)
+        self._numbering.note(table.class_names, table.folder)
+        return table.examples(split, share, self.config)
+
+    @override
+    def require_shared_classes(self) -> None:
+        self._numbering.require_shared()
 
     @override
     def encode(self, examples: Examples) -> ImageExamples:
@@ -157,7 +179,7 @@ class ImageClassification(AdaptedTask):
         self._mode  # noqa: B018  # raises where the model does not take images
         labels, conversions, column = [], [], self.config.task.image_column
         for example in examples:
-            labels.append(self._label(example))
+            labels.append(self._numbering.number(example))
             conversions.append(image_conversions(images.image_bytes(example, column), example.where))
         images.log_conversions(conversions)
         return ImageExamples(examples, labels, self._decoded)
@@ -239,20 +261,6 @@ class ImageClassification(AdaptedTask):
     def _decoded(self, example: Example) -> Pixels:
         return self._pixels(images.image_bytes(example, self.config.task.image_column), example.where)
 
-    def _label(self, example: Example) -> int:
-        """Return the class of an example."""
-        column = self.config.task.target_column
-        value = example.values.get(column)
-        if isinstance(value, str) and example.class_names:
-            own = tuple(str(name) for _, name in sorted(self.base.model.config.id2label.items()))
-            value = _numbers(example.class_names, own, example.folder).get(value, value)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < self.classes:
-            raise TaskError(
-                f'task.data: expected a class from 0 to {self.classes - 1} in column "{column}", found '
-                f"{describe_value(value)} in {example.where}; correct or drop the row, or set task.target-column"
-            )
-        return value
-
     def _pixels(self, image: bytes, where: str) -> Pixels:
         """Return an image in the model's input format."""
         config, processor = self.base.model.config, self.base.processor
@@ -282,14 +290,22 @@ class ImageClassification(AdaptedTask):
         return _MODES[channels]
 
 
-@lru_cache(maxsize=8)
-def _numbers(names: tuple[str, ...], own: tuple[str, ...], folder: str) -> Mapping[str, int]:
-    """Return the number of each class name, for a model with its own names `own`."""
-    if set(names) <= set(own) and len(set(own)) == len(own):
-        return {name: i for i, name in enumerate(own)}
-    if len(names) != len(own):
+def _names_of(model_config: Any) -> tuple[str, ...]:
+    """Return the names of a model's classes, by number; () if it has only the placeholders of transformers."""
+    names = tuple(str(name) for _, name in sorted(model_config.id2label.items()))
+    is_plain = all(name == f"LABEL_{i}" for i, name in enumerate(names))
+    return () if is_plain or len(set(names)) < len(names) else names
+
+
+def _check_names(given: Sequence[str], own: Sequence[str], classes: int) -> None:
+    """Raise TaskError if task.class-names cannot be the names of a model with these names and number of classes."""
+    if len(given) != classes:
         raise TaskError(
-            f'task.data: expected {len(own)} class names in "{folder}", as many as the model distinguishes, found '
-            f"{len(names)}; set task.num-classes, add an empty class folder, or give integers"
+            f"task.class-names: expected {classes} names, as many as the model distinguishes, found {len(given)}; "
+            "correct them, or use a model with as many classes"
         )
-    return {name: i for i, name in enumerate(names)}
+    if set(given) == set(own) and list(given) != list(own):
+        raise TaskError(
+            "task.class-names: expected the order of the model's own names, found another one; set "
+            f"{format_class_names(own)}"
+        )

@@ -9,7 +9,7 @@ pair at each linear layer of the head too, and its exported files contain the wh
 |---|---|---|
 | a name of task.class-names | that class | that label alone |
 | several names between task.label-separator | refused | those labels |
-| an integer from 0, unless a class name is an integer | the class of that number | that label alone |
+| an integer from 0, also as text, unless a class name is an integer | the class of that number | that label alone |
 | a list of names or integers | refused | those labels; an empty list is no label |
 | an empty text | refused | no label |
 | no value | refused | refused |
@@ -46,7 +46,7 @@ from fedveil.contract.task import (
     TaskInfo,
     TaskMetric,
 )
-from fedveil.data import tables
+from fedveil.data import class_names, tables
 from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, loading, sequence_classifier
@@ -88,18 +88,14 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 def class_names_of(config: RunConfig) -> tuple[str, ...]:
     """Return the names in task.class-names, by number.
 
-    Raises ConfigError for fewer than two, a name that occurs twice, or one that contains the separator of labels.
+    Raises ConfigError for fewer than two, or one that contains the separator of labels.
     """
-    task = config.task
-    names = tuple(name for name in map(str.strip, task.class_names.split(",")) if name)
+    task, names = config.task, config.task.class_list
     if len(names) < 2:
         raise ConfigError(
             "task.class-names: expected the names of at least two classes, separated by commas, in the same order for "
             f"all sites, found {len(names)}; set it"
         )
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f'task.class-names: expected each name once, found "{twice}" twice; drop one')
     if task.multi_label and (joined := [name for name in names if task.label_separator in name]):
         raise ConfigError(
             f'task.label-separator: expected a text that no class name contains, found "{task.label_separator}", '
@@ -173,7 +169,7 @@ class TextClassification(AdaptedTask):
         super().__init__(config, adapter, device)
         self.names = names
         self._numbers = {name: i for i, name in enumerate(names)}
-        self._is_numbered = not any(name.lstrip("-").isdecimal() for name in names)
+        self._is_numbered = not class_names.has_integers(names)
 
     @override
     def _load(self) -> LoadedModel:
@@ -259,9 +255,11 @@ class TextClassification(AdaptedTask):
         number = value if isinstance(value, int) and not isinstance(value, bool) else None
         if stored and number is not None:
             value, number = stored[number] if 0 <= number < len(stored) else None, None
-        name = as_text(value)
-        if name is not None and name.strip() in self._numbers:
-            return self._numbers[name.strip()]
+        name = (as_text(value) or "").strip()
+        if name in self._numbers:
+            return self._numbers[name]
+        if number is None and not stored and class_names.are_numbers([name]):
+            number = int(name)
         return number if number is not None and self._is_numbered and 0 <= number < len(self.names) else None
 
     def _no_class(self, value: object, example: Example) -> TaskError:

@@ -34,7 +34,7 @@ from fedveil.contract.task import (
 )
 from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
-from fedveil.data.row_values import as_text, describe_value
+from fedveil.data.row_values import describe_value, filled_text
 from fedveil.data.tokenization import MarkedTokens
 from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
@@ -52,6 +52,7 @@ INFO = TaskInfo(
     train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
     metrics=lambda task: loss_metric(task, text_metrics.SCORES),
     chats=True,
+    drops=True,
 )
 _AT_ONCE = 1000  # examples that are tokenized together
 _CUDA_MULTIPLE = 8  # for a batch's length: a GPU plans its kernels again for each new length
@@ -76,6 +77,8 @@ def create(config: RunConfig, adapter: Adapter, device: str) -> Task:
 class TextGeneration(causal_lm.CausalTask):
     """A language model that continues a source."""
 
+    _dropped = 0  # rows that the split read last lacks, see task.empty-texts
+
     @override
     def _load(self) -> LoadedModel:
         loaded_model = loading.load_causal(self.config, self.adapter, self.device, INFO.tiny())
@@ -85,7 +88,27 @@ class TextGeneration(causal_lm.CausalTask):
 
     @override
     def examples(self, data: Path, split: str, share: DatasetShard | None = None) -> Examples:
-        return self._table(data, split).examples(split, share, self.config)
+        return self._selected(self._table(data, split), split, share)
+
+    def _selected(self, table: tables.DatasetTable, split: str, share: DatasetShard | None) -> tables.TableSelection:
+        """Return the rows of a site; with task.empty-texts = "drop" without those that lack a text."""
+        chosen = table.examples(split, share, self.config)
+        if self.config.task.empty_texts == "refuse":
+            return chosen
+        columns = INFO.columns(self.config.task)
+        left = chosen.without(lambda example: any(filled_text(example.values.get(c)) is None for c in columns))
+        if dropped := len(chosen) - len(left):
+            log.warning(
+                'task.empty-texts = "drop": %d of %d rows of the split "%s" are left out, because their source or '
+                "target is missing or empty", dropped, len(chosen), split,
+            )  # fmt: skip
+        if not len(left):
+            raise TaskError(
+                f"task.data: expected a source and a target in at least one of {len(chosen)} rows of the split "
+                f'"{split}", found none; correct the data, or set task.source-column and task.target-column'
+            )
+        self._dropped = len(chosen) - len(left)
+        return left
 
     def _table(self, data: Path, split: str, scratch: Path | None = None) -> tables.DatasetTable:
         task = self.config.task
@@ -102,11 +125,13 @@ class TextGeneration(causal_lm.CausalTask):
     ) -> PreparedData:
         """Prepare as `encode` does; with a `shelf`, map the examples from it, or prepare them if it lacks them."""
         file, print_ = tables.split_file(data, split), self._tokens.fingerprint if shelf else ""
+        if self.config.task.empty_texts == "drop":
+            shelf = None  # a cached set would not say how many rows it lacks
         content = tables.digest_file(file) if print_ else ""
 
         def parts() -> Iterator[tokenized_dataset.Part]:
             table = self._table(data, split, shelf)
-            yield from self._parts_of(table.examples(split, share, self.config))
+            yield from self._parts_of(self._selected(table, split, share))
             if content and tables.digest_file(file) != content:
                 raise TaskError(
                     f'task.data: expected "{file}" to stay unchanged while it is read, found a change; start again'
@@ -120,7 +145,7 @@ class TextGeneration(causal_lm.CausalTask):
             cache = dataset_cache.DatasetCache(shelf, tokenized_dataset.KINDS)
             rows = TokenizedDataset(cache.find(key) or cache.put(key, parts()))
         return PreparedData(
-            self._told(rows), lambda: (ExampleOrigin(str(file), int(number)) for number in rows.numbers)
+            self._told(rows), lambda: (ExampleOrigin(str(file), int(number)) for number in rows.numbers), self._dropped
         )
 
     def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
@@ -219,10 +244,11 @@ class TextGeneration(causal_lm.CausalTask):
         """Return (source, target) of a row. Raises TaskError naming the column that is missing or contains no text."""
         task, texts = self.config.task, list[str]()
         for column in (task.source_column, task.target_column):
-            if (text := as_text(example.values.get(column))) is None:
+            if (text := filled_text(example.values.get(column))) is None:
                 raise TaskError(
                     f'task.data: expected text in column "{column}" of every row, found '
-                    f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row"
+                    f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row, or set "
+                    'task.empty-texts = "drop" to leave out all rows without a text'
                 )
             texts.append(text)
         return texts[0], texts[1]

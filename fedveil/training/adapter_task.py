@@ -67,6 +67,11 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
         raise ConfigError(
             f'task.chat-template: expected false with the task "{config.task.name}", found true; leave it out'
         )
+    if config.task.empty_texts != "refuse" and not info.drops:
+        raise ConfigError(
+            f'task.empty-texts: expected "refuse" with the task "{config.task.name}", found '
+            f'"{config.task.empty_texts}"; leave it out'
+        )
     training_modes.check_compile(config)
     loading.find_model(config.task.model, info.tiny())
 

@@ -22,7 +22,7 @@ from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
 from fedveil.data.tokenization import TextTokenizer
 from fedveil.encrypted_files import make_key
-from fedveil.errors import ConfigError, PolicyError
+from fedveil.errors import ConfigError, PolicyError, TaskError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.training.adapter_task import AdaptedTask
 from fedveil.training.lr_schedule import LearningRateSchedule
@@ -177,3 +177,24 @@ def test_a_policy_that_is_changed_in_the_middle_of_a_round_holds_from_the_next_r
             decisions.check_upload(server.asked(), 0, 0, 8)
     else:
         decisions.check_upload(server.asked(), 0, 0, 8)
+
+
+@pytest.mark.parametrize("names", ["", "ox,cat"])
+def test_a_site_that_would_number_its_own_classes_trains_only_with_the_run_s_names(tmp_path, names):
+    from PIL import Image
+
+    site = Server(
+        tmp_path,
+        **{"task.name": "image-classification", "task.num-classes": 2, "task.target-column": "label",
+           "task.class-names": names, "method.params": 'adapter = {kind = "all"}'},
+    )  # fmt: skip
+    (tmp_path / "train.jsonl").unlink()
+    for name in ("cat", "ox"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.new("RGB", (32, 32), (40 * i, 0, 0)).save(tmp_path / "train" / name / f"{i}.png")
+    if names:
+        assert site.send(site.initial)
+        return
+    with pytest.raises(TaskError, match='each site would number its own, .* task.class-names = "cat,ox"'):
+        site.send(site.initial)

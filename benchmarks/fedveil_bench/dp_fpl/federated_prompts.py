@@ -125,7 +125,9 @@ def load_sites(settings: Mapping[str, Any], seed: int, options: BenchOptions) ->
 
     def examples(split: str) -> list[Example]:
         found = (
-            replace(e, values={**e.values, "label": names[e.values["label"]]}) for e in task.examples(folder, split)
+            # Some of the data set's classes, under other names than it declares.
+            replace(e, values={**e.values, "label": names[e.values["label"]]}, class_names=())
+            for e in task.examples(folder, split)
         )
         federated = [e for e in found if e.values["label"] in kept and is_federated(settings["data"], split, e.values)]
         return federated[: settings.get("rows_read", len(federated))]

@@ -19,6 +19,7 @@ from fedveil.config import TaskConfig
 from fedveil.console.doctor.checks import CheckResult, run_check
 from fedveil.contract.task import Example, ExampleOrigin, class_metrics
 from fedveil.data import file_probe, images, tables
+from fedveil.data.class_names import ClassNumbering, format_class_names
 from fedveil.data.image_decoding import describe_conversions, image_conversions
 from fedveil.errors import ConfigError, FedVeilError, PolicyError
 
@@ -72,7 +73,7 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
         counted += [count]
         chosen = (Example(table.rows[i], table.origin(i), table.folder) for i in range(min(count, _MOST_IMAGES)))
         unread = images.scan_class_folders(folder).describe_unread()
-        said = f"{f'; {unread}' if unread else ''}{_conversions(chosen, task)}"
+        said = f"{f'; {unread}' if unread else ''}{_conversions(chosen, task)}{_class_names(data, split, task)}"
         return CheckResult(name, "ok", f"{count:,} images in the folders of {folder}{said}")
     file = tables.split_file(data, split)
     probe = file_probe.probe_file(file, columns, info.texts(task))
@@ -84,7 +85,24 @@ def _rows(name: str, data: Path, split: str, task: TaskConfig, counted: list[int
         first = file_probe.first_rows(file, task.image_column, _MOST_IMAGES)
         chosen = (Example({task.image_column: value}, ExampleOrigin(str(file), row), base) for value, row in first)
         said += _conversions(chosen, task)
+    if info.metrics is class_metrics and task.image_column in columns:
+        said += _class_names(data, split, task)
     return CheckResult(name, "ok", f"{probe.rows:,} examples {more}in {file}, with {', '.join(columns)}{said}")
+
+
+def _class_names(data: Path, split: str, task: TaskConfig) -> str:
+    """Return the line that a run config lacks for these names. Raises TaskError for names that the run does not have.
+
+    The base is not loaded here; with the names of its own classes a run needs none in its config.
+    """
+    declared, numbering = images.declared_names(data, split, task), ClassNumbering(task)
+    if not declared:
+        return ""
+    if not task.class_list:
+        return f"; unless the base names these classes, a run needs {format_class_names(declared)}"
+    numbering.note(declared, str(data))
+    numbering.require_shared()
+    return ""
 
 
 def _conversions(examples: Iterable[Example], task: TaskConfig) -> str:

@@ -27,8 +27,10 @@ WORDS = [
 
 def texts(count: int) -> list[dict[str, object]]:
     draw = random.Random(0)
-    rows = [{k: " ".join(draw.choices(WORDS, k=draw.randrange(60))) for k in ("mr", "ref")} for _ in range(count)]
-    return [*rows, {"mr": "", "ref": ""}, *rows[:3]]
+    rows = [
+        {k: " ".join(["a", *draw.choices(WORDS, k=draw.randrange(60))]) for k in ("mr", "ref")} for _ in range(count)
+    ]
+    return [*rows, {"mr": "a", "ref": "b"}, *rows[:3]]
 
 
 def naive(task, folder, split="train") -> list[TokenExample]:

@@ -1,25 +1,32 @@
-"""The words of a guarantee: what it assumes of others, and what one unit is."""
+"""The words of a guarantee, and class names that it must not depend on."""
 
 from __future__ import annotations
 
 import pytest
 
+from fedveil import strategies
 from fedveil.config import parse
-from fedveil.privacy.dp_sgd import DpSgdConfig
-from fedveil.privacy.guarantee_words import conditions, describe_unit
+from fedveil.errors import ConfigError
+from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.privacy.guarantee_words import describe_unit
 
-CLAIM = DpSgdConfig(1.0, 1.0, 0.1, 3.0)
-PUBLIC_NAMES = "each site's class names are public (task.class-names is not set)"
+DP = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0}
 
 
-@pytest.mark.parametrize(
-    "task, names, is_assumed",
-    [("clip-prompt", "", True), ("clip-prompt", "cat, dog", False), ("text-generation", "", False)],
-)
-def test_class_names_that_each_site_reads_from_its_rows_are_assumed_public(task, names, is_assumed):
+@pytest.mark.parametrize("keys", [{"method.name": "promptfl"} | DP, {"method.name": "dp_fpl"}])
+def test_class_names_from_a_site_s_data_are_refused_under_a_guarantee(keys):
     """One row's label can add a class, which changes the loss of every row: no clip bounds that."""
-    config = parse({"task.name": task, "task.class-names": names})
-    assert (PUBLIC_NAMES in conditions(CLAIM, config)) == is_assumed
+    config = parse({"task.name": "clip-prompt"} | keys)
+    method = strategies.create_method(config.method.name, "")
+    with pytest.raises(ConfigError, match="task.class-names: expected the public names of all classes"):
+        check_guarantee(method, config, has_row_gradients=True)
+    named = parse({"task.name": "clip-prompt", "task.class-names": "cat, dog"} | keys)
+    assert check_guarantee(method, named, has_row_gradients=True) is not None
+
+
+def test_class_names_from_the_data_are_permitted_without_a_guarantee():
+    config = parse({"task.name": "clip-prompt", "method.name": "promptfl"})
+    assert check_guarantee(strategies.create_method("promptfl", ""), config, has_row_gradients=True) is None
 
 
 def test_a_column_s_name_is_printed_without_control_characters_and_not_at_any_length():

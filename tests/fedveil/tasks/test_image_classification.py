@@ -337,12 +337,63 @@ def test_an_image_folder_and_a_file_read_alike(tmp_path, task, rows):
         assert torch.equal(row.pixels(), same.pixels())
 
 
-def test_a_class_without_images_keeps_its_number(tmp_path, task):
+def test_a_class_without_images_keeps_its_number(tmp_path):
+    task = make()
     folder = image_folder(tmp_path / "folder", range(2, 12, 3))  # dogs only
     assert {row.label for row in task.encode(task.examples(folder, "train"))} == {2}
     (folder / "train" / "bird").rmdir()
-    with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2; set"):
-        task.encode(task.examples(folder, "train"))
+    assert {row.label for row in task.encode(task.examples(folder, "train"))} == {2}
+    with pytest.raises(TaskError, match=r"expected 3 class names in .*train\", as many .* found 2 \(cat, dog\); set"):
+        make().encode(make().examples(folder, "train"))
+
+
+def test_the_names_of_the_run_number_the_classes_of_every_site(tmp_path):
+    """Folders, ClassLabel and texts of three sites, each of which would number the classes in another way."""
+    given = make(task__class_names="dog,bird,cat", task__num_classes=10)
+    assert given.classes == 3
+    assert given.base.model.config.id2label == {0: "dog", 1: "bird", 2: "cat"}
+    folder = image_folder(tmp_path / "folder")
+    assert [row.label for row in given.encode(given.examples(folder, "train"))] == [1] * 4 + [2] * 4 + [0] * 4
+    image = {"bytes": picture(0), "path": None}
+    table = save(tmp_path / "table", [{"image": image, "label": i} for i in range(3)])
+    assert [row.label for row in given.encode(given.examples(table, "train"))] == [1, 2, 0]
+    features = Features({"image": Image(), "label": ClassLabel(names=["cat", "dog"])})
+    (tmp_path / "named").mkdir()
+    Dataset.from_list([{"image": image, "label": i} for i in range(2)], features=features).to_parquet(
+        str(tmp_path / "named" / "train.parquet")
+    )
+    assert [row.label for row in given.encode(given.examples(tmp_path / "named", "train"))] == [2, 0]
+    given.require_shared_classes()
+    (folder / "train" / "Dog").mkdir()
+    with pytest.raises(TaskError, match=r"of the run \(dog, bird, cat\), found 4 \(Dog, bird, cat, dog\)"):
+        given.encode(given.examples(folder, "train"))
+    (folder / "train" / "Dog").rmdir()
+    alone = make()
+    alone.encode(alone.examples(folder, "train"))
+    with pytest.raises(TaskError, match='add the line: task.class-names = "bird,cat,dog"'):
+        alone.require_shared_classes()
+
+
+def test_folders_that_are_numbers_are_numbers(tmp_path):
+    """Sorted as names, "10" would be class 2 and "2" class 3."""
+    for number in (0, 1, 2, 10):
+        (tmp_path / "train" / str(number)).mkdir(parents=True)
+        (tmp_path / "train" / str(number) / "0.png").write_bytes(picture(number))
+    plain = make(task__num_classes=11)
+    assert [row.label for row in plain.encode(plain.examples(tmp_path, "train"))] == [0, 1, 10, 2]
+    plain.require_shared_classes()
+
+
+def test_names_must_fit_the_model(tmp_path):
+    with pytest.raises(ConfigError, match="task.num-classes: expected 2, the number of names .*, found 7"):
+        make(task__class_names="a,b", task__num_classes=7)
+    names = {0: "dog", 1: "fish"}
+    named = str(vit(tmp_path / "vit", num_labels=2, id2label=names, label2id={name: i for i, name in names.items()}))
+    with pytest.raises(TaskError, match="expected 2 names, as many as the model distinguishes, found 3"):
+        make(task__model=named, task__class_names="dog,fish,cat", task__num_classes=10).base  # noqa: B018
+    with pytest.raises(TaskError, match='order of the model.s own names, .* set task.class-names = "dog,fish"'):
+        make(task__model=named, task__class_names="fish,dog", task__num_classes=10).base  # noqa: B018
+    assert make(task__model=named, task__class_names="dog,fish", task__num_classes=10).classes == 2
 
 
 def test_names_of_the_model_decide_where_it_has_them(tmp_path):
@@ -352,6 +403,7 @@ def test_names_of_the_model_decide_where_it_has_them(tmp_path):
     )
     prepared = task.encode(task.examples(image_folder(tmp_path / "folder"), "train"))
     assert [row.label for row in prepared] == [2] * 4 + [3] * 4 + [0] * 4
+    task.require_shared_classes()
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
@@ -372,7 +424,7 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
         "cut": ({"image": {"bytes": picture(1)[:200], "path": None}, "label": 1}, "decode the image in row 2 of"),
         "none": ({"image": None, "label": 1}, r'expected an image in column "image".* row 2 of .*train.parquet'),
         "unlabelled": ({"image": whole["image"], "label": -1}, r'"label", found an integer in row 2 of'),
-        "absent": ({"image": whole["image"], "label": None}, "a class from 0 to 2 .* found no value .* row 2 of"),
+        "absent": ({"image": whole["image"], "label": None}, "a class from 0 to 2, .* found no value .* row 2 of"),
     }  # fmt: skip
     for name, (bad, pattern) in cases.items():
         folder = save(tmp_path / name, [whole, bad])
@@ -380,7 +432,7 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path, task):
             task.collate(list(task.encode(task.examples(folder, "train"))))  # "cut" is whole at its head
         assert "\n" not in str(error.value)
     for value, found in ((3, "an integer"), (True, "true or false"), (1.0, "a number with a fraction")):
-        with pytest.raises(TaskError, match=f"expected a class from 0 to 2 .* found {found} in row 8 of f"):
+        with pytest.raises(TaskError, match=f"expected a class from 0 to 2, .* found {found} in row 8 of f"):
             task.encode([Example({"image": picture(0), "label": value}, ExampleOrigin("f", 8))])
     folder = image_folder(tmp_path / "folder")
     (folder / "train" / "dog" / "05.png").write_bytes(b"no image")

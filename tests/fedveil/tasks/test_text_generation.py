@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.data.prompt_template import SEPARATOR
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, library_logging
+from fedveil.privacy.guarantee_source import check_guarantee
 from fedveil.rng import RandomStream
+from fedveil.strategies.fedavg import FedAvg
 from fedveil.tasks import load_task
 from fedveil.tasks.text_generation import TextGeneration
 
@@ -260,7 +263,7 @@ def test_weights_are_taken_strictly(task, rows, change, message):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.text(max_size=40), st.text(max_size=40), st.integers(8, 40))
+@given(st.text(max_size=40).filter(str.strip), st.text(max_size=40).filter(str.strip), st.integers(8, 40))
 def test_a_row_fits_and_its_source_gives_way_first(source, target, limit):
     task = _unlimited()
     task.config = run_config.parse({"task.max-tokens": limit})
@@ -517,3 +520,44 @@ def test_generation_stops_at_each_end_token_and_the_export_names_all(llama, tmp_
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(TaskError, match="cannot read generation_config.json"):
         make(LoraAdapter(rank=2), task__model=str(folder)).base  # noqa: B018
+
+
+EMPTY = [
+    {"mr": "a", "ref": "b"}, {"mr": " \n", "ref": "c"}, {"mr": "d", "ref": ""}, {"mr": None, "ref": "e"},
+    {"mr": "f", "ref": "g"},
+]  # fmt: skip
+
+
+def test_an_empty_text_is_refused_as_null_is(task, tmp_path):
+    for at, found in ((1, "an empty text"), (2, "an empty text"), (3, r"no value \(null\)")):
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (EMPTY[0], EMPTY[at])))
+        with pytest.raises(TaskError, match=rf"found {found} in row 2 of .*; .* task.empty-texts = \"drop\""):
+            task.prepare(tmp_path, "train")
+
+
+def test_rows_without_a_text_are_left_out_and_counted(tmp_path, caplog):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in EMPTY))
+    task, shelf = make(task__empty_texts="drop"), tmp_path / "shelf"
+    shelf.mkdir(mode=0o700)
+    said = 'task.empty-texts = "drop": 3 of 5 rows of the split "{}" are left out'
+    for _ in range(2):  # also where another run has prepared the rows before
+        caplog.clear()
+        prepared = task.prepare(tmp_path, "train", None, shelf)
+        assert prepared.dropped == 3
+        assert [origin.row for origin in prepared.origins()] == [1, 5]
+        assert len(prepared.rows) == 2
+        assert said.format("train") in caplog.text
+    assert [example.values["ref"] for example in task.examples(tmp_path, "test")] == ["b", "g"]
+    assert said.format("test") in caplog.text
+    (tmp_path / "train.jsonl").write_text(json.dumps(EMPTY[1]) + "\n")
+    with pytest.raises(TaskError, match="at least one of 1 rows"):
+        task.prepare(tmp_path, "train")
+
+
+def test_tasks_and_claims_that_cannot_leave_rows_out_refuse_it():
+    config = run_config.parse({"task.empty-texts": "drop", "dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0})
+    with pytest.raises(ConfigError, match='task.empty-texts: expected "refuse" with a privacy claim'):
+        check_guarantee(FedAvg(), config, has_row_gradients=True)
+    with pytest.raises(ConfigError, match='task.empty-texts: expected "refuse" with the task "vision-language"'):
+        load_task(run_config.parse({"task.empty-texts": "drop", "task.name": "vision-language"}), LoraAdapter(), "cpu")

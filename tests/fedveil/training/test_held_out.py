@@ -154,7 +154,7 @@ def test_a_site_s_made_up_answer_is_refused_at_the_gate(what):
 
 REFUSED = {
     "dp": {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0},
-    "method": {"method.name": "dp_fpl", "task.name": "clip-prompt"},
+    "method": {"method.name": "dp_fpl", "task.name": "clip-prompt", "task.class-names": "a,b"},
     "secure": {"secure.enabled": True},
 }
 

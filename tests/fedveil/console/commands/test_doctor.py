@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 
 from fedveil.console.doctor import checks, host_checks, policy_checks
@@ -276,6 +277,19 @@ def test_class_folders_and_parquet_are_counted_by_their_names(tmp_path, capsys):
     look = ["doctor", "--set", "task.name=clip-prompt", "--set", f"task.data={tmp_path}"]
     assert main(look) == 0
     assert f"2 images in the folders of {tmp_path}/train; 1 files not read: .txt (1)" in capsys.readouterr().out
+    assert main(look) == 0
+    assert 'unless the base names these classes, a run needs task.class-names = "a,b"' in capsys.readouterr().out
+    assert main([*look, "--set", "task.class-names=b,a"]) == 0
+    assert "class-names" not in capsys.readouterr().out
+    assert main([*look, "--set", "task.class-names=a,c"]) == 1
+    assert "among the 2 of the run (a, c), found 2 (a, b), of which the others lack b" in capsys.readouterr().out
+    image = io.BytesIO()
+    Image.new("L", (2, 2)).save(image, "PNG")
+    named = Features({"image": Value("binary"), "ref": ClassLabel(names=["x", "y"])})
+    table = Dataset.from_dict({"image": [image.getvalue()], "ref": [1]}, features=named)
+    table.to_parquet(tmp_path / "named.parquet")
+    assert main(["doctor", "--set", "task.name=clip-prompt", "--set", f"task.data={tmp_path}/named.parquet"]) == 0
+    assert 'a run needs task.class-names = "x,y"' in capsys.readouterr().out
     (tmp_path / "train" / "b" / "2.png").write_bytes(b"")
     assert main(look) == 1
     assert f"cannot decode the image in {tmp_path}/train/b/2.png" in capsys.readouterr().out

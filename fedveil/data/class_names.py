@@ -1,0 +1,178 @@
+"""The number of each class, the same at every site of a run.
+
+| a label, without outer space | its number |
+|---|---|
+| a name: a text, a number, true or false | its place among the names |
+| an integer in a column with names of its own (ClassLabel) | the place of that name |
+| an integer from 0, also as text, if no name of task.class-names is an integer | the integer |
+
+| names, the first source available | who numbers the classes |
+|---|---|
+| task.class-names | the run config |
+| the base model's own, if they contain those of the data set | the base model |
+| those that the data set declares: class folders, ClassLabel | the data set read first |
+
+The last source serves a run in one process. Other sites would number their own classes, so `require_shared` refuses it.
+Texts in rows declare no names: one more row could add a class and so change the numbers of all others.
+
+Messages may contain names that a data set declares. They never contain a label, which is a value of a row.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from fedveil.config import TaskConfig
+from fedveil.contract.task import Example
+from fedveil.data.row_values import as_text, describe_value
+from fedveil.errors import TaskError
+from fedveil.sanitize import sanitize
+
+__all__ = ["ClassNumbering", "are_numbers", "format_class_names", "has_integers"]
+
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,8}")
+_MOST_LISTED = 24  # names in a message
+_LONGEST_LISTED = 60  # characters of a name in a list
+_LONGEST_LINE = 2000  # characters of a line to copy
+
+
+def are_numbers(names: Iterable[str]) -> bool:
+    """Return whether all names are integers from 0, as the folders 0, 1, ... 10 are: these are numbers, not names."""
+    return all(map(_INTEGER.fullmatch, names))
+
+
+def has_integers(names: Iterable[str]) -> bool:
+    """Return whether a name is an integer from 0, so that an integer in a row may be meant as that name."""
+    return any(map(_INTEGER.fullmatch, names))
+
+
+def format_class_names(names: Sequence[str]) -> str:
+    """Return the line of a run config that gives these names, or how to write it where it would be too long."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="").writerow(names)
+    line = f"task.class-names = {json.dumps(out.getvalue(), ensure_ascii=False)}"
+    if len(line) > _LONGEST_LINE or not line.isprintable():
+        return f"task.class-names = all {len(names):,} names, separated by commas, in one order for all sites"
+    return line
+
+
+@final
+class ClassNumbering:
+    """The numbers of the classes of all examples that one task reads.
+
+    Args:
+        task: the run config's section.
+        model_names: returns the names of the model's classes by number; () if it has none of its own. It may load the
+            model.
+        model_classes: returns the model's number of classes; 0 if the names decide it.
+    """
+
+    def __init__(
+        self,
+        task: TaskConfig,
+        model_names: Callable[[], tuple[str, ...]] = tuple,
+        model_classes: Callable[[], int] = int,
+    ) -> None:
+        self._task, self._model_names, self._model_classes = task, model_names, model_classes
+        self._given = task.class_list
+        self._integer_names = has_integers(self._given)
+        self._adopted: tuple[str, ...] = ()
+        self._numbers: dict[str, int] = {name: i for i, name in enumerate(self._given)}
+        self._checked: set[tuple[str, ...]] = set()
+        self._noted: dict[tuple[str, ...], str] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names by number; () if no source has given any yet."""
+        return self._given or self._adopted
+
+    @property
+    def count(self) -> int:
+        """Return the number of classes; 0 if neither model nor names decide it."""
+        return self._model_classes() or len(self.names)
+
+    def note(self, declared: tuple[str, ...], folder: str) -> None:
+        """Note the names that the data set in `folder` declares, for `require_shared`; loads no model."""
+        if declared:
+            self._noted[declared] = folder
+
+    def require_shared(self) -> None:
+        """Check that every site of the run has the numbers of this task.
+
+        Raises:
+            TaskError: a data set's own names number the classes; the message has the line for the run config.
+        """
+        for declared, folder in self._noted.items():
+            self._check(declared, folder)
+        if self._adopted and self._adopted != self._model_names():
+            raise TaskError(
+                f"task.class-names: expected the names of all classes in the run config, because each site would "
+                f"number its own, found none there and {len(self._adopted):,} in the data; add the line: "
+                f"{format_class_names(self._adopted)}"
+            )
+
+    def number(self, example: Example) -> int:
+        """Return the number of an example's class.
+
+        Raises:
+            TaskError: it has none; or its data set's names are not among those of the run, or of the data sets before.
+        """
+        column = self._task.target_column
+        value: object = example.values.get(column)
+        text = (as_text(value) or "").strip()
+        if declared := example.class_names:
+            self._check(declared, example.folder)
+            if isinstance(value, int) and not isinstance(value, bool):
+                text = declared[value] if 0 <= value < len(declared) else ""
+        elif not self.names and (own := self._model_names()):
+            self._adopt(own)
+        if (number := self._numbers.get(text)) is not None:
+            return number
+        if not declared and not self._integer_names and _INTEGER.fullmatch(text) and int(text) < self.count:
+            return int(text)
+        count = self.count
+        expected = f"a class from 0 to {count - 1}, or its name," if count else "the name of a class"
+        raise TaskError(
+            f'task.data: expected {expected} in column "{column}", found {describe_value(value)} in {example.where}; '
+            "correct or drop the row, set task.target-column, or name all classes in task.class-names"
+        )
+
+    def _check(self, declared: tuple[str, ...], folder: str) -> None:
+        """Check the names that a data set declares; the first ones become the task's if the config has none."""
+        if declared in self._checked:
+            return
+        if not self.names:
+            own = self._model_names()
+            self._adopt(own if set(declared) <= set(own) else self._counted(declared, folder))
+        if unknown := [name for name in declared if name not in self._numbers]:
+            source = "of the run" if self._given else "known so far"
+            raise TaskError(
+                f'task.class-names: expected the classes of "{folder}" among the {len(self.names):,} {source} '
+                f"({_listed(self.names)}), found {len(declared):,} ({_listed(declared)}), of which the others lack "
+                f"{_listed(unknown)}; rename these classes, or set task.class-names to the names of all sites"
+            )
+        self._checked.add(declared)
+
+    def _counted(self, declared: tuple[str, ...], folder: str) -> tuple[str, ...]:
+        """Return the names of a data set; raise TaskError if the model distinguishes another number of classes."""
+        count = self._model_classes()
+        if count and count != len(declared):
+            raise TaskError(
+                f'task.class-names: expected {count} class names in "{folder}", as many as the model distinguishes, '
+                f"found {len(declared):,} ({_listed(declared)}); set task.class-names to all, or give integers"
+            )
+        return declared
+
+    def _adopt(self, names: tuple[str, ...]) -> None:
+        self._adopted, self._numbers = names, {name: i for i, name in enumerate(names)}
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names for a message, bounded."""
+    more = f" and {len(names) - _MOST_LISTED:,} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(sanitize(name, _LONGEST_LISTED) for name in names[:_MOST_LISTED]) + more
