@@ -3,7 +3,7 @@
     prefix[l, 0], prefix[l, 1] = keys and values, heads x length x head width, that layer l finds in its cache
     proxy: layer l is cell l mod c, so c layers stand for all of them and the prefix fits both models
 
-The prefix is in the cache of transformers (past_key_values); tokens and their positions follow it. Keys have the
+The prefix is in the cache of transformers; tokens and their positions follow it. Keys have the
 form of the cache: after rotation, if the model has rotary embeddings. Layers that share a cell share its
 parameters, but each keeps its own index.
 """
@@ -11,6 +11,7 @@ parameters, but each keeps its own index.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,8 @@ class PrefixAdapter(Adapter):
         vocabulary = model.config.get_text_config().vocab_size
         drawn = [rng.choice(vocabulary, 1)[0] for _ in range(self.length)]
         ids = torch.tensor([drawn], device=next(model.parameters()).device)
-        cache = model.forward(input_ids=ids, use_cache=True).past_key_values  # without the hook that puts a prefix in
+        output = model.forward(input_ids=ids, use_cache=True)  # without the hook that puts a prefix in
+        cache = getattr(output, _cache_argument(model))
         layer_prefixes = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
         return {NAME: torch.stack(layer_prefixes).float().cpu()}
 
@@ -112,8 +114,9 @@ class PrefixAdapter(Adapter):
         """Attach the prefix and, if `cells` is positive, make the layers share their parameters.
 
         Raises:
-            ConfigError: the model has no list of layers, or fewer than `cells`.
+            ConfigError: the model takes no cache, has no list of layers, or fewer than `cells`.
         """
+        _cache_argument(model)
         if self.cells:
             _share(model, self.cells)
         model.requires_grad_(self.cells > 0)
@@ -152,6 +155,21 @@ def prefix_shape(model: Any, length: int) -> tuple[int, ...]:
     return config.num_hidden_layers, 2, heads, length, width
 
 
+def _cache_argument(model: Any) -> str:
+    """Return the name of a model's cache: `cache` from transformers 5.24 on, before it `past_key_values`.
+
+    A forward with keyword arguments accepts a cache of the wrong name and ignores it, prefix included.
+    """
+    names = inspect.signature(type(model).forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in names:
+            return name
+    raise ConfigError(
+        f"task.model: expected a model whose forward takes a cache (cache or past_key_values), in which a prefix lies; "
+        f"found {type(model).__name__}; use another model or a method without a prefix"
+    )
+
+
 def _share(model: Any, cells: int) -> None:
     """Replace layer l by a copy of layer l mod `cells` with the same parameters and the index l."""
     depth = model.config.get_text_config().num_hidden_layers
@@ -173,7 +191,8 @@ def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tupl
     """Put the prefix into an empty cache, prepend ones to the mask, and shift the positions of the tokens."""
     from transformers import DynamicCache
 
-    cache, mask, prefix = given.get("past_key_values"), given.get("attention_mask"), getattr(model, NAME)
+    name = _cache_argument(model)
+    cache, mask, prefix = given.get(name), given.get("attention_mask"), getattr(model, NAME)
     ids = args[0] if args else given["input_ids"]
     length = prefix.shape[3]
     cache = DynamicCache(config=model.config) if cache is None else cache
@@ -186,4 +205,4 @@ def _before(model: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> tupl
         for at, (keys, values) in enumerate(prefix.to(model.base_model.dtype)):
             cache.update(keys.expand(len(ids), -1, -1, -1), values.expand(len(ids), -1, -1, -1), at)
     mask = torch.cat([mask.new_ones(len(ids), length), mask], 1)
-    return args, {**given, "past_key_values": cache, "attention_mask": mask, "position_ids": positions + length}
+    return args, {**given, name: cache, "attention_mask": mask, "position_ids": positions + length}

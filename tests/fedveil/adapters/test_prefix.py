@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from fedveil import rng, tasks
 from fedveil.adapters.all_weights import AllWeightsAdapter
@@ -21,6 +24,8 @@ CONFIGS = {
     ),
 }
 IDS = torch.tensor([[5, 3, 11, 2, 7], [9, 1, 4, 8, 6]])
+
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 @pytest.fixture(params=sorted(CONFIGS))
@@ -41,14 +46,15 @@ def prefixed(kind: str, length: int = 6, cells: int = 0):
     return model, trained
 
 
-def test_layout_is_that_of_past_key_values(kind):
+def test_layout_is_that_of_the_cache(kind):
     """Keys and values that the bare model keeps of 6 tokens are a prefix: the same logits as reading these tokens
     first.
     """
     bare, read = build(kind), torch.tensor([[4, 4, 2, 17, 13, 10]])
     model, trained = prefixed(kind)
     with torch.no_grad():
-        cache = bare(read, past_key_values=DynamicCache(), use_cache=True).past_key_values
+        cache = DynamicCache()
+        bare(read, use_cache=True, **{CACHE: cache})
         prefix = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
         assert prefix.shape == prefix_shape(model, 6) == trained["prefix"].shape
         trained["prefix"].copy_(prefix)
@@ -147,6 +153,30 @@ def test_layers_share_their_cell(kind):
 def test_more_cells_than_layers_are_refused(kind):
     with pytest.raises(ConfigError, match=r"adapter.cells: .* found 5 and 4"):
         PrefixAdapter(3, cells=5).attach(build(kind))
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_prefix_reaches_forward_under_the_name_that_it_takes(name):
+    """A forward with **kwargs accepts the other name without a word, and generates as if there were no prefix."""
+    source = f"def forward(self, input_ids=None, {name}=None, **kwargs): return {name}, kwargs"
+    scope: dict = {}
+    exec(source, scope)
+    model = build("llama")
+    named = type("Named", (type(model),), {"forward": scope["forward"]})
+    model.__class__ = named
+    PrefixAdapter(6).attach(model)
+    cache, others = model(input_ids=IDS)
+    assert cache.get_seq_length() == 6
+    assert not {"cache", "past_key_values"} & set(others)
+
+
+def test_model_without_a_cache_is_refused():
+    class NoCache(nn.Module):
+        def forward(self, input_ids, **kwargs):
+            return input_ids
+
+    with pytest.raises(ConfigError, match=r"task.model: expected a model whose forward takes a cache .* found NoCache"):
+        PrefixAdapter(6).attach(NoCache())
 
 
 def test_what_does_not_go_together_is_refused():

@@ -170,13 +170,16 @@ def test_the_cp1252_and_decimal_cases_are_read_as_they_lie():
 
 def test_the_metadata_of_an_image_folder_are_its_rows():
     data = CASES / "07-imagefolder-metadata"
-    keys = {"task.name": "image-classification", "task.image-column": "file_name", "task.target-column": "label"}
+    keys = {
+        "task.name": "image-classification", "task.image-column": "file_name", "task.target-column": "label",
+        "task.class-names": "a,b",
+    }  # fmt: skip
     task = run_config.parse(keys | {"task.data": str(data), "task.num-classes": 2}).task
     table = images.image_table(data, "train", task)
     assert [table.rows[i] for i in range(4)] == [
         {"file_name": f"{i}.png", "label": label} for i, label in enumerate("abab")
     ]
-    assert table.class_names == ("a", "b")
+    assert table.class_names == ()  # texts in rows declare none
     example = table.examples("train", None, run_config.parse(keys | {"task.num-classes": 2}))[3]
     assert images.image_bytes(example, "file_name") == (data / "train" / "3.png").read_bytes()
     (check,) = data_checks.check_run_data(task, [])

@@ -35,6 +35,10 @@ ROOT = Path(data_package.__file__).parent.parent
 TEXT = {"task.name": "text-generation", "task.max-tokens": 32}
 CLASS = {"task.name": "image-classification", "task.target-column": "label", "task.num-classes": 3}
 CLIP = {"task.name": "clip-prompt", "task.target-column": "label"}
+LABELLED = {
+    "task.name": "text-classification", "task.source-column": "note", "task.target-column": "label",
+    "task.class-names": "a,b", "task.max-tokens": 32,
+}  # fmt: skip
 CAPTION = {"task.name": "vision-language", "task.target-column": "caption", "task.max-tokens": 64}
 OPEN = CAPTION | {"task.source-column": "question"}
 CHOICE = {
@@ -175,6 +179,9 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "prompt class": (CLIP | {"task.class-names": "a,b"}, seen(MARK)),
     "prompt names": (CLIP | {"second": True}, seen(MARK)),
     "prompt image": (CLIP | {"task.class-names": "a,b"}, seen(1, MARK.encode())),
+    "no text to classify": (LABELLED, lines({"note": None, "label": "a", "born": MARK})),
+    "class of a text": (LABELLED, lines({**OTHER, "label": MARK})),
+    "classes of a text": (LABELLED | {"task.multi-label": True}, lines({**OTHER, "label": f"a|{MARK}"})),
     "caption": (CAPTION, seen(1, caption=None)),
     "open question": (OPEN, seen(1, question=[MARK], caption=MARK)),
     "captions": (CAPTION, seen(1, caption=[MARK, " "])),

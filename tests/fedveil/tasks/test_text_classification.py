@@ -194,7 +194,8 @@ def test_texts_that_are_cut_are_counted(bases, caplog):
         (None, "heart,lung,bone", None),
         ("", "heart,lung,bone", None),
         ("Lung", "heart,lung,bone", None),
-        ("1", "heart,lung,bone", None),
+        ("1", "heart,lung,bone", 1),
+        ("10", "heart,lung,bone", None),
         (["lung"], "heart,lung,bone", None),
         (10, "2,10,1", 1),  # names that are integers: a value is a name, not a number
         ("2", "2,10,1", 0),

@@ -412,7 +412,7 @@ def test_text_that_looks_like_a_date_stays_text(task, tmp_path):
         ("train.jsonl", "", "at least one row"),
         ("train.jsonl", '{"mr": "a", "text": "b"}', 'expected column "ref" in .* found mr, text'),
         ("train.jsonl", '{"mr": "a", "ref": "b"}\n{"mr": ', "line 2 of .* is not JSON"),
-        ("train.jsonl", "[1]", "expected an object in line 1"),
+        ("train.jsonl", "[1]", "expected an object in row 1"),
         ("train.jsonl", '{"mr": {"a": 1}, "ref": "b"}\n{"mr": "x", "ref": "b"}', "one type per column"),
         ("train.parquet", "no parquet", "as Parquet"),
     ],
