@@ -47,7 +47,7 @@ def write_native(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor], 
 def adapter_metadata(attached: AttachedModel) -> dict[str, Any]:
     """Return the entries about the model that every PEFT config contains."""
     model = attached.model
-    if model.can_generate():
+    if hasattr(model, "can_generate") and model.can_generate():  # an own model may be any torch.nn.Module
         return {"base_model_name_or_path": attached.base, "task_type": "CAUSAL_LM", "inference_mode": True}
     kind = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     return {"base_model_name_or_path": attached.base, "auto_mapping": kind, "inference_mode": True}
