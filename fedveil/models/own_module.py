@@ -108,12 +108,12 @@ def register_file(file: Path) -> str:
 def find_module(name: str) -> Path:
     """Return the file of `task.module`. Raises ConfigError if there is none."""
     if not name:
-        raise ConfigError(
-            'task.module: expected a file with task.name = "own-model", found none; give it with --module FILE'
-        )
+        raise ConfigError('task.module: expected a file with task.name = "own-model", found none; set it')
     file = _REGISTERED.get(name) or Path(next(iter(fedveil.own.__path__))) / f"{name}.py"
     if not file.is_file():
-        raise ConfigError(f"task.module: expected a file called {name}.py in this app, found none; use --module FILE")
+        raise ConfigError(
+            f"task.module: expected a file called {name}.py in this app, found none; copy it to fedveil/own/"
+        )
     return file
 
 

@@ -1,1 +1,1 @@
-"""The folder of a run's own model file: `--module FILE` puts it here in the copy of the app that a run sends."""
+"""The folder of own models: `task.module = NAME` names the file NAME.py in it."""
