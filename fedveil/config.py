@@ -172,6 +172,12 @@ class TaskConfig(ConfigSection):
 
     name: str = Field("text-generation", description="the task: the name of a module in fedveil/tasks/")
     model: str = Field("tiny", description="the base model: tiny (bundled), a local folder, or a Hugging Face id")
+    module: str = Field(
+        "", pattern=r"^([a-z][a-z0-9_]{0,63})?$", description="own-model: the name of the run's file in fedveil/own/"
+    )
+    buffers: Literal["averaged", "initial"] = Field(
+        "averaged", description="own-model: average float buffers (BatchNorm) with the weights, or keep model()'s"
+    )
     data: str = Field("", description="folder of the examples, for sites whose node config names none")
     evaluation: str = Field("", description="the server's test data; empty = the server does not evaluate")
     server_data: str = Field(

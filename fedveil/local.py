@@ -31,6 +31,7 @@ from fedveil.data.units import UnitRows, group_rows_of_run
 from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
+from fedveil.models import own_module
 from fedveil.training.unit_gradients import UnitTrainer
 from fedveil.wire.capture import MessageCapture
 
@@ -83,7 +84,7 @@ class LocalFederation:
                 there is no site.
             TaskError: a base model, a folder, a column or a row is missing.
         """
-        run_config = config if isinstance(config, RunConfig) else parse(config)
+        run_config = config if isinstance(config, RunConfig) else parse(own_module.with_own_task(config))
         _require_local(run_config)
         if not sites:
             raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")

@@ -28,7 +28,7 @@ LINKS = ("attacks", "client_app", "server_app", "strategies")  # folders at the 
 # What Flower's bundle carries: the packages below fedveil/ and its modules, the apps and the methods.
 # A test compares with fab-include of pyproject.toml.
 APP_PACKAGES = (
-    "adapters", "cards", "contract", "data", "federation", "models", "ops", "privacy", "records", "tasks",
+    "adapters", "cards", "contract", "data", "federation", "models", "ops", "own", "privacy", "records", "tasks",
     "training", "wire",
 )  # fmt: skip
 APP_LINKS = ("client_app", "server_app", "strategies")

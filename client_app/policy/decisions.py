@@ -22,7 +22,8 @@ and the site's ledger checks privacy charges (fedveil/privacy/charged_gradients.
   default |
 | an empty list | nothing is permitted |
 | several keys | all of them must hold: a signed bundle with an unlisted digest is refused |
-| app-digests or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
+| no modules, and the run has an own model (task.module) | PolicyError: the site runs no file that it did not review |
+| app-digests, modules or signers, and the guard has not checked the bundle | PolicyError: only the guard can check it |
 | min-noise-multiplier, and the run has no `dp.clip-norm` | PolicyError: its noise is 0 |
 | max-epsilon, and the run has no budget that the site's ledger enforces, or its draws are seeded | PolicyError |
 | too many bytes or too few examples, known only after training | the site withholds the upload and sends the reason |
@@ -39,8 +40,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from fedveil.client_app.instruction import ClientAssignment
@@ -57,15 +58,21 @@ from fedveil.errors import PolicyError
 
 @dataclass(frozen=True)
 class VerifiedBundle:
-    """The bundle's SHA-256 and its signing key, as the site's guard determined them; "" = the guard did not check."""
+    """The bundle's SHA-256 and its signing key, as the site's guard determined them; "" = the guard did not check.
+
+    `modules`: the digest of each own model's file in the bundle, by its name in task.module.
+    """
 
     digest: str = ""
     signer: str = ""
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_environment(cls) -> VerifiedBundle:
         """Return the bundle as fedveil/guard/clientapp.py recorded it in the environment."""
-        return cls(os.environ.get("FEDVEIL_APP_DIGEST", ""), os.environ.get("FEDVEIL_APP_SIGNER", ""))
+        name, _, digest = os.environ.get("FEDVEIL_APP_MODULE", "").partition(" ")
+        modules = {name: digest} if name else {}
+        return cls(os.environ.get("FEDVEIL_APP_DIGEST", ""), os.environ.get("FEDVEIL_APP_SIGNER", ""), modules)
 
 
 def check_run(
@@ -106,6 +113,7 @@ def list_refusals(
         )  # fmt: skip
         judged += [
             lambda: _require_bundle(bundle or VerifiedBundle(), policy),
+            lambda: _require_module(bundle or VerifiedBundle(), config.task.module, policy.modules),
             lambda: _require_methods(assignment, policy.methods),
             lambda: _require_one("task.name", config.task.name, policy.tasks),
             lambda: _require_one("task.model", config.task.model, policy.models),
@@ -239,6 +247,32 @@ def _require_bundle(bundle: VerifiedBundle, policy: SitePolicy) -> None:
                 f"{key}: this site permits {permitted}, found {shown}; ask the site to add this bundle to {where} in "
                 "its policy"
             )
+
+
+def check_modules(module: str, modules: Mapping[str, str]) -> None:
+    """Check the own models' files of a bundle, also without a policy: none but the one that task.module names.
+
+    Raises PolicyError.
+    """
+    if extra := sorted(set(modules) - {module}):
+        raise PolicyError(
+            f"task.module: expected no file in the bundle's fedveil/own but that of task.module, found {extra[0][:99]}"
+            ".py; remove it"
+        )
+    if module and module not in modules:
+        raise PolicyError(f"task.module: expected fedveil/own/{module}.py in the bundle, found none; add it")
+
+
+def _require_module(bundle: VerifiedBundle, module: str, permitted: list[str] | None) -> None:
+    """Raise PolicyError for an own model whose file the policy does not name."""
+    if not module:
+        return
+    found = bundle.modules.get(module, "none that the site's own entry point has verified")
+    if found not in (permitted or []):
+        raise PolicyError(
+            f'task.module: this site permits {permitted or "no own model"}, found "{module}" with the digest {found}; '
+            "ask the site to review the file and add this digest to modules in its policy"
+        )
 
 
 def _require_methods(assignment: ClientAssignment, permitted: list[str] | None) -> None:

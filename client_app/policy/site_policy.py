@@ -25,6 +25,7 @@ min-threshold = 4                        # share holders needed to reveal a secr
 roster = "sha256:5f0c..."                # the signing keys of all sites: `fedveil members roster`. min-cohort,
                                          # min-threshold and roster apply to masked uploads only
 app-digests = ["5f0c..."]                # SHA-256 of the app's bundle: `fedveil app digest`
+modules = ["sha256:5f0c..."]             # files of own models (task.module); without this key none is permitted
 signers = ["ssh-ed25519 AAAA..."]        # keys that may sign the bundle: `fedveil app sign`
 hours = ["20:00-06:00"]                  # by this machine's clock; a client round must begin in one of these windows
 [permits]                                # all other keys of the run config (run_config_rules.py); comes last
@@ -84,6 +85,7 @@ class SitePolicy(BaseModel):
     min_colluders: int | None = Field(None, ge=0)
     roster: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
     app_digests: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] | None = None
+    modules: list[Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]] | None = None
     signers: list[Annotated[str, Field(pattern=r"^ssh-ed25519 [A-Za-z0-9+/=]+")]] | None = None
     hours: list[Annotated[str, Field(pattern=WINDOW)]] | None = None
     permits: dict[str, run_keys.Permit] = {}
@@ -102,7 +104,8 @@ class SitePolicy(BaseModel):
     def named(self) -> set[str]:
         """Return the run config keys that a key of this policy bounds."""
         bounds = {
-            "method.name": self.methods, "task.name": self.tasks, "task.model": self.models,
+            "method.name": self.methods, "task.module": self.modules,
+            "task.name": self.tasks, "task.model": self.models,
             "run.rounds": self.max_rounds, "run.signature": self.signers, "run.name": self.signers,
             "dp.noise-multiplier": self.min_noise_multiplier, "dp.epsilon": self.max_epsilon,
             "secure.enabled": self.require_secure or None, "secure.min-sites": self.min_cohort,

@@ -47,7 +47,7 @@ def write_native(folder: Path, adapter: Adapter, weights: Mapping[str, Tensor], 
 def adapter_metadata(attached: AttachedModel) -> dict[str, Any]:
     """Return the entries about the model that every PEFT config contains."""
     model = attached.model
-    if model.can_generate():
+    if hasattr(model, "can_generate") and model.can_generate():  # an own model may be any torch.nn.Module
         return {"base_model_name_or_path": attached.base, "task_type": "CAUSAL_LM", "inference_mode": True}
     if type(model).__name__.endswith("ForSequenceClassification"):
         return {"base_model_name_or_path": attached.base, "task_type": "SEQ_CLS", "inference_mode": True}

@@ -27,7 +27,7 @@ _PAIR = re.compile(r"\.(lora|private)_[AB](\.|$)|\.residual$")  # in the names o
 _WIDTHS = {"h.0.attn": (5, 7), "h.1.mlp": (7, 3), "h.2.mlp": (3, 4)}  # (d_in, d_out) of the example's layers
 
 
-def _pattern(given: object) -> object:
+def name_pattern(given: object) -> object:
     """Return a regular expression for a list of names as PEFT takes it: full module names or their last parts."""
     if not isinstance(given, list | tuple) or not given or not all(isinstance(name, str) for name in given):
         return given  # text, or a value that the type refuses
@@ -41,7 +41,7 @@ class LowRankPairsAdapter(Adapter):
     mount: ClassVar[Mount] = "layers"
     rank: int = 8
     alpha: float | None = None
-    targets: Annotated[str, BeforeValidator(_pattern)] = "all-linear"
+    targets: Annotated[str, BeforeValidator(name_pattern)] = "all-linear"
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -221,10 +221,10 @@ def require_targets(model: Any, targets: str) -> None:
 
 
 def _listed(targets: str) -> list[str]:
-    """Return the names from which `_pattern` made `targets`; none if it is a regular expression by a user."""
+    """Return the names from which `name_pattern` made `targets`; none if it is a regular expression by a user."""
     escaped = targets.removeprefix(f"{_ANY_PARENT}(").removesuffix(")").split("|")
     names = [re.sub(r"\\(.)", r"\1", each) for each in escaped]
-    return names if _pattern(names) == targets else []
+    return names if name_pattern(names) == targets else []
 
 
 def chosen_modules(model: Any, targets: str) -> dict[str, nn.Module]:

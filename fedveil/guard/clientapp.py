@@ -122,6 +122,7 @@ class MessageGuard:
         except Exception as error:
             self._refuse(error)
         os.environ["FEDVEIL_APP_DIGEST"], os.environ["FEDVEIL_APP_SIGNER"] = digest, self._about["signer"]
+        os.environ["FEDVEIL_APP_MODULE"] = self._about.get("module", "")
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # for the worker, to keep its compiled code
         sys.dont_write_bytecode = True
         unload_modules()
@@ -172,7 +173,12 @@ class MessageGuard:
         required = self._policies.load_policy(site).requires_signed_instructions(site)
         self._instruction = self._check.verify_instruction(message, context, run.run_id, digest, site, required)
         self._about["signer"] = by = self._signer(assignment, digest)
-        bundle, serves = self._decisions.VerifiedBundle(digest, by), message.metadata.message_type != _QUESTION
+        modules, own = self._bundle.module_digests(content), assignment.config.task.module
+        self._decisions.check_modules(own, modules)
+        if own:
+            self._about["module"] = f"{own} {modules[own]}"
+        bundle = self._decisions.VerifiedBundle(digest, by, modules)
+        serves = message.metadata.message_type != _QUESTION
         self._decisions.check_run(assignment, bundle, received, serves=serves)
         self._decisions.bind_run(assignment)  # here, because bundled code could omit it
         self._assignment = assignment

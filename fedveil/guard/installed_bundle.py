@@ -7,14 +7,51 @@ bundle with the same 8 digits (2^32 attempts), or code that ran here before may 
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import io
+import re
 import shutil
 import zipfile
 from pathlib import Path
 
 from fedveil.errors import PolicyError
+from fedveil.sanitize import sanitize
 
 _FLOWERS_OWN = ".info/"
+_OWN_MODELS = "fedveil/own/"
+
+
+def module_digests(content: bytes) -> dict[str, str]:
+    """Return "sha256:" and the SHA-256 of each own model's file in a bundle, by the file's name without .py.
+
+    All files of the folder count but FedVeil's own __init__.py, of which only the docstring is permitted.
+
+    Raises PolicyError for a file in another form, such as a folder, which would be code that no digest names.
+    """
+    found: dict[str, str] = {}
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for path in archive.namelist():
+            if not path.startswith(_OWN_MODELS) or path.endswith("/"):
+                continue
+            name, text = path.removeprefix(_OWN_MODELS), archive.read(path)
+            if name == "__init__.py" and _is_docstring(text):
+                continue
+            if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}\.py", name) or name.removesuffix(".py") in found:
+                raise PolicyError(
+                    "task.module: expected one plain file of Python in the bundle's fedveil/own, found "
+                    f"{sanitize(name, 100)}; remove it"
+                )
+            found[name.removesuffix(".py")] = f"sha256:{hashlib.sha256(text).hexdigest()}"
+    return found
+
+
+def _is_docstring(text: bytes) -> bool:
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return all(isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) for each in body)
 
 
 def require_same(content: bytes, folder: Path) -> None:

@@ -18,6 +18,7 @@ from fedveil.config import RunConfig
 from fedveil.contract.adapter import Adapter, AttachedModel, Mount
 from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.contract.task import Rows, Task, TaskInfo, Watch, ignore_progress
+from fedveil.contract.trainer import Trainer
 from fedveil.data.batches import ExampleBatch
 from fedveil.errors import ConfigError
 from fedveil.models import library_logging, loading, published_name, training_modes
@@ -144,7 +145,7 @@ class AdaptedTask(Task):
         return drawn
 
     @override
-    def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> LocalTraining:
+    def trainer(self, rows: Rows, rng: RandomStream, watch: Watch = ignore_progress, round_: int = 0) -> Trainer:
         return LocalTraining(self, rows, rng, watch, round_, self.by)
 
     @abstractmethod

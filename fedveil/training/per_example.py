@@ -32,6 +32,7 @@ from fedveil.rng import RandomStream
 from fedveil.training.threads import limit_threads
 
 __all__ = [
+    "DifferentiatesRows",
     "LocalGradientSource",
     "PerExampleFeatureLoss",
     "PerExampleLoss",
@@ -53,6 +54,15 @@ class PerExampleLoss(Protocol):
 
     def sample_loss(self, weights: Mapping[str, Tensor], *sample: Tensor) -> Tensor:
         """Return one example's loss, a scalar: pure, without branches on values; `sample` lacks the first dimension."""
+        ...
+
+
+@runtime_checkable
+class DifferentiatesRows(Protocol):
+    """The interface of a task that chooses itself how its rows are differentiated, where vmap may not apply."""
+
+    def example_gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
+        """Return the gradient of each row's own loss at `weights`, on the model's device."""
         ...
 
 
@@ -167,7 +177,10 @@ def per_example_gradients(task: object, spec: Spec, rows: Rows, weights: Weights
         return PerExampleGradients(
             {n: torch.zeros((0, *spec[n].shape), device=home) for n in movable_names(spec)}, torch.zeros(0, device=home)
         )
-    result = gradients_of_examples(task, task.samples(rows), spec, weights)
+    if isinstance(task, DifferentiatesRows):
+        result = task.example_gradients(rows, weights)
+    else:
+        result = gradients_of_examples(task, task.samples(rows), spec, weights)
     return PerExampleGradients({name: g.to(home) for name, g in result.gradients.items()}, result.losses.to(home))
 
 

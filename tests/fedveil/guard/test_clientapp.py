@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
 import subprocess
@@ -77,7 +78,7 @@ class Site:
         monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flower"))
         monkeypatch.setattr(clientapp, "unload_modules", lambda: None)  # this process needs its modules
         monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
-        for name in ("FEDVEIL_APP_DIGEST", "FEDVEIL_APP_SIGNER", "PYTHONDONTWRITEBYTECODE"):
+        for name in ("FEDVEIL_APP_DIGEST", "FEDVEIL_APP_MODULE", "FEDVEIL_APP_SIGNER", "PYTHONDONTWRITEBYTECODE"):
             monkeypatch.setenv(name, "")
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         node: dict[str, object] = {"site": "north", "state-dir": str(tmp_path / "state")}
@@ -434,3 +435,47 @@ def test_the_console_names_the_digest_that_flower_would_send(app, fab, tmp_path,
         with pytest.raises(SystemExit) if "--until" in arguments else nullcontext():
             assert main([*sign, str(tmp_path / "key"), str(tmp_path / "toy.fab"), *arguments]) == 2
     assert zipfile.is_zipfile(tmp_path / "toy.fab")
+
+
+OWN = b"import torch\n"
+OWN_DIGEST = f"sha256:{hashlib.sha256(OWN).hexdigest()}"
+
+
+def with_files(fab: bytes, files: dict[str, bytes]) -> bytes:
+    """Return the bundle with further files, without their digests: what the guard reads before Flower installs it."""
+    out = io.BytesIO(fab)
+    with zipfile.ZipFile(out, "a") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("files", "policy", "reason"),
+    [
+        ({"mine.py": OWN}, f'modules = ["sha256:{"0" * 64}"]', "task.module: this site permits .*found .mine. with"),
+        ({"mine.py": OWN}, "max-rounds = 9", "task.module: this site permits no own model, found .mine. with the"),
+        ({"mine.py": OWN + b"#"}, f'modules = ["{OWN_DIGEST}"]', "task.module: this site permits"),
+        ({"mine.py": OWN, "other.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "but that of task.module, found other.py"),
+        ({"other.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "but that of task.module, found other.py"),
+        ({}, f'modules = ["{OWN_DIGEST}"]', "expected fedveil/own/mine.py in the bundle, found none"),
+        ({"mine.py": OWN, "__init__.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "one plain file of Python.*__init__.py"),
+        ({"mine.py": OWN, "mine/__init__.py": OWN}, f'modules = ["{OWN_DIGEST}"]', "one plain file.*mine/__init__.py"),
+        ({"mine.py": OWN, "mine.so": b"0"}, f'modules = ["{OWN_DIGEST}"]', "one plain file of Python.*mine.so"),
+    ],
+)
+def test_an_own_model_runs_only_if_the_policy_names_its_file(files, policy, reason, tmp_path, monkeypatch, fab):
+    content = with_files(fab, {f"fedveil/own/{name}": text for name, text in files.items()})
+    config = {"task.module": "mine", "task.name": "own-model"}
+    site = Site(tmp_path, monkeypatch, content, policy, run_config=config)
+    site.assert_refused(reason)
+
+
+def test_the_log_names_the_file_of_an_own_model(tmp_path, monkeypatch, fab):
+    content = with_files(fab, {"fedveil/own/mine.py": OWN, "fedveil/own/__init__.py": b'"""Own models."""'})
+    site = Site(
+        tmp_path, monkeypatch, content, f'modules = ["{OWN_DIGEST}"]\ntasks = ["own-model"]',
+        run_config={"task.module": "mine", "task.name": "own-model"},
+    )  # fmt: skip
+    assert site.guard._admit(content) == hashlib.sha256(content).hexdigest()
+    assert site.guard._about["module"] == f"mine {OWN_DIGEST}"
