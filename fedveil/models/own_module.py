@@ -30,7 +30,7 @@ __all__ = ["OwnModule", "find_module", "load_module", "register_file", "score_di
 
 MAX_BYTES = 100_000
 NEEDED = {"model": (), "loss": ("model", "batch"), "dataset": ("folder", "split")}
-OPTIONAL = {"collate": ("rows",), "metrics": ("model", "batches"), "predict": ("model", "batch"), "unit": ("row",)}
+OPTIONAL = {"collate": ("rows",), "metrics": ("model", "batches"), "predict": ("model", "batch")}
 PERMITTED_IMPORTS = frozenset((
     "PIL", "__future__", "collections", "csv", "dataclasses", "datasets", "functools", "itertools", "json", "math",
     "monai", "numpy", "pandas", "pathlib", "peft", "random", "re", "scipy", "sklearn", "torch", "torchvision",

@@ -336,7 +336,10 @@ def test_a_file_may_read_and_compile_patterns(tmp_path: Path):
 
 
 def test_keys_of_other_tasks_are_refused(tmp_path: Path):
-    for key, value in {"task.source-column": "x", "train.compile": True, "task.partition": "natural"}.items():
+    refused = {
+        "task.source-column": "x", "train.compile": True, "task.partition": "natural", "dp.unit-column": "patient",
+    }  # fmt: skip
+    for key, value in refused.items():
         with pytest.raises(ConfigError, match=rf'{re.escape(key)}: expected .* with the task "own-model"'):
             own_task(tmp_path, SMALL, **{key.replace(".", "__").replace("-", "_"): value})
     with pytest.raises(ConfigError, match='expected a file with task.name = "own-model", found none'):

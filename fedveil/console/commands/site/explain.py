@@ -33,6 +33,7 @@ from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import server_learns
 from fedveil.guard import run_signature
+from fedveil.guard.installed_bundle import module_digests
 from fedveil.privacy import accounting
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.guarantee_source import as_planned, guarantee_of, untimed
@@ -263,11 +264,12 @@ def _refusals(
 ) -> list[PolicyError]:
     """Return what the site would refuse before the run's first round, taking field sizes as message sizes."""
     bundle = decisions.VerifiedBundle()
-    if read.app_digests is not None or read.signers is not None:
-        digest = hashlib.sha256(build_bundle(app)).hexdigest()
-        bundle = decisions.VerifiedBundle(
-            digest, run_signature.verify_signer(config.run.signature, config.run.name, digest)
-        )
+    if read.app_digests is not None or read.signers is not None or config.task.module:
+        content = build_bundle(app)
+        digest, modules = hashlib.sha256(content).hexdigest(), module_digests(content)
+        decisions.check_modules(config.task.module, modules)
+        signer = run_signature.verify_signer(config.run.signature, config.run.name, digest)
+        bundle = decisions.VerifiedBundle(digest, signer, modules)
     fields = json.dumps(hyperparameters_of(exchange.method))
     order = TrainInstruction(0, True, "site", "explain", exchange.name, fields)
     down = exchange.largest("down")

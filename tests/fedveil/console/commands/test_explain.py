@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import zipfile
+
 import pytest
 
 from fedveil import rng, strategies
@@ -12,7 +17,7 @@ from fedveil.console.main import main
 from fedveil.contract.method import RoundContext
 from fedveil.contract.param_spec import param_specs_of
 from fedveil.contract.privacy import UNTIMED, Adjacency, Step
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.secagg.adversary_model import DEVIATING, SINGLE_SITE, server_learns
 from fedveil.privacy import accounting
@@ -242,3 +247,29 @@ def test_scores_of_held_out_rows_are_named_before_anyone_takes_part(tmp_path, ca
     assert "This site would not: its policy permits no scores" in capsys.readouterr().out
     assert main(["explain", "--set", "method.name=fedavg"]) == 0
     assert "held_out" not in capsys.readouterr().out
+
+
+def test_an_own_model_is_judged_by_the_digest_of_its_file_in_the_bundle(lora_spec, tmp_path, monkeypatch):
+    out, text = io.BytesIO(), b"def model():\n    ...\n"
+    with zipfile.ZipFile(out, "w") as archive:
+        archive.writestr("fedveil/own/__init__.py", '"""Own models."""\n')
+        archive.writestr("fedveil/own/heart.py", text)
+    monkeypatch.setattr(explain, "build_bundle", lambda app: out.getvalue())
+    digest = f"sha256:{hashlib.sha256(text).hexdigest()}"
+    exchange = MessageExchange(strategies.create_method("fedavg", ""), "fedavg", lora_spec)
+
+    def found(config: dict[str, object], **policy: object) -> list[str]:
+        file = tmp_path / "policy.toml"
+        file.write_text(
+            "".join(f"{key} = {json.dumps(value)}\n" for key, value in {"methods": ["fedavg"], **policy}.items())
+        )
+        refusals = explain._refusals(explain._site(file), explain._read(file), None, exchange, parse(config), 1)
+        return [str(refusal) for refusal in refusals if "module" in str(refusal)]
+
+    run = {"task.name": "own-model", "task.module": "heart"}
+    assert found(run, modules=[digest]) == []
+    for policy in ({}, {"modules": []}, {"modules": [f"sha256:{'0' * 64}"]}):
+        (refusal,) = found(run, **policy)
+        assert f"with the digest {digest}; ask the site to review the file" in refusal
+    with pytest.raises(PolicyError, match=r"but that of task.module, found heart\.py; remove it"):
+        found(run | {"task.module": "unet"}, modules=[digest])
