@@ -140,7 +140,6 @@ def load_module(config: RunConfig) -> OwnModule:
     literals = _literals(tree)
     better = _checked_better(literals.get("better", {}), file.name)
     module = types.ModuleType(f"fedveil_own_{config.task.module}")
-    module.__file__ = str(file)
     # The file's lines, for messages, also after the file has changed.
     linecache.cache[str(file)] = (len(text), None, text.splitlines(keepends=True), str(file))
     sys.modules[module.__name__] = module  # dataclasses and type hints look their module up
@@ -196,7 +195,7 @@ def check_text(tree: ast.Module, file: str) -> None:
         for found in _barred(node):
             raise TaskError(
                 f"task.module: expected only what an own model needs, found {found} in {file}, line "
-                f"{getattr(node, 'lineno', 0)}; remove it, and see docs/own-model.md for what a file may use"
+                f"{getattr(node, 'lineno', 0)}; remove it, and see docs/tasks/own-model.md for what a file may use"
             )
 
 

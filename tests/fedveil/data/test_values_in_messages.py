@@ -49,6 +49,7 @@ METHOD = {"clip-prompt": "promptfl"}
 
 # Errors of the data that no row takes part in.
 WITHOUT_ROWS = {
+    "expected a folder or file, found none at",
     "expected a file ending in", "expected a folder or file of rows, found none at", "to stay unchanged while it is",
     "expected images at <class>", "expected at least one row in", "expected at least one example to train on",
     ": expected rows for site ", "with dp.unit-column and rows that sites", "expected one file of the split",
