@@ -1,7 +1,8 @@
 """Own model: one file with `model()`, `loss(model, batch)` and `dataset(folder, split)` instead of a task.
 
-`task.module` names the file (`fedveil.models.own_module`); docs/tasks/own-model.md describes it. The loss of the file is
-the mean over a batch's rows. FedVeil calls it for training, for scoring in eval mode, and under dp.* for single rows.
+`task.module` names the file (`fedveil.models.own_module`); docs/tasks/own-model.md describes it. The loss of the file
+is the mean over a batch's rows. FedVeil calls it for training, for scoring in eval mode, and under dp.* for single
+rows.
 
 Under dp.* each row is collated alone, because padding or a mean over a batch would let other rows into its gradient.
 Rows of equal shape are differentiated together by vmap. Rows of other shapes, and models that vmap does not support,
