@@ -196,7 +196,7 @@ def find_split_files(data: Path, split: str) -> list[Path]:
     An encoding may stand between: train.cp1252.csv. The metadata of an image folder, <split>/metadata.*, is such a
     file too, as for `datasets`; its paths are relative to it.
     """
-    files = [file for file in sorted(data.iterdir()) if file.is_file() and _split_of(file) == split]
+    files = [file for file in sorted(data.iterdir()) if file.is_file() and _stem_of(file) == split.lower()]
     folder = data / split
     inner = sorted(folder.iterdir()) if folder.is_dir() else []
     return files + [file for file in inner if file.is_file() and _is_metadata(file)]
@@ -207,11 +207,11 @@ def _is_metadata(file: Path) -> bool:
     return bool(suffix) and file.name.lower().removesuffix(suffix) == "metadata"
 
 
-def _split_of(file: Path) -> str:
-    """Return the split of a file of rows, by its name; "" if it is of none."""
+def _stem_of(file: Path) -> str:
+    """Return the name of a file of rows without ending and encoding, in lower case; "" for another file."""
     suffix = row_suffix(file)
     stem, _, encoding = file.name.lower().removesuffix(suffix).partition(".")
-    return stem if suffix and stem in _SPLITS and encoding in ("", *ENCODINGS) else ""
+    return stem if suffix and encoding in ("", *ENCODINGS) else ""
 
 
 def describe_reading(file: Path, most: int = 0) -> str:
@@ -237,7 +237,7 @@ def _is_unread(path: Path) -> bool:
     if path.is_dir():
         return stem in _OTHER_SPLITS
     tabular = any(f".{ending}" in _TABULAR for ending in path.name.lower().split(".")[1:])
-    return tabular and not _split_of(path)
+    return tabular and _stem_of(path) not in _SPLITS
 
 
 def read_table(

@@ -195,3 +195,13 @@ def test_metadata_beside_a_file_of_the_split_are_two_files(tmp_path):
     (tmp_path / "train.csv").write_text("image,label\na.png,b\n")
     with pytest.raises(TaskError, match=r"found train\.csv and train/metadata\.csv; remove one"):
         tables.split_file(tmp_path, "train")
+
+
+def test_any_split_is_found_by_its_name(tmp_path):
+    for name in ("train.jsonl", "validation.csv", "Dev.cp1252.csv", "validation.other.csv"):
+        (tmp_path / name).write_text("{}")
+    assert tables.split_file(tmp_path, "validation").name == "validation.csv"
+    assert tables.split_file(tmp_path, "dev").name == "Dev.cp1252.csv"
+    assert tables.describe_unread(tmp_path) == "not read: Dev.cp1252.csv, validation.csv, validation.other.csv"
+    with pytest.raises(TaskError, match='expected a file of the split "test"'):
+        tables.split_file(tmp_path, "test")

@@ -237,7 +237,7 @@ def test_dp_fpl_learns_on_it_in_process(folder, data, clipped):
     method = DPFPL(
         rank=2, clipped=clipped, adapter=PromptAdapter(3), learning_rate=0.02, learning_rate_local=0.02, **quiet
     )
-    task, seen = ready(folder, data, run__deterministic=True, run__rounds=15)
+    task, seen = ready(folder, data, run__deterministic=True, run__rounds=15, task__class_names=",".join(NAMES))
     weights = task.initial(stream())
     sites = {"a": [r for r in seen if r.label < 2], "b": [r for r in seen if r.label >= 2]}
     federation = InProcessFederation(
