@@ -124,6 +124,21 @@ class ClassNumbering:
         """
         column = self._task.target_column
         value: object = example.values.get(column)
+        if (number := self.find(value, example)) is not None:
+            return number
+        count = self.count
+        expected = f"a class from 0 to {count - 1}, or its name," if count else "the name of a class"
+        raise TaskError(
+            f'task.data: expected {expected} in column "{column}", found {describe_value(value)} in {example.where}; '
+            "correct or drop the row, set task.target-column, or name all classes in task.class-names"
+        )
+
+    def find(self, value: object, example: Example) -> int | None:
+        """Return the number of a label in an example; None for a value that is no label.
+
+        Raises:
+            TaskError: the data set's names are not among those of the run, or of the data sets before.
+        """
         text = (as_text(value) or "").strip()
         if declared := example.class_names:
             self._check(declared, example.folder)
@@ -135,12 +150,7 @@ class ClassNumbering:
             return number
         if not declared and not self._integer_names and _INTEGER.fullmatch(text) and int(text) < self.count:
             return int(text)
-        count = self.count
-        expected = f"a class from 0 to {count - 1}, or its name," if count else "the name of a class"
-        raise TaskError(
-            f'task.data: expected {expected} in column "{column}", found {describe_value(value)} in {example.where}; '
-            "correct or drop the row, set task.target-column, or name all classes in task.class-names"
-        )
+        return None
 
     def _check(self, declared: tuple[str, ...], folder: str) -> None:
         """Check the names that a data set declares; the first ones become the task's if the config has none."""

@@ -46,7 +46,8 @@ from fedveil.contract.task import (
     TaskInfo,
     TaskMetric,
 )
-from fedveil.data import class_names, tables
+from fedveil.data import tables
+from fedveil.data.class_names import ClassNumbering, has_integers
 from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, loading, sequence_classifier
@@ -168,8 +169,7 @@ class TextClassification(AdaptedTask):
     def __init__(self, config: RunConfig, adapter: Adapter, device: torch.device, names: tuple[str, ...]) -> None:
         super().__init__(config, adapter, device)
         self.names = names
-        self._numbers = {name: i for i, name in enumerate(names)}
-        self._is_numbered = not class_names.has_integers(names)
+        self._numbering = ClassNumbering(config.task)
 
     @override
     def _load(self) -> LoadedModel:
@@ -184,7 +184,13 @@ class TextClassification(AdaptedTask):
         table = tables.read_split(data, split, INFO.columns(task), texts=INFO.texts(task))
         feature = table.rows.features[task.target_column]
         stored = getattr(feature, "names", None) or getattr(getattr(feature, "feature", None), "names", None)
-        return replace(table, class_names=tuple(stored or ())).examples(split, share, self.config)
+        table = replace(table, class_names=tuple(stored or ()))
+        self._numbering.note(table.class_names, table.folder)
+        return table.examples(split, share, self.config)
+
+    @override
+    def require_shared_classes(self) -> None:
+        self._numbering.require_shared()
 
     @override
     def encode(self, examples: Examples) -> list[LabelledText]:
@@ -236,7 +242,7 @@ class TextClassification(AdaptedTask):
         task = self.config.task
         value = example.values.get(task.target_column)
         if not task.multi_label:
-            number = self._number(value, example.class_names)
+            number = self._numbering.find(value, example)
             if number is None:
                 raise self._no_class(value, example)
             return number
@@ -245,27 +251,15 @@ class TextClassification(AdaptedTask):
             several = [name for name in map(str.strip, value.split(task.label_separator)) if name]
         else:
             several = value if isinstance(value, list) else [value]
-        numbers = [self._number(each, example.class_names) for each in several]
+        numbers = [self._numbering.find(each, example) for each in several]
         if None in numbers:
             raise self._no_class(value, example)
         return tuple(float(i in numbers) for i in range(len(self.names)))
 
-    def _number(self, value: object, stored: tuple[str, ...]) -> int | None:
-        """Return the number of a class; None for a value that is none. `stored`: names that the file gives numbers."""
-        number = value if isinstance(value, int) and not isinstance(value, bool) else None
-        if stored and number is not None:
-            value, number = stored[number] if 0 <= number < len(stored) else None, None
-        name = (as_text(value) or "").strip()
-        if name in self._numbers:
-            return self._numbers[name]
-        if number is None and not stored and class_names.are_numbers([name]):
-            number = int(name)
-        return number if number is not None and self._is_numbered and 0 <= number < len(self.names) else None
-
     def _no_class(self, value: object, example: Example) -> TaskError:
         task = self.config.task
         kind = f'classes separated by "{task.label_separator}" or a list of them' if task.multi_label else "a class"
-        number = f", or its number from 0 to {len(self.names) - 1}," if self._is_numbered else ""
+        number = f", or its number from 0 to {len(self.names) - 1}," if not has_integers(self.names) else ""
         return TaskError(
             f"task.data: expected {kind}, of the {len(self.names)} names in task.class-names{number} in column "
             f'"{task.target_column}", found {describe_value(value)} in {example.where}; correct or drop the row, or '

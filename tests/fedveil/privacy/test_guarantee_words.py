@@ -7,8 +7,9 @@ import pytest
 from fedveil import strategies
 from fedveil.config import parse
 from fedveil.errors import ConfigError
-from fedveil.privacy.guarantee_source import check_guarantee
-from fedveil.privacy.guarantee_words import describe_unit
+from fedveil.privacy.guarantee_source import check_guarantee, guarantee_of
+from fedveil.privacy.guarantee_words import conditions, describe_unit
+from fedveil.strategies.fedavg import FedAvg
 
 DP = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0}
 
@@ -33,3 +34,11 @@ def test_a_column_s_name_is_printed_without_control_characters_and_not_at_any_le
     words = describe_unit(parse({"dp.unit-column": "patient\x1b[31m" + 500 * "x"}))
     assert "\x1b" not in words
     assert len(words) < 300
+
+
+def test_what_the_author_of_an_own_model_promises_is_a_condition():
+    keys = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0, "task.module": "heart"}
+    claim = guarantee_of(FedAvg(), config := parse(keys | {"task.name": "own-model"}))
+    assert "the own model's file heart.py makes each row from that row alone" in conditions(claim, config)
+    claim = guarantee_of(FedAvg(), config := parse({key: keys[key] for key in keys if key != "task.module"}))
+    assert not any("own model" in each for each in conditions(claim, config))

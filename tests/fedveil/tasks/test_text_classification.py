@@ -223,8 +223,11 @@ def test_numbers_with_stored_names_are_those_names(bases, tmp_path):
     task = make_task(task__model=str(bases / "bert"))
     assert [row.label for row in task.encode(task.examples(tmp_path, "train"))] == [1, 2]
     other = make_task(task__model=str(bases / "bert"), task__class_names="bone,heart")
-    with pytest.raises(TaskError, match=r"found an integer in row 1 of .*train.parquet"):
-        other.encode(other.examples(tmp_path, "train"))
+    words = r"among the 2 of the run \(bone, heart\), found 3 \(bone, heart, lung\), of which the others lack lung"
+    examples = other.examples(tmp_path, "train")
+    for refusing in (other.require_shared_classes, lambda: other.encode(examples)):
+        with pytest.raises(TaskError, match=words):
+            refusing()
 
 
 @pytest.mark.parametrize("value", [None, "", "  ", ["cough"], float("nan")])

@@ -84,7 +84,9 @@ def test_the_longest_claims_that_a_log_does_not_cut_fit_into_a_file():
     longest = dataclasses.replace(ASKED, run="\N{SNOWMAN}" * 1000, site="\N{SNOWMAN}" * 1000)
     record = claims.sign(longest, PRIVATE)
     about = {**longest.as_evidence(), "key": record["key"], "signature": record["signature"]}
-    Evidence.from_json(Evidence.from_line({"instruction": about}).to_json().encode()).require_signer(PUBLIC)
+    read = Evidence.from_json(Evidence.from_line({"instruction": about}).to_json().encode())
+    read.require_signer(PUBLIC)
+    assert read.claims == longest
 
 
 @pytest.fixture
