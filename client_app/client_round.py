@@ -20,6 +20,7 @@ from fedveil.config import RunConfig
 from fedveil.contract.codec import Buffer
 from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.privacy import PrivacyGuarantee
+from fedveil.contract.row_counts import RowCounts
 from fedveil.contract.task import PreparedData, Task
 from fedveil.data.units import UnitRows
 from fedveil.encrypted_files import FileSeal
@@ -65,12 +66,12 @@ class ClientRoundResult:
     Attributes:
         parts: the upload in parts to be joined; dense parts are views of the trained tensors.
         load_seconds: time to load the base model and the examples; almost 0 once they are in memory.
-        dropped: rows of the site that were left out because a text is missing or empty.
+        counts: the site's rows that were cut or left out; None in a task that does neither.
     """
 
     parts: list[Buffer]
     load_seconds: float
-    dropped: int
+    counts: RowCounts | None
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from fedveil.client_app.ranks.launcher import RankLauncher, at_first, count_rank
 from fedveil.client_app.state.data_sets import ID_FILE, SiteDataset, remove_shelves, shelf_of
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord, WithdrawnUnits
-from fedveil.client_app.trainer_stack import build_trainer
+from fedveil.client_app.trainer_stack import build_trainer, why_counts_stay
 from fedveil.contract.codec import Buffer
 from fedveil.contract.task import DatasetShard, PreparedData, Task, Watch, ignore_progress
 from fedveil.data.units import UnitRows, group_rows_of_run, mark_rows
@@ -94,7 +94,7 @@ class ClientSession:
         decisions.check_examples(round_.policy, stack.counter.distinct, stack.counter.least)
         round_.states.save(turn, order.last, private)
         stack.guard.keep()
-        return ClientRoundResult(parts, load_seconds, data.prepared.dropped)
+        return ClientRoundResult(parts, load_seconds, data.prepared.counts)
 
     def load_task(self, assignment: ClientAssignment) -> LoadedTask:
         """Return the task with its exchange, loading it once and starting the other ranks.
@@ -166,6 +166,10 @@ class ClientSession:
                     f'task.data: expected "{data}" to stay unchanged while it is read, found a change; start again'
                 )
             self._rows = _PreparedRows(fingerprint, withdrawn, prepared, units)
+            if (counts := prepared.counts) is not None and self._task is not None:
+                stay = why_counts_stay(round_, self._task.exchange.method)
+                where = f"these counts stay at this site: {stay}" if stay else "the server gets these counts"
+                log.info("task.data: %s; %s", counts.words, where)
         return self._rows
 
     def close(self) -> None:
@@ -221,7 +225,8 @@ def _leave_out(withdrawn: WithdrawnUnits, own: str, prepared: PreparedData, data
         )
     log.info("withdrawn units: this site leaves out %d of %d rows", len(left_out), len(origins))
     rows = ExampleSubset(prepared.rows, kept)
-    return PreparedData(rows, lambda: [origins[index] for index in kept], prepared.dropped)
+    cut = None if prepared.cut is None else prepared.cut[kept]
+    return PreparedData(rows, lambda: [origins[index] for index in kept], prepared.dropped, cut)
 
 
 def _fingerprint(folder: Path) -> Fingerprint:

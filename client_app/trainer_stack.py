@@ -9,6 +9,7 @@ The table lists them from the outermost inward:
 | ExampleCounter | always | counts the examples used by all of the above |
 | BroadcastGuard | always | refuses first weights that the policy does not permit |
 | HeldOutScoringTrainer | `evaluate.held-out` | scores the received weights; these examples are not counted |
+| RowCountTrainer | unless `why_counts_stay` | reports how many rows were cut or left out |
 | UnitTrainer | `dp.unit-column` | units in the place of rows, for everything above |
 | the task's trainer | always | trains on the examples that are not held out |
 
@@ -30,7 +31,7 @@ from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import FolderWitness
 from fedveil.client_app.state.held_out_record import HeldOutRecord
 from fedveil.contract import held_out_report
-from fedveil.contract.method import RoundContext
+from fedveil.contract.method import Method, RoundContext
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.contract.task import Watch
@@ -38,11 +39,12 @@ from fedveil.contract.trainer import Trainer
 from fedveil.errors import ConfigError
 from fedveil.privacy.charged_gradients import ChargedGradientSource, GradientsOnlyTrainer
 from fedveil.privacy.dp_sgd import DpSgdConfig, NoisyTrainer
-from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.privacy.guarantee_source import check_guarantee, check_public_length, guarantee_of
 from fedveil.privacy.ledger import RunCharger
 from fedveil.privacy.ledger_account import ROW, UNIT, RunTerms
 from fedveil.training.held_out import HeldOutScoringTrainer, ReceivedLossFilter
 from fedveil.training.per_example import PerExampleLoss
+from fedveil.training.row_count_report import RowCountTrainer
 from fedveil.training.unit_gradients import UnitTrainer
 
 _TRAININGS = 2  # the most that a method trains in one client round: FedSP alternates
@@ -76,6 +78,8 @@ def build_trainer(
     trainer: Trainer = loaded.task.trainer(data.split.trained, context.rng("batches"), watch, context.round)
     if data.units is not None:
         trainer = UnitTrainer(trainer, data.units, config)
+    if data.prepared.counts is not None and not why_counts_stay(round_, loaded.exchange.method):
+        trainer = RowCountTrainer(trainer, data.prepared.counts)
     if config.evaluate.held_out:
         trainer = HeldOutScoringTrainer(trainer, data.split.held, lambda: refuse_score(round_, data))
     if assignment.site.policy:
@@ -83,6 +87,7 @@ def build_trainer(
     guard = BroadcastGuard(trainer, round_.policy, round_.references, initial)
     counter = ExampleCounter(guard)
     guarantee = check_guarantee(loaded.exchange.method, config, isinstance(loaded.task, PerExampleLoss))
+    check_public_length(guarantee, config)
     if guarantee is None or config.run.deterministic:
         note_open(round_, "it has no privacy guarantee" if guarantee is None else "its noise is seeded")
     if guarantee is None:
@@ -95,6 +100,18 @@ def build_trainer(
     if dp := DpSgdConfig.from_config(config.dp):
         trainer = NoisyTrainer(trainer.spec, rows, dp, context)
     return TrainerStack(trainer, counter, guard)
+
+
+def why_counts_stay(round_: ClientRound, method: Method) -> str:
+    """Return why the site does not report how many of its rows were cut or left out; "" if it does."""
+    assignment = round_.assignment
+    if guarantee_of(method, assignment.config) is not None:
+        return "the run's privacy guarantee covers no count that depends on the rows"
+    if assignment.config.secure.enabled:
+        return "a masked upload has no report"
+    if assignment.site.policy and not round_.policy.report_row_counts:
+        return "its policy does not permit them (report-row-counts)"
+    return ""
 
 
 def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger:

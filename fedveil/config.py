@@ -215,7 +215,10 @@ class TaskConfig(ConfigSection):
     classes_per_site: int = Field(2, ge=0, description="pathological: labels per site; 0 = each label has one site")
     examples_per_site: int = Field(0, ge=0, description="maximum number of training examples per site; 0 = all")
     max_tokens: int = Field(
-        96, ge=8, description="maximum length of source plus target; longer sequences are truncated"
+        0,
+        ge=0,
+        description="maximum length of an example in tokens, from 8; longer ones are cut and counted; 0 = twice the "
+        "length that 99 % of the examples have at most, within the base's context",
     )
     chat_template: bool = Field(
         False,
@@ -231,6 +234,13 @@ class TaskConfig(ConfigSection):
     def class_list(self) -> tuple[str, ...]:
         """Return the names in `class_names`, by number."""
         return parse_class_names(self.class_names)
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _long_enough(cls, tokens: int) -> int:
+        if 0 < tokens < 8:
+            raise ValueError("expected 0, or at least 8")
+        return tokens
 
     @field_validator("class_names")
     @classmethod
@@ -348,7 +358,9 @@ class EvaluateConfig(ConfigSection):
         "last", description="when to generate and score texts as well, which is slow"
     )
     eval_examples: int = Field(
-        200, ge=1, description="maximum number of test examples to score; for texts, of distinct sources"
+        200,
+        ge=1,
+        description="maximum number of test examples to score, drawn from the whole file; for texts, of sources",
     )
     max_new_tokens: int = Field(48, ge=1, description="maximum length of a generated text in evaluation")
     num_beams: int = Field(1, ge=1, description="beams for generation in evaluation; 1 = greedy")

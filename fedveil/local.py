@@ -32,6 +32,7 @@ from fedveil.errors import ConfigError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.federation.in_process import InProcessFederation
 from fedveil.models import own_module
+from fedveil.privacy.guarantee_source import check_public_length, guarantee_of
 from fedveil.training.unit_gradients import UnitTrainer
 from fedveil.wire.capture import MessageCapture
 
@@ -89,6 +90,7 @@ class LocalFederation:
         if not sites:
             raise ConfigError("sites: expected a mapping from each site's name to its folder of examples, found none")
         method = strategies.create_method(run_config.method.name, run_config.method.params)
+        check_public_length(guarantee_of(method, run_config), run_config)
         task = tasks.load_task(run_config, method.adapter, device)
         rows = _rows(task, run_config, {name: Path(folder).expanduser() for name, folder in sites.items()})
 

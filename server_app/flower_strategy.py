@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from fedveil.config import CohortConfig
-from fedveil.contract import held_out_report
+from fedveil.contract import held_out_report, row_counts
 from fedveil.contract.method import FederatedState, Method
 from fedveil.contract.param_spec import Spec
 from fedveil.errors import ConfigError
@@ -207,7 +207,7 @@ class MethodStrategy(Strategy):
 def _mean_report(record: RoundRecord) -> MetricRecord:
     """Return the mean of each metric over the reporting sites, weighted by their examples or held-out rows."""
     mean = {}
-    unaveraged = {"num_examples", held_out_report.ROWS, held_out_report.REFUSED}
+    unaveraged = {"num_examples", held_out_report.ROWS, held_out_report.REFUSED} | row_counts.FIELDS
     for name in sorted({name for report in record.reports.values() for name in report} - unaveraged):
         weight = held_out_report.ROWS if name == held_out_report.LOSS else "num_examples"
         rows = [(r[name], r[weight]) for r in record.reports.values() if name in r]

@@ -14,7 +14,7 @@ from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.contract.task import Task
 from fedveil.data import tables
 from fedveil.errors import ConfigError
-from fedveil.privacy.guarantee_source import check_guarantee
+from fedveil.privacy.guarantee_source import check_guarantee, check_public_length
 from fedveil.server_app.distillation import ServerDistillation
 from fedveil.server_app.evaluation import ModelSelection
 from fedveil.server_app.run_settings import RunSettings
@@ -56,6 +56,7 @@ class RunPlan:
         method = strategies.create_method(config.method.name, config.method.params)
         task = tasks.load_task(config, method.adapter)
         guarantee = check_guarantee(method, config, isinstance(task, PerExampleLoss))
+        check_public_length(guarantee, config)
         optimizers.check_optimizer(method, config)
         selection = ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
         server_adapter = method.server_adapter if isinstance(method, ServerTrained) else method.adapter

@@ -12,6 +12,7 @@ every term is decoded and checked separately, and so is a term that a method der
 | a NaN or Inf anywhere in a dense field | "<field>: expected finite values, found ..." |
 | codes whose decoded values are too large | "<name>: expected a norm of at most ..., found ..." |
 | scores of held-out rows without a count, or for fewer than 64 rows | "rows_held_out: expected ..." |
+| counts of cut rows that no data can have | "read_rows: expected ..." |
 | a finite field whose squares overflow | accepted below `max_norm`; refused above it |
 """
 
@@ -26,7 +27,7 @@ import torch
 from flwr.app import ArrayRecord, Message
 from torch import Tensor
 
-from fedveil.contract import held_out_report
+from fedveil.contract import held_out_report, row_counts
 from fedveil.contract.codec import Buffer, QuantizedTensor
 from fedveil.contract.method import AcceptedUpload, RoundContext
 from fedveil.errors import UploadRefused, WireError
@@ -53,8 +54,9 @@ def check_upload(message: envelope.DecodedMessage, limits: UploadLimits) -> int:
     n = message.num_examples
     if type(n) is not int or not 1 <= n <= limits.max_examples:
         raise UploadRefused(f"num_examples: expected a whole number from 1 to {limits.max_examples}, found {n!r}")
-    if reason := held_out_report.find_fault(message.report, limits.max_examples):
-        raise UploadRefused(reason)
+    for faults in (held_out_report.find_fault, row_counts.find_fault):
+        if reason := faults(message.report, limits.max_examples):
+            raise UploadRefused(reason)
     for name, norm in message.norms.items():
         if not math.isfinite(norm):
             _check_finite(name, cast(Tensor, message.payload.fields[name]))

@@ -15,6 +15,7 @@ min-examples = 100                       # distinct examples behind an upload, i
 min-batch = 8                            # examples in each step behind an upload
 max-scores = 20                          # scores of received weights on held-out examples, in one run; default 0
 report-received-loss = false             # such a score also as loss_received; default: no loss of received weights
+report-row-counts = false                # how many rows were cut or left out; default: they stay at the site
 max-broadcast-norm = 50.0                # norm of the weights that a client round starts from (broadcast_guard.py)
 max-broadcast-change = 1.0               # their change since this site last trained; default 2
 max-broadcast-drift = 1.5                # their distance from the run's first weights; default 2
@@ -75,6 +76,7 @@ class SitePolicy(BaseModel):
     min_batch: int | None = Field(None, ge=1)
     max_scores: int = Field(0, ge=0)
     report_received_loss: bool = False
+    report_row_counts: bool = False
     max_broadcast_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
     max_broadcast_change: float = Field(2.0, gt=0, allow_inf_nan=False)
     max_broadcast_drift: float = Field(2.0, gt=0, allow_inf_nan=False)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -136,7 +136,7 @@ class WorkerService:
             "load_seconds": round(turn.load_seconds, 4),
             "seconds": round(time.monotonic() - started, 3),
             "device": _device()["device"],
-            "dropped_rows": turn.dropped,
+            **(asdict(turn.counts) if turn.counts else {}),
         }
         line = {"time": time.time(), "pid": os.getpid(), **what, **answer, "memory_mb": memory_mb()}
         with self.folder.turns.open("a") as file:

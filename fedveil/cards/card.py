@@ -120,6 +120,15 @@ class SiteTraffic(_Part):
     unsigned: Count
 
 
+class SiteRows(_Part):
+    """A site's rows that were cut, or left out because they are empty, of those that it read; as the site reported."""
+
+    site: Short
+    read: Count
+    cut: Count
+    dropped: Count
+
+
 class DisclosureParty(_Part):
     """A party of a run: what it saw, and what it was trusted with."""
 
@@ -273,6 +282,7 @@ class PrivacyCard(_Part):
     parties: list[DisclosureParty]
     sent: list[SentMessages]
     traffic: list[SiteTraffic] = []
+    rows: list[SiteRows] = []
     guarantee: PrivacyGuaranteeEntry
     audited: AuditSection
     not_protected: list[Text]

@@ -27,12 +27,14 @@ from fedveil.cards.card import (
     RunDigests,
     RunFacts,
     SentMessages,
+    SiteRows,
     SiteTraffic,
     card_text,
     short_digest,
 )
 from fedveil.config import RunConfig
 from fedveil.contract.method import Method
+from fedveil.contract.row_counts import RowCounts
 from fedveil.errors import StateError
 from fedveil.models import published_name
 from fedveil.records import atomic_files, audit_log, disclosure_summary
@@ -97,6 +99,7 @@ def collect_card(
             SiteTraffic(site=short_digest(site), **dataclasses.asdict(of))
             for site, of in sorted(disclosure_summary.site_traffic(run.messages, run.attempts).items())
         ],
+        rows=_rows(run.attempts),
         guarantee=guarantees.formal_guarantees(method, config, run.attempts, run.sites, whole),
         audited=audited,
         not_protected=guarantees.not_protected(method, config, run.attempts),
@@ -142,6 +145,20 @@ def _sent(messages: Sequence[Mapping[str, Any]]) -> list[SentMessages]:
         )
         for kind in disclosure_summary.message_kinds(messages)
     ]  # fmt: skip
+
+
+def _rows(attempts: Sequence[Mapping[str, Any]]) -> list[SiteRows]:
+    """Return the counts of rows that each site reported last."""
+    last = {
+        str(site): counts
+        for attempt in attempts
+        for site, report in (attempt.get("reports") or {}).items()
+        if (counts := RowCounts.from_report(report)) is not None
+    }
+    return [
+        SiteRows(site=short_digest(site), read=of.read_rows, cut=of.cut_rows, dropped=of.dropped_rows)
+        for site, of in sorted(last.items())
+    ]
 
 
 def _log(run: RecordedRun) -> tuple[LogAnchors, str]:

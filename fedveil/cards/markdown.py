@@ -16,6 +16,7 @@ from fedveil.cards.card import (
     PrivacyGuaranteeEntry,
     SentMessages,
     SiteCost,
+    SiteRows,
     SiteTraffic,
 )
 from fedveil.sanitize import sanitize
@@ -33,6 +34,11 @@ BY_SITE = (
     "log may have more: answers that came too late or were no longer needed, and messages of an attempt that the "
     "server crashed before recording."
 )
+NO_ROWS = (
+    "No site reported this. Sites report it in runs on text, without a privacy guarantee and without secure "
+    "aggregation, and only if their policy permits it."
+)
+AS_REPORTED = "As each site reported it last. A row that is longer than `task.max-tokens` loses its end."
 _MARKUP = re.compile(r"([\\`*_\[\]#|~$@])|(?<=www)(\.)|(:)(?=//)|^([-+=])|^(\d{1,9}[.)])(?=\s|$)")
 _LONGEST = 4200
 
@@ -59,6 +65,8 @@ def card_page(card: PrivacyCard) -> str:
         *_parties(card),
         "## What was sent",
         *_sent(card.sent, card.traffic),
+        "## Rows that were cut or left out",
+        *_rows(card.rows),
         "## What attacks found",
         *_attacks(card),
         "## What is not protected",
@@ -162,6 +170,13 @@ def _sent(sent: Sequence[SentMessages], traffic: Sequence[SiteTraffic]) -> list[
             ["site", "messages up", "bytes up", "messages down", "bytes down", "unsigned uploads"], of_sites
         ),
     ]
+
+
+def _rows(rows: Sequence[SiteRows]) -> list[str]:
+    if not rows:
+        return [NO_ROWS]
+    head = ["site", "rows read", "cut at their end", "left out as empty"]
+    return [markdown_table(head, [[s.site, s.read, s.cut, s.dropped] for s in rows]), AS_REPORTED]
 
 
 def _attacks(card: PrivacyCard) -> list[str]:

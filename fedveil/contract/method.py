@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
-from fedveil.contract import held_out_report
+from fedveil.contract import held_out_report, row_counts
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.contributions import AggregateSums, ClientContributions
 from fedveil.contract.entry_table import EntryTable
@@ -33,6 +33,7 @@ from fedveil.rng import RandomStream
 
 __all__ = [
     "REPORT_FIELDS",
+    "TRAINING_FIELDS",
     "AcceptedUpload",
     "Distiller",
     "FederatedState",
@@ -46,7 +47,8 @@ __all__ = [
 Sends = Literal["weights", "gradients", "changes"]
 
 # The values that a client may report along with its payload. Both ends refuse anything else.
-REPORT_FIELDS = held_out_report.FIELDS | {"loss_received", "loss_trained", "steps", "tokens", "train_seconds"}
+TRAINING_FIELDS = frozenset({"loss_received", "loss_trained", "steps", "tokens", "train_seconds"})
+REPORT_FIELDS = held_out_report.FIELDS | row_counts.FIELDS | TRAINING_FIELDS
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from fedveil.config import TaskConfig
 from fedveil.contract.adapter import Mount
 from fedveil.contract.param_spec import Spec, Weights
+from fedveil.contract.row_counts import RowCounts
 from fedveil.contract.trainer import Trainer
 from fedveil.rng import RandomStream
 
@@ -104,11 +107,20 @@ class PreparedData:
         origins: origin of each example, in the same order; for the privacy ledger, which uses them only
             with a privacy guarantee.
         dropped: number of rows that were left out because a text is missing or empty.
+        cut: whether each of `rows` lost its end, because it has too many tokens; None in a task that cuts none.
     """
 
     rows: Rows
     origins: Callable[[], Iterable[ExampleOrigin | None]]
     dropped: int = 0
+    cut: Bool[np.ndarray, " rows"] | None = None
+
+    @property
+    def counts(self) -> RowCounts | None:
+        """Return how many rows were cut and left out; None in a task that does neither."""
+        if self.cut is None:
+            return None
+        return RowCounts(len(self.rows) + self.dropped, int(self.cut.sum()), self.dropped)
 
 
 @dataclass(frozen=True)
@@ -251,7 +263,12 @@ class Task(ABC):
         Raises TaskError as `examples` and `encode` do, and StateError if the folder cannot be written.
         """
         examples = self.examples(data, split, share)
-        return PreparedData(self.encode(examples), lambda: (example.origin for example in examples))
+        rows = self.encode(examples)
+        return PreparedData(rows, lambda: (example.origin for example in examples), cut=self.find_cut(rows))
+
+    def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"] | None:
+        """Return whether each prepared example lost its end; None, the default, in a task that cuts no examples."""
+        return None
 
     def require_shared_classes(self) -> None:  # noqa: B027  # a task need not have classes
         """Check that all sites number the classes of the examples read so far as this task does.

@@ -87,11 +87,13 @@ class TokenExample:
     """One encoded example: `ids`, with the target from position `start` on.
 
     `cut`: the part cut off by the length limit: 0 nothing, 1 the end of the source, 2 also the end of the target.
+    `whole`: the number of tokens before that; 0 if it is not known.
     """
 
     ids: list[int]
     start: int
     cut: int = field(default=0, compare=False, kw_only=True)
+    whole: int = field(default=0, compare=False, kw_only=True)
 
     @property
     def length(self) -> int:

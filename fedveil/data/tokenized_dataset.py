@@ -14,7 +14,9 @@ from typing_extensions import override
 from fedveil.data.batches import TokenExample
 
 Part = Mapping[str, np.ndarray]
-KINDS: Mapping[str, str] = {"ids": "<i4", "lengths": "<i4", "starts": "<i4", "cuts": "<i4", "numbers": "<i8"}
+KINDS: Mapping[str, str] = {
+    "ids": "<i4", "lengths": "<i4", "starts": "<i4", "cuts": "<i4", "wholes": "<i4", "numbers": "<i8",
+}  # fmt: skip
 
 
 @final
@@ -24,14 +26,17 @@ class TokenizedDataset(Sequence[TokenExample]):
     Args:
         arrays: arrays by the names of KINDS: the concatenated tokens of all examples and, for each example, its number
             of
-        tokens, the start of its target, its `cut`, and the row of the file that it was read from (0 if none).
+        tokens, the start of its target, its `cut`, its number of tokens before it was cut, and the row of the file
+            that it was read from (0 if none).
     """
 
     def __init__(self, arrays: Part) -> None:
         self._ids: Int32[np.ndarray, " tokens"] = arrays["ids"]
         self._starts: Int32[np.ndarray, " rows"] = arrays["starts"]
         self.cuts: Int32[np.ndarray, " rows"] = arrays["cuts"]
+        self.wholes: Int32[np.ndarray, " rows"] = arrays["wholes"]
         self.numbers: Int64[np.ndarray, " rows"] = arrays["numbers"]
+        self.lengths: Int32[np.ndarray, " rows"] = arrays["lengths"]
         self._ends: Int64[np.ndarray, " rows"] = np.cumsum(arrays["lengths"], dtype=np.int64)
 
     @override
@@ -49,7 +54,10 @@ class TokenizedDataset(Sequence[TokenExample]):
         at = range(len(self))[operator.index(index)]
         first = int(self._ends[at - 1]) if at else 0
         return TokenExample(
-            self._ids[first : int(self._ends[at])].tolist(), int(self._starts[at]), cut=int(self.cuts[at])
+            self._ids[first : int(self._ends[at])].tolist(),
+            int(self._starts[at]),
+            cut=int(self.cuts[at]),
+            whole=int(self.wholes[at]),
         )
 
 
@@ -62,6 +70,7 @@ def slice_part(rows: Sequence[TokenExample], numbers: Sequence[int]) -> Part:
         "lengths": np.array(lengths, np.int32),
         "starts": np.array([row.start for row in rows], np.int32),
         "cuts": np.array([row.cut for row in rows], np.int32),
+        "wholes": np.array([row.whole or len(row.ids) for row in rows], np.int32),
         "numbers": np.array(numbers, np.int64),
     }
 

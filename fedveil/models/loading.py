@@ -21,10 +21,19 @@ from fedveil.models.library_logging import first_line, quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.sanitize import sanitize
 
-__all__ = ["find_model", "load_causal", "load_classifier", "load_model", "load_seeing", "pick_device"]
+__all__ = [
+    "find_model",
+    "load_causal",
+    "load_classifier",
+    "load_model",
+    "load_seeing",
+    "load_without_weights",
+    "pick_device",
+]
 
 NEXT = 'give "tiny", a folder made with save_pretrained, or a Hub ID that this machine can reach or has cached'
 PREPROCESSOR, GENERATION = "preprocessor_config.json", "generation_config.json"
+SHORTEST = 8  # tokens, the least that task.max-tokens may be
 _CONFIG_BYTES = 1 << 20
 
 
@@ -144,6 +153,33 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
     base = LoadedModel(prepare_model(model, config, device), processor.tokenizer, trained, context, processor)
     image_token = getattr(model.config, "image_token_id", None)
     return replace(base, image_token=image_token, places=layers.param_locations(language, trained), end_tokens=ends)
+
+
+def load_without_weights(
+    config: RunConfig, adapter: Adapter, tiny_folder: Path | None, model_of: Any, processor_of: Any
+) -> LoadedModel:
+    """Load the local base `config.task.model` as it prepares texts: its processor and a model without weights.
+
+    Args:
+        model_of, processor_of: transformers' own classes of model and processor, or tokenizer.
+
+    Raises TaskError or ConfigError as `load_causal` does, for what can be seen without weights.
+    """
+    from transformers import AutoConfig
+
+    name, found = config.task.model, find_model(config.task.model, tiny_folder)
+    with quiet_libraries():
+        try:
+            processor = processor_of.from_pretrained(found[0], **library_arguments(is_local=True))
+            with torch.device("meta"):
+                model = model_of.from_config(AutoConfig.from_pretrained(found[0], **library_arguments(is_local=True)))
+        except Exception as error:  # as in `load_model`
+            raise TaskError(f'task.model: cannot read the base "{name}" ({first_line(error)}); {NEXT}') from None
+        tokenizer = getattr(processor, "tokenizer", processor)
+        ends = _end_tokens(name, found, tokenizer) if model.can_generate() else ()
+    image_token = getattr(model.config, "image_token_id", None)
+    context = _context(model, config, adapter)
+    return LoadedModel(model, tokenizer, {}, context, processor, end_tokens=ends, image_token=image_token)
 
 
 def load_classifier(
@@ -282,11 +318,11 @@ def _context(model: Any, config: RunConfig, adapter: Adapter) -> int | None:
 
 def _fitting(context: int, config: RunConfig, adapter: Adapter) -> int:
     left = context - adapter.positions
-    if config.task.max_tokens > left:
+    if (config.task.max_tokens or SHORTEST) > left:
         taken = f" minus {adapter.positions} positions for the {adapter.kind}" if adapter.positions else ""
         raise ConfigError(
             f"task.max-tokens: expected at most {left}, the context of {config.task.model}{taken}, found "
-            f"{config.task.max_tokens}; lower it{' or use a smaller adapter' if taken else ''}"
+            f"{config.task.max_tokens or SHORTEST}; lower it{' or use a smaller adapter' if taken else ''}"
         )
     new = config.evaluate.max_new_tokens
     if config.task.evaluation and config.evaluate.generate != "never" and new >= left:

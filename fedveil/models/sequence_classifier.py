@@ -63,7 +63,7 @@ def load_sequence_classifier(
         is_causal = _check_reading(model, tokenizer, name)
         linear = [at for at, m in model.named_modules() if isinstance(m, nn.Linear) and _is_within(at, heads)]
         trained = adapter.including(linear).attach(model)
-    context = _context(model, tokenizer, config)
+    context = context_of(model, tokenizer, config)
     model = loading.prepare_model(model, config, device)
     places = param_locations(model, trained) if adapter.trains_base else {}
     return LoadedModel(model, tokenizer, trained, context, heads=tuple(heads), is_causal=is_causal, places=places)
@@ -226,7 +226,7 @@ def accepted_inputs(model: Any, tokenizer: Any) -> tuple[str, ...]:
     return tuple(name for name in ("token_type_ids",) if name in tokenizer.model_input_names and name in taken)
 
 
-def _context(model: Any, tokenizer: Any, config: RunConfig) -> int | None:
+def context_of(model: Any, tokenizer: Any, config: RunConfig) -> int | None:
     """Return the maximum number of tokens. Raises ConfigError if it is below task.max-tokens.
 
     The tokenizer's limit counts too: RoBERTa has positions for two tokens fewer than its config says.

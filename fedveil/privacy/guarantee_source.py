@@ -9,7 +9,9 @@ from fedveil.errors import ConfigError
 from fedveil.privacy.distributed_dgauss import DistributedDiscreteGaussian
 from fedveil.privacy.dp_sgd import DpSgdConfig
 
-__all__ = ["as_planned", "check_class_names", "check_guarantee", "guarantee_of"]
+__all__ = ["as_planned", "check_class_names", "check_guarantee", "check_public_length", "guarantee_of"]
+
+_OF_TOKENS = ("text-classification", "text-generation", "vision-language")  # tasks that read task.max-tokens
 
 
 def guarantee_of(method: Method, config: RunConfig) -> PrivacyGuarantee | None:
@@ -86,6 +88,16 @@ def check_class_names(claim: PrivacyGuarantee | None, config: RunConfig) -> None
         raise ConfigError(
             "task.class-names: expected the public names of all classes with a privacy claim, because one row's label "
             "can add a class and so change the loss of every row, found none; set them"
+        )
+
+
+def check_public_length(claim: PrivacyGuarantee | None, config: RunConfig) -> None:
+    """Raise ConfigError if a run with a guarantee would cut its examples by a length that depends on them."""
+    if claim is not None and config.task.name in _OF_TOKENS and not config.task.max_tokens:
+        raise ConfigError(
+            "task.max-tokens: expected a length with a privacy claim, because the default follows the lengths of the "
+            "examples, which no noise covers, found 0; add task.max-tokens = 512, or another length that is chosen "
+            "without these examples"
         )
 
 

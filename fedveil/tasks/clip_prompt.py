@@ -41,6 +41,7 @@ from fedveil.models import bundled, clip, loading
 from fedveil.models.clip import EncodedImage
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
+from fedveil.training.scored_examples import draw_scored
 
 __all__ = ["ClipPrompt"]
 
@@ -231,16 +232,14 @@ class ClipPrompt(AdaptedTask):
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" (cross entropy alone) and "accuracy" over evaluate.eval-examples examples, evenly spaced.
+        """ "loss" (cross entropy alone) and "accuracy" over evaluate.eval-examples examples; see `draw_scored`.
 
         Raises:
             TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
-        count = min(len(examples), self.config.evaluate.eval_examples)
-        seen = self.encode([examples[i * len(examples) // count] for i in range(count)])
-        logits, labels = self._all(weights, seen)
+        logits, labels = self._all(weights, self.encode(draw_scored(examples, self.config)))
         loss = float(torch.nn.functional.cross_entropy(logits, labels))
         return {"loss": loss, "accuracy": float((logits.argmax(-1) == labels).float().mean())}
 

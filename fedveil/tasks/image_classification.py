@@ -43,6 +43,7 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.models import library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
+from fedveil.training.scored_examples import draw_scored
 
 __all__ = ["ImageClassification", "ImageExample"]
 
@@ -224,7 +225,7 @@ class ImageClassification(AdaptedTask):
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" and "accuracy" over evaluate.eval-examples examples, evenly spaced, as a folder is sorted by class.
+        """ "loss" and "accuracy" over evaluate.eval-examples examples; see `draw_scored`.
 
         Raises:
             TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
@@ -232,8 +233,7 @@ class ImageClassification(AdaptedTask):
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         self.show(weights)
-        count = min(len(examples), self.config.evaluate.eval_examples)
-        return self._scores(self.encode([examples[i * len(examples) // count] for i in range(count)]))
+        return self._scores(self.encode(draw_scored(examples, self.config)))
 
     @torch.no_grad()
     def _scores(self, encoded: Sequence[ImageExample]) -> dict[str, float]:

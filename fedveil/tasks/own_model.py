@@ -51,6 +51,7 @@ from fedveil.models.own_network import load_network, norm_layers, seeded_generat
 from fedveil.rng import RandomStream
 from fedveil.training import own_export
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
+from fedveil.training.scored_examples import draw_scored
 
 __all__ = ["OwnModel"]
 
@@ -297,8 +298,7 @@ class OwnModel(AdaptedTask):
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         self.show(weights)
-        count = min(len(examples), self.config.evaluate.eval_examples)
-        rows = self.encode([examples[i * len(examples) // count] for i in range(count)])
+        rows = self.encode(draw_scored(examples, self.config))
         scores = {"loss": self.mean_loss(rows)}
         own = self.module.functions.get("metrics")
         if own is None:

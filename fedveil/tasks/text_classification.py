@@ -1,8 +1,9 @@
 """Text classification: a language model learns the class of a text, or with task.multi-label all its classes.
 
 Base: any sequence classification model of transformers that reads one text, encoder (BERT) or decoder (Llama, which
-pools the last token before the padding). Texts are padded on the right and cut at their end to task.max-tokens; the log
-says how many are cut. A base without a head gets one from the run's seed; see `models.sequence_classifier`. LoRA has a
+pools the last token before the padding). Texts are padded on the right, and cut at their end where they are too long
+(see `token_limits`); the log says how many are cut. A base without a head gets one from the run's seed; see
+`models.sequence_classifier`. LoRA has a
 pair at each linear layer of the head too, and its exported files contain the whole head.
 
 | in task.target-column | one class | task.multi-label |
@@ -26,13 +27,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import final
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from fedveil import rng
 from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
@@ -42,11 +43,12 @@ from fedveil.contract.task import (
     ExamplePrediction,
     Examples,
     Metrics,
+    Rows,
     Task,
     TaskInfo,
     TaskMetric,
 )
-from fedveil.data import tables
+from fedveil.data import tables, token_limits
 from fedveil.data.class_names import ClassNumbering, has_integers
 from fedveil.data.row_values import as_text, describe_value
 from fedveil.errors import ConfigError, TaskError
@@ -55,6 +57,7 @@ from fedveil.models.library_logging import quiet_libraries
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training import class_scores
 from fedveil.training.adapter_task import AdaptedTask, check_task_config
+from fedveil.training.scored_examples import draw_scored
 
 __all__ = ["TextClassification", "class_names_of"]
 
@@ -113,11 +116,13 @@ class LabelledText:
         ids: its tokens, with those that the tokenizer adds.
         label: its class; for several labels 1.0 or 0.0 for each class.
         types: its token types, if the model reads them.
+        whole: its number of tokens before it was cut.
     """
 
     ids: list[int]
     label: int | tuple[float, ...]
     types: list[int] = field(default_factory=list)
+    whole: int = 0
 
     @property
     def length(self) -> int:
@@ -195,32 +200,49 @@ class TextClassification(AdaptedTask):
     @override
     def encode(self, examples: Examples) -> list[LabelledText]:
         """Tokenize every example. Raises TaskError, with file and row, for one without text or with another label."""
+        given, context, model = self.config.task.max_tokens, self.base.context, self.config.task.model
         rows: list[LabelledText] = []
-        cut = 0
+        limit = given or self._measure_length(examples)
         for start in range(0, len(examples), _AT_ONCE):
             part = list(examples[start : start + _AT_ONCE])
             labels = [self._label(example) for example in part]
-            with quiet_libraries():  # it advises about each text that is too long
-                encoded = self._tokenize([self._text(example) for example in part])
-            cut += sum(was_cut for *_, was_cut in encoded)
-            rows += [LabelledText(ids, label, types) for (ids, types, _), label in zip(encoded, labels, strict=True)]
-        if cut:
-            now, most = self.config.task.max_tokens, self.base.context
-            todo = "raise it" if most is None else f"raise it, to at most {most}"
-            if now == most:
-                todo = f"shorten the texts: {self.config.task.model} has no more room"
-            log.warning("task.max-tokens = %d: %d of %d texts lose their end; %s", now, cut, len(rows), todo)
+            encoded = self._tokenize([self._text(example) for example in part], limit)
+            rows += [
+                LabelledText(ids, label, types, whole)
+                for (ids, types, whole), label in zip(encoded, labels, strict=True)
+            ]
+        if cut := int(self.find_cut(rows).sum()):
+            lengths = np.array([row.whole for row in rows])
+            token_limits.require_whole(cut, lengths, given, context, model)
+            log.warning(
+                "task.max-tokens = %d: %s texts lose their end; %s", given, token_limits.describe_share(cut, len(rows)),
+                token_limits.describe_remedy(lengths, max(row.length for row in rows), given, context, model),
+            )  # fmt: skip
         return rows
 
-    def _tokenize(self, texts: Sequence[str]) -> list[tuple[list[int], list[int], bool]]:
-        """Return tokens, token types, and whether the text was cut, for each text."""
-        tokenizer, most = self.base.tokenizer, self.config.task.max_tokens
-        whole = tokenizer(list(texts), truncation=False)["input_ids"]
-        shortened = tokenizer(list(texts), truncation=True, max_length=most, return_token_type_ids=self._has_types)
+    @override
+    def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
+        return np.array([row.length < row.whole for row in rows], bool)
+
+    def _measure_length(self, examples: Examples) -> int:
+        """Return the most tokens of a text by the lengths of some of them, which are tokenized for that."""
+        texts = [self._text(examples[i]) for i in token_limits.spread_indices(len(examples))]
+        return token_limits.length_of([len(ids) for ids in self._whole(texts)], self.base.context)
+
+    def _whole(self, texts: Sequence[str]) -> list[list[int]]:
+        with quiet_libraries():  # it advises about each text that is too long
+            return list(self.base.tokenizer(list(texts), truncation=False)["input_ids"]) if texts else []
+
+    def _tokenize(self, texts: Sequence[str], limit: int) -> list[tuple[list[int], list[int], int]]:
+        """Return tokens, at most `limit`, token types, and the number of tokens of the whole text, for each text."""
+        with quiet_libraries():
+            shortened = self.base.tokenizer(
+                list(texts), truncation=True, max_length=limit, return_token_type_ids=self._has_types
+            )
         types = shortened["token_type_ids"] if self._has_types else [[] for _ in texts]
         return [
-            (list(ids), list(kinds), len(ids) < len(full))
-            for full, ids, kinds in zip(whole, shortened["input_ids"], types, strict=True)
+            (list(ids), list(kinds), len(whole))
+            for whole, ids, kinds in zip(self._whole(texts), shortened["input_ids"], types, strict=True)
         ]
 
     @cached_property
@@ -347,7 +369,7 @@ class TextClassification(AdaptedTask):
     @override
     @torch.no_grad()
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """Return "loss" and the scores of `class_scores` over evaluate.eval-examples examples, drawn from run.seed.
+        """Return "loss" and the scores of `class_scores` over evaluate.eval-examples examples; see `draw_scored`.
 
         Scores that do not exist for these examples are left out, and the log says so.
 
@@ -358,7 +380,7 @@ class TextClassification(AdaptedTask):
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         self.show(weights)
-        logits, labels = self._all(self.encode(self._scored(examples)))
+        logits, labels = self._all(self.encode(draw_scored(examples, self.config)))
         scores = {"loss": float(self._loss(logits, labels)) / len(labels)}
         if self.config.task.multi_label:
             scores |= class_scores.score_labels(logits, labels.bool())
@@ -373,14 +395,6 @@ class TextClassification(AdaptedTask):
                 raise TaskError(f"evaluate.metric: {reason}; raise evaluate.eval-examples, add examples, or change it")
             log.warning("task.evaluation: no %s", reason)
         return scores
-
-    def _scored(self, examples: Examples) -> Examples:
-        """Return at most evaluate.eval-examples of the examples: a seeded choice, since files are sorted by class."""
-        count = self.config.evaluate.eval_examples
-        if len(examples) <= count:
-            return examples
-        chosen = rng.initial_stream(self.config.run.seed, "scored examples").choice(len(examples), count)
-        return [examples[i] for i in sorted(chosen)]
 
     @override
     @torch.no_grad()

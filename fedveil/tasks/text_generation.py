@@ -1,8 +1,8 @@
 """Text generation: a causal language model learns to continue a source with its target.
 
 An example is `source + "\\n" + target + end`, or both in the base's chat template (task.chat-template). Its text is
-tokenized whole (see `tokenization`), and it has at most task.max-tokens tokens: the source is cut at its end first,
-then the target, and the log reports how many were cut. The code shared with other tasks is in `causal_lm`.
+tokenized whole (see `tokenization`), and it has at most as many tokens as `token_limits` says: the source is cut at its
+end first, then the target, and the log reports how many were cut. The code shared with other tasks is in `causal_lm`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import final
 
+import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
@@ -28,11 +31,12 @@ from fedveil.contract.task import (
     ExampleOrigin,
     Examples,
     PreparedData,
+    Rows,
     Task,
     TaskInfo,
     loss_metric,
 )
-from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, tokenized_dataset
+from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, token_limits, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.row_values import describe_value, filled_text
 from fedveil.data.tokenization import MarkedTokens
@@ -41,6 +45,7 @@ from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, loading
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.training import adapter_task, causal_lm, text_metrics
+from fedveil.training.scored_examples import draw_scored, draw_spread
 
 __all__ = ["TextGeneration"]
 
@@ -50,11 +55,12 @@ INFO = TaskInfo(
     texts=lambda task: (task.source_column, task.target_column),
     tiny=lambda: bundled.bundled_folder("text-generation"),
     train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
-    metrics=lambda task: loss_metric(task, text_metrics.SCORES),
+    metrics=lambda task: loss_metric(task, (*text_metrics.SCORES, "exact_match")),
     chats=True,
     drops=True,
 )
 _AT_ONCE = 1000  # examples that are tokenized together
+_MOST_TARGETS = 50  # of a source, in scoring
 _CUDA_MULTIPLE = 8  # for a batch's length: a GPU plans its kernels again for each new length
 
 log = logging.getLogger("fedveil.data")
@@ -117,7 +123,7 @@ class TextGeneration(causal_lm.CausalTask):
     @override
     def encode(self, examples: Examples) -> TokenizedDataset:
         """Tokenize every example. Raises TaskError for one without text in one of the two columns."""
-        return self._told(TokenizedDataset(tokenized_dataset.join_parts(self._parts_of(examples))))
+        return self._require_whole(TokenizedDataset(tokenized_dataset.join_parts(self._parts_of(examples))))
 
     @override
     def prepare(
@@ -142,33 +148,51 @@ class TextGeneration(causal_lm.CausalTask):
         else:
             frame = dataclasses.asdict(self._frame)
             key = {"rows": content, "tokenizer": [print_, frame], **dataset_cache.cache_key(self.config, split, share)}
+            key |= {"context": self.base.context}
             cache = dataset_cache.DatasetCache(shelf, tokenized_dataset.KINDS)
             rows = TokenizedDataset(cache.find(key) or cache.put(key, parts()))
-        return PreparedData(
-            self._told(rows), lambda: (ExampleOrigin(str(file), int(number)) for number in rows.numbers), self._dropped
-        )
+        self._require_whole(rows)
+        origins = lambda: (ExampleOrigin(str(file), int(number)) for number in rows.numbers)  # noqa: E731
+        return PreparedData(rows, origins, self._dropped, self.find_cut(rows))
+
+    @override
+    def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
+        return rows.cuts > 0 if isinstance(rows, TokenizedDataset) else super().find_cut(rows)
 
     def _parts_of(self, examples: Examples) -> Iterator[tokenized_dataset.Part]:
         """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[MarkedTokens]]:
-            texts = [self._frame.conversation(*self._texts(example)) for example in part]
-            return part, self._tokens.tokenize(texts)
+            return part, self._conversations(part)
 
         self._tokens, self._frame  # noqa: B018  # the base is loaded here, not in a thread
+        limit = self.config.task.max_tokens or self._measure_length(examples)
         every = iter(examples)
         batched = iter(lambda: list(itertools.islice(every, _AT_ONCE)), [])
         for part, conversations in batches.prefetch(batched, tokenised):
-            rows = [self._row(conversation) for conversation in conversations]
+            rows = [self._row(conversation, limit) for conversation in conversations]
             yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
+
+    def _conversations(self, examples: Sequence[Example]) -> list[MarkedTokens]:
+        return self._tokens.tokenize([self._frame.conversation(*self._texts(example)) for example in examples])
+
+    def _measure_length(self, examples: Examples) -> int:
+        """Return the most tokens of an example by the lengths of some of them, which are tokenized for that."""
+        some = self._conversations([examples[i] for i in token_limits.spread_indices(len(examples))])
+        return token_limits.length_of([self._whole_length(each) for each in some], self.base.context)
+
+    def _whole_length(self, conversation: MarkedTokens) -> int:
+        return len(self._frame.begin) + len(conversation.ids) + len(self._frame.end)
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" over the rows of the first evaluate.eval-examples distinct sources; with `generate` also
-        bleu, rouge_l, nist, meteor and cider (see text_metrics) of one text for each of those sources.
+        """ "loss" over the rows of evaluate.eval-examples distinct sources (see `_references`); with `generate` also
+        bleu, rouge_l, nist, meteor and cider, or for short answers exact_match and rouge_l, of one text for each of
+        those sources (see text_metrics).
 
         Raises:
-            TaskError: no examples, or weights that do not match the spec.
+            TaskError: no examples, weights that do not match the spec, or evaluate.metric is a score that says nothing
+                about the answers.
         """
         references = self._references(examples)
         self.show(weights)
@@ -181,16 +205,20 @@ class TextGeneration(causal_lm.CausalTask):
         )
         scores = {"loss": self.mean_loss(encoded)}
         if generate:
-            scores |= text_metrics.score_texts(self._generate(list(references)), list(references.values()))
+            written, targets = self._generate(list(references)), list(references.values())
+            scores |= text_metrics.score_texts(written, targets)
+            scores["exact_match"] = text_metrics.exact_match(written, targets)
+            scores = text_metrics.select_telling(scores, targets, self.config.evaluate.metric)
         return scores
 
     @override
     def training_batch(self, rows: Sequence[TokenExample]) -> TokenBatch:
         task, train, end = self.config.task, self.config.train, self.base.tokenizer.eos_token_id
         multiple = train.pad_to_multiple_of or (_CUDA_MULTIPLE if self.device.type == "cuda" else 1)
-        width = partial(batches.round_up, multiple=multiple, limit=task.max_tokens)
+        longest = task.max_tokens or max(row.length for row in rows)
+        width = partial(batches.round_up, multiple=multiple, limit=task.max_tokens or self.base.context or sys.maxsize)
         if train.packing:
-            return packing.collate_packed(rows, end, task.max_tokens, train.loss_mask == "all", width)
+            return packing.collate_packed(rows, end, longest, train.loss_mask == "all", width)
         return batches.collate_batch(rows, end, train.loss_mask == "all", width)
 
     def samples(self, rows: Sequence[TokenExample]) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,15 +258,25 @@ class TextGeneration(causal_lm.CausalTask):
         return self._texts_of([TokenExample(ids, len(ids)) for ids in rows])
 
     def _references(self, examples: Examples) -> dict[str, list[str]]:
-        """Return the targets by source, in order of appearance, for at most evaluate.eval-examples sources."""
+        """Return the targets by source, for evaluate.eval-examples sources that are drawn as `draw_scored` does.
+
+        A source has at most _MOST_TARGETS of its targets, or its part of evaluate.eval-examples if that is more: a
+        source before all targets, such as one instruction, is scored on as many examples as others are.
+        """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
         grouped: dict[str, list[str]] = {}
         for example in examples:
             source, target = self._texts(example)
-            if source in grouped or len(grouped) < self.config.evaluate.eval_examples:
-                grouped.setdefault(source, []).append(target)
-        return grouped
+            grouped.setdefault(source, []).append(target)
+        chosen = draw_scored(list(grouped), self.config)
+        most = max(_MOST_TARGETS, self.config.evaluate.eval_examples // len(chosen))
+        return {source: self._some(grouped[source], most) for source in chosen}
+
+    def _some(self, targets: list[str], most: int) -> list[str]:
+        if len(targets) <= most:
+            return targets
+        return [targets[i] for i in draw_spread(len(targets), most, self.config, "scored targets")]
 
     def _texts(self, example: Example) -> tuple[str, str]:
         """Return (source, target) of a row. Raises TaskError naming the column that is missing or contains no text."""
@@ -253,17 +291,16 @@ class TextGeneration(causal_lm.CausalTask):
             texts.append(text)
         return texts[0], texts[1]
 
-    def _told(self, rows: TokenizedDataset) -> TokenizedDataset:
-        """Log how many of the examples are too long, and return them."""
-        sources, targets = int((rows.cuts > 0).sum()), int((rows.cuts > 1).sum())
+    def _require_whole(self, rows: TokenizedDataset) -> TokenizedDataset:
+        """Log how many of the examples are too long, and return them. Raises TaskError for too many; `token_limits`."""
+        given, sources = self.config.task.max_tokens, int((rows.cuts > 0).sum())
         if sources:
-            now, most = self.config.task.max_tokens, self.base.context
-            todo = "raise it" if most is None else f"raise it, to at most {most}"
-            if now == most:
-                todo = f"shorten the examples: {self.config.task.model} has no more room"
+            about = given, self.base.context, self.config.task.model
+            token_limits.require_whole(sources, rows.wholes, *about)
             log.warning(
-                "task.max-tokens = %d: %d of %d examples lose the end of their source, and %d of these also the "
-                "end of their target; %s", now, sources, len(rows), targets, todo,
+                "task.max-tokens = %d: %s examples lose the end of their source, and %d of these also the end of their "
+                "target; %s", given, token_limits.describe_share(sources, len(rows)), int((rows.cuts > 1).sum()),
+                token_limits.describe_remedy(rows.wholes, int(rows.lengths.max()), *about),
             )  # fmt: skip
         return rows
 
@@ -275,10 +312,12 @@ class TextGeneration(causal_lm.CausalTask):
             return prompt_template.plain_frame(tokenizer)
         frame = prompt_template.template_frame(tokenizer, task.model, self.base.end_tokens)
         (empty,) = self._tokens.tokenize([frame.conversation("", "")])
-        if (needed := len(empty.ids) + len(frame.end) + 2) > task.max_tokens:
+        room = task.max_tokens or self.base.context
+        if room is not None and (needed := len(empty.ids) + len(frame.end) + 2) > room:
+            where, todo = ("", "raise it") if task.max_tokens else (", the base's context", "use another base")
             raise ConfigError(
                 f"task.max-tokens: expected at least {needed}, because the base's chat template takes {needed - 2}, "
-                f"found {task.max_tokens}; raise it"
+                f"found {room}{where}; {todo}"
             )
         return frame
 
@@ -289,13 +328,13 @@ class TextGeneration(causal_lm.CausalTask):
         kept = max(start, end - over)
         return [*begin, *prompt.ids[:kept], *prompt.ids[max(kept, end) :]][-max(1, limit) :]
 
-    def _row(self, conversation: MarkedTokens) -> TokenExample:
-        """Return the example of a conversation's tokens."""
-        frame, room, ids = self._frame, self.config.task.max_tokens, conversation.ids
+    def _row(self, conversation: MarkedTokens, room: int) -> TokenExample:
+        """Return the example of a conversation's tokens, at most `room` of them."""
+        frame, ids = self._frame, conversation.ids
         start, end, answers = conversation.marks
         whole = [*ids[answers:], *frame.end]
         framing = len(frame.begin) + answers - (end - start)  # the prompt's tokens without the source's
         answer = whole[: max(1, room - framing)]
         prompt = self._prompt(MarkedTokens(ids[:answers], (start, end)), room - len(answer))
         cut = 2 if len(answer) < len(whole) else int(len(prompt) < len(frame.begin) + answers)
-        return TokenExample(prompt + answer, len(prompt), cut=cut)
+        return TokenExample(prompt + answer, len(prompt), cut=cut, whole=self._whole_length(conversation))

@@ -9,9 +9,9 @@
 
 The prompts use the processor's own chat template, image first. They are the prompts with which
 LLaVA-style models are commonly tuned and scored. A question may have a hint (task.hint-column):
-"Context: ..." before it. The hint is cut at its end if the example is too long for task.max-tokens. An
-adapter of the language model is trained; vision tower and connector are frozen. Several captions of an
-image are as many training examples, but one image for scoring.
+"Context: ..." before it. An example that is too long (see `token_limits`) loses the end of its hint first, then that
+of its target. An adapter of the language model is trained; vision tower and connector are frozen. Several captions of
+an image are as many training examples, but one image for scoring.
 
 Images are bytes (as `datasets` stores them: {"bytes", "path"}) or paths relative to the data file.
 """
@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import logging
 import string
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -35,7 +37,7 @@ from fedveil.contract.adapter import Adapter
 from fedveil.contract.param_spec import Weights
 from fedveil.contract.task import DatasetShard, Example, Examples, Metrics, Task, TaskInfo, loss_metric
 from fedveil.data import images as decoding
-from fedveil.data import prompt_template, tables, tokenization
+from fedveil.data import prompt_template, tables, token_limits, tokenization
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.image_decoding import decode_image, image_conversions
 from fedveil.data.prompt_template import PromptFrame
@@ -46,6 +48,7 @@ from fedveil.models import bundled, library_logging, loading
 from fedveil.models.loaded_model import LoadedModel
 from fedveil.sanitize import sanitize
 from fedveil.training import adapter_task, causal_lm, text_metrics
+from fedveil.training.scored_examples import draw_scored
 
 __all__ = ["LETTERS", "ImageTextExample", "VisionLanguage"]
 
@@ -154,37 +157,51 @@ class VisionLanguage(causal_lm.CausalTask):
 
         Raises:
             TaskError: an image that does not decode, or a row without target, with file and row.
-            ConfigError: a prompt that leaves no room under task.max-tokens.
+            ConfigError: a prompt that leaves no room for an answer.
         """
+        asked = [self._asked(example, _reading(examples, i)) for i, example in enumerate(examples)]
+        decoding.log_conversions([image_conversions(each.image(), each.where) for each in asked])
+        return [row for of_image in self._encoded(asked) for row in of_image]
+
+    def _encoded(self, asked: Sequence[_Asked]) -> list[list[ImageTextExample]]:
+        """Return the examples of each image, at most as long as `token_limits` says. Raises as `encode` does."""
         room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
-        rows: list[ImageTextExample] = []
-        conversions = []
-        for i, example in enumerate(examples):
-            asked = self._asked(example, _reading(examples, i))
-            conversions.append(image_conversions(asked.image(), asked.where))
-            rows += self._rows(asked, room)
-        decoding.log_conversions(conversions)
-        if cut := sum(row.cut > 0 for row in rows):
-            now = self.config.task.max_tokens
+        given, context = self.config.task.max_tokens, self.base.context
+        most = given or context or sys.maxsize
+        rows = [self._rows(each, room, most, most) for each in asked]
+        if not given:
+            limit = token_limits.length_of([row.whole for of_image in rows for row in of_image], context)
+            for i, of_image in enumerate(rows):
+                if any(row.length > limit for row in of_image):
+                    rows[i] = self._rows(asked[i], room, limit, most)
+        lengths = np.array([row.whole for of_image in rows for row in of_image])
+        cuts = np.array([row.cut for of_image in rows for row in of_image])
+        if cut := int((cuts > 0).sum()):
+            about = given, context, self.config.task.model
+            token_limits.require_whole(cut, lengths, *about)
+            limit = max(row.length for of_image in rows for row in of_image)
             log.warning(
-                "task.max-tokens = %d: %d of %d examples lose the end of their hint; raise it", now, cut, len(rows)
-            )
+                "task.max-tokens = %d: %s examples lose the end of their hint, or %d of these of their target; %s",
+                given, token_limits.describe_share(cut, len(cuts)), int((cuts > 1).sum()),
+                token_limits.describe_remedy(lengths, limit, *about),
+            )  # fmt: skip
         return rows
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
-        """ "loss" over all targets of the first evaluate.eval-examples images; with `generate` also exact_match, and
-        without choices bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image (see text_metrics).
+        """ "loss" over all targets of evaluate.eval-examples images (see `draw_scored`); with `generate` also
+        exact_match, and without choices bleu_1 to bleu_4, rouge_l, cider and cider_r of one text an image, except those
+        that say nothing about such short answers (see `text_metrics.select_telling`).
 
         Raises:
-            TaskError: no examples, errors as in `encode`, or weights that do not match the spec.
+            TaskError: no examples, errors as in `encode`, weights that do not match the spec, or evaluate.metric is a
+                score that says nothing about the answers.
         """
         if not examples:
             raise TaskError("examples: expected at least one to score, found none; correct task.evaluation")
-        chosen = [self._asked(example) for example in examples[: self.config.evaluate.eval_examples]]
+        chosen = [self._asked(example) for example in draw_scored(examples, self.config)]
         self.show(weights)
-        room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
-        rows = [self._rows(asked, room) for asked in chosen]
+        rows = self._encoded(chosen)
         scores = {"loss": self.mean_loss([row for of_image in rows for row in of_image])}
         if generate:
             written = self._texts_of([of_image[0] for of_image in rows])
@@ -192,13 +209,13 @@ class VisionLanguage(causal_lm.CausalTask):
             scores["exact_match"] = text_metrics.exact_match(written, targets)
             if not self.config.task.choices_column:
                 scores |= text_metrics.score_captions(written, targets)
+            scores = text_metrics.select_telling(scores, targets, self.config.evaluate.metric)
         return scores
 
     def generate(self, weights: Weights, examples: Examples) -> list[str]:
         """Return the text that the model with `weights` generates about each image: greedy, or by beam search."""
         self.show(weights)
-        room = decoding.DecodeMemoryLimit(_KEPT_BYTES)
-        return self._texts_of([self._rows(self._asked(example), room)[0] for example in examples])
+        return self._texts_of([rows[0] for rows in self._encoded([self._asked(example) for example in examples])])
 
     def write(self, weights: Weights, prompts: Sequence[str], images: Sequence[tuple[str, bytes]]) -> list[str]:
         """Generate a text about each image; at most one prompt may replace the caption prompt.
@@ -215,9 +232,9 @@ class VisionLanguage(causal_lm.CausalTask):
                 "image files"
             )
         self.show(weights)
-        prompt, room = (prompts[0] if prompts else CAPTION_PROMPT), decoding.DecodeMemoryLimit(_KEPT_BYTES)
+        prompt = prompts[0] if prompts else CAPTION_PROMPT
         asked = [_Asked(partial(bytes, data), prompt, [""], name) for name, data in images]
-        return self._texts_of([self._rows(each, room)[0] for each in asked])
+        return self._texts_of([rows[0] for rows in self._encoded(asked)])
 
     @override
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
@@ -268,24 +285,29 @@ class VisionLanguage(causal_lm.CausalTask):
         prompt = prompt_of_choices(question, options)
         return _Asked(image, prompt, [LETTERS[answer]], where, _hint(example, task.hint_column))
 
-    def _rows(self, asked: _Asked, room: decoding.DecodeMemoryLimit) -> list[ImageTextExample]:
-        tokenizer, longest, whole = self.base.tokenizer, self.config.task.max_tokens, asked.hint
+    def _rows(self, asked: _Asked, room: decoding.DecodeMemoryLimit, limit: int, most: int) -> list[ImageTextExample]:
+        """Return the examples of an image, of at most `limit` tokens; a prompt without a hint may have `most`."""
+        tokenizer, whole = self.base.tokenizer, asked.hint
         prompt, inputs = self._seen(asked)
-        while asked.hint and (over := len(prompt) + 2 - longest) > 0:
+        uncut = len(prompt)
+        while asked.hint and (over := len(prompt) + 2 - limit) > 0:
             left = tokenizer.decode(tokenizer.encode(asked.hint, add_special_tokens=False)[:-over]).rstrip("\ufffd ")
             asked = replace(asked, hint=left if len(left) < len(asked.hint) else "")
             prompt, inputs = self._seen(asked)
-        if len(prompt) + 2 > longest:
+        if len(prompt) + 2 > most:
+            todo = "raise it" if self.config.task.max_tokens else "the base has no more; shorten the prompt"
             raise ConfigError(
                 f"task.max-tokens: expected room for the {len(prompt)} tokens of image and prompt and an answer, found "
-                f"{longest} ({asked.where}); raise it"
+                f"{most} ({asked.where}); {todo}"
             )
+        longest = max(limit, len(prompt) + 2)
         text, hint_cut, taken = self._prompt_text(asked), asked.hint != whole, self._kept(asked, inputs, room)
         rows = []
         for target in asked.targets:
             ids, start = self._answered(prompt, text, target)
             cut = 2 if len(ids) > longest else int(hint_cut)
-            rows.append(ImageTextExample(ids[:longest], start, taken, cut=cut))
+            length = len(ids) - len(prompt) + uncut
+            rows.append(ImageTextExample(ids[:longest], start, taken, cut=cut, whole=length))
         return rows
 
     def _answered(self, prompt: list[int], text: str, target: str) -> tuple[list[int], int]:

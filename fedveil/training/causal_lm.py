@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
 from fedveil.contract.param_spec import Weights
-from fedveil.contract.task import ExamplePrediction
+from fedveil.contract.task import ExamplePrediction, Rows
 from fedveil.data import batches
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.prompt_template import PromptFrame
@@ -42,6 +45,10 @@ class CausalTask(AdaptedTask):
     def end_tokens(self) -> tuple[int, ...]:
         """Return the base's end tokens and the one that ends a turn of its chat template."""
         return tuple(dict.fromkeys((*self.base.end_tokens, self._frame.stop)))
+
+    @override
+    def find_cut(self, rows: Rows) -> Bool[np.ndarray, " rows"]:
+        return np.array([row.cut > 0 for row in rows], bool)
 
     @override
     def collate(self, rows: Sequence[TokenExample]) -> TokenBatch:
@@ -122,7 +129,8 @@ class CausalTask(AdaptedTask):
     @property
     def _prompt_limit(self) -> int:
         """Return the maximum prompt length that leaves room for evaluate.max-new-tokens. Raises ConfigError."""
-        new, context, longest = self.config.evaluate.max_new_tokens, self.base.context, self.config.task.max_tokens
+        new, context = self.config.evaluate.max_new_tokens, self.base.context
+        longest = self.config.task.max_tokens or sys.maxsize
         limit = longest if context is None else min(longest, context - new)
         if limit < 1:
             raise ConfigError(

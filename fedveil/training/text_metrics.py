@@ -19,17 +19,30 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import geometric_mean
 
-__all__ = ["MAX_N", "cider_d", "cider_r", "exact_match", "score_captions", "score_texts", "tokenize_words"]
+from fedveil.errors import TaskError
+
+__all__ = [
+    "MAX_N",
+    "cider_d",
+    "cider_r",
+    "exact_match",
+    "score_captions",
+    "score_texts",
+    "select_telling",
+    "tokenize_words",
+]
 
 Gram = tuple[str, ...]
 
 MAX_N = 4
 SCORES = ("bleu", "rouge_l", "nist", "meteor", "cider")
 CAPTIONS = (*(f"bleu_{n}" for n in range(1, MAX_N + 1)), "rouge_l", "cider", "cider_r")
+SHORT_WORDS = 3  # of an answer that is right or wrong as a whole
 SIGMA = 6.0
 OF_REPETITION, OF_LENGTH = 0.8, 0.2  # the exponents of CIDEr-R's two penalties
 
@@ -79,6 +92,36 @@ def exact_match(candidates: Sequence[str], references: Sequence[Sequence[str]]) 
     """Return the fraction of candidates equal to a reference, ignoring case, outer space and a final period."""
     _check(candidates, references)
     return sum(_plain(c) in map(_plain, refs) for c, refs in zip(candidates, references, strict=True)) / len(candidates)
+
+
+def select_telling(
+    scores: Mapping[str, float], references: Sequence[Sequence[str]], wanted: str = "loss"
+) -> dict[str, float]:
+    """Return the scores that can tell good from bad answers as long as these references.
+
+    BLEU-n is 0 without n words in a row, so that it is 0 for the right answer "yes" and for the wrong one; n-grams of
+    CIDEr, NIST and METEOR say as little. Few long answers equal a reference exactly.
+
+    | of most sources, the longest reference has | left out |
+    |---|---|
+    | at most SHORT_WORDS words | bleu, nist, meteor, cider, cider_r, and bleu_n of n above that number of words |
+    | more | exact_match |
+
+    Raises:
+        TaskError: `wanted`, evaluate.metric, is one of those that are left out.
+    """
+    words = int(statistics.median_low([max(len(tokenize_words(ref)) for ref in refs) for refs in references]))
+    if words > SHORT_WORDS:
+        blind = {"exact_match"}
+    else:
+        blind = {"bleu", "nist", "meteor", "cider", "cider_r", *(f"bleu_{n}" for n in range(words + 1, MAX_N + 1))}
+    if wanted in blind:
+        better = "exact_match" if words <= SHORT_WORDS else "rouge_l"
+        raise TaskError(
+            f'evaluate.metric: expected a score that tells good answers from bad ones, found "{wanted}", and most of '
+            f"the {len(references)} scored sources have answers of at most {words} words; set it to {better} or loss"
+        )
+    return {name: value for name, value in scores.items() if name not in blind}
 
 
 def _plain(text: str) -> str:

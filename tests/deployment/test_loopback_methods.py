@@ -119,6 +119,7 @@ def test_noisy_steps_under_fedrand_are_charged_at_every_site(text, tmp_path):
         "task.evaluation": str(TEXT),
         "run.deterministic": False,
         "cohort.max-retries": 0,
+        "task.max-tokens": 96,
     }
     counted = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.learning-rate": 0.1}
     ended = over_grpc(text, tmp_path / "first", flat | counted)

@@ -37,7 +37,7 @@ CONFIG = {
 CLEAR = CONFIG | {"method.name": "fedrand", "run.deterministic": True}
 NOISY = CONFIG | {
     "method.name": "fedavg", "secure.noise": "sum", "secure.clip-bound": 4.0, "dp.clip-norm": 0.5,
-    "dp.noise-multiplier": 30.0, "dp.learning-rate": 0.1,
+    "dp.noise-multiplier": 30.0, "dp.learning-rate": 0.1, "task.max-tokens": 96,
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_patients_are_units_in_one_process_too(tmp_path):
     rows = [{"mr": f"name[{i}]", "ref": f"{i} is a pub.", "patient": f"p{i % 3}"} for i in range(9)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flat = {"method.name": "fedavg", "run.rounds": 1, "dp.clip-norm": 1.0, "dp.noise-multiplier": 1.0,
-            "train.batch-size": 2, "cohort.min-sites": 1}  # fmt: skip
+            "task.max-tokens": 64, "train.batch-size": 2, "cohort.min-sites": 1}  # fmt: skip
     for unit, steps in (("patient", 1.0), ("", 4.0)):
         local = LocalFederation.from_config({**flat, "dp.unit-column": unit}, {"a": tmp_path})
         local.run()

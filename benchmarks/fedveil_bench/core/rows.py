@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("way", choices=("row by row", "first", "later"))
     arguments = parser.parse_args()
-    parsed = config.parse({})
+    parsed = config.parse({"task.max-tokens": 96})
     task: Any = tasks.load_task(parsed, strategies.create_method("fedavg").adapter, "cpu")
     import datasets  # noqa: F401  # part of a bare start
 

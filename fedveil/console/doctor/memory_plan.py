@@ -2,13 +2,15 @@
 
 | line | source |
 |---|---|
-| memory | computed from config.json by `fedveil.models.planning.memory`, for rows of task.max-tokens |
+| memory | computed from config.json by `fedveil.models.planning.memory`, for rows of task.max-tokens; if that is 0, of
+  the longest example in the checked data, or of 512 tokens |
 | seconds | arithmetic over a speed: an estimate of the training, without the rest of a round |
 | bytes | exact, from the methods' layouts; without the envelope: a header with the fields' names |
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ from fedveil.training.ranks import sharding
 _GB = 1e9
 _TASK = "text-generation"
 _ROWS = 1000  # examples of a site, if the number is unknown
+_TOKENS = 512  # of an example, if its length is unknown
 # Run config keys that may be lowered, with their values, cheapest first.
 _REMEDIES: tuple[tuple[str, Any], ...] = (
     ("train.precision", "bf16"), ("train.gradient-checkpointing", True), ("train.batch-size", 1),
@@ -93,16 +96,20 @@ def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: b
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run on a base, reduced to what its plan needs."""
+    """A run on a base, reduced to what its plan needs. `is_guess`: nobody has said how long its examples are."""
 
     settings: model_config.ModelConfig
     config: RunConfig
     adapter: Adapter
     stored: int = 0
+    is_guess: bool = False
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> PlannedRun:
+    def from_config(cls, config: RunConfig, longest: int = 0) -> PlannedRun:
         """Create the plan from a run config.
+
+        Args:
+            longest: number of tokens of the longest example in the checked data, if it is known.
 
         Raises:
             ConfigError: the task cannot be planned, or a run would refuse the config before loading its
@@ -122,7 +129,12 @@ class PlannedRun:
                 "first"
             )
         files = sum(file.stat().st_size for file in Path(where).glob("*.safetensors"))
-        return cls(model_config.read_model_config(Path(where)), config, method.adapter, files)
+        settings = model_config.read_model_config(Path(where))
+        if config.task.max_tokens:
+            return cls(settings, config, method.adapter, files)
+        tokens = min(longest or _TOKENS, settings.context or sys.maxsize)
+        planned = config.model_copy(update={"task": config.task.model_copy(update={"max_tokens": tokens})})
+        return cls(settings, planned, method.adapter, files, is_guess=not longest)
 
     def exchange(self, name: str, fields: str = "") -> MessageExchange | None:
         """Return a method's message exchange; None if the task does not accept its adapter."""
@@ -176,7 +188,8 @@ def plan_lines(planned: PlannedRun, on: MachineResources, rows: int, there: int 
     plan, shape, config = planned.memory(on), meta_model.build_meta_model(planned.settings), planned.config
     parts = ", ".join(f"{name} {count:,}" for name, count in shape.parts.items())
     yield f"Plan computed from config.json: {planned.settings.kind}, {shape.parameters:,} parameters ({parts})"
-    yield f"peak memory, while the worker is {plan.peak}, with examples of {config.task.max_tokens} tokens:"
+    guess = " (a guess: set task.max-tokens, or task.data)" if planned.is_guess else ""
+    yield f"peak memory, while the worker is {plan.peak}, with examples of {config.task.max_tokens} tokens{guess}:"
     for part in plan.phases[plan.peak]:
         yield f"  {part.name:<34}{part.nbytes / _GB:>10.3f} GB"
     yield f"  {'total':<34}{plan.needed / _GB:>10.3f} GB"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fedveil.console.runs.run_reader import Row, RunView
 from fedveil.contract import held_out_report
+from fedveil.contract.row_counts import RowCounts
 from fedveil.records import disclosure_summary
 
 
@@ -30,7 +31,7 @@ _MOST = 1e12  # largest value a site may report, so that sums stay finite
 class SiteRecord:
     """One site's part in a run. `failures` are (round, reason); losses are those of the last accepted upload.
 
-    `unsigned`: number of accepted uploads that the site did not sign.
+    `unsigned`: number of accepted uploads that the site did not sign. `rows`: None if the site has reported none.
     """
 
     name: str
@@ -42,6 +43,7 @@ class SiteRecord:
     loss_trained: float | None = None
     train_seconds: float | None = None
     held_out: HeldOutScore | None = None
+    rows: RowCounts | None = None
     up: int = 0
     down: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
@@ -182,8 +184,14 @@ def _report(site: SiteRecord, report: dict[str, float]) -> None:
         site.examples = int(report["num_examples"])
     site.loss_received = report.get("loss_received", site.loss_received)
     site.loss_trained = report.get("loss_trained", site.loss_trained)
+    site.rows = RowCounts.from_report(report) or site.rows
     if "train_seconds" in report:
         site.train_seconds = (site.train_seconds or 0.0) + report["train_seconds"]
+
+
+def incomplete_rows(run: RunView) -> list[str]:
+    """Return a line for each site that has reported rows that were cut or left out."""
+    return [f"{s.name}: {s.rows.words}" for s in records_by_site(run) if s.rows is not None and not s.rows.is_whole]
 
 
 def held_out_scores(round_: int, report: Mapping[str, float]) -> HeldOutScore | None:

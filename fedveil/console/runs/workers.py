@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from fedveil.client_app.worker.connection import NAME, Connection, WorkerRecord
 from fedveil.client_app.worker.registry import WorkerRegistry
+from fedveil.contract.row_counts import FIELDS, RowCounts
 from fedveil.sanitize import sanitize
 
 _POLL_SECONDS = 0.5
@@ -61,7 +62,11 @@ class WorkerStatus:
             left = f", about {self.says['seconds_left']:.0f} s left" if "seconds_left" in self.says else ""
             return f"loss {self.says['loss']:.4f}, {self.says['tokens_per_second']:,} tokens/s{left}"
         last = self.says.get("last")
-        return f"last round {last['seconds']:.1f} s, including {last['load_seconds']:.2f} s of loading" if last else ""
+        if not last:
+            return ""
+        counts = RowCounts.from_report(last)
+        rows = f"; {counts.words}" if counts else ""
+        return f"last round {last['seconds']:.1f} s, including {last['load_seconds']:.2f} s of loading{rows}"
 
 
 def list_workers(state_dir: Path) -> list[WorkerStatus]:
@@ -112,6 +117,17 @@ def last_failures(state_dir: Path) -> list[str]:
                 f"{path.name}: the last client round{which} failed at {when}: {sanitize(turn['failed'], 1200)}"
             )
     return failures
+
+
+def last_row_counts(state_dir: Path) -> list[str]:
+    """Return a line for each site below a state folder: how many rows were cut or left out in its last client round."""
+    lines = []
+    for path in sorted((state_dir.expanduser() / "workers").glob("*")):
+        turn = _last(WorkerRegistry(state_dir, path.name).turns)
+        counts = RowCounts.from_report(turn) if all(type(turn.get(name)) is int for name in FIELDS) else None
+        if counts is not None:
+            lines.append(f"{path.name}: in the last client round, {counts.words}")
+    return lines
 
 
 def _last(turns: Path) -> dict[str, Any]:

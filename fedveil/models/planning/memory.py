@@ -246,6 +246,8 @@ def _require_planned(settings: ModelConfig, config: RunConfig, adapter: Adapter)
         raise ConfigError(
             "train.compile: expected false, found true, which memory planning does not support; plan without it"
         )
+    if not config.task.max_tokens:
+        raise ConfigError("task.max-tokens: expected the length of the examples to plan for, found 0; set it")
     if settings.context and config.task.max_tokens > settings.context:
         raise ConfigError(
             f"task.max-tokens: expected at most {settings.context}, the base's context length, found "

@@ -181,7 +181,7 @@ def test_model_without_a_cache_is_refused():
 
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(ConfigError, match=r"task.max-tokens: expected at most 92.* found 96"):
-        tasks.load_task(parse({}), PrefixAdapter(100), "cpu").initial(rng.initial_stream(0, "w"))
+        tasks.load_task(parse({"task.max-tokens": 96}), PrefixAdapter(100), "cpu").initial(rng.initial_stream(0, "w"))
     for key in ("train.gradient-checkpointing", "train.compile"):
         with pytest.raises(ConfigError, match="train.gradient-checkpointing, train.compile"):
             tasks.load_task(parse({key: True}), PrefixAdapter(), "cpu")

@@ -106,8 +106,8 @@ def test_cut_rows_are_counted_and_said(caplog):
         encoded_rows = task.encode(rows)
     assert encoded_rows.cuts.tolist() == [0, 1, 2]
     assert [row.cut for row in encoded_rows] == [0, 1, 2]
-    assert "task.max-tokens = 24: 2 of 3 examples lose the end of their source, and 1 of these" in caplog.text
-    assert caplog.text.endswith("; raise it, to at most 192\n")
+    assert "task.max-tokens = 24: 2 of 3 (66.7 %) examples lose the end of their source, and 1 of these" in caplog.text
+    assert caplog.text.endswith("; raise it, to at most 192 (75 tokens keep 95 % whole)\n")
     longest, _ = make(max_tokens=192)
     with caplog.at_level(logging.WARNING, "fedveil.data"):
         longest.encode([Example({"mr": SOURCE * 40, "ref": "b"})])

@@ -64,7 +64,10 @@ def base():
 
 
 def make(**changes):
-    config = parse({"train.batch-size": 4} | {key.replace("__", "."): value for key, value in changes.items()})
+    keys = {
+        key.replace("__", ".").replace("task.max_tokens", "task.max-tokens"): value for key, value in changes.items()
+    }
+    config = parse({"train.batch-size": 4, "task.max-tokens": 96} | keys)
     return tasks.load_task(config, LoraAdapter(rank=2), "cpu")
 
 

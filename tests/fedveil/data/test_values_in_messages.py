@@ -107,6 +107,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "no source": (TEXT, lines({"mr": MARK, "ref": MARK, **OTHER}, {"ref": MARK * 9000, **OTHER})),
     "empty source": (TEXT, lines({"mr": " ", "ref": MARK, **OTHER})),
     "all empty": (TEXT | {"task.empty-texts": "drop"}, lines({"mr": MARK, "ref": ""}, {"mr": None, "ref": MARK})),
+    "cut by the context": (TEXT | {"task.max-tokens": 0}, lines({"mr": f"{MARK} " * 300, "ref": MARK, **OTHER})),
     "list": (TEXT, lines({"mr": [MARK], "ref": MARK, **OTHER})),
     "object": (TEXT, lines({"mr": {MARK: MARK}, "ref": MARK, **OTHER})),
     "no object": (TEXT, lines(MARK * 1000)),

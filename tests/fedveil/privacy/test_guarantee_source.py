@@ -8,7 +8,7 @@ from fedveil import strategies
 from fedveil.config import parse
 from fedveil.contract.privacy import OWN_SHARE, SUMMED, UNTIMED, Step, is_poisson_sampled
 from fedveil.errors import ConfigError
-from fedveil.privacy.guarantee_source import check_guarantee, guarantee_of, untimed
+from fedveil.privacy.guarantee_source import check_guarantee, check_public_length, guarantee_of, untimed
 
 NOISY = {"dp.clip-norm": 1.0, "dp.noise-multiplier": 2.0, "dp.epsilon": 3.0}
 IN_SUM = {"train.max-steps": 1, "secure.enabled": True, "secure.noise": "sum", "secure.min-sites": 5}
@@ -76,3 +76,14 @@ def test_a_unit_is_taken_with_dp_and_with_strict_dp_fpl(noise, secure):
     fpl = parse({"method.name": "dp_fpl", **unit})
     method = strategies.create_method("dp_fpl", f"noise_local = {noise}\nnoise_global = {noise}")
     assert check_guarantee(method, fpl, True) is not None
+
+
+@pytest.mark.parametrize("task", ["text-generation", "text-classification", "vision-language"])
+def test_a_guarantee_needs_a_length_that_does_not_depend_on_the_rows(task):
+    config = parse({"task.name": task, "method.name": "fedavg", **NOISY})
+    claim = guarantee_of(strategies.create_method("fedavg"), config)
+    with pytest.raises(ConfigError, match=r"task.max-tokens: expected a length .*; add task.max-tokens = 512"):
+        check_public_length(claim, config)
+    check_public_length(claim, parse(config.flat() | {"task.max-tokens": 64}))
+    check_public_length(None, config)
+    check_public_length(claim, parse(config.flat() | {"task.name": "image-classification"}))

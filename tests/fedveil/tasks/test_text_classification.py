@@ -176,7 +176,9 @@ def test_texts_that_are_cut_are_counted(bases, caplog):
     sep = small.WORDS.index("[SEP]")
     assert [len(row.ids) for row in encoded] == [7, 8, 8, 8]
     assert all(row.ids[-1] == sep for row in encoded)
-    assert caplog.messages == ["task.max-tokens = 8: 2 of 4 texts lose their end; raise it, to at most 24"]
+    assert caplog.messages == [
+        "task.max-tokens = 8: 2 of 4 (50.0 %) texts lose their end; raise it, to at most 24 (22 tokens keep 95 % whole)"
+    ]
     with pytest.raises(ConfigError, match="task.max-tokens: expected at most 24, .* found 25"):
         make_task(task__model=str(bases / "bert"), task__max_tokens=25).base  # noqa: B018
 
@@ -365,3 +367,15 @@ def test_the_head_has_a_pair_whatever_the_targets_are(bases, kind):
     task = make_task(LoraAdapter(rank=2, targets=r".*\.(query|q_proj)"), task__model=str(bases / kind))
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in task.spec}
     assert modules == ({"q_proj", "score"} if kind == "llama" else {"query", "classifier", "dense"})  # a new pooler
+
+
+def test_without_a_length_texts_are_cut_by_the_context_alone_and_at_most_5_percent(bases):
+    task = make_task(task__model=str(bases / "bert"), task__max_tokens=0)
+    rows = draw_rows(40)
+    whole = task.encode(Example.from_columns(rows))
+    assert not task.find_cut(whole).any()
+    long = {"note": " ".join([rows[0]["note"]] * 20), "ward": rows[0]["ward"]}
+    cut = task.find_cut(task.encode(Example.from_columns([*rows, long])))
+    assert list(cut) == [False] * 40 + [True]
+    with pytest.raises(TaskError, match=r"at most 5 % are longer than 24 tokens.* found 3 of 43 \(7.0 %\) longer"):
+        task.encode(Example.from_columns([*rows, long, long, long]))

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from fedveil import config as run_config
 from fedveil.adapters.all_weights import AllWeightsAdapter
 from fedveil.adapters.lora import LoraAdapter
-from fedveil.contract import held_out_report
-from fedveil.contract.method import REPORT_FIELDS
+from fedveil.contract.method import TRAINING_FIELDS
 from fedveil.contract.task import DatasetShard, Example, ExampleOrigin
 from fedveil.data.prompt_template import SEPARATOR
 from fedveil.errors import ConfigError, TaskError
@@ -160,7 +159,7 @@ def test_training_steps_as_a_plain_loop_does(task, rows):
     local = task.trainer(task.encode(rows), RandomStream(KEY))
     result = local.train(start)
     assert all(torch.equal(start[name], start_copy[name]) for name in start_copy)
-    assert set(result.report) == REPORT_FIELDS - held_out_report.FIELDS
+    assert set(result.report) == TRAINING_FIELDS
     assert (result.report["steps"], local.num_examples) == (3, 24)
 
     order = torch.randperm(24, generator=RandomStream(KEY).torch_generator()).tolist()
@@ -303,7 +302,9 @@ def test_references_are_grouped_by_source():
     rows = Example.from_columns(
         {"mr": m, "ref": r} for m, r in (("a", "1"), ("b", "2"), ("a", "3"), ("c", "4"), ("b", "5"))
     )
-    assert task._references(rows) == {"a": ["1", "3"], "b": ["2", "5"]}
+    # One of each half of the sources a, b and c, drawn from run.seed.
+    assert task._references(rows) == {"a": ["1", "3"], "c": ["4"]}
+    assert make(evaluate__eval_examples=3)._references(rows) == {"a": ["1", "3"], "b": ["2", "5"], "c": ["4"]}
 
 
 def test_a_llama_from_a_folder_goes_the_same_way(llama, rows):
@@ -561,3 +562,35 @@ def test_tasks_and_claims_that_cannot_leave_rows_out_refuse_it():
         check_guarantee(FedAvg(), config, has_row_gradients=True)
     with pytest.raises(ConfigError, match='task.empty-texts: expected "refuse" with the task "vision-language"'):
         load_task(run_config.parse({"task.empty-texts": "drop", "task.name": "vision-language"}), LoraAdapter(), "cpu")
+
+
+def test_the_scored_sources_are_spread_and_one_instruction_does_not_evade_the_bound():
+    """The first rows of a sorted file are of one kind; one instruction stands before all targets."""
+    rows = Example.from_columns({"mr": f"{kind} {i}", "ref": kind} for kind in "abcd" for i in range(50))
+    task = make(evaluate__eval_examples=8)
+    chosen = task._references(rows)
+    assert sorted(chosen.values()) == [[kind] for kind in "abcd" for _ in range(2)]
+    assert task._references(rows) == chosen == make(evaluate__eval_examples=8)._references(rows)
+    assert make(evaluate__eval_examples=8, run__seed=1)._references(rows) != chosen
+    one = Example.from_columns({"mr": "summarize", "ref": str(i)} for i in range(500))
+    (targets,) = make(evaluate__eval_examples=120)._references(one).values()
+    assert len(targets) == len(set(targets)) == 120
+    assert targets == sorted(targets, key=int)
+    assert int(targets[0]) < 5 < 495 < int(targets[-1]) + 5
+    (targets,) = make(evaluate__eval_examples=8)._references(one).values()
+    assert len(targets) == 50
+
+
+def test_short_answers_are_scored_by_exact_match():
+    task = make(evaluate__eval_examples=4, evaluate__max_new_tokens=2)
+    start = task.initial(RandomStream(KEY))
+    short = Example.from_columns({"mr": f"name[{i}]", "ref": "yes"} for i in range(4))
+    assert sorted(task.evaluate(start, short, True)) == ["exact_match", "loss", "rouge_l"]
+    long = Example.from_columns({"mr": f"name[{i}]", "ref": "a pub by the river"} for i in range(4))
+    assert sorted(task.evaluate(start, long, True)) == ["bleu", "cider", "loss", "meteor", "nist", "rouge_l"]
+    wrong = make(evaluate__metric="bleu", evaluate__eval_examples=4, evaluate__max_new_tokens=2)
+    wrong.base = task.base
+    with pytest.raises(
+        TaskError, match='found "bleu", and most of the 4 scored sources have answers of at most 1 words'
+    ):
+        wrong.evaluate(start, short, True)

@@ -76,6 +76,7 @@ def test_batches_padded_to_a_multiple_train_the_same_weights(configured, packing
     widths, trained = [], []
     for multiple in (1, 64):
         task = configured(
+            task__max_tokens=96,
             train__batch_size=4,
             train__packing=packing,
             train__received_loss_examples=0,

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.training.text_metrics import cider_d, cider_r, exact_match, score_captions, score_texts, tokenize_words
+from fedveil.errors import TaskError
+from fedveil.training.text_metrics import (
+    CAPTIONS,
+    SCORES,
+    cider_d,
+    cider_r,
+    exact_match,
+    score_captions,
+    score_texts,
+    select_telling,
+    tokenize_words,
+)
 
 WORDS = ["the", "mill", "pub", "cheap", "riverside", "."]
 SENTENCE = st.lists(st.sampled_from(WORDS), max_size=7)
@@ -192,3 +203,34 @@ def test_captions_by_hand():
     assert scores["bleu_2"] == pytest.approx(100 * (3 / 4 * 2 / 3) ** (1 / 2))
     assert scores["bleu_3"] == pytest.approx(100 * (3 / 4 * 2 / 3 * 1 / 2) ** (1 / 3))
     assert scores["rouge_l"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    "references, left_out",
+    [
+        (
+            [["yes"], ["no"], ["a b c d e"]],
+            {"bleu", "nist", "meteor", "cider", "bleu_2", "bleu_3", "bleu_4", "cider_r"},
+        ),
+        (
+            [["left lung", "lung"], ["heart"], ["no finding"]],
+            {"bleu", "nist", "meteor", "cider", "bleu_3", "bleu_4", "cider_r"},
+        ),
+        ([["a cheap pub by the river"], ["yes"], ["the mill is a pub"]], {"exact_match"}),
+    ],
+)
+def test_a_score_that_says_nothing_about_such_answers_is_not_shown(references, left_out):
+    every = dict.fromkeys((*SCORES, *CAPTIONS, "exact_match", "loss"), 1.0)
+    assert every.keys() - select_telling(every, references).keys() == left_out
+    for name in left_out:
+        with pytest.raises(TaskError, match=f'evaluate.metric: expected a score .*found "{name}"'):
+            select_telling(every, references, name)
+    assert select_telling(every, references, "rouge_l")["rouge_l"] == 1.0
+
+
+def test_bleu_of_a_one_word_answer_is_why():
+    """It is 0 for the right answer and for the wrong one, while their exact match differs."""
+    right, wrong = (score_texts([answer], [["yes"]])["bleu"] for answer in ("yes", "no"))
+    assert right == wrong == 0.0
+    assert exact_match(["yes"], [["yes"]]) == 1.0
+    assert exact_match(["no"], [["yes"]]) == 0.0

@@ -47,6 +47,7 @@ _LEAST_SUMMED = 3  # secure.min-sites, by default
 # Small enough for two cores, long enough for the curves to show learning, and few enough examples for attacks to win.
 SETTINGS: dict[str, Any] = {
     "task.evaluation": str(DATA),
+    "task.max-tokens": 96,
     "task.examples-per-site": 100,
     "train.batch-size": 8,
     "train.learning-rate": 3e-3,

@@ -75,12 +75,13 @@ def _require_possible(config: RunConfig) -> None:
     """Raise ConfigError for a config that the ServerApp would refuse, as far as that can be checked without a base."""
     from fedveil import strategies, tasks  # imports take a second, and a wrong key is reported without them
     from fedveil.federation import aggregation_rules
-    from fedveil.privacy.guarantee_source import check_guarantee
+    from fedveil.privacy.guarantee_source import check_guarantee, check_public_length
     from fedveil.server_app.evaluation import ModelSelection
     from fedveil.training import optimizers
 
     method = strategies.create_method(config.method.name, config.method.params)
-    check_guarantee(method, config, has_row_gradients=True)  # its base determines whether the task has them
+    claim = check_guarantee(method, config, has_row_gradients=True)  # its base determines whether the task has them
+    check_public_length(claim, config)
     optimizers.check_optimizer(method, config)
     ModelSelection.from_config(config, tasks.task_info(config.task.name).metrics(config.task))
     aggregation_rules.check_cohort(config.secure, config.aggregate, config.cohort)

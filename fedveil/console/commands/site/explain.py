@@ -25,9 +25,9 @@ from fedveil.console.run_config_args import parse_overrides
 from fedveil.console.runs.sampling_plan import plan_sampling
 from fedveil.console.runs.secagg_preview import MaskedUploadPreview
 from fedveil.console.runs.site_requirements import site_requirements
-from fedveil.contract import held_out_report
+from fedveil.contract import held_out_report, row_counts
 from fedveil.contract.layout import Direction
-from fedveil.contract.method import REPORT_FIELDS, hyperparameters_of
+from fedveil.contract.method import TRAINING_FIELDS, hyperparameters_of
 from fedveil.contract.privacy import PrivacyGuarantee
 from fedveil.errors import ConfigError, PolicyError
 from fedveil.federation.exchange import MessageExchange
@@ -201,13 +201,15 @@ def _require_own_delta(delta: float | None, claim: PrivacyGuarantee | None) -> N
 
 
 def _in_the_clear(exchange: MessageExchange, policy: policies.SitePolicy | None) -> list[str]:
-    figures = REPORT_FIELDS - held_out_report.FIELDS  # those apart: `_scores`
+    figures = TRAINING_FIELDS  # scores apart: `_scores`
     if policy is not None and not (policy.report_received_loss and policy.max_scores):
         figures -= {RECEIVED_LOSS}
+    counts = f"; of text also {', '.join(sorted(row_counts.FIELDS))}"
     return [
         "This site would send each time:",
         *_variants(exchange, "up"),
-        f"  plus the number of examples and these training figures: {', '.join(sorted(figures))}",
+        f"  plus the number of examples and these training figures: {', '.join(sorted(figures))}"
+        f"{counts if policy is None or policy.report_row_counts else ''}",
     ]
 
 

@@ -139,11 +139,12 @@ def exchange_section(run: RunView) -> list[list[object]]:
 
 def sites_section(run: RunView) -> Html:
     """Return each site's client rounds, reported values, bytes and failures."""
-    report_columns = [] if run.unseen else ["examples", "loss received", "loss trained", "train seconds"]
+    report_columns = [] if run.unseen else ["examples", "rows", "loss received", "loss trained", "train seconds"]
     head = ["site", "accepted", "unsigned", "asked", *report_columns, "upload bytes", "download bytes", "failures"]
     rows, records = [], per_site.records_by_site(run)
     for s in records:
-        report_values = [] if run.unseen else [s.examples, s.loss_received, s.loss_trained, s.train_seconds]
+        counts = s.rows.words if s.rows else None
+        report_values = [] if run.unseen else [s.examples, counts, s.loss_received, s.loss_trained, s.train_seconds]
         why = join_markup((f"round {round_ + 1}: {reason}" for round_, reason in s.failures), "; ") or None
         rows.append([s.name, s.accepted, s.unsigned, s.asked, *report_values, s.up, s.down, why])
     unsigned = [html_tag("p", UNSIGNED_NOTE, "note")] if any(s.unsigned for s in records) else []

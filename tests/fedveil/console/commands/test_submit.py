@@ -74,6 +74,7 @@ def test_the_exit_code_is_what_the_run_says_of_itself(tmp_path, flower, capsys, 
 def test_a_guarantee_that_promises_nothing_is_warned_of_before_it_is_sent(tmp_path, flower, capsys):
     folder(tmp_path, "completed")
     noisy = ["run.name=first", "run.rounds=1", "dp.clip-norm=1.0", "dp.noise-multiplier=1e-9", "dp.delta=0.5"]
+    noisy += ["task.max-tokens=64"]
     assert submitted(tmp_path, *(word for pair in noisy for word in ("--set", pair))) == 0
     stderr = capsys.readouterr().err
     assert "warning: delta 0.5 is at least 0.01" in stderr
@@ -225,6 +226,10 @@ def test_a_server_with_packages_of_its_own_is_asked_itself(tmp_path, flower, bar
         (["method.params=rho = 3.0"], "rho"),
         (["method.params=roh = 0.3"], "roh"),
         (["dp.clip-norm=1.0", "dp.noise-multiplier=1.0", "method.name=dp_fpl"], "dp_fpl, which adds its own noise"),
+        (
+            ["dp.clip-norm=1.0", "dp.noise-multiplier=1.0", "method.name=fedavg"],
+            "add task.max-tokens = 512, or another",
+        ),
         (["aggregate.rule=multi-krum", "aggregate.num-byzantine=1", "cohort.min-sites=2"], "cohort.min-sites"),
         (["secure.enabled=true", "aggregate.rule=median"], "aggregate.rule"),
         (["evaluate.select-model=best", "evaluate.metric=nothing"], "evaluate.metric"),

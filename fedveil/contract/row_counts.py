@@ -1,0 +1,68 @@
+"""How many rows of a site's data were cut or left out, as a site may report it along with its upload.
+
+    read_rows       rows that the run selects from the site's data
+    cut_rows        of these, rows that lost their end, because they have too many tokens
+    dropped_rows    of these, rows that were left out, because a text is missing or empty
+
+The counts depend on the rows' content. So they stay at the site in a run with a privacy guarantee, under secure
+aggregation, and where the site's policy does not permit them (report-row-counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+__all__ = ["FIELDS", "RowCounts", "find_fault"]
+
+FIELDS: Final = frozenset({"read_rows", "cut_rows", "dropped_rows"})
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """The counts of one site; see the module."""
+
+    read_rows: int
+    cut_rows: int
+    dropped_rows: int
+
+    @classmethod
+    def from_report(cls, report: Mapping[str, Any]) -> RowCounts | None:
+        """Return the counts in a report that `find_fault` has accepted; None if it has none."""
+        return cls(**{name: int(report[name]) for name in FIELDS}) if report.keys() >= FIELDS else None
+
+    def to_report(self) -> dict[str, float]:
+        """Return the counts as entries of a report."""
+        return {name: float(count) for name, count in asdict(self).items()}
+
+    @property
+    def words(self) -> str:
+        """Return the counts as text, such as "1,028 of 1,201 rows cut (85.6 %), 3 left out as empty"."""
+        share = 100 * self.cut_rows / max(1, self.read_rows)
+        return (
+            f"{self.cut_rows:,} of {self.read_rows:,} rows cut ({share:.1f} %), {self.dropped_rows:,} left out as empty"
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether no row was cut or left out."""
+        return not self.cut_rows and not self.dropped_rows
+
+
+def find_fault(report: Mapping[str, Any], most: int) -> str:
+    """Return what is wrong with a possibly forged report: "expected ..., found ..."; "" if nothing is.
+
+    `most`: the largest number of rows that a site may claim.
+    """
+    counts = {name: report[name] for name in sorted(FIELDS & set(report))}
+    if not counts:
+        return ""
+    if set(counts) != FIELDS:
+        return f"read_rows: expected together with cut_rows and dropped_rows, found {', '.join(counts)}"
+    for name, value in counts.items():
+        if value != int(value) or not 0 <= value <= most:
+            return f"{name}: expected a whole number from 0 to {most}, found {value!r}"
+    if counts["cut_rows"] + counts["dropped_rows"] > counts["read_rows"]:
+        return f"read_rows: expected at least cut_rows + dropped_rows, found {counts['read_rows']!r}"
+    return ""
