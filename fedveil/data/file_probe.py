@@ -31,10 +31,15 @@ class FileProbe:
     is_whole: bool
 
 
+def is_small(file: Path) -> bool:
+    """Return whether the file has few enough bytes for a check to read all of it."""
+    return file.stat().st_size <= _MOST_BYTES
+
+
 def probe_file(file: Path, columns: tuple[str, ...], texts: tuple[str, ...] = ()) -> FileProbe:
     """Count the rows of `file` and check its columns. Raises TaskError as `tables.read_table`, for the part read."""
     suffix = row_suffix(file)
-    if suffix in TEXT_SUFFIXES and file.stat().st_size <= _MOST_BYTES:
+    if suffix in TEXT_SUFFIXES and is_small(file):
         return FileProbe(len(tables.read_table(file, columns, texts=texts)), True)
     rows, names, is_whole = _footer(file) if suffix == ".parquet" else _first_rows_of_text(file)
     if not rows:

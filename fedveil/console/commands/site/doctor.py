@@ -4,7 +4,8 @@ It checks certificates, keys, the server's instruction keys, clock, ports, versi
 policy, roster, the server's program and its health, and changes nothing. Lines with a problem say what to do next. The
 exit code is 1 if a check fails.
 
-With `--set task.data=FOLDER`, task.evaluation or task.server-data, it checks that a run's examples exist. With
+With `--set task.data=FOLDER`, task.evaluation or task.server-data, it checks that a run's examples exist, counts rows
+that are empty, cut or refused, and shows three examples as they will be trained: only on this screen. With
 `--set task.model=FOLDER`, it plans a run on that base before anything is loaded: memory by part, seconds, bytes.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,11 +95,15 @@ def run(args: argparse.Namespace) -> int:
         ]
     if args.health:
         results.append(checks.check_health(args.health))
+    lines: list[str] = []
+    longest = _previewed(args, config, results, lines) if config else 0
     plan: list[str] = []
     if "task.model" in config:
-        results.append(checks.run_check("memory", lambda: _planned(args, config, counted, plan)))
+        results.append(checks.run_check("memory", lambda: _planned(args, config, counted, longest, plan)))
     for finding in results:
         print(f"{finding.verdict:<5} {finding.name:<22} {sanitize(finding.text)}")
+    for line in lines:
+        print(sanitize(line, 4000))
     for line in plan:
         print(sanitize(line, 1000))
     return int(any(finding.verdict == "fail" for finding in results))
@@ -115,17 +121,52 @@ def _data(flat: Mapping[str, Any], counted: list[int]) -> list[CheckResult]:
     return list(data_checks.check_run_data(task, counted))
 
 
-def _planned(args: argparse.Namespace, flat: Mapping[str, Any], counted: list[int], plan: list[str]) -> CheckResult:
+def _previewed(args: argparse.Namespace, flat: Mapping[str, Any], results: list[CheckResult], lines: list[str]) -> int:
+    """Prepare the first examples of data that a check has found; return the longest one's tokens, 0 if none is known.
+
+    Appends to `results` what is wrong with them, and to `lines` three of them in full, which only the site sees.
+    """
+    from fedveil.config import parse  # as in _site
+    from fedveil.console.doctor import example_preview
+    from fedveil.console.provisioning import kit_reader
+
+    config, longest = parse(flat), 0
+    own = kit_reader.node_config(args.kit, args.node_config).data if args.kit else ""
+    folders = {"data": (own, "train"), "task.data": (config.task.data, "train")}
+    folders |= {"task.evaluation": (config.task.evaluation, "test")}
+    fine = {result.name for result in results if result.verdict == "ok"}
+    for name, (folder, split) in folders.items():
+        if not folder or name not in fine:
+            continue
+
+        def check(name: str = name, folder: str = folder, split: str = split) -> CheckResult:
+            nonlocal longest
+            preview = example_preview.preview_examples(name, config, Path(folder), split)
+            if preview is None:
+                return CheckResult(
+                    f"{name} as trained", "ok", "not shown: the task reads no text, or its base is not here"
+                )
+            longest = max(longest, preview.longest)
+            lines.extend(preview.lines)
+            return preview.result
+
+        results.append(replace(checks.run_check(name, check), name=f"{name} as trained"))
+    return longest
+
+
+def _planned(
+    args: argparse.Namespace, flat: Mapping[str, Any], counted: list[int], longest: int, plan: list[str]
+) -> CheckResult:
     """Check whether the run fits in memory, and append the plan's lines to `plan`.
 
-    `counted` holds the number of examples in the checked data.
+    `counted` holds the number of examples in the checked data, `longest` the number of tokens of the longest of them.
     """
     from fedveil.config import parse  # as in _site
     from fedveil.console.doctor import memory_plan
     from fedveil.models.planning import memory
 
     config = parse(flat)
-    run = memory_plan.PlannedRun.from_config(config)
+    run = memory_plan.PlannedRun.from_config(config, longest)
     ranks = memory.RankLayout(args.gpus, args.shard_base)
     machine = memory_plan.read_machine(args.gpu_gb, ranks, args.tflops, config.train.precision == "bf16")
     result = memory_plan.plan_verdict(run, machine)

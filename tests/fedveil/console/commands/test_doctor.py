@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -14,12 +15,13 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 
-from fedveil.console.doctor import checks, host_checks, policy_checks
+from fedveil.config import parse
+from fedveil.console.doctor import checks, example_preview, host_checks, policy_checks
 from fedveil.console.flower.certificates import new_ca, write_certificate, write_node_key, write_server, write_tls
 from fedveil.console.main import main
 from fedveil.data import file_probe
 from fedveil.guard import flower
-from fedveil.models import loading
+from fedveil.models import bundled, loading
 from fedveil.records import audit_log
 from tests.conftest import ROOT
 from tests.fedveil.console.tls import tls_server
@@ -346,3 +348,67 @@ def test_a_site_from_its_kit(tmp_path, capsys):
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line[6:28].strip() == "data")
         assert (line.startswith("fail"), words in line, "3 examples in" in line) == (bool(words), True, True)
     assert main(["doctor", "--kit", str(ROOT)]) == 2
+
+
+def test_examples_are_shown_as_they_are_trained_with_what_is_empty_cut_and_refused(tmp_path, capsys, caplog):
+    rows = [{"mr": f"name[The Mill {i}]", "ref": "The Mill is a pub."} for i in range(4)]
+    rows += [{"mr": "name[The Mill] " * 30, "ref": "x"}, {"mr": "name[Z]", "ref": " "}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--set", f"task.data={tmp_path}", "--set", "task.max-tokens=40"]
+    assert main(["doctor", *given]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "fail  task.data as trained   of the first 6 rows 1 are empty, 1 are refused; of 5 examples 1 are cut" in said
+    )
+    assert "found an empty text in row 6 of" in said
+    assert '  prompt  "name[The Mill 0]\\n"' in said
+    assert '  answer  "The Mill is a pub.<|endoftext|>"' in said
+    assert said.count("\nexample ") == 3
+    assert main(["doctor", *given, "--set", 'task.empty-texts="drop"']) == 0
+    assert (
+        "warn  task.data as trained   of the first 6 rows 1 are empty, 0 are refused; of 5" in capsys.readouterr().out
+    )
+    assert caplog.messages == []  # nothing of it is logged
+
+
+def test_the_preview_has_the_prompt_of_the_bases_own_chat_template(tmp_path):
+    from transformers import AutoTokenizer
+
+    base = tmp_path / "base"
+    shutil.copytree(bundled.bundled_folder("text-generation"), base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(base)
+    (base / "model.safetensors").unlink()  # no weights are loaded
+    (tmp_path / "train.jsonl").write_text(json.dumps({"mr": "name[X]", "ref": "X is a pub."}) + "\n")
+    for chats, prompt in ((False, "name[X]\\n"), (True, "<user>name[X]<|endoftext|><assistant>")):
+        config = parse({"task.model": str(base), "task.chat-template": chats})
+        preview = example_preview.preview_examples("data", config, tmp_path, "train")
+        assert preview.result.verdict == "ok"
+        assert f'  prompt  "{prompt}"' in preview.lines
+        own = '"<user>name[X]<|endoftext|><assistant>"'
+        assert f"  the base's own chat template would give the prompt {own}" in preview.lines
+
+
+@pytest.mark.long
+def test_the_preview_of_images_and_of_classes(tmp_path):
+    Image.new("RGB", (32, 32), (200, 0, 0)).save(tmp_path / "a.png")
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps({"image": "a.png", "caption": ["a red tile", "red"], "note": "short breath", "ward": "lung"}) + "\n"
+    )
+    seeing = {"task.name": "vision-language", "task.target-column": "caption"}
+    preview = example_preview.preview_examples("data", parse(seeing), tmp_path, "train")
+    assert preview.result.verdict == "ok"
+    assert [line.count("a red tile") for line in preview.lines if "answer" in line] == [1, 0]  # of two examples
+    classes = {
+        "task.name": "text-classification", "task.source-column": "note", "task.target-column": "ward",
+        "task.class-names": "heart,lung",
+    }  # fmt: skip
+    preview = example_preview.preview_examples("data", parse(classes), tmp_path, "train")
+    assert preview.result.verdict == "ok"
+    assert preview.lines[1:] == ['  text    "short breath"', "  classes lung"]
+    pictures = {"task.name": "image-classification", "task.target-column": "ward", "task.class-names": "heart,lung"}
+    assert example_preview.preview_examples("data", parse(pictures), tmp_path, "train") is None

@@ -1,0 +1,204 @@
+"""The examples of a run as they will be trained, for `fedveil doctor` at a site: three in full, and counts of some.
+
+Only the base's tokenizer and settings are loaded, from a folder or the cache, never its weights. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedveil import strategies, tasks
+from fedveil.config import RunConfig
+from fedveil.console.doctor.checks import CheckResult
+from fedveil.contract.task import Example, ExampleOrigin, Examples, Rows
+from fedveil.data import file_probe, tables, token_limits
+from fedveil.data.row_values import filled_text
+from fedveil.errors import TaskError
+from fedveil.models import loading, sequence_classifier
+from fedveil.models.loaded_model import LoadedModel
+from fedveil.sanitize import sanitize
+from fedveil.tasks.text_classification import TextClassification
+from fedveil.tasks.text_generation import TextGeneration
+from fedveil.tasks.vision_language import VisionLanguage
+
+_TASKS = ("text-classification", "text-generation", "vision-language")
+_MOST_TEXTS, _MOST_IMAGES = 1000, 50  # rows that are prepared; an image takes much longer
+_SHOWN = 3
+_MOST_SHOWN = 1500  # characters of a prompt or an answer
+
+TextTask = TextClassification | TextGeneration | VisionLanguage
+
+
+@dataclass(frozen=True)
+class ExamplePreview:
+    """The first rows of a split, prepared.
+
+    Attributes:
+        result: what is wrong with them.
+        lines: the first three examples, in full.
+        longest: the number of tokens of the longest prepared example; 0 if there is none.
+    """
+
+    result: CheckResult
+    lines: list[str]
+    longest: int = 0
+
+
+def preview_examples(name: str, config: RunConfig, data: Path, split: str) -> ExamplePreview | None:
+    """Return the examples of `data` as a run prepares them; None for a task without texts, or a base elsewhere.
+
+    Raises ConfigError or TaskError for a base or a run config that a run would refuse.
+    """
+    _, is_folder = loading.find_model(config.task.model, tasks.task_info(config.task.name).tiny())
+    if config.task.name not in _TASKS or not is_folder:
+        return None
+    method = strategies.create_method(config.method.name, config.method.params)
+    task = tasks.load_task(config, method.adapter, "cpu")
+    if not isinstance(task, TextTask):
+        return None
+    task.base = _base_of(task)
+    most = _MOST_IMAGES if isinstance(task, VisionLanguage) else _MOST_TEXTS
+    examples = _first_examples(data, split, config, most)
+    with _silent("fedveil.data"):
+        kept, refused, empty = _sort_out(task, examples)
+        rows, problem = _encoded(task, [example for example, _ in kept])
+    cut, count = int(np.sum(task.find_cut(rows))), len(examples)
+    parts = [
+        f"of the first {count:,} rows {empty:,} are empty, {len(refused):,} are refused",
+        f"of {len(rows):,} examples {cut:,} are cut ({100 * cut / max(1, len(rows)):.1f} %)",
+    ]
+    longest = max((row.length for row in rows), default=0)
+    parts += [f"the longest has {longest:,} tokens"] if longest else []
+    parts += [*([problem] if problem else []), *refused[:1]]
+    is_bad = bool(problem or refused or not rows)
+    much = cut > token_limits.MAX_CUT * len(rows)
+    result = CheckResult(f"{name} as trained", "fail" if is_bad else "warn" if much else "ok", "; ".join(parts))
+    origins = [example for example, count in kept for _ in range(count)]
+    shown = enumerate(zip(origins, rows[:_SHOWN], strict=False), 1)
+    lines = [line for number, (example, row) in shown for line in _shown(task, example, number, row)]
+    return ExamplePreview(result, lines, longest)
+
+
+def _base_of(task: TextTask) -> LoadedModel:
+    """Return the base without its weights."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        AutoProcessor,
+        AutoTokenizer,
+    )
+
+    config, tiny = task.config, tasks.task_info(task.config.task.name).tiny()
+    match task:
+        case TextGeneration():
+            return loading.load_without_weights(config, task.adapter, tiny, AutoModelForCausalLM, AutoTokenizer)
+        case VisionLanguage():
+            return loading.load_without_weights(config, task.adapter, tiny, AutoModelForImageTextToText, AutoProcessor)
+    classes = AutoModelForSequenceClassification
+    base = loading.load_without_weights(config, task.adapter, tiny, classes, AutoTokenizer)
+    return replace(base, context=sequence_classifier.context_of(base.model, base.tokenizer, config))
+
+
+def _first_examples(data: Path, split: str, config: RunConfig, most: int) -> list[Example]:
+    """Return the first rows of a split. Of a large file only the start is read."""
+    info = tasks.task_info(config.task.name)
+    columns, file = info.columns(config.task), tables.split_file(data, split)
+    if file_probe.is_small(file):
+        table = tables.read_split(data, split, columns, texts=info.texts(config.task))
+        every: Examples = table.examples(split, None, config)
+        return list(every[: min(most, len(every))])
+    most = min(most, file_probe.probe_file(file, columns).rows)
+    values = [[value for value, _ in file_probe.first_rows(file, column, most)] for column in columns]
+    return [
+        Example(dict(zip(columns, row, strict=True)), ExampleOrigin(str(file), number), str(file.parent))
+        for number, row in enumerate(zip(*values, strict=True), 1)
+    ]
+
+
+def _sort_out(task: TextTask, rows: Sequence[Example]) -> tuple[list[tuple[Example, int]], list[str], int]:
+    """Return the rows that can be prepared, each with its number of examples, why each of the others is refused, and
+    how many lack a text.
+    """
+    texts = tasks.task_info(task.config.task.name).texts(task.config.task)
+    kept, refused, empty = list[tuple[Example, int]](), list[str](), 0
+    for example in rows:
+        lacks = any(filled_text(example.values.get(column)) is None for column in texts)
+        empty += lacks
+        if lacks and task.config.task.empty_texts == "drop":
+            continue
+        try:
+            kept.append((example, len(task.encode([example]))))
+        except TaskError as error:
+            refused.append(str(error))
+    return kept, refused, empty
+
+
+def _encoded(task: TextTask, examples: Sequence[Example]) -> tuple[Rows, str]:
+    """Return the prepared examples, and why a run would refuse them together; "" if it would not."""
+    try:
+        return task.encode(examples) if examples else [], ""
+    except TaskError as error:
+        return [], str(error)
+
+
+def _shown(task: TextTask, example: Example, number: int, row: Any) -> Iterator[str]:
+    """Yield an example as it is trained, and the prompt of the base's own chat template beside it."""
+    tokenizer = task.base.tokenizer
+    if isinstance(task, TextClassification):
+        label = (
+            [name for name, is_one in zip(task.names, row.label, strict=True) if is_one]
+            if isinstance(row.label, tuple)
+            else [task.names[row.label]]
+        )
+        yield f"example {number}, {example.where}: {row.length:,} tokens"
+        yield f"  text    {_decoded(tokenizer, row.ids)}"
+        yield f"  classes {', '.join(label) or 'none'}"
+        return
+    image = task.base.image_token
+    prompt, answer = ([i for i in part if i != image] for part in (row.ids[: row.start], row.ids[row.start :]))
+    yield f"example {number}, {example.where}: {row.length:,} tokens, of which {len(row.ids) - row.start:,} are learned"
+    yield f"  prompt  {_decoded(tokenizer, prompt)}"
+    yield f"  answer  {_decoded(tokenizer, answer)}"
+    if isinstance(task, TextGeneration) and tokenizer.chat_template:
+        yield f"  the base's own chat template would give the prompt {_own_prompt(task, example)}"
+
+
+def _own_prompt(task: TextGeneration, example: Example) -> str:
+    source = filled_text(example.values.get(task.config.task.source_column)) or ""
+    messages = [{"role": "user", "content": source}]
+    try:
+        text = task.base.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # an untrusted template may raise any error
+        return f"(it cannot be rendered: {type(error).__name__})"
+    return _printable(str(text))
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    return _printable(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _printable(text: str) -> str:
+    """Return a text in quotes on one line, with its line breaks as \\n."""
+    cut = text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
+    return sanitize(json.dumps(cut, ensure_ascii=False), 2 * _MOST_SHOWN)
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Silence a log whose messages the preview counts itself."""
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
