@@ -35,6 +35,7 @@ from fedveil.contract.task import (
 from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.row_values import describe_value, filled_text
+from fedveil.data.source_template import SourceTemplate
 from fedveil.data.tokenization import MarkedTokens
 from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
@@ -46,13 +47,14 @@ __all__ = ["TextGeneration"]
 
 INFO = TaskInfo(
     mounts=("layers", "cache"),
-    columns=lambda task: (task.source_column, task.target_column),
-    texts=lambda task: (task.source_column, task.target_column),
+    columns=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
+    texts=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
     tiny=lambda: bundled.bundled_folder("text-generation"),
     train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
     metrics=lambda task: loss_metric(task, text_metrics.SCORES),
     chats=True,
     drops=True,
+    templates=True,
 )
 _AT_ONCE = 1000  # examples that are tokenized together
 _CUDA_MULTIPLE = 8  # for a batch's length: a GPU plans its kernels again for each new length
@@ -95,8 +97,7 @@ class TextGeneration(causal_lm.CausalTask):
         chosen = table.examples(split, share, self.config)
         if self.config.task.empty_texts == "refuse":
             return chosen
-        columns = INFO.columns(self.config.task)
-        left = chosen.without(lambda example: any(filled_text(example.values.get(c)) is None for c in columns))
+        left = chosen.without(lambda example: None in self._filled(example))
         if dropped := len(chosen) - len(left):
             log.warning(
                 'task.empty-texts = "drop": %d of %d rows of the split "%s" are left out, because their source or '
@@ -152,8 +153,7 @@ class TextGeneration(causal_lm.CausalTask):
         """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[MarkedTokens]]:
-            texts = [self._frame.conversation(*self._texts(example)) for example in part]
-            return part, self._tokens.tokenize(texts)
+            return part, self._conversations([self._texts(example) for example in part])
 
         self._tokens, self._frame  # noqa: B018  # the base is loaded here, not in a thread
         every = iter(examples)
@@ -161,6 +161,10 @@ class TextGeneration(causal_lm.CausalTask):
         for part, conversations in batches.prefetch(batched, tokenised):
             rows = [self._row(conversation) for conversation in conversations]
             yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
+
+    def _conversations(self, texts: Sequence[tuple[str, str]]) -> list[MarkedTokens]:
+        """Return the tokens of each source with its target."""
+        return self._tokens.tokenize([self._frame.conversation(*pair) for pair in texts])
 
     @override
     def evaluate(self, weights: Weights, examples: Examples, generate: bool) -> dict[str, float]:
@@ -172,14 +176,10 @@ class TextGeneration(causal_lm.CausalTask):
         """
         references = self._references(examples)
         self.show(weights)
-        encoded = self.encode(
-            [
-                Example({self.config.task.source_column: source, self.config.task.target_column: target})
-                for source, refs in references.items()
-                for target in refs
-            ]
-        )
-        scores = {"loss": self.mean_loss(encoded)}
+        texts = [(source, target) for source, targets in references.items() for target in targets]
+        rows = [self._row(conversation) for conversation in self._conversations(texts)]
+        part = tokenized_dataset.slice_part(rows, [0] * len(rows))
+        scores = {"loss": self.mean_loss(self._told(TokenizedDataset(part)))}
         if generate:
             scores |= text_metrics.score_texts(self._generate(list(references)), list(references.values()))
         return scores
@@ -240,18 +240,27 @@ class TextGeneration(causal_lm.CausalTask):
                 grouped.setdefault(source, []).append(target)
         return grouped
 
+    @cached_property
+    def _source(self) -> SourceTemplate:
+        return SourceTemplate.of(self.config.task)
+
+    def _filled(self, example: Example) -> tuple[str | None, str | None]:
+        """Return (source, target) of a row, None for each that it lacks."""
+        task = self.config.task
+        return self._source.fill(example.values), filled_text(example.values.get(task.target_column))
+
     def _texts(self, example: Example) -> tuple[str, str]:
-        """Return (source, target) of a row. Raises TaskError naming the column that is missing or contains no text."""
-        task, texts = self.config.task, list[str]()
-        for column in (task.source_column, task.target_column):
-            if (text := filled_text(example.values.get(column))) is None:
-                raise TaskError(
-                    f'task.data: expected text in column "{column}" of every row, found '
-                    f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row, or set "
-                    'task.empty-texts = "drop" to leave out all rows without a text'
-                )
-            texts.append(text)
-        return texts[0], texts[1]
+        """Return (source, target) of a row. Raises TaskError naming the columns that have no text."""
+        task, (source, target) = self.config.task, self._filled(example)
+        if source is not None and target is not None:
+            return source, target
+        where, found = self._source.describe_columns(), self._source.describe_values(example.values)
+        if source is not None:
+            where, found = f'column "{task.target_column}"', describe_value(example.values.get(task.target_column))
+        raise TaskError(
+            f"task.data: expected text in {where} of every row, found {found} in {example.where}; correct or drop the "
+            'row, or set task.empty-texts = "drop" to leave out all rows without a text'
+        )
 
     def _told(self, rows: TokenizedDataset) -> TokenizedDataset:
         """Log how many of the examples are too long, and return them."""
