@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -37,6 +38,9 @@ __all__ = [
 
 _MOST_CLASSES = 50_000
 _LONGEST_CLASS_NAME = 200
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_LONGEST_TEMPLATE = 4096
+_MOST_TEMPLATE_COLUMNS = 16
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 RENAMED_KEYS = {  # keys in files from before 0.2
     "method.fields": "method.params",
@@ -97,6 +101,33 @@ def parse_class_names(text: str) -> tuple[str, ...]:
             f"{len(names):,}, the longest of {max(map(len, names)):,}"
         )
     return tuple(names)
+
+
+def parse_source_template(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the texts of a source template, each with the column behind it; "" behind the last text.
+
+    Raises:
+        ValueError: it is too long, has a single brace, or names no column, an empty one or more than 16.
+    """
+    if len(text) > _LONGEST_TEMPLATE:
+        raise ValueError(f"expected at most {_LONGEST_TEMPLATE:,} characters, found {len(text):,}")
+    parts, literal, end = list[tuple[str, str]](), "", 0
+    for found in _BRACES.finditer(text):
+        literal += text[end : found.start()]
+        end = found.end()
+        if found[0] in ("{{", "}}"):
+            literal += found[0][0]
+            continue
+        if not (column := (found[1] or "").strip()):
+            raise ValueError(
+                'expected columns in braces, such as "{instruction}\\n\\n{input}", and {{ or }} for a brace, found '
+                f'"{found[0]}" at character {found.start() + 1}'
+            )
+        parts.append((literal, column))
+        literal = ""
+    if not 0 < (count := len({column for _, column in parts})) <= _MOST_TEMPLATE_COLUMNS:
+        raise ValueError(f"expected from 1 to {_MOST_TEMPLATE_COLUMNS} columns in braces, found {count}")
+    return (*parts, (literal + text[end:], ""))
 
 
 class ConfigSection(BaseModel):
@@ -184,6 +215,10 @@ class TaskConfig(ConfigSection):
         "", description="examples for server-side training before round 0, for methods that use it (fedsp)"
     )
     source_column: str = Field("mr", description="input column: a text, a question")
+    source_template: str = Field(
+        "",
+        description='text tasks: a source from several columns, "{title}\\n{abstract}"; empty = source-column alone',
+    )
     target_column: str = Field("ref", description="target column: a text, a class, a caption")
     image_column: str = Field("image", description="image column: bytes, or paths relative to the file")
     choices_column: str = Field("", description="vision-language: column of a question's choices; empty = none")
@@ -241,6 +276,13 @@ class TaskConfig(ConfigSection):
         if 0 < tokens < 8:
             raise ValueError("expected 0, or at least 8")
         return tokens
+
+    @field_validator("source_template")
+    @classmethod
+    def _is_a_template(cls, text: str) -> str:
+        if text:
+            parse_source_template(text)
+        return text
 
     @field_validator("class_names")
     @classmethod
@@ -559,7 +601,9 @@ def _line(error: Any) -> str:
         here = f"one of {known[section]} in [{section}]" if section in known else f"a section of {list(known)}"
         meant = nearest_key(known, section, name)
         return f"{key}: unknown key; expected {here}{f'; did you mean {meant}?' if meant else ''}"
-    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}, found {sanitize(repr(error['input']), 200)}"
+    said = error["msg"].removeprefix("Value error, ")  # pydantic's prefix of this file's own errors
+    found = "" if ", found " in said else f", found {sanitize(repr(error['input']), 200)}"
+    return f"{key}: {said[0].lower()}{said[1:]}{found}"
 
 
 def parse_toml(text: str, what: str) -> dict[str, Any]:

@@ -201,6 +201,7 @@ class TaskInfo:
         train_keys: task-dependent keys of the train section that this task supports: "loss-mask", "packing".
         chats: whether its examples may be formatted by a chat template (task.chat-template).
         drops: whether it can leave out rows without texts (task.empty-texts).
+        templates: whether a source may be formed from several columns (task.source-template).
         texts: the columns whose numbers are texts for its model, so that they stay as they are written in the file.
         divisible: whether several processes, each with part of a batch, speed up its training.
         metrics: every score of its `evaluate` by name, under that section of the run config; always includes
@@ -213,6 +214,7 @@ class TaskInfo:
     train_keys: tuple[str, ...] = ()
     chats: bool = False
     drops: bool = False
+    templates: bool = False
     texts: Callable[[TaskConfig], tuple[str, ...]] = lambda _: ()
     divisible: bool = True
     metrics: Callable[[TaskConfig], Metrics] = loss_metric

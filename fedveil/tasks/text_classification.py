@@ -50,7 +50,8 @@ from fedveil.contract.task import (
 )
 from fedveil.data import tables, token_limits
 from fedveil.data.class_names import ClassNumbering, has_integers
-from fedveil.data.row_values import as_text, describe_value
+from fedveil.data.row_values import describe_value
+from fedveil.data.source_template import SourceTemplate
 from fedveil.errors import ConfigError, TaskError
 from fedveil.models import bundled, loading, sequence_classifier
 from fedveil.models.library_logging import quiet_libraries
@@ -71,8 +72,9 @@ def _metrics(task: TaskConfig) -> Metrics:
 
 INFO = TaskInfo(
     mounts=("layers",),
-    columns=lambda task: (task.source_column, task.target_column),
-    texts=lambda task: (task.source_column,),
+    columns=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
+    texts=lambda task: SourceTemplate.of(task).columns,
+    templates=True,
     tiny=lambda: bundled.bundled_folder("text-classification"),
     metrics=_metrics,
 )
@@ -249,13 +251,16 @@ class TextClassification(AdaptedTask):
     def _has_types(self) -> bool:
         return "token_type_ids" in sequence_classifier.accepted_inputs(self.base.model, self.base.tokenizer)
 
+    @cached_property
+    def _source(self) -> SourceTemplate:
+        return SourceTemplate.of(self.config.task)
+
     def _text(self, example: Example) -> str:
-        column = self.config.task.source_column
-        text = as_text(example.values.get(column))
-        if text is None or not text.strip():
+        text = self._source.fill(example.values)
+        if text is None:
             raise TaskError(
-                f'task.data: expected text in column "{column}" of every row, found '
-                f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row"
+                f"task.data: expected text in {self._source.describe_columns()} of every row, found "
+                f"{self._source.describe_values(example.values)} in {example.where}; correct or drop the row"
             )
         return text
 

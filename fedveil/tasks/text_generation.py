@@ -39,6 +39,7 @@ from fedveil.contract.task import (
 from fedveil.data import batches, dataset_cache, packing, prompt_template, tables, token_limits, tokenized_dataset
 from fedveil.data.batches import TokenBatch, TokenExample
 from fedveil.data.row_values import describe_value, filled_text
+from fedveil.data.source_template import SourceTemplate
 from fedveil.data.tokenization import MarkedTokens
 from fedveil.data.tokenized_dataset import TokenizedDataset
 from fedveil.errors import ConfigError, TaskError
@@ -51,13 +52,14 @@ __all__ = ["TextGeneration"]
 
 INFO = TaskInfo(
     mounts=("layers", "cache"),
-    columns=lambda task: (task.source_column, task.target_column),
-    texts=lambda task: (task.source_column, task.target_column),
+    columns=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
+    texts=lambda task: (*SourceTemplate.of(task).columns, task.target_column),
     tiny=lambda: bundled.bundled_folder("text-generation"),
     train_keys=("loss-mask", "packing", "pad-to-multiple-of"),
     metrics=lambda task: loss_metric(task, (*text_metrics.SCORES, "exact_match")),
     chats=True,
     drops=True,
+    templates=True,
 )
 _AT_ONCE = 1000  # examples that are tokenized together
 _MOST_TARGETS = 50  # of a source, in scoring
@@ -101,8 +103,7 @@ class TextGeneration(causal_lm.CausalTask):
         chosen = table.examples(split, share, self.config)
         if self.config.task.empty_texts == "refuse":
             return chosen
-        columns = INFO.columns(self.config.task)
-        left = chosen.without(lambda example: any(filled_text(example.values.get(c)) is None for c in columns))
+        left = chosen.without(lambda example: None in self._filled(example))
         if dropped := len(chosen) - len(left):
             log.warning(
                 'task.empty-texts = "drop": %d of %d rows of the split "%s" are left out, because their source or '
@@ -163,23 +164,26 @@ class TextGeneration(causal_lm.CausalTask):
         """Yield the encoded examples in parts; the next part is tokenized meanwhile."""
 
         def tokenised(part: list[Example]) -> tuple[list[Example], list[MarkedTokens]]:
-            return part, self._conversations(part)
+            return part, self._conversations([self._texts(example) for example in part])
 
         self._tokens, self._frame  # noqa: B018  # the base is loaded here, not in a thread
-        limit = self.config.task.max_tokens or self._measure_length(examples)
+        measured = () if self.config.task.max_tokens else token_limits.spread_indices(len(examples))
+        limit = self._limit(self._conversations([self._texts(examples[i]) for i in measured]))
         every = iter(examples)
         batched = iter(lambda: list(itertools.islice(every, _AT_ONCE)), [])
         for part, conversations in batches.prefetch(batched, tokenised):
             rows = [self._row(conversation, limit) for conversation in conversations]
             yield tokenized_dataset.slice_part(rows, [example.origin.row if example.origin else 0 for example in part])
 
-    def _conversations(self, examples: Sequence[Example]) -> list[MarkedTokens]:
-        return self._tokens.tokenize([self._frame.conversation(*self._texts(example)) for example in examples])
+    def _conversations(self, texts: Sequence[tuple[str, str]]) -> list[MarkedTokens]:
+        """Return the tokens of each source with its target."""
+        return self._tokens.tokenize([self._frame.conversation(*pair) for pair in texts])
 
-    def _measure_length(self, examples: Examples) -> int:
-        """Return the most tokens of an example by the lengths of some of them, which are tokenized for that."""
-        some = self._conversations([examples[i] for i in token_limits.spread_indices(len(examples))])
-        return token_limits.length_of([self._whole_length(each) for each in some], self.base.context)
+    def _limit(self, some: Sequence[MarkedTokens]) -> int:
+        """Return the most tokens of an example: task.max-tokens, or a length that follows `some` of the examples."""
+        return self.config.task.max_tokens or token_limits.length_of(
+            [self._whole_length(each) for each in some], self.base.context
+        )
 
     def _whole_length(self, conversation: MarkedTokens) -> int:
         return len(self._frame.begin) + len(conversation.ids) + len(self._frame.end)
@@ -196,14 +200,12 @@ class TextGeneration(causal_lm.CausalTask):
         """
         references = self._references(examples)
         self.show(weights)
-        encoded = self.encode(
-            [
-                Example({self.config.task.source_column: source, self.config.task.target_column: target})
-                for source, refs in references.items()
-                for target in refs
-            ]
-        )
-        scores = {"loss": self.mean_loss(encoded)}
+        texts = [(source, target) for source, targets in references.items() for target in targets]
+        conversations = self._conversations(texts)
+        limit = self._limit(conversations)
+        rows = [self._row(conversation, limit) for conversation in conversations]
+        part = tokenized_dataset.slice_part(rows, [0] * len(rows))
+        scores = {"loss": self.mean_loss(self._require_whole(TokenizedDataset(part)))}
         if generate:
             written, targets = self._generate(list(references)), list(references.values())
             scores |= text_metrics.score_texts(written, targets)
@@ -278,18 +280,27 @@ class TextGeneration(causal_lm.CausalTask):
             return targets
         return [targets[i] for i in draw_spread(len(targets), most, self.config, "scored targets")]
 
+    @cached_property
+    def _source(self) -> SourceTemplate:
+        return SourceTemplate.of(self.config.task)
+
+    def _filled(self, example: Example) -> tuple[str | None, str | None]:
+        """Return (source, target) of a row, None for each that it lacks."""
+        task = self.config.task
+        return self._source.fill(example.values), filled_text(example.values.get(task.target_column))
+
     def _texts(self, example: Example) -> tuple[str, str]:
-        """Return (source, target) of a row. Raises TaskError naming the column that is missing or contains no text."""
-        task, texts = self.config.task, list[str]()
-        for column in (task.source_column, task.target_column):
-            if (text := filled_text(example.values.get(column))) is None:
-                raise TaskError(
-                    f'task.data: expected text in column "{column}" of every row, found '
-                    f"{describe_value(example.values.get(column))} in {example.where}; correct or drop the row, or set "
-                    'task.empty-texts = "drop" to leave out all rows without a text'
-                )
-            texts.append(text)
-        return texts[0], texts[1]
+        """Return (source, target) of a row. Raises TaskError naming the columns that have no text."""
+        task, (source, target) = self.config.task, self._filled(example)
+        if source is not None and target is not None:
+            return source, target
+        where, found = self._source.describe_columns(), self._source.describe_values(example.values)
+        if source is not None:
+            where, found = f'column "{task.target_column}"', describe_value(example.values.get(task.target_column))
+        raise TaskError(
+            f"task.data: expected text in {where} of every row, found {found} in {example.where}; correct or drop the "
+            'row, or set task.empty-texts = "drop" to leave out all rows without a text'
+        )
 
     def _require_whole(self, rows: TokenizedDataset) -> TokenizedDataset:
         """Log how many of the examples are too long, and return them. Raises TaskError for too many; `token_limits`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, TaskConfig
 from fedveil.contract.adapter import Adapter, AttachedModel, Mount
 from fedveil.contract.param_spec import ParamSpec, Spec, Weights
 from fedveil.contract.task import Rows, Task, TaskInfo, Watch, ignore_progress
@@ -73,8 +73,22 @@ def check_task_config(config: RunConfig, adapter: Adapter, info: TaskInfo) -> No
             f'task.empty-texts: expected "refuse" with the task "{config.task.name}", found '
             f'"{config.task.empty_texts}"; leave it out'
         )
+    _check_source(config.task, info)
     training_modes.check_compile(config)
     loading.find_model(config.task.model, info.tiny())
+
+
+def _check_source(task: TaskConfig, info: TaskInfo) -> None:
+    """Raise ConfigError for a template that the task does not read, or one beside a column that it would not read."""
+    if not task.source_template:
+        return
+    if not info.templates:
+        raise ConfigError(f'task.source-template: expected none with the task "{task.name}", found one; leave it out')
+    if task.source_column != type(task).model_fields["source_column"].default:
+        raise ConfigError(
+            f'task.source-column: expected none beside task.source-template, found "{task.source_column}"; leave one '
+            "of them out"
+        )
 
 
 class AdaptedTask(Task):

@@ -21,6 +21,7 @@ from fedveil.console.doctor.checks import CheckResult
 from fedveil.contract.task import Example, ExampleOrigin, Examples, Rows
 from fedveil.data import file_probe, tables, token_limits
 from fedveil.data.row_values import filled_text
+from fedveil.data.source_template import SourceTemplate
 from fedveil.errors import TaskError
 from fedveil.models import loading, sequence_classifier
 from fedveil.models.loaded_model import LoadedModel
@@ -128,10 +129,12 @@ def _sort_out(task: TextTask, rows: Sequence[Example]) -> tuple[list[tuple[Examp
     """Return the rows that can be prepared, each with its number of examples, why each of the others is refused, and
     how many lack a text.
     """
-    texts = tasks.task_info(task.config.task.name).texts(task.config.task)
+    texts, source = tasks.task_info(task.config.task.name).texts(task.config.task), SourceTemplate.of(task.config.task)
+    others = [column for column in texts if column not in source.columns]
     kept, refused, empty = list[tuple[Example, int]](), list[str](), 0
     for example in rows:
-        lacks = any(filled_text(example.values.get(column)) is None for column in texts)
+        lacks = any(filled_text(example.values.get(column)) is None for column in others)
+        lacks |= len(others) < len(texts) and source.fill(example.values) is None
         empty += lacks
         if lacks and task.config.task.empty_texts == "drop":
             continue
@@ -173,7 +176,7 @@ def _shown(task: TextTask, example: Example, number: int, row: Any) -> Iterator[
 
 
 def _own_prompt(task: TextGeneration, example: Example) -> str:
-    source = filled_text(example.values.get(task.config.task.source_column)) or ""
+    source = SourceTemplate.of(task.config.task).fill(example.values) or ""
     messages = [{"role": "user", "content": source}]
     try:
         text = task.base.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -10,6 +10,7 @@ from typing import Any
 from fedveil import rng
 from fedveil.console.runs import final_model
 from fedveil.contract.task import CanGenerate
+from fedveil.data.source_template import SourceTemplate
 from fedveil.errors import StateError
 from fedveil.records.atomic_files import write_atomic
 
@@ -38,9 +39,12 @@ def write_samples(run: Path, device: str = "cpu") -> None:
     task, weights = model.task(device)
     if not isinstance(task, CanGenerate) or config.task.name != "text-generation" or not config.task.evaluation:
         return
-    by_prompt = dict[str, Any]()  # several examples may share a prompt: take the first
+    source, by_prompt = (
+        SourceTemplate.of(config.task),
+        dict[str, Any](),
+    )  # several examples may share a prompt: take the first
     for row in task.examples(Path(config.task.evaluation), "test"):
-        by_prompt.setdefault(str(row.values[config.task.source_column]), row)
+        by_prompt.setdefault(source.fill(row.values) or "", row)
     prompts, rows = list(by_prompt)[:_COUNT], list(by_prompt.values())[:_COUNT]
     initial = task.initial(rng.initial_stream(config.run.seed, "weights"))
     texts = zip(prompts, task.write(initial, prompts, []), task.write(weights, prompts, []), rows, strict=True)

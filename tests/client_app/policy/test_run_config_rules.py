@@ -39,7 +39,8 @@ def printed(capsys, config: dict) -> str:
 
 OTHERS = {"secure.ring-bits": 64, "secure.graph-degree": 2, "secure.noise": "sum",
     "method.name": "fedrand", "method.params": "", "task.partition": "natural",
-    "task.buffers": "initial", "task.empty-texts": "drop", "task.max-tokens": 64, "train.precision": "bf16",
+    "task.buffers": "initial", "task.source-template": "{a}", "task.empty-texts": "drop", "task.max-tokens": 64,
+    "train.precision": "bf16",
     "train.optimizer": "adamw-8bit", "train.lr-schedule": "linear", "train.loss-mask": "all",
     "train.quantized-base": "8bit", "evaluate.generate": "never", "evaluate.select-model": "best",
     "dp.adjacency": "zero-out", "cohort.max-weight-fraction": 0.75, "aggregate.rule": "median",

@@ -106,6 +106,10 @@ def named(path: str, **row: object) -> Callable[[Path], None]:
 CASES: dict[str, tuple[dict[str, object], Callable[[Path], None]]] = {
     "no source": (TEXT, lines({"mr": MARK, "ref": MARK, **OTHER}, {"ref": MARK * 9000, **OTHER})),
     "empty source": (TEXT, lines({"mr": " ", "ref": MARK, **OTHER})),
+    "no column of a template": (
+        TEXT | {"task.source-template": "{mr} {b}"},
+        lines({"mr": [MARK], "b": MARK, "ref": MARK}),
+    ),
     "all empty": (TEXT | {"task.empty-texts": "drop"}, lines({"mr": MARK, "ref": ""}, {"mr": None, "ref": MARK})),
     "cut by the context": (TEXT | {"task.max-tokens": 0}, lines({"mr": f"{MARK} " * 300, "ref": MARK, **OTHER})),
     "list": (TEXT, lines({"mr": [MARK], "ref": MARK, **OTHER})),

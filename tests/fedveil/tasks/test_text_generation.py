@@ -594,3 +594,42 @@ def test_short_answers_are_scored_by_exact_match():
         TaskError, match='found "bleu", and most of the 4 scored sources have answers of at most 1 words'
     ):
         wrong.evaluate(start, short, True)
+
+
+def test_a_source_of_several_columns_is_the_text_that_the_template_gives(tmp_path, caplog):
+    rows = [
+        {"instruction": "Add.", "input": "1", "ref": "b"}, {"instruction": "Say.", "input": "", "ref": "c"},
+        {"instruction": None, "input": "", "ref": "d"}, {"instruction": "Go.", "input": "2.50", "ref": "e"},
+    ]  # fmt: skip
+    joined = [{"mr": "Add.\n1", "ref": "b"}, {"mr": "Say.", "ref": "c"}, {"mr": "Go.\n2.50", "ref": "e"}]
+    for name, content in (("several", rows), ("one", joined)):
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    several, one = make(task__source_template="{instruction}\n{input}", task__empty_texts="drop"), make()
+    prepared, wanted = (task.prepare(tmp_path / name, "train") for task, name in ((several, "several"), (one, "one")))
+    assert list(prepared.rows) == list(wanted.rows)
+    assert prepared.dropped == 1
+    weights = randomised(one)
+    scored = [
+        task.evaluate(weights, task.examples(tmp_path / name, "test"), generate=False)
+        for task, name in ((several, "several"), (one, "one"))
+    ]
+    assert scored[0] == scored[1]
+    with pytest.raises(
+        TaskError, match=r'one of the columns "instruction", "input" at least of every row, found no va'
+    ):
+        make(task__source_template="{instruction}\n{input}").prepare(tmp_path / "several", "train")
+    with pytest.raises(TaskError, match='expected column "inputs"'):
+        make(task__source_template="{instruction}\n{inputs}").prepare(tmp_path / "several", "train")
+
+
+def test_a_template_is_refused_where_it_would_not_be_read():
+    with pytest.raises(ConfigError, match=r'task\.source-template: expected none with the task "vision-language"'):
+        load_task(
+            run_config.parse({"task.source-template": "{a}", "task.name": "vision-language"}), LoraAdapter(), "cpu"
+        )
+    with pytest.raises(
+        ConfigError, match=r'task\.source-column: expected none beside task\.source-template, found "b"'
+    ):
+        make(task__source_template="{a}", task__source_column="b")

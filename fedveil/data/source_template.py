@@ -1,0 +1,75 @@
+"""The source text of a row: one column, or several columns in a template (task.source-template).
+
+    task.source-template = "{instruction}\\n\\n{input}"
+
+A name in braces is replaced by the text in that column; `{{` and `}}` stand for braces. Rows often leave a column of
+a template empty, as half of Alpaca's do:
+
+| case | the row's source |
+|---|---|
+| one column, no template | its text, unchanged |
+| a template | the text that the template gives, without the space at its start and end |
+| a column of a template is null, or an empty text | nothing stands in its place |
+| all columns are null or empty | none: the row has no source |
+| a list, an object, bytes, NaN or infinity in a column | none: the row has no source |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+from fedveil.config import TaskConfig, parse_source_template
+from fedveil.data.row_values import as_text, describe_value, filled_text
+
+__all__ = ["SourceTemplate"]
+
+
+@final
+@dataclass(frozen=True)
+class SourceTemplate:
+    """The columns of a source and the text around them.
+
+    Attributes:
+        parts: texts, each with the column behind it; "" behind the last text.
+        trims: whether the space at the start and end of a source is removed.
+    """
+
+    parts: tuple[tuple[str, str], ...]
+    trims: bool = True
+
+    @classmethod
+    def of(cls, task: TaskConfig) -> SourceTemplate:
+        """Return that of a task: task.source-template, or task.source-column alone."""
+        if task.source_template:
+            return cls(parse_source_template(task.source_template))
+        return cls((("", task.source_column),), trims=False)
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns, each once, in order of appearance."""
+        return tuple(dict.fromkeys(column for _, column in self.parts if column))
+
+    def fill(self, values: Mapping[str, object]) -> str | None:
+        """Return the source text of a row; None if the row has none."""
+        texts = dict[str, str]()
+        for column in self.columns:
+            text = as_text(value := values.get(column))
+            if text is None and value is not None:
+                return None
+            texts[column] = text or ""
+        if not any(text.strip() for text in texts.values()):
+            return None
+        source = "".join(literal + texts.get(column, "") for literal, column in self.parts)
+        return filled_text(source.strip() if self.trims else source)
+
+    def describe_columns(self) -> str:
+        """Return the columns as words of an error."""
+        names = ", ".join(f'"{column}"' for column in self.columns)
+        return f"column {names}" if len(self.columns) == 1 else f"one of the columns {names} at least"
+
+    def describe_values(self, values: Mapping[str, object]) -> str:
+        """Return what a row has in the columns, without any content."""
+        return ", ".join(describe_value(values.get(column)) for column in self.columns)
