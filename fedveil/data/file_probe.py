@@ -32,7 +32,7 @@ class FileProbe:
 
 
 def probe_file(file: Path, columns: tuple[str, ...], texts: tuple[str, ...] = ()) -> FileProbe:
-    """Count the rows of `file` and check its columns. Raises TaskError as `tables.read_table`, for the part read."""
+    """Count the rows of `file` and check its columns. Raises TaskError like `tables.read_table`, for the part read."""
     suffix = row_suffix(file)
     if suffix in TEXT_SUFFIXES and file.stat().st_size <= _MOST_BYTES:
         return FileProbe(len(tables.read_table(file, columns, texts=texts)), True)

@@ -26,7 +26,7 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     return "\n".join([
         "# Results of all benchmarks", "",
-        "Each page is written from one file of `benchmarks/results/`. Intervals are of 95 %, each of one figure alone.",
+        "Each page is written from one file of `benchmarks/results/`. Intervals are of 95 %, each for one figure.",
         "The sentences below a table are the file's own; those of comparisons are corrected for all of them.", "",
         "| preset | | form | commit | rows |", "|---|---|---|---|---|", *lines, "",
         "```{toctree}\n:hidden:\n:glob:\n\n*\n```", "",
