@@ -14,7 +14,7 @@ With all masks removed, the vector equals the site's values up to rounding; this
 | the method sends | its sum is |
 |---|---|
 | weights | the mean, which is the next broadcast, or the final model |
-| gradients, which the server's plain SGD takes a step along | (w_t - w_{t+1}) / eta |
+| gradients, with which the server takes a plain SGD step | (w_t - w_{t+1}) / eta |
 | anything else | not shown by broadcasts: there is no `SecureSumView` |
 """
 
@@ -217,7 +217,7 @@ def secagg_notes(view: MaskedUploadView, sums: SecureSumView | None) -> list[str
     method, exception = view.exchange.name, single_site(view.exchange.method.has_single_site_entries)
     exceptions = [exception] if exception else []
     return [
-        "Secure aggregation: a server that kept to the protocol could NOT see a single upload, nor its norm, its "
+        "Secure aggregation: a server that followed the protocol could NOT see a single upload, nor its norm, its "
         "examples or its figures. It had one masked vector per site and round, the sums, and its own broadcasts. "
         "Findings under a site's name come from the masked vectors, read as if they were not masked: they should "
         "equal the controls to lose, and any other finding is a fault.",

@@ -231,7 +231,7 @@ def _root(rising: Callable[[float], float]) -> float:
 
 def _check(members: Scores, non_members: Scores) -> None:
     if not len(members) or not len(non_members):
-        raise ValueError(f"expected scores of both sides, found {len(members)} and {len(non_members)}")
+        raise ValueError(f"expected scores of members and non-members, found {len(members)} and {len(non_members)}")
     if np.isnan(members).any() or np.isnan(non_members).any():
         raise ValueError("expected scores that are numbers, found NaN")
 

@@ -1,7 +1,7 @@
 """Pass the failure reason from the ClientApp to the site's guard, which shares its process and writes the audit log.
 
-The server learns only the type of an error, and the reply goes to the server. So the text uses this process's
-environment: the bundle and the site's installation may be different versions and share nothing else.
+The reply tells the server only the type of an error. So the full text is passed through this process's environment:
+the bundle and the site's installation may be different versions and share nothing else.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class ClientAssignment:
             asked = TrainInstruction(**{key.replace("-", "_"): value for key, value in order.items()})
         except TypeError as error:
             raise WireError(
-                f"message: expected an instruction of this version, found another ({sanitize(error)})"
+                "message: expected an instruction in the format of this version, found a different format "
+                f"({sanitize(error)})"
             ) from None
         _require_form(asked)
         return cls(asked, parse(config), parse_site(node), flower_run, app)

@@ -28,7 +28,8 @@ class SiteConfig(BaseModel):
         policy: the file with the site's policy; "" = everything is permitted.
         device: "auto", "cpu", "cuda", "cuda:1".
         processes: number of processes that train together, each on its own CUDA device.
-        shard_base: each process stores a part of the frozen base, for one that does not fit a device; else all of it.
+        shard_base: each process stores a part of the frozen base, for a base that does not fit one device; otherwise
+            all of it.
         worker_idle_seconds: a worker ends after this time without a client round.
         worker_memory_mb: bound on the resident memory of the worker with its processes; 0 = none. With a bound, the
             site runs a worker only for the current run.

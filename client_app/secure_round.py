@@ -1,19 +1,20 @@
 """A site's part in secure aggregation: its keys on disk, and its requirements for a run.
 
     <state-dir>/<run>/<site>/secure.json   the unused prekey, the keys of shares that others made for this site, and
-                                           what it never does again; encrypted with a key file
+                                           which steps it must not repeat; encrypted with a key file
     <state-dir>/.signing/<site>.key        created here if the node config names no signing key
 
 | case | result |
 |---|---|
 | the run config has `secure.enabled` but the instruction has no plan, or vice versa | WireError: nothing is sent |
 | a rule of plan_checks.py is broken | PolicyError or WireError, before a row of data is read |
-| the message is not the plan's, where the method sends every site the same | WireError, before it is decoded |
+| the message differs from the plan's, although the method sends every site the same | WireError, before it is decoded |
 | the policy names a roster, and the node config no site | PolicyError: the server would name the state folder |
-| a request for another site than the node config names | PolicyError |
-| secure.json is damaged | StateError; once moved away, the site has a new prekey, and agrees to nothing under the old |
-| secure.json is lost, or an older copy is restored | the site may agree to a second sum of a round: it counts as one
-  that works with the server, in the rounds that it forgot; never restore it |
+| a request for a site that differs from the node config's | PolicyError |
+| secure.json is damaged | StateError; once the file is moved away, the site has a new prekey and accepts no request for
+  the old one |
+| secure.json is lost, or an older copy is restored | the site may agree to a second sum of a
+  round. In the rounds that it forgot it counts as colluding with the server; never restore it |
 """
 
 from __future__ import annotations

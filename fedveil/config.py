@@ -387,7 +387,8 @@ class DpConfig(ConfigSection):
 
     @property
     def is_noisy(self) -> bool:
-        """Return whether the section asks for noisy steps: the unit's keys alone belong to a method with own noise."""
+        """Return whether the section asks for noisy steps. Only the unit's keys are set if the method adds its own
+        noise."""
         keys = {"unit_column", "unit_rows"}
         return self.model_dump(exclude=keys) != DpConfig().model_dump(exclude=keys)
 
@@ -480,7 +481,7 @@ class SecureConfig(ConfigSection):
         0,
         ge=0,
         le=10_000,
-        description="number of sites, even, that each site shares masks with; 0 = all up to 100",
+        description="number of sites with which each site shares masks (even); 0 = all, for up to 100 sites",
     )
     clip_bound: float = Field(
         64.0, gt=0, le=1e9, description="bound to which sites clip values; a smaller bound is more precise"

@@ -191,7 +191,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def read_seal_header(path: Path) -> SealHeader:
-    """Return a sealed file's header, unverified. Raises OSError, or StateError for another file."""
+    """Return a sealed file's header, unverified. Raises OSError, or StateError for a file that is not sealed."""
     with path.open("rb") as file:
         return _head(file, path)[1]
 

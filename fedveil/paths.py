@@ -81,7 +81,7 @@ def find_file(name: str) -> Path:
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, which exists then: it and the parents that were missing are readable by their owner alone.
+    """`path`, which exists then: it and the parents that were missing are readable only by their owner.
 
     Raises:
         OSError: it cannot be made, or is a file; it names the path.

@@ -44,14 +44,14 @@ class PluginPackage:
     needs: tuple[str, ...] = ()
 
     def list_names(self) -> list[str]:
-        """The names of all parts: the files of the package, and what other packages bring."""
+        """The names of all parts: the files of the package, and those that other packages provide."""
         return sorted({*self._own(), *(point.name for point in entry_points(group=self.group))})
 
     def load_module(self, name: str) -> ModuleType:
         """The module of that name.
 
         Raises:
-            ConfigError: there is none, two packages bring one, or the one that a package brings does not load.
+            ConfigError: no package provides it, two do, or it cannot be imported.
         """
         if name in self._own():
             return importlib.import_module(f"{self.package}.{name.replace(self.joint, '_')}")

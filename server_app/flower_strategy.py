@@ -128,7 +128,7 @@ class MethodStrategy(Strategy):
         """Run all rounds from the weights that `rounds` was initialized with, without Flower's copies of the model.
 
         `done` is called with 0 and None before round 0, and with Flower's round number and its record after each round.
-        Raises QuorumError as `start` does.
+        Raises QuorumError like `start`.
         """
         self.summary()
         self.rounds.course.told = False

@@ -4,7 +4,7 @@
                                        "prekeys": {site: its last prekey}}
 
 It is written before a plan shows sites' keys to the others, and after every attempt. So after a restart no site claims
-a key that it saw in a plan, and a site whose shares do not open its secret is asked nothing more.
+a key that it saw in a plan, and a site whose shares do not reconstruct its secret is not asked again.
 """
 
 from __future__ import annotations

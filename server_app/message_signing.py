@@ -2,14 +2,14 @@
 
 The process of the ServerApp reads two files, which its environment names: the instruction key, which nothing that the
 SuperLink may write or read should hold, and the list of the sites' signing keys. The list is read again when it
-changes, so a site that is revoked in the middle of a run counts no more.
+changes, so a site that is revoked in the middle of a run no longer counts.
 
 | the environment | result |
 |---|---|
 | names neither file | no instruction is signed, and a signature in a reply is not looked at; the run's log says so |
 | names one of them | ConfigError before a site is asked |
-| names a key that others can read, a list that others can write, or a file of another form | the same |
-| has another bundle's digest than the SuperLink names | the same: the server signs for the code that it runs |
+| names a key that others can read, a list that others can write, or a file in a different format | the same |
+| names a bundle digest that differs from the SuperLink's | the same: the server signs only for the code that it runs |
 
 | a site in the list | its instruction | its reply |
 |---|---|---|

@@ -1,9 +1,9 @@
 """Read one reply's objects strictly, from its root down, using only the objects' own headers.
 
-Flower's own reader trusts the objects, not the announcement that the SuperLink checked: an object of another type ends
-a run, and an Array that names one slice 2,400 times becomes 3.1 GB. Here each object is hashed before it is parsed,
-and must have the form that FedVeil's sites create (fedveil/wire/flower_objects.py). The tree that the SuperLink sends
-is not used.
+Flower's own reader trusts the objects, not the announcement that the SuperLink checked: an object of an unexpected type
+ends a run, and an Array that names one slice 2,400 times becomes 3.1 GB. Here each object is hashed before it is
+parsed, and must have the form that FedVeil's sites create (fedveil/wire/flower_objects.py). The tree that the SuperLink
+sends is not used.
 
 Formal guarantees, for a reply of at most `max_bytes`:
 - memory: the upload itself, and one slice for each of two threads;

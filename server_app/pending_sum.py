@@ -3,12 +3,12 @@
     <run folder>/pending-sum.bin    the masked total's integers
     <run folder>/pending-sum.json   plan, table, attachments of the uploads, and what the round's record needs
 
-The sites of the list agree to one sum of a round, so a restarted server asks them the same again: their answers are
-kept, and cost nothing. The files hold only what the server has received.
+The sites of the list agree to one sum of a round, so a restarted server repeats the same request, which they answer
+from their stored state. The files hold only what the server has received.
 
 | case | result |
 |---|---|
-| the server ends before the list is on disk | the attempt is repeated, or with entries of some sites alone, lost |
+| the server ends before the list is on disk | the attempt is repeated, or lost if only some sites send an entry |
 | it ends later | after a resume, the same sum is opened |
 | the checkpoint already has the round, or the server returned to an earlier one | the files are removed |
 | a file is damaged, or one is missing | the round is lost: the sites would refuse another attempt |

@@ -1,7 +1,8 @@
 """Asks sites and receives their replies: the only place that pushes instructions or reads replies.
 
-The table of open requests alone decides whose a reply is: a message counts for a site if it answers a message that was
-sent to this site's node, and comes from that node. Nothing that a sender wrote inside a reply decides anything.
+Only the table of open requests decides which site a reply belongs to: a message counts for a site if it answers a
+message that was sent to this site's node, and comes from that node. Nothing that a sender wrote inside a reply decides
+anything.
 
 | message | outcome |
 |---|---|
@@ -16,7 +17,8 @@ sent to this site's node, and comes from that node. Nothing that a sender wrote 
 
 Only a SuperLink that gives no answers (`UnreachableError`) and a run that was stopped leave this module as exceptions.
 
-Without a `MessageSigner` neither instructions nor replies are signed. The SuperLink alone then says whose a reply is.
+Without a `MessageSigner` neither instructions nor replies are signed. Then only the SuperLink says which site a reply
+belongs to.
 """
 
 from __future__ import annotations
@@ -280,7 +282,7 @@ class Reception:
         return ArrivedReply(request.site, content.data, content.site_log, signed)
 
     def _wait_for_objects(self, head: ReplyHead) -> None:
-        """Read a reply again later. The SuperLink has handed it over and does not name it a second time."""
+        """Read a reply again later. The SuperLink has delivered it and does not name it a second time."""
         before = self._incomplete.get(head.reply_to)
         pause = min(2 * before.pause, _LONGEST_PAUSE) if before else _FIRST_PAUSE
         self._incomplete[head.reply_to] = _IncompleteReply(head, time.monotonic() + pause, pause)

@@ -158,7 +158,7 @@ class RoundLoop:
         """Run one round of this loop. A lost round (secure_round.py) leaves the state as it was.
 
         Raises:
-            QuorumError: every attempt stays below the quorum, or more rounds in a row were lost than may be repeated.
+            QuorumError: every attempt stayed below the quorum, or too many consecutive rounds were lost.
         """
         if self.folder:
             self.folder.status("running", round_, rounds, **self.course.about)
@@ -191,7 +191,7 @@ class RoundLoop:
         )
 
     def _settle_pending(self, pending: PendingSum, grid: Grid, round_: int, config: ConfigRecord) -> RoundRecord:
-        """Open the sum whose list was closed before the server was restarted. Raises QuorumError as `run_round`."""
+        """Open the sum whose list was closed before the server was restarted. Raises QuorumError like `run_round`."""
         started, plan = time.monotonic(), pending.unmasking.plan
         log(INFO, "round %s: opening the sum that was closed before the restart", round_ + 1)
         connected_sites.await_quorum(grid, round_, plan.quorum, self.settings.cohort, None, self.folder)

@@ -163,7 +163,8 @@ class SecureRoundAttempt(RoundAttempt):
         return sums
 
     def _ask_to_agree(self, seconds: float) -> dict[str, str]:
-        """Ask the list's sites to sign it, until all have or a quorum has and the others had as long again.
+        """Ask the list's sites to sign it, until all have signed, or the others had as long again after a quorum
+        signed.
 
         Returns the reasons of those that have not signed.
         """
@@ -246,7 +247,7 @@ class ServerSecAgg:
         return entry_plan.plan_entries(self.exchange, self.config, cohort, ctx)
 
     def distribute_keys(self, requests: SecAggRequests) -> dict[str, str]:
-        """Ask every connected site without an unused prekey for one. Return the reasons of the sites without."""
+        """Ask every connected site without an unused prekey for one. Return the reasons of the sites that have none."""
         coordinator = self.coordinator
         failed = {site: why for site, why in coordinator.expelled.items() if site in requests.nodes}
         known = coordinator.ready.keys() | failed.keys()

@@ -54,7 +54,7 @@ class FedAvg(Method):
 
     Attributes:
         adapter: the trained parameters: LoRA factors or all weights.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     adapter: AnyAdapter = field(default_factory=LoraAdapter)
@@ -84,5 +84,5 @@ class FedAvg(Method):
         return FederatedState(sums.means(server.tensors))
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare every tensor, both ways."""
+        """Declare every tensor, in both directions."""
         return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(spec, "up", self.wire_dtype))

@@ -82,7 +82,7 @@ class FedExLoRA(WeightAveragingMethod):
 
     Attributes:
         adapter: LoRA with a residual, which no other adapter has.
-        wire_dtype: dtype of A and B on the wire, both ways; sums and the residual are always fp32.
+        wire_dtype: dtype of A and B on the wire in both directions; sums and the residual are always fp32.
         upload_bits: bits per code of the uploaded A and B, 2 to 8, with a scale per 256 weights; 0: not
             quantized.
     """
@@ -140,7 +140,7 @@ class FedExLoRA(WeightAveragingMethod):
         return {"server": residual_aggregation.server_model(server)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare both factors down, with R, factors of its last change, or neither; and both factors up."""
+        """Declare both factors in both directions, and down also R, the factors of its last change, or neither."""
         pairs = factor_names(spec)
         return MessageLayout(
             residual_aggregation.residual_fields(spec, pairs, self.wire_dtype) + self._uploads.fields(pairs)

@@ -18,7 +18,7 @@ factors in full precision and sends them quantised block by block; the clients t
 A client shares: the change that training made to the received LoRA factors. A client keeps: nothing; the server keeps
 the exact factors, and sends them rounded to a few levels.
 
-The client learns: the quantised factors of every round it takes part in. It has the frozen base in clear.
+The client learns: the quantised factors of every round it takes part in. It has the unencrypted frozen base.
 The server learns: each client's update, in full.
 
 Formal guarantees: none (epsilon is infinite). The rounding error of the factors is hidden; the base is not hidden.

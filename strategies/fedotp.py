@@ -61,7 +61,7 @@ class FedOTP(SharedPromptMethod):
 
     Attributes:
         adapter: a prompt of form "transport", or of form "sum" for no transport.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     adapter: PromptAdapter = field(default_factory=lambda: PromptAdapter(form="transport"))

@@ -78,7 +78,7 @@ class FedPara(WeightAveragingMethod):
 
     Attributes:
         adapter: the two pairs, and how the private pair enters the product.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     adapter: HadamardLoraAdapter = field(default_factory=HadamardLoraAdapter)
@@ -133,7 +133,7 @@ class FedPara(WeightAveragingMethod):
         return whole
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare the shared pair, both ways."""
+        """Declare the shared pair, in both directions."""
         shared = drop_private_factors(spec)
         return MessageLayout(
             dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)

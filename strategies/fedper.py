@@ -82,7 +82,7 @@ class FedPer(Method):
     Attributes:
         layers: number of shared layers, counted from the output.
         adapter: LoRA.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     layers: int = 2

@@ -59,7 +59,7 @@ class FedPGP(SharedPromptMethod):
 
     Attributes:
         adapter: a prompt of form "factored". Its contrast (mu) is 1 if no adapter is given.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     adapter: PromptAdapter = field(default_factory=lambda: PromptAdapter(form="factored", contrast=1.0))

@@ -73,7 +73,7 @@ class FedProx(WeightAveragingMethod):
     Attributes:
         mu: weight of the proximal term; 0 is FedAvg.
         adapter: the trained parameters: LoRA factors or all weights.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
         upload_bits: bits per code of uploaded weights, 2 to 8, with a scale per 256 weights; 0: not
             quantized.
     """

@@ -100,7 +100,7 @@ class FedQSN(Method):
         update: add the change from training ("delta"), or "replace" the weights by the trained ones.
         upload_bits: bits per `nf_sym` code of uploaded updates of the quantized matrices; 0: not quantized.
         adapter: all weights; no other adapter has columns to mask.
-        wire_dtype: dtype of all tensors on the wire that are not quantized, both ways; sums are always fp32.
+        wire_dtype: dtype of all tensors on the wire that are not quantized, in both directions; sums are always fp32.
     """
 
     server_rate: float = 0.1
@@ -318,7 +318,7 @@ class FedQSN(Method):
         return {"server": server.tensors, "proxy": as_spec(dict(self._veil(spec, "down").open(down)), spec)}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare, both ways: one bit per column, the visible columns, and all other tensors whole."""
+        """Declare, in both directions: one bit per column, the visible columns, and all other tensors whole."""
         return MessageLayout(self._veil(spec, "down").fields("down") + self._veil(spec, "up").fields("up"))
 
 

@@ -12,7 +12,7 @@ factors that it gets, and likewise the B factors.
 | rho | `rho` | probability of sharing A |
 | a_k | the upload's variant | "A" (a_k = 1) or "B" (a_k = 0), one draw for all layers |
 | n_k, m_r | `num_examples`, their sum | examples |
-| alpha, beta | `sums.weight(name) / sums.examples` | share of the examples behind A, behind B |
+| alpha, beta | `sums.weight(name) / sums.examples` | share of the examples of clients that sent A, that sent B |
 
     u^(k) ~ U(0, 1),  a_k = 1[u^(k) <= rho]                                             (Eq. 5, on the client)
     start = (A_r, B^(k)_past) if a_k = 1 else (A^(k)_past, B_r)                         (Eq. 6)
@@ -93,7 +93,7 @@ class FedRand(WeightAveragingMethod):
         cold: source of the private factor of a client that joins in a later round: the "server" or the
             "initial" one.
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
         upload_bits: bits per code of the uploaded factor, 2 to 8, with a scale per 256 weights; 0: not
             quantized.
     """

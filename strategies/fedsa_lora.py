@@ -65,7 +65,7 @@ class FedSALoRA(LoraAveragingMethod):
 
     Attributes:
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
         upload_bits: bits per code of the uploaded A, 2 to 8, with a scale per 256 weights; 0: not quantized.
     """
 
@@ -108,6 +108,6 @@ class FedSALoRA(LoraAveragingMethod):
         return {"server": server.tensors, **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare A, both ways."""
+        """Declare A, in both directions."""
         shared = parse_factor_name(spec, "A")
         return MessageLayout(dense_fields(shared, "down", self.wire_dtype) + self._uploads.fields(shared))

@@ -74,7 +74,7 @@ class FedSP(Method):
         distil_steps, distil_rate: number and learning rate of the server's AdamW distillation steps before
             round 0.
         adapter: a prefix with cells.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     proxy: Literal["local", "shared"] = "local"
@@ -111,7 +111,7 @@ class FedSP(Method):
 
     @property
     def sends_same_broadcast(self) -> bool:
-        """Return whether every site gets the proxy, not newcomers alone."""
+        """Return whether every site gets the proxy, not only newcomers."""
         return self.proxy == "shared"
 
     @property
@@ -171,7 +171,7 @@ class FedSP(Method):
         return {"server": server.tensors, **clients, **proxies}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare the prefix both ways; the proxy down to newcomers, or both ways if it is shared."""
+        """Declare the prefix in both directions; the proxy down to newcomers, or in both directions if it is shared."""
         prefix = {PREFIX: spec[PREFIX]}
         others = {n: t for n, t in spec.items() if n != PREFIX}
         if self.proxy == "shared":

@@ -68,7 +68,7 @@ class FixedPosition(FedSgdMethod):
         learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
         weighted: weight every client with its number of examples.
         adapter: the trained parameters.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     hidden: str = "position_embeddings|pos_embed"
@@ -108,6 +108,6 @@ class FixedPosition(FedSgdMethod):
         return weighted_contributions(payload_tensors(payload), float(num_examples) if self.weighted else 1.0)
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare every tensor down, and all but the hidden ones up."""
+        """Declare every tensor for the broadcast, and all but the hidden ones for the upload."""
         up = {name: spec[name] for name in self._sent(spec)}
         return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + dense_fields(up, "up", self.wire_dtype))

@@ -25,7 +25,7 @@ keeps: a copy of the change to the base.
 
 The client learns: A_t and R_t of every round it takes part in; of the others' products only their mean.
 The server learns: each client's trained A and B in full, and n_k; under secure aggregation, if it
-keeps to the protocol, the sum of B A.
+follows the protocol, the sum of B A.
 
 Formal guarantees: none by itself (epsilon is infinite); with `dp.*` those of `fedveil.privacy.dp_sgd`. By construction:
 R has no gradient, and no upload contains it.
@@ -83,7 +83,7 @@ class FLoRA(HeterogeneousRankMethod):
     Attributes:
         ranks: rank by site name, from 1 to the adapter's rank; all other sites have the adapter's rank.
         adapter: LoRA with a residual, which no other adapter has.
-        wire_dtype: dtype of A and B on the wire, both ways; sums and the residual are always fp32.
+        wire_dtype: dtype of A and B on the wire in both directions; sums and the residual are always fp32.
         upload_bits: bits per code of the uploaded A and B, 2 to 8, with a scale per 256 weights; 0: not
             quantized.
     """

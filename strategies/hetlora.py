@@ -77,7 +77,7 @@ class HetLoRA(HeterogeneousRankMethod):
         weights: weight of an upload: its "examples", or the "norm" of its product in each layer, as in the
             paper.
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
         upload_bits: bits per code of the uploaded A and B, 2 to 8, with a scale per 256 weights; 0: not
             quantized.
     """
@@ -134,7 +134,7 @@ class HetLoRA(HeterogeneousRankMethod):
         return FederatedState(new)
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare both factors of the site's rank, both ways."""
+        """Declare both factors of the site's rank, in both directions."""
         down, up = dense_fields(spec, "down", self.wire_dtype), self._uploads.fields(spec)
         return MessageLayout(
             heterogeneous_ranks.rank_fields(down, self.ranks) + heterogeneous_ranks.rank_fields(up, self.ranks)

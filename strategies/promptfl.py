@@ -53,7 +53,7 @@ class PromptFL(WeightAveragingMethod):
 
     Attributes:
         adapter: a prompt of form "one".
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     adapter: PromptAdapter = field(default_factory=PromptAdapter)

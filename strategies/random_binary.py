@@ -46,7 +46,7 @@ Formal guarantees: none (epsilon is infinite). A mask omits entries; it does not
 Differences from the paper: `exchange = "epoch"` sends a pseudo-gradient after local epochs, which a deployment can
 afford. The server's Adam counts steps per entry. `weighted` puts n_k into both sums of Eq. 12; the paper has no
 weights. R may differ by tensor. With `exchange = "batch"` every exchange draws a new batch, so `epoch_batches`
-exchanges form an epoch of the masks only. Of 300 examples, 19 batches of 16 see about 190; the paper's see all.
+exchanges form an epoch of the masks only. Of 300 examples, 19 batches of 16 use about 190; the paper's batches use all.
 The paper sends zeros in place (`implicit`); here the default is the explicit form.
 """
 
@@ -99,7 +99,7 @@ class RandomBinary(FedSgdMethod):
         learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
         weighted: weight every client with its number of examples.
         adapter: the trained parameters.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     version: ClassVar[int] = 2  # 1 drew its masks from AES

@@ -67,7 +67,7 @@ class RoLoRA(LoraAveragingMethod):
 
     Attributes:
         adapter: LoRA; no other adapter has factors.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
         upload_bits: bits per code of the uploaded factor, 2 to 8, with a scale per 256 weights; 0: not
             quantized.
     """

@@ -44,7 +44,7 @@ Differences from the paper: the optimizer is AdamW, which scales the corrected g
 takes (x - y_i) / (K eta) as the mean gradient, which is correct only under plain SGD. This file therefore uses
 option I, with one batch. The paper's g_i is stochastic too, but its text speaks of a pass over the local data.
 Option I costs one more gradient per participation. The means are weighted with n_i. N is the number of clients
-seen so far, because later clients are unknown. The wire carries twice the tensors of FedAvg, both ways.
+seen so far, because later clients are unknown. The wire carries twice the tensors of FedAvg, in both directions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Scaffold(WeightAveragingMethod):
 
     Attributes:
         adapter: the trained parameters: LoRA factors or all weights.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     adapter: AnyAdapter = field(default_factory=LoraAdapter)
@@ -134,7 +134,7 @@ class Scaffold(WeightAveragingMethod):
         return {"server": {n: w for n, w in server.tensors.items() if not n.startswith(CONTROL)}}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare, both ways: every tensor, and c or the change of c_i."""
+        """Declare, in both directions: every tensor, and c or the change of c_i."""
         return MessageLayout(self._fields(spec, "down") + self._fields(spec, "up"))
 
     def _fields(self, spec: Spec, direction: Direction) -> tuple[WireField, ...]:

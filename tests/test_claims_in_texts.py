@@ -35,7 +35,7 @@ MUST = {
     "docs/threat-model.md": (
         "honest but curious",
         "a server that lies, without a roster",
-        "admits known code alone",
+        "admits only known code",
         "from round to round and from run to run nothing stops this",
         "may then come from a single site",
         "may poison its upload within the bounds",
@@ -48,7 +48,7 @@ MUST = {
     ),
     "docs/pitfalls.md": (
         "a larger batch is no defense",
-        "a bound on the change alone buys rounds",
+        "a bound on the change only delays the attack",
         "group privacy is k times epsilon at (e^(k epsilon) - 1) / (e^epsilon - 1) times delta",
         "two sites of epsilon 8 give 19.1, not 16",
         "charging shuffled epochs, or batches of fixed size, by a Poisson figure",
@@ -56,7 +56,7 @@ MUST = {
     "docs/deploy/site-policy.md": (
         "(e^(k epsilon) - 1) / (e^epsilon - 1) times as large",
         "the sum of the sites' epsilons is no bound",
-        "`max-epsilon = 3` over all runs together, and 8 at the most",
+        "`max-epsilon = 3` over all runs together, and 8 at most",
         "min(1e-6, 1 / (10 x examples))",
     ),
     "docs/deploy/secure-aggregation.md": (
@@ -64,7 +64,7 @@ MUST = {
         "may come from a single site",
         "it does not promise",
     ),
-    "docs/runs.md": ("a server that kept to the protocol could not see", "does not time the site"),
+    "docs/runs.md": ("a server that followed the protocol could not see", "does not time the site"),
     "docs/cards.md": (
         "does not time the site",
         "Balle, Wang",

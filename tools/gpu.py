@@ -171,7 +171,7 @@ def _say_what_is_missing(lacks: dict[str, str], chosen: Chosen, blocks: dict[str
         return
     file = chosen.out / "wheels.txt"
     file.write_text("".join(blocks.values()))
-    print(f"{len(blocks)} wheels, with what these need themselves, stand in {file}. To bring them:")
+    print(f"{len(blocks)} wheels, with what these need themselves, are listed in {file}. To bring them:")
     print("\n".join(f"  {line}" for line in wheels.advice(file, platform.python_version())))
 
 

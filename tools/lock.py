@@ -71,7 +71,7 @@ def canonical(pin: str) -> str:
 
 
 def of_line(pins: Path, run: dict[str, str]) -> dict[str, str]:
-    """Return the blocks of another Flower release, by package; `run` contains those of constraints.txt alone.
+    """Return the blocks of another Flower release, by package; `run` contains only those of constraints.txt.
 
     Exits if that release needs other versions than those in `pins`, or not all of them.
     """

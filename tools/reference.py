@@ -121,7 +121,7 @@ def attacked() -> str:
         "# The attacks\n\nThose that `fedveil audit` runs. An attack that fails one of its controls proves nothing "
         f"about a run. Lines of code are of its one file, {_COUNTED}.\n\n"
         + table(head, attacks.audited())
-        + "\n## What benchmarks alone run, and what attacks share\n\n"
+        + "\n## Attacks that only benchmarks run, and shared functions\n\n"
         + table(("file", "", _LINES), attacks.others())
     )
 

@@ -197,7 +197,7 @@ class AuditScorer:
         labels: Sequence[str],
         other_labels: Sequence[str],
     ) -> None:
-        """Add the statistics of one attack's scores, unless no label has examples on both sides."""
+        """Add the statistics of one attack's scores, unless no label has both members and non-members."""
         z = None
         if labels and len(members) and len(non_members):
             z = statistics.rank_test(members, non_members, labels, other_labels)

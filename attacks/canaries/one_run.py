@@ -92,7 +92,7 @@ def epsilon_at_least(canaries: int, guesses: int, correct: int, delta: float, co
     """Return the largest epsilon that this many correct guesses rule out, with that confidence; 0 if none.
 
     Raises:
-        ValueError: as `p_value`, or a confidence that is not between 0 and 1.
+        ValueError: like `p_value`, or a confidence that is not between 0 and 1.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: expected more than 0 and less than 1, found {confidence}")

@@ -131,7 +131,7 @@ def canary_coins(folder: Path) -> NDArray[np.bool_]:
 
 
 def canary_rows(folder: Path) -> int:
-    """Return the number of rows of a canary in a folder of canaries. Raises StateError as `canary_coins`."""
+    """Return the number of rows of a canary in a folder of canaries. Raises StateError like `canary_coins`."""
     return _read_coins(folder)[1]
 
 

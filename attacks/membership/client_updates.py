@@ -13,7 +13,7 @@ the tiny LLaVA (six sites of 30 captions, 8 rounds of 12 steps of AdamW, five se
 
 | case | result |
 |---|---|
-| a site that lost its c_i | the sum is wrong, and the projection removes a wrong plane of two dimensions |
+| a site that lost its c_i | the sum is wrong, so the projection removes the wrong two-dimensional plane |
 | sums of several sites | unchanged: with all sites in every round their corrections cancel |
 | a view without the client round's broadcast | unchanged: c is not known |
 

@@ -35,7 +35,7 @@ class ResultFigure:
         unit: unit of every value in it.
         places: names down the axis.
         series: (row, metric) for each place of each series; None if the result has none.
-        guess: position of the line for nothing learned or told; None = no line.
+        guess: position of the line for a random guess; None = no line.
     """
 
     preset: str
@@ -53,7 +53,7 @@ class ParetoFront:
         preset: the preset whose result is drawn.
         units: units of the two axes.
         series: points of each method, at most ten, (row, metric) for each axis.
-        guess: on the second axis, where nothing is told.
+        guess: position of a random guess on the second axis.
         base: (row, metric) of the first axis before any training. A method that ends there has no model of its own at
             the server: it is drawn next to the base's line, hollow and without an interval on that axis.
     """
@@ -196,7 +196,8 @@ def base_of(front: ParetoFront) -> float:
 
 
 def compute_digest(figure: ResultFigure | ParetoFront | ResultCurves) -> str:
-    """Return a digest of the content. The picture carries it, so that a test finds one older than its result."""
+    """Return a digest of the content. The picture contains it, so that a test detects a picture older than its
+    result."""
     if isinstance(figure, ResultCurves):
         return hashlib.sha256(json.dumps([figure.metric, figure.unit, read_curves(figure)]).encode()).hexdigest()
     words = [figure.unit, figure.places] if isinstance(figure, ResultFigure) else [figure.units, base_of(figure)]

@@ -21,7 +21,7 @@ from fedveil_bench.runner import BenchOptions
 
 _PICTURES = "`image` (bytes), `label` (ClassLabel), `class_name`, `source_path`"
 _CAPTIONS = "train.parquet and test.parquet with `image`, `caption` (a list), `label` (the object)"
-# Where the folder of a need comes from, and what stands in it.
+# Where the folder of a need comes from, and what is in it.
 SOURCES = {
     "e2e_nlg": "github.com/tuetschek/e2e-dataset; lines {mr, ref}",
     "viggo": "huggingface.co/datasets/GEM/viggo; lines {mr, ref}",

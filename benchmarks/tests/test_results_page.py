@@ -1,14 +1,13 @@
 """docs/results.md: the figures of its claims stand in the results that they link, and no verdict says more.
 
-A claim is a list item with a comment behind it: what was measured, the verdict, the intervals, the command. Measured
-are items, parted by "; ": "`row` metric: figure", "`row` figure B up", "`row` figure s", or a quote of one of the
-file's sentences. A figure is compared as it is rounded, an interval as far as its figure can go. The sentence of the
-claim may use no other figures than those, and settings of the preset; its words are free.
+A claim is a list item and a comment with what was measured, the verdict and the intervals. What was measured is a list,
+separated by "; ", of "`row` metric: figure", "`row` figure B up", "`row` figure s" and quotes of the file's sentences.
+A figure is compared as it is rounded, an interval as far as its figure can go. The sentence of the claim may use no
+other figures than those, and settings of the preset; its words are free. The page that it links has the command.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import re
@@ -19,11 +18,11 @@ import pytest
 
 from fedveil import strategies
 from fedveil_bench import figures, requirements, runner
-from fedveil_bench.command import add_arguments
 from tests.conftest import ROOT
 from tools.pages import results
 
 CLAIM = re.compile(r"^- (.+) \(\[([\w/]+)\]\(reference/results/(\w+)\.md\)\)\n  <!-- (.+) -->$", re.MULTILINE)
+SEEDS = "5"  # of a claim that names no other number, as the page says
 COUNTED = ("bytes counted", "exact arithmetic")
 PAGE = ROOT / "docs" / "results.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,7 +47,6 @@ class Row:
     measured: str
     verdict: str
     interval: str
-    command: str
 
 
 def rows() -> list[Row]:
@@ -58,16 +56,6 @@ def rows() -> list[Row]:
         assert page == link.replace("/", "_")
         claims.append(Row(sentence, link, *(part.strip() for part in comment.split(" | "))))
     return claims
-
-
-def named(row: Row) -> tuple[str, argparse.Namespace]:
-    """The preset of the row's command, and what its options say, read as the command line is."""
-    command = re.fullmatch(r"`fedveil bench (.+)`", row.command)
-    assert command, f"command: {row.command}"
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_arguments(parser)
-    args = parser.parse_args(command[1].split())
-    return args.preset, args
 
 
 @functools.cache
@@ -97,26 +85,32 @@ def seeds_of(result: dict[str, Any], preset: str, measured: str = "") -> int:
 
 def problems(row: Row) -> list[str]:
     """What in the row is not so."""
-    preset, args = named(row)
+    preset = row.link
     if preset not in runner.list_presets():
         return [f"no preset {preset}"]
     if not (RESULTS / f"{preset.replace('/', '_')}.json").is_file():
         return [f"no result of {preset}"]
     result = result_of(preset)
     by_name = {each["name"]: each for each in result["rows"]}
-    wrong = [] if args.form == result["form"] else ["the command has another form than the file"]
-    if args.seeds and args.seeds != seeds_of(result, preset):
-        wrong.append("the command has another number of seeds than the file")
+    wrong = _stated_seeds(row)
     if stated := re.search(r"\(paper: ([^)]*)\)", row.claim):
         known = [value for each in result["paper"].values() for value in each.values()]
         wrong += [f"paper: {t}" for t in stated[1].split(", ") if not any(is_shown(t, value) for value in known)]
     wanted: list[tuple[str, Any]] = []
     for item in row.measured.split("; "):
         wrong += _item(item, by_name, result["verdicts"], wanted)
-    wrong += [] if row.link == preset else [f"the link is to {row.link}"]
     wrong += _sentence(row, preset, result)
     wrong += _no_stronger(row, result["verdicts"])
     return wrong + _intervals(row.interval, wanted) + _verdict(row, wanted, result, preset)
+
+
+def _stated_seeds(row: Row) -> list[str]:
+    """A sentence that names another number of seeds or repeats than its verdict, or none where they are not five."""
+    if not (verdict := re.search(r"\((\d+) (?:seeds|repeats)", row.verdict)):
+        return []
+    stated = set(re.findall(r"over (\d+) (?:seeds|repeats)|\d+ of (\d+) (?:seeds|pictures)", row.claim))
+    counts = {a or b for a, b in stated} or {SEEDS}
+    return [] if counts == {verdict[1]} else [f"{row.verdict}, the sentence has {sorted(counts)}"]
 
 
 def _item(item: str, by_name: dict[str, Any], sentences: list[str], wanted: list[tuple[str, Any]]) -> list[str]:
@@ -240,7 +234,6 @@ SHADOW_MODELS = Row(
     "`overfitted` AUROC, global: 0.598; `DP-FPL, noise 4 C each` AUROC, global: 0.490",
     "not decided (5 seeds)",
     "0.518 to 0.674; 0.421 to 0.559",
-    "`fedveil bench dp_fpl/mia --small`",
 )
 MOVED = Row(
     "Entries move in a share of 0.6722 of the epochs.",
@@ -248,7 +241,6 @@ MOVED = Row(
     "`scratch, R = 0.8` entries moved: 0.6722",
     "not decided (5 seeds, no value of each)",
     "0.6717 to 0.6727",
-    "`fedveil bench random_binary/accuracy`",
 )
 NEIGHBORS = Row(
     "Without noise DP-FPL differs from PromptFL by -3.4 points on other sites' classes.",
@@ -256,7 +248,6 @@ NEIGHBORS = Row(
     '"Neighbour accuracy of DP-FPL, no noise less that of PromptFL: -3.4"',
     "not decided (5 seeds)",
     "-5.6 to -1.3 points",
-    "`fedveil bench dp_fpl/table2 --small`",
 )
 WITHHELD = Row(
     "With the withheld factor the attack changes by -0.064 on Caltech.",
@@ -264,11 +255,10 @@ WITHHELD = Row(
     '"Caltech alignment of FedRand client less that of FedAvg client: -0.064"',
     "not decided (5 seeds)",
     "-0.179 to +0.048",
-    "`fedveil bench fedrand/withheld --small`",
 )
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[f"{row.command.strip('`').split()[2]}-{row.claim[:30]}" for row in ROWS])
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.link}-{row.claim[:30]}" for row in ROWS])
 def test_a_row_says_what_its_result_has(row):
     assert problems(row) == []
 
@@ -276,7 +266,16 @@ def test_a_row_says_what_its_result_has(row):
 def test_the_page_has_a_claim_in_every_list_item_and_is_short():
     text = PAGE.read_text()
     assert len(ROWS) == sum(line.startswith("- ") for line in text.splitlines()) > 40
-    assert len(re.sub("<!--.*?-->", "", text, flags=re.DOTALL).split()) <= 3000
+    assert len(text.split()) <= 3000
+    assert f"| seeds | {SEEDS}, where a claim names no other number |" in text
+
+
+def test_each_section_has_one_picture_and_five_to_ten_claims():
+    _, *sections = PAGE.read_text().split("\n## ")
+    assert len(sections) == 6
+    for section in sections:
+        assert 5 <= len(CLAIM.findall(section)) <= 10, section.splitlines()[0]
+        assert section.count("![") == 1, section.splitlines()[0]
 
 
 def test_every_claim_that_is_shown_is_decided():
@@ -297,24 +296,23 @@ def test_no_figure_can_be_changed_unseen(cell):
             moved = [digits[:-1] + str((int(digits[-1]) + step) % 10) for step in (2, 3)]
             texts = [text[: at.start()] + number + text[at.start() + len(digits) :] for number in moved]
             if not any(problems(replace(row, **{cell: changed})) for changed in texts):
-                unseen.append((row.command, at[0], text))
+                unseen.append((row.link, at[0], text))
     assert unseen == []
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"command": "`fedveil bench fedrand/table9 --small`"}, "no preset"),
-        ({"command": "`fedveil bench core/training`"}, "no result"),
-        ({"command": "`fedveil bench dp_fpl/mia`"}, "another form"),
-        ({"command": "`fedveil bench dp_fpl/mia --small --seeds 4`"}, "another number of seeds"),
+        ({"link": "fedrand/table9"}, "no preset"),
+        ({"link": "core/training"}, "no result"),
+        ({"claim": "Shadow models find no member: AUROC 0.490, over 4 seeds."}, "the sentence has ['4']"),
         ({"verdict": "not decided (4 seeds)"}, "has 5 seeds"),
         ({"verdict": "holds (seen twice)"}, "expected one of"),
         ({"verdict": "holds (60 repeats)"}, "only timings"),
         ({"verdict": "likely (2 seeds)"}, "no verdict"),
         ({"claim": "The same (paper: 99.9)."}, "paper: 99.9"),
         ({"claim": "They find 0.491."}, "0.491 of the sentence stands in no result"),
-        ({"link": "dp_fpl/table2"}, "the link is to dp_fpl/table2"),
+        ({"link": "dp_fpl/table2"}, "no metric for"),
         ({"measured": "next to nothing"}, "cannot be read"),
     ],
 )

@@ -139,7 +139,7 @@ def check_run_config(policy: SitePolicy, config: RunConfig) -> None:
 
 
 def check_app_digest(site: SiteConfig, digest: str) -> None:
-    """Check the bundle alone, before its message is read. Raises PolicyError, also for an unreadable policy."""
+    """Check only the bundle, before its message is read. Raises PolicyError, also for an unreadable policy."""
     if site.policy:
         _require_bundle(VerifiedBundle(digest), policy_of_site(site).model_copy(update={"signers": None}))
 

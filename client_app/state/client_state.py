@@ -122,7 +122,7 @@ class ClientStateStore:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
-        """Yield whether no client round is under way; if True, none begins inside the `with` block."""
+        """Yield True if no client round is in progress; then none begins inside the `with` block."""
         with self._lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -207,7 +207,7 @@ class ClientStateStore:
         saved_state = load_state(self._file(turn), self.seal, state_role(self._file(turn)))
         scalars, after = saved_state.scalars.get("state"), saved_state.scalars.get("after")
         if not isinstance(scalars, dict) or not isinstance(after, str):
-            raise StateError(f"{self._file(turn)}: expected a private state, found another file; remove it")
+            raise StateError(f"{self._file(turn)}: expected a private state, found a different kind of file; remove it")
         return State_(saved_state.tensors, scalars), after
 
     def secret(self, seed: int, site: str, deterministic: bool) -> bytes:

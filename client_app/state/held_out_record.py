@@ -10,12 +10,12 @@ choose others later would get the mean losses of two sets that differ by one row
 |---|---|---|
 | the same part, and the same rows are drawn | the rows that are not held out | up to `max-scores` in a Flower run |
 | another part of the data set | the same rows | none: OTHER_PART |
-| the same part, but rows were removed, or other rows are read | the rows that are not held out | none: CHANGED |
+| the same part, but rows were removed, or different rows are read | the rows that are not held out | none: CHANGED |
 | the same part, with rows appended to a file or in a new file | those too | as before |
 | no part at all | all rows | none |
 
-To use another part, or after a change of the data, a person at the site removes the file. It is not encrypted, because
-it reveals nothing without the data.
+To use another part, or after a change in the data, a person at the site must remove the file. It is not encrypted,
+because it reveals nothing without the data.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ The site relies on this file, not on the server's claims.
 | an older round | PolicyError |
 | a round below 0, or at or beyond run.rounds | PolicyError |
 | any round, and the file is damaged | StateError |
-| any round that holds out another fraction of rows than the first one | PolicyError
+| any round that holds out a different fraction of rows than the first one | PolicyError
 | any round, after the site has purged its state of the run | PolicyError; the file stays, with {"purged": true} |
 
 A failed client round counts too, because a server can make one fail. A round that ended before it processed the
@@ -102,13 +102,14 @@ class ReplayGuard:
         served = [served.number for served in state.rounds]
         if served and round_ not in served and round_ < served[-1]:
             raise PolicyError(
-                f"round: expected {served[0]} or a later one, found {round_}: this site serves no older round; start "
+                f"round: expected {served[0]} or a later one, found {round_}: this site does not serve older rounds; "
+                "start "
                 "a new run"
             )
         times = state.round(round_).times
         if times >= most:
             raise PolicyError(
-                f"round: this site serves a round at most {most} times, found another request for round {round_}; "
+                f"round: this site serves a round at most {most} times, found one more request for round {round_}; "
                 "start a new run, or agree on a larger max-retries with the site"
             )
         return times
@@ -125,7 +126,7 @@ class ReplayGuard:
             self._require_written(replace(state, rounds=served, of=rounds, held_out=held_out))
 
     def give_back(self, round_: int) -> None:
-        """Subtract one serving of a round whose message no client round has processed. Raises StateError."""
+        """Uncount one request for a round whose message was never processed. Raises StateError."""
         with self._locked():
             state = self._read()
             now = state.round(round_)
@@ -145,8 +146,8 @@ class ReplayGuard:
             now = state.round(round_)
             if now.message not in ("", message):
                 raise PolicyError(
-                    "round: expected the message and last client round that this site received before for round "
-                    f"{round_}, found others; start a new run"
+                    "round: expected the message and previous client round that this site received before for "
+                    f"round {round_}, found a different message or round; start a new run"
                 )
             others = [other for other in state.rounds if other.number != round_]
             served = sorted([*others, replace(now, message=message)], key=lambda other: other.number)

@@ -69,7 +69,7 @@ class HadamardLoraAdapter(LowRankPairsAdapter):
     def draw(self, shapes: Mapping[str, tuple[int, ...]], rng: RandomStream, base: Weights) -> dict[str, Tensor]:
         """Draw A and A_p uniformly within 1/sqrt(d_in) and B_p by the form; B is zero.
 
-        `shapes` may be the private pair alone.
+        `shapes` may be only the private pair.
         """
         return low_rank_pairs.draw_pairs(shapes, rng, self.private_b_std)
 

@@ -146,7 +146,8 @@ class HeterogeneousRankMethod(WeightAveragingMethod):
 
     @property
     def has_partial_uploads(self) -> bool:
-        """Return whether ranks differ: in the clear, only the sites with the largest rank send the last ranks."""
+        """Return whether ranks differ: without secure aggregation, only sites of the largest rank send the last
+        ranks."""
         return any(rank < self.adapter.rank for rank in self.ranks.values())
 
     @property

@@ -198,7 +198,7 @@ def explain_unfit(targets: str, reason: str) -> ConfigError:
 
 
 def require_targets(model: Any, targets: str) -> None:
-    """Raise ConfigError if a name of a list of targets is no layer's, or if an embedding is chosen."""
+    """Raise ConfigError if a listed target matches no layer, or if an embedding is chosen."""
     from transformers.pytorch_utils import Conv1D
 
     if targets == "all-linear":

@@ -3,7 +3,7 @@
     all parts <- local epochs from (the shared prompt of the round, the stored own parts)         client
     shared <- sum_i (n_i / n) shared^i                                                            server
 
-The server's state has neutral tensors for the own parts too, so its model is that of the shared prompt alone.
+The server's state has neutral tensors for the own parts too, so its model uses only the shared prompt.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SharedPromptMethod(Method):
 
     Attributes:
         adapter: the prompt, of a form that has private parts.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     adapter: PromptAdapter
@@ -109,12 +109,12 @@ class SharedPromptMethod(Method):
     def models(
         self, server: FederatedState, private: FederatedState | None = None, down: Payload | None = None
     ) -> Mapping[str, Weights]:
-        """Return the model of the shared prompt alone and, if given, the one with a client's own parts."""
+        """Return the model with only the shared prompt and, if given, the one with a client's own parts."""
         clients = {"client": {**server.tensors, **private.tensors}} if private is not None else {}
         return {"server": server.tensors, **clients}
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Return the shared prompt as the only field, both ways."""
+        """Return the shared prompt as the only field, in both directions."""
         shared = shared_names(spec)
         return MessageLayout(
             dense_fields(shared, "down", self.wire_dtype) + dense_fields(shared, "up", self.wire_dtype)

@@ -142,7 +142,7 @@ class SiteCost(_Part):
 
     Attributes:
         against_all: epsilon against the server and all other sites together, if the noise is in the sum.
-        mu: mu of Gaussian differential privacy; None if it is not known.
+        mu: mu of Gaussian differential privacy; None if it is unknown.
         mu_down_to: mu bounds every epsilon whose delta is at least this; 0 if mu is exact.
         unknown: why there are no values; "" if there are.
     """
@@ -173,7 +173,7 @@ class PrivacyGuaranteeEntry(_Part):
         says: the guarantee in a sentence.
         unit: what may differ between neighboring data sets.
         relation: the neighboring relation; "" without a guarantee.
-        sampling: how batches are drawn, as far as it counts for epsilon.
+        sampling: how batches are drawn, as far as it affects epsilon.
         against: the epsilon against each party.
         for_the_board: three sentences for an ethics board; [] without a figure that holds against the server.
         nominal: an epsilon that the method was given but does not keep.

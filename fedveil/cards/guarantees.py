@@ -85,7 +85,7 @@ def _planned(claim: PrivacyGuarantee) -> Spent:
 
 
 def _against_all(known: Sequence[ServerSideBound], is_complete: bool) -> float | None:
-    """Return the largest epsilon against all others together; None if it is not known for each site."""
+    """Return the largest epsilon against all others together; None if it is unknown for each site."""
     values = [cost.against_all for cost in known if cost.against_all is not None]
     return max(values) if values and is_complete else None
 
@@ -111,7 +111,7 @@ def _against(
 
 
 def _for_the_board(claim: PrivacyGuarantee, config: RunConfig, worst: Epsilon, against_all: float | None) -> list[str]:
-    """Return the three sentences, with the limit that the sites' ledgers hold this run to, where it has one."""
+    """Return the three sentences, with the limit that the sites' ledgers set for this run, if any."""
     if not isinstance(worst, float):
         return []
     limit = claim.budget.epsilon
@@ -264,8 +264,9 @@ def not_protected(method: Method, config: RunConfig, attempts: Sequence[Mapping[
         sentences.append(exception)
     if config.secure.enabled:
         sentences.append(
-            "A site's upload, from a server that deviates from secure aggregation's protocol or lies, unless every "
-            "site's policy requires secure aggregation, names the roster of signing keys and admits known code alone."
+            "A site's upload, from a server that lies or deviates from the protocol of secure aggregation, unless "
+            "every "
+            "site's policy requires secure aggregation, names the roster of signing keys and admits only known code."
         )
         if method.keeps_private_state or not method.sends_same_broadcast:
             sentences.append(BROADCASTS)

@@ -1,4 +1,4 @@
-"""PRIVACY.md: the card in words. It is computed from the card's data alone, so equal cards have equal pages.
+"""PRIVACY.md: the card in words. It is computed only from the card's data, so equal cards have equal pages.
 
 Texts in a card are untrusted, so every markup character in them is escaped.
 """

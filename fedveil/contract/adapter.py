@@ -37,9 +37,9 @@ class AttachedModel:
             model.
         base: how files name the model that the run began with:
             `fedveil.models.published_name.published_name`.
-        processor: its tokenizer or image processor; None where the model came without one.
+        processor: its tokenizer or image processor; None if the model came without one.
         end_tokens: the tokens that end a generated text; none if the model generates no text.
-        heads: modules that an adapter's files contain whole, because the base has none, or another one.
+        heads: modules that an adapter's files contain whole, because the base has none or a different one.
     """
 
     model: Any

@@ -61,7 +61,7 @@ class Codec(Protocol):
         ...
 
     def shape(self, value: Value) -> tuple[int, ...]:
-        """Return the value's shape, for the envelope. Raises WireError for a value of another type or dtype."""
+        """Return the value's shape, for the envelope. Raises WireError for a value of a wrong type or dtype."""
         ...
 
 

@@ -55,7 +55,7 @@ class EntryTable(BaseModel):
     Attributes:
         blocks: the sites that send each block, sorted; entries that are in no block are sent by no site.
         seeds: each site's seed, as 64 hex digits.
-        common_seed: seed of what all sites have in common; "" without `seeds`.
+        common_seed: seed of the draws that all sites share; "" without `seeds`.
         fewest: the number of sites that an entry needs in the cohort; all sites leave out an entry that has fewer.
     """
 
@@ -160,7 +160,7 @@ class EntryTable(BaseModel):
                 f"{self.fewest}"
             )
         if self.seeds and self.seeds.keys() != sites:
-            raise PolicyError("entries: expected a seed of each site of the cohort, found other sites")
+            raise PolicyError("entries: expected a seed of each site of the cohort, found seeds of different sites")
         for block, senders in self.blocks.items():
             if not sites.issuperset(senders):
                 raise PolicyError(f"entries: {block}: expected sites of the cohort, found sites outside it")

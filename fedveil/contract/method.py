@@ -220,7 +220,7 @@ class Method(ABC):
 
     @abstractmethod
     def contributions(self, payload: Payload, num_examples: int, spec: Spec, ctx: RoundContext) -> ClientContributions:
-        """Return what this upload adds to the sums. Pure and equal on both sides: it reads only the round of `ctx`."""
+        """Return what this upload adds to the sums, the same on both sides. It reads only the round of `ctx`."""
 
     def aggregate_shapes(self, spec: Spec, round_: int) -> Mapping[str, tuple[int, ...]]:
         """Return the sums of a round: names (of the spec or of upload fields) and the shapes of their terms' weights.
@@ -278,7 +278,7 @@ class Method(ABC):
         """
 
     def check_site(self, payload: Payload, spec: Spec, site: str) -> None:  # noqa: B027
-        """Check settings for this site alone, such as its rank; `site` is never taken from the upload.
+        """Check settings that apply only to this site, such as its rank; `site` is never taken from the upload.
 
         Raises WireError naming the field. Masked uploads of secure aggregation cannot be checked.
         """

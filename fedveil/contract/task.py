@@ -262,7 +262,7 @@ class Task(ABC):
     ) -> PreparedData:
         """Return the encoded `examples`. `shelf` is a private folder in which a task may cache them.
 
-        Raises TaskError as `examples` and `encode` do, and StateError if the folder cannot be written.
+        Raises TaskError like `examples` and `encode`, and StateError if the folder cannot be written.
         """
         examples = self.examples(data, split, share)
         rows = self.encode(examples)

@@ -74,7 +74,7 @@ class BatchIndices:
 
     Attributes:
         rows: the examples; under dp.unit-column, the units.
-        members: under dp.unit-column, the drawn rows of each of these units; else empty.
+        members: under dp.unit-column, the drawn rows of each of these units; otherwise empty.
     """
 
     rows: tuple[int, ...]
@@ -160,7 +160,7 @@ class PerExampleGradientSource(Protocol):
         """Return these gradients in features that depend only on `weights`; `pull` is one backward pass in total.
 
         Raises:
-            TaskError: in this task, an example's loss also depends on the weights in another way.
+            TaskError: in this task, an example's loss depends on the weights not only through these features.
         """
         ...
 

@@ -37,7 +37,7 @@ def is_small(file: Path) -> bool:
 
 
 def probe_file(file: Path, columns: tuple[str, ...], texts: tuple[str, ...] = ()) -> FileProbe:
-    """Count the rows of `file` and check its columns. Raises TaskError as `tables.read_table`, for the part read."""
+    """Count the rows of `file` and check its columns. Raises TaskError like `tables.read_table`, for the part read."""
     suffix = row_suffix(file)
     if suffix in TEXT_SUFFIXES and is_small(file):
         return FileProbe(len(tables.read_table(file, columns, texts=texts)), True)

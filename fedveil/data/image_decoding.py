@@ -15,7 +15,7 @@
 | several frames or pages | the first |
 
 No range is computed from pixels, so equal values are equal in all images, and no image influences another. Each
-conversion has a name; `image_conversions` returns the names from the header alone, so that they are cheap to count.
+conversion has a name; `image_conversions` returns the names from the header only, so that they are cheap to count.
 """
 
 from __future__ import annotations

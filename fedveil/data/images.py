@@ -88,7 +88,7 @@ def image_table(data: Path, split: str, task: TaskConfig) -> DatasetTable:
     folders, or none if all are numbers.
 
     Raises:
-        TaskError: as `tables.read_split`, or an image folder without an image.
+        TaskError: like `tables.read_split`, or an image folder without an image.
     """
     if is_by_class(data, split):
         return _by_class(data / split, task)
@@ -100,7 +100,7 @@ def declared_names(data: Path, split: str, task: TaskConfig) -> tuple[str, ...]:
     """Return the class names that a split declares, as `image_table` does, without reading rows.
 
     Raises:
-        TaskError: as `scan_class_folders` and `tables.split_file`, or a file that is not Parquet.
+        TaskError: like `scan_class_folders` and `tables.split_file`, or a file that is not Parquet.
     """
     if is_by_class(data, split):
         names = scan_class_folders(data / split).names

@@ -38,7 +38,8 @@ _INDEX, _LABEL = "index", "label"
 
 
 def partition_rows(rows: Dataset, share: DatasetShard, task: TaskConfig, seed: int) -> Dataset:
-    """Return the part of `rows` of site `share.index` out of `share.count`. Raises as `partition_indices`."""
+    """Return the part of `rows` of site `share.index` out of `share.count`. Raises the same errors as
+    `partition_indices`."""
     return rows.select(partition_indices(rows, share, task, seed))
 
 

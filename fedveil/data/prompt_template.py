@@ -46,8 +46,8 @@ class PromptFrame:
         tail: text of the answer behind the target; ends with the turn's end unless `end` has it.
         end: tokens behind the text.
         stop: the token that ends an answer: the last one of each whole example.
-        trims: the characters that the template trims on the left and right of the source, then of the target, as
-            `str.strip` takes them.
+        trims: the characters that the template strips from the left and right of the source, then of the target, as
+            arguments of `str.strip`.
     """
 
     begin: list[int]

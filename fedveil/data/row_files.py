@@ -71,7 +71,7 @@ def describe_columns(file: Path, names: Sequence[str]) -> str:
 
 @final
 class RowFile:
-    """The rows of a text file. Iteration reads them anew each time.
+    """The rows of a text file. Each iteration reads them again.
 
     Args:
         file: its name ends in one of TEXT_SUFFIXES, with or without .gz.
@@ -127,7 +127,8 @@ class RowFile:
 
     def _wrong_encoding(self) -> TaskError:
         return TaskError(
-            f'task.data: expected {self._encoding.removesuffix("-sig")} in "{self._file}", found other bytes; save the '
+            f'task.data: expected {self._encoding.removesuffix("-sig")} in "{self._file}", found bytes in a different '
+            "encoding; save the "
             "file as UTF-8, or correct the encoding in its name"
         )
 
@@ -258,7 +259,7 @@ class RowFile:
 
 
 def _separator_said(line: str) -> str:
-    """Return the separator in a first line "sep=;", as Excel writes it; "" if it is none."""
+    """Return the separator in a first line "sep=;", as Excel writes it; "" for any other line."""
     text = line.strip("\r\n")
     return text[4:] if text[:4].lower() == "sep=" else ""
 
@@ -303,7 +304,7 @@ def _detect_encoding(file: Path, most: int, size: int, changed: int) -> str:
             is_sure = is_sure and not _UNSURE.search(end + piece)
             end = piece[-2:]
             if not is_utf8 and not is_sure:
-                raise _unsure(file, "other bytes")
+                raise _unsure(file, "bytes in a different encoding")
             if 0 < most <= read:
                 break
         else:

@@ -167,7 +167,7 @@ def split_file(data: Path, split: str) -> Path:
     """Return the file of `split` in the folder `data`, or `data` itself if it is a file.
 
     Raises:
-        TaskError: neither exists, or the file is of another kind.
+        TaskError: neither exists, or the file has an unknown format.
     """
     if data.is_file():
         if not row_suffix(data):
@@ -245,7 +245,7 @@ def read_table(
 ) -> Dataset:
     """Read all rows of `file` into memory or, with a private folder `scratch`, mapped from an unnamed file in it.
 
-    Numbers in the columns `texts` become the texts that stand in the file, so that 1 stays "1" among 2.5.
+    Numbers in the columns `texts` become text, as written in the file, so that 1 stays "1" among 2.5.
 
     This bypasses the cache of `datasets`: a site may have no writable one, and many processes would share it.
 
@@ -264,7 +264,7 @@ def read_table(
 
 def no_parquet(file: Path, error: Exception) -> TaskError:
     """Return the error for a file that is damaged or is not Parquet. The library's own text may quote a value."""
-    reason = (isinstance(error, OSError) and error.strerror) or "it is damaged or of another format"
+    reason = (isinstance(error, OSError) and error.strerror) or "it is damaged or in a different format"
     return TaskError(f'task.data: cannot read "{file}" as Parquet: {reason}; write it again')
 
 
@@ -305,7 +305,7 @@ def _mixed(file: Path, texts: tuple[str, ...]) -> TaskError:
                 )
     return TaskError(
         f'task.data: expected values of one type per column in "{file}", integers within 64 bits and texts in UTF-8, '
-        "found others; correct the rows"
+        "found different types or encodings; correct the rows"
     )
 
 

@@ -14,7 +14,8 @@ weight than all others together, regardless of its report. Methods with equal we
 | s = 1 | no weight is bounded |
 | a round with one upload | no weight is bounded |
 | no site is above the bound | every upload is passed on in order of arrival |
-| one site is above it (with s >= 1/2 there cannot be two) | it may be passed on later, with fewer examples |
+| one site is above it (with s >= 1/2 there cannot be two) | it is delayed if necessary, and counts with fewer examples
+  |
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class MessageExchange:
     def opened(self, data: Buffer, ctx: RoundContext) -> Payload:
         """Decode a broadcast; if the context has a device, codes are decoded there.
 
-        Raises WireError as `participate` does.
+        Raises WireError like `participate`.
         """
         stamp = EnvelopeStamp.from_exchange(self.method, self.name, ctx.round, "down", ctx.address.of_broadcast)
         return _finite(unpack_message(data, self.layout, stamp, ctx.device))

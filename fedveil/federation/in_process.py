@@ -52,7 +52,7 @@ class InProcessFederation:
         upload_bytes, download_bytes: bytes of all messages of the run so far.
         reports: the last report of each site.
         tap: records every message; None records nothing.
-        unseen: the keys of server and sites under secure aggregation; else None.
+        unseen: the keys of server and sites under secure aggregation; otherwise None.
         max_share: like cohort.max-weight-fraction; by default no limit, because no site here is hostile.
         private_bytes: memory limit for the sites' private states; the rest is in temporary files.
         private: each site's private state; None for a site that never took part.
@@ -158,7 +158,10 @@ class InProcessFederation:
         ctx = self._context(round_, site, self._client_secrets[site])
         trainer = self.trainer_for(site, ctx)
         if self.config.dp.unit_column and not isinstance(trainer, UnitTrainer):
-            raise ConfigError("dp.unit-column: expected a UnitTrainer for every site, found another trainer; make one")
+            raise ConfigError(
+                f"dp.unit-column: expected a UnitTrainer for every site, found {type(trainer).__name__}; pass a "
+                "UnitTrainer"
+            )
         if self._dp:
             trainer = NoisyTrainer(trainer.spec, trainer.rows, self._dp, ctx)
         state, parts = participate(down, self.private.get(site), trainer, ctx, ctx.new_turn())

@@ -65,7 +65,8 @@ def require_same(content: bytes, folder: Path) -> None:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or (not path.is_dir() and (name not in expected or path.read_bytes() != expected[name])):
             raise PolicyError(
-                f"app: expected the bundle's own files in {folder.name}, found another at {name}; remove it"
+                f"app: expected only the bundle's own files in {folder.name}, found a different file at {name}; "
+                "remove it"
             )
         expected.pop(name, None)
     missing = sorted(name for name in expected if not name.endswith("/"))

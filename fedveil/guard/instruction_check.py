@@ -5,10 +5,11 @@
 | pins no keys, and the policy does not require signatures | signed or not | admitted; the reply is not signed |
 | pins no keys, and the policy requires signatures | any | refused |
 | pins keys | without a signature | refused, unless the policy says `require-signed-instructions = false` |
-| pins keys | with a signature by none of them, or over anything else | refused |
+| pins keys | with a signature by a different key, or over different content | refused |
 | pins keys | too old, or from the future, by more than 5 minutes | refused |
 | pins keys, and the site has no signing key | any | refused: its reply would not count |
-| pins keys, and the node config has no name of the site | any | refused: the order would say whom it is for |
+| pins keys, and the node config has no name of the site | any | refused: only the instruction would say which site it
+  is for |
 
 The signature is checked over values that this site knows or has measured: its own name, the node and run that its
 SuperNode serves, the bundle's bytes, the run config that the app will see, the records, and the bytes of the message.
@@ -33,7 +34,7 @@ from fedveil.wire import chunking
 
 _WRONG = (
     "instruction: expected a signature by this federation's instruction key over this message, bundle and run config, "
-    "found another"
+    "found an invalid one"
 )
 
 
@@ -113,7 +114,7 @@ def _claims_of(
     order, upload = records.config_records["order"], records.array_records["fedveil"]
     kind = claims.KINDS.get(message.metadata.message_type)
     if kind is None:
-        raise WireError("instruction: expected a message to train or about secure aggregation, found another type")
+        raise WireError("instruction: expected a message to train or about secure aggregation, found a different type")
     round_, attempt = order.get("round"), order.get("attempt")
     if not isinstance(round_, int) or not isinstance(attempt, int):  # the claims refuse a bool
         raise WireError("instruction: expected whole numbers as round and attempt, found other values")

@@ -41,7 +41,8 @@ def last_answer(file: Path) -> float | None:
 def describe_silence(file: Path, now: float | None = None) -> str:
     """Describe since when the server has not heard a site.
 
-    Return "" if its last heartbeat was answered recently or none was recorded: a site that exchanges files sends none.
+    Return "" if its last heartbeat was answered recently or none was recorded: a site that exchanges messages as files
+    sends none.
     """
     at, now = last_answer(file), time.time() if now is None else now
     if at is None or now - at <= SILENT_SECONDS:

@@ -81,7 +81,7 @@ def close_to_other_users(app: App) -> App:
         log(WARNING, "refused a connection of user %s: this port serves only user %s", user, os.geteuid())
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 403, "headers": []})
-            await send({"type": "http.response.body", "body": b"this port serves one user of this machine alone\n"})
+            await send({"type": "http.response.body", "body": b"this port serves only one user of this machine\n"})
 
     return asked
 

@@ -47,7 +47,7 @@ class RefusalLineFilter(logging.Filter):
         self._skipped: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the line is written. Add the number of lines of its kind that were not."""
+        """Return whether the line is written. Append to it the number of suppressed lines of its kind."""
         text = record.getMessage()
         call = _REFUSED_CALL.match(text)
         if call is None and not _DROPPED_REPLY.match(text) and not _FAILED_CALL.match(text):

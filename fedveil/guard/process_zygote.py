@@ -13,7 +13,7 @@ client process.
 | case | result |
 |---|---|
 | the SuperExec's secret | it is read after the fork: neither the resident nor a client process has it in memory |
-| bundled code opens the resident's memory (ptrace, /proc) | the kernel refuses; root alone may |
+| bundled code opens the resident's memory (ptrace, /proc) | the kernel refuses, except for root |
 | bundled code looks for the resident's socket | it is closed in the copy |
 | two copies draw "random" numbers | Python's and NumPy's generators are reseeded; keys are the operating system's |
 | the resident is killed, or silent for 30 s | it is ended, the log says so, and Flower starts each client process |
@@ -125,7 +125,7 @@ def main(guarded: bool = True, require_policy: bool = True, is_image: bool = Fal
 
 
 def _launch_from(resident: ProcessZygote, waits: poll_backoff.PollBackoff, permitted: str = CLIENT_APP) -> None:
-    """Make Flower's executor start the `permitted` program alone, and a `flwr-clientapp` by asking the zygote."""
+    """Make Flower's executor start only the `permitted` program, and a `flwr-clientapp` by asking the zygote."""
     module = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
 
     def start(arguments: Sequence[str], **options: Any) -> None:

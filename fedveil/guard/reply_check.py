@@ -46,7 +46,7 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     record = content.array_records[_UPLOAD]
     if not record or sorted(record) != [chunking.slice_key(i) for i in range(len(record))]:
         raise PolicyError(
-            "reply: expected slices 0, 1, 2, ..., found other names; send it as fedveil.wire.chunking does"
+            "reply: expected slices 0, 1, 2, ..., found different names; send it as fedveil.wire.chunking does"
         )
     parts = [record[name].data for name in sorted(record)]
     whole = all(len(part) == chunking.SLICE_BYTES for part in parts[:-1]) and 0 < len(parts[-1]) <= chunking.SLICE_BYTES
@@ -56,7 +56,8 @@ def upload_slices(content: RecordDict) -> list[bytes]:
     )
     if not whole or not plain:
         raise PolicyError(
-            f"reply: expected slices of {chunking.SLICE_BYTES} bytes each but the last, as uint8, found others; "
+            f"reply: expected slices of {chunking.SLICE_BYTES} bytes each but the last, as uint8, found different "
+            "sizes or types; "
             "send it as fedveil.wire.chunking does"
         )
     return parts

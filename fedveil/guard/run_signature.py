@@ -65,7 +65,7 @@ def verify_signer(text: str, run: str, digest: str, today: date | None = None) -
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
         raise PolicyError(
             f"run.signature: expected a signature over run {sanitize(run, 80)!r}, date {day} and bundle "
-            f"{digest}, found another ({type(error).__name__}); {_NEXT}"
+            f"{digest}, found an invalid one ({type(error).__name__}); {_NEXT}"
         ) from None
     if (today or datetime.now(UTC).date()) > until:
         raise PolicyError(f"run.signature: expected a date that has not passed, found {day}; {_NEXT}")

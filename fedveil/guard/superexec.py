@@ -23,7 +23,7 @@ _OF_A_SERVER = (KEY_VARIABLE, SIGNERS_VARIABLE, BUNDLES_VARIABLE)
 
 
 def patch_superexec(task_type: str) -> None:
-    """Make a SuperExec in this process retry, and start this type of task alone; exit if Flower is unknown."""
+    """Make a SuperExec in this process retry, and start only this type of task; exit if Flower is unknown."""
     try:
         replaced.require_attributes("SuperExec")
     except ConfigError as error:
@@ -34,7 +34,7 @@ def patch_superexec(task_type: str) -> None:
 
 
 def patch_task_types(task_type: str) -> None:
-    """Make a SuperExec in this process ask for tasks of this type, and refuse any other that it is sent."""
+    """Make a SuperExec in this process ask for tasks of this type, and refuse tasks of any other type."""
     known = importlib.import_module("flwr.supercore.constant").TaskType
     module = importlib.import_module("flwr.supercore.superexec.plugin.base_exec_plugin")
     module.AutoExecPlugin.supported_task_types = frozenset({known(task_type)})

@@ -8,12 +8,12 @@ The patch also fixes four faults of Flower 1.39, 1.41 and 1.42:
 |---|---|---|
 | a run ends while its message's parts are in transit to the site | the message stays, and a client process waits
   for its parts forever | the message, its parts and its task are removed, as after any other such failure |
-| a reply that no process waits for, for example from that client process once it dies | it is sent instead of the
-  next message's reply, which then waits for the one after it: from then on each reply is one message late, and the
-  server gets nothing from the site within its deadlines | it is sent at the next poll for messages |
+| a reply that no process waits for, for example from that client process once it dies | it is sent in place of the
+  next message's reply. From then on each reply is one message late, and the server gets nothing from the site before
+  its deadlines | it is sent at the next poll for messages |
 | a client process dies between its reply and the reply's parts | the SuperNode waits forever for them, and is online |
   three minutes after the last part the reply is dropped, as in Flower's server |
-| any other error in the loop that polls for messages | the process lives on, permanently offline | it is logged,
+| any other error in the loop that polls for messages | the process keeps running, permanently offline | it is logged,
   and the loop continues after 1, 2, 4 .. 60 s, unless the server refuses the site's key |
 """
 
@@ -166,7 +166,7 @@ def _ending(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_client_app(get_run: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_run`, whose runs make tasks for ClientApps alone. Flower's makes one for an agent, which has no guard."""
+    """`get_run`, whose runs make tasks only for ClientApps. Flower's makes one for an agent, which has no guard."""
 
     def asked(run_id: int) -> Any:
         run = get_run(run_id)
@@ -174,7 +174,7 @@ def _for_client_app(get_run: Callable[..., Any]) -> Callable[..., Any]:
             kind = sanitize(run.primary_task_type, 80)
             log(
                 WARNING,
-                "run %d is of type %s; here the guard judges its messages as those of a ServerApp",
+                "run %d is of type %s; the guard treats its messages like those of a ServerApp",
                 run_id,
                 kind,
             )

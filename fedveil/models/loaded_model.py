@@ -33,7 +33,7 @@ class LoadedModel:
         image_token: for a vision model, the token id that stands for a part of an image.
         places: for a language model whose own tensors are trained, their locations in it.
         draw: for a model without weights, the function that draws all its parameters from a stream.
-        heads: modules of which no file of the base has all weights, or that belong to the task alone, such as a
+        heads: modules that lack weights in the files of the base, or that belong only to the task, such as a
             classifier's head. Exported adapters contain them whole.
         is_causal: for a classifier of texts, whether a token reads only the tokens before it.
         lent: names of trained parameters that are temporarily the caller's tensors and must not be written

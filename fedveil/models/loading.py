@@ -123,7 +123,8 @@ def load_seeing(config: RunConfig, adapter: Adapter, device: torch.device, tiny_
     Names of trained tensors are those inside the language model. Precision is as in `load_causal`.
 
     Raises:
-        TaskError: like `load_causal`; a model of another kind, or a processor without image processor or chat template.
+        TaskError: like `load_causal`; a model of a different kind, or a processor without image processor or chat
+            template.
         ConfigError: like `load_causal`.
     """
     name = config.task.model
@@ -192,7 +193,7 @@ def load_classifier(
     run.seed, so that all sites have the same.
 
     Raises:
-        TaskError: a model of another kind, an incomplete one, or one that cannot start from scratch.
+        TaskError: a model of a different kind, an incomplete one, or one that cannot start from scratch.
         ConfigError: the adapter fits no layer of it, or a quantized base without weights.
     """
     name, draw = config.task.model, None
@@ -255,7 +256,7 @@ def load_model(
     """Load model and processor (or tokenizer) from the result of `find_model`, with transformers' own classes.
 
     Raises:
-        TaskError: they cannot be loaded completely; the message names `kind` as the expected content.
+        TaskError: they cannot be loaded completely; the message says that `kind` was expected.
     """
     name, (where, is_local) = config.task.model, found
     if where == "tiny":

@@ -174,7 +174,9 @@ def read_text(file: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise TaskError(f"task.module: expected UTF-8 text in {file.name}, found other bytes; convert it") from error
+        raise TaskError(
+            f"task.module: expected UTF-8 text in {file.name}, found bytes in a different encoding; convert it"
+        ) from error
 
 
 def explain_error(error: Exception, file: str, where: str, advice: str) -> TaskError:
@@ -278,6 +280,6 @@ def _checked_better(value: object, file: str) -> dict[str, Literal["higher", "lo
     if not fits or "loss" in value:  # type: ignore[operator]
         raise TaskError(
             f'task.module: expected better in {file} as {{"score": "higher"}} or "lower" for each score, without the '
-            "loss, found another value; write it as a literal"
+            "loss, found a different value; write it as a literal"
         )
     return dict(value)  # type: ignore[call-overload,no-any-return]

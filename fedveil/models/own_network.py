@@ -91,7 +91,7 @@ def load_network(module: OwnModule, config: RunConfig, adapter: Adapter, device:
 
     Raises:
         ConfigError: the network has no place for the adapter.
-        TaskError: as `build_network`, or model() gives other tensors in a second call.
+        TaskError: like `build_network`, or model() gives other tensors in a second call.
     """
     network = build_network(module, config)
     if sum(p.numel() for p in network.parameters()) <= _COMPARED_ENTRIES:

@@ -221,7 +221,7 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
 
 
 def accepted_inputs(model: Any, tokenizer: Any) -> tuple[str, ...]:
-    """Return the inputs beside token ids and mask that the tokenizer makes and the model reads: token types."""
+    """Return the further inputs, besides token ids and mask, that tokenizer and model share: token types."""
     taken: Mapping[str, Any] = inspect.signature(model.forward).parameters
     return tuple(name for name in ("token_type_ids",) if name in tokenizer.model_input_names and name in taken)
 

@@ -122,7 +122,7 @@ class FedSgdMethod(Method):
             ("epoch").
         optimiser: the server's optimizer.
         learning_rate: eta; None: 1 with exchange = "epoch" and SGD, otherwise 1e-4.
-        wire_dtype: dtype on the wire, both ways; sums are always fp32.
+        wire_dtype: dtype on the wire in both directions; sums are always fp32.
     """
 
     exchange: Exchanged

@@ -94,7 +94,7 @@ class MaskedWeightsCodec:
         return {layer: cast(Tensor, payload.fields[_VISIBLE + layer]) for layer in self.columns}
 
     def open(self, payload: Payload) -> Iterator[tuple[str, Tensor]]:
-        """Yield each whole tensor, one at a time, with zeros for missing columns. Raises WireError as `check` does."""
+        """Yield each whole tensor, one at a time, with zeros for missing columns. Raises WireError like `check`."""
         opened = self.opened(payload)
         for name in self.spec:
             yield name, opened[name]
@@ -102,7 +102,7 @@ class MaskedWeightsCodec:
     def opened(self, payload: Payload, device: torch.device | None = None) -> Weights:
         """Return the tensors of `open` as a mapping that computes each at every access, on `device` if given.
 
-        Raises WireError as `check` does, at once.
+        Raises WireError like `check`, at once.
         """
         self.check(payload)
         return MadeWeights(self.spec, partial(self._made, payload, self.visible(payload), device))

@@ -136,7 +136,7 @@ def _levels(table: Table, bits: int) -> tuple[float, ...]:
 
 
 def _quantiles(count: int) -> list[float]:
-    """Return normal quantiles at `count` even steps from _OFFSET to before 1/2, divided by the first; descending."""
+    """Return normal quantiles at `count` even steps from _OFFSET up to 1/2 (excluded), scaled to begin at 1."""
     quantiles = [NormalDist().inv_cdf(_OFFSET + (0.5 - _OFFSET) * i / count) for i in range(count)]
     return [q / quantiles[0] for q in quantiles]
 

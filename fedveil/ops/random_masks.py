@@ -77,7 +77,7 @@ def expand_mask(
 ) -> Bool[Tensor, "..."]:
     """Return the mask of a key's tensor `number`: each entry is True with probability `keep`, equal on all devices.
 
-    The mask is on `device`, by default the CPU. Raises ValueError as `chacha20.draw_mask`.
+    The mask is on `device`, by default the CPU. Raises ValueError like `chacha20.draw_mask`.
     """
     return chacha20.draw_mask(key, number, keep, shape, device or _CPU)
 

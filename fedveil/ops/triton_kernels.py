@@ -146,7 +146,7 @@ def _draw(state, out, tied, splat, TIES: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _before(ends):
-    """Return the count of all programs before this one; `ends` holds the running total at the end of each."""
+    """Return the count over all programs before this one; `ends` contains the running total after each."""
     number = tl.program_id(0)
     return tl.load(ends + number - 1, mask=number > 0, other=0)
 

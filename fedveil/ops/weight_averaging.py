@@ -21,7 +21,7 @@ class WeightAveragingMethod(Method):
     """A method that averages trained weights. It is not a dataclass: each method declares its fields, in its own order.
 
     Attributes:
-        wire_dtype: dtype on the wire, both ways.
+        wire_dtype: dtype on the wire in both directions.
         upload_bits: bits of the codes of an upload; a method without this field sends no codes.
     """
 
@@ -48,7 +48,7 @@ class WeightAveragingMethod(Method):
         return weighted_contributions(self._uploads.opened(payload), num_examples)
 
     def layout(self, spec: Spec) -> MessageLayout:
-        """Declare every tensor, both ways."""
+        """Declare every tensor, in the broadcast and in the upload."""
         return MessageLayout(dense_fields(spec, "down", self.wire_dtype) + self._uploads.fields(spec))
 
 

@@ -19,13 +19,13 @@ one record moves the sum by up to 2 C; zeroing one out moves it by up to C.
 | no noise: z = 0 | - | infinite |
 | "summed" above an epsilon of about 80 | none: the sampler's table is not exact enough for more | infinite |
 
-The z of integer noise is in units of D1, the most that one record's integers are away from those of no record. Two
+The z of integer noise is in units of D1, the largest distance between one record's integers and those of no record. Two
 records are at most 2 D1 apart. In ledgers before version 4, z may be in units of half the distance of two records,
-which is at least D1 / 1.5: there, z / 1.5 counts wherever D1 is meant.
+which is at least D1 / 1.5: for these, z / 1.5 replaces z in units of D1.
 
 Integer noise is charged twice: as "summed", with the noise of all honest sites of a sum, and as "own share", with the
-noise of the site alone. `compute_epsilon` counts the first, which holds if no more sites collude with the server than
-the run config allows. `epsilon_against_all` is for the server and all other sites together.
+noise of only the site itself. `compute_epsilon` counts the first, which holds if no more sites collude with the server
+than the run config allows. `epsilon_against_all` is for the server and all other sites together.
 
 dp-accounting loads scipy's statistics (1.5 s of CPU time, 70 MB). It is imported only where an epsilon is computed,
 because every server and worker imports this module, even in a run without a guarantee.

@@ -70,13 +70,15 @@ class ChargedGradientSource(WrappedGradientSource):
 
     @override
     def feature(self, weights: Weights, batch: BatchIndices) -> PerExampleFeatureGradients:
-        """Compute feature gradients. Raises BudgetError as `per_sample` does."""
+        """Compute feature gradients. Raises BudgetError like `per_sample`."""
         self._use(batch)
         return super().feature(weights, batch)
 
     def _use(self, batch: BatchIndices) -> None:
         if not any(batch is paid for paid in self._paid):
-            raise BudgetError("batch: expected a batch that was drawn and not yet used, found another; draw a new one")
+            raise BudgetError(
+                "batch: expected a batch that was drawn and not yet used, found a used or foreign batch; draw a new one"
+            )
         self._paid = [paid for paid in self._paid if paid is not batch]
 
 

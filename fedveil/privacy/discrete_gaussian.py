@@ -6,7 +6,7 @@ too.
 
 Formal guarantees: the distribution is exact within `total_variation_bound` of total variation, and with
 `os.urandom` the draws cannot be replayed. Draws involve no floats: thresholds are integers, from weights
-with 60 more digits than they have. Time and memory depend on sigma alone. As with any table, looking up a
+with 60 more digits than they have. Time and memory depend only on sigma. As with any table, looking up a
 word causes cache misses that depend on the draw.
 
 Sums of n such draws differ from one draw of n times the variance by tau (Kairouz, Liu, Steinke 2021, The

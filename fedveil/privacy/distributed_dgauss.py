@@ -168,12 +168,14 @@ class DistributedDiscreteGaussian(PrivacyGuarantee):
         return replace(self, variations=(self._charged(own, entries, self.honest), self._charged(own, entries, 1)))
 
     def as_planned(self) -> DistributedDiscreteGaussian:
-        """Return the guarantee of sums as fine as `scale` makes them where the ring has room for it."""
+        """Return the guarantee of sums with the full resolution of `scale`, which the ring must be large enough to
+        hold."""
         return replace(self, variations=(self._fine, self._fine if self.honest == 1 else 1.0))
 
     @property
     def _fine(self) -> float:
-        """Return the V up to which a sum counts as fine: small enough for the run, also at a reservation's delta."""
+        """Return the largest V at which a sum counts as fine: small enough for the run and for the delta of a
+        reservation."""
         budget = self.claim.budget
         epsilon = budget.epsilon if budget.epsilon <= _LARGEST_EPSILON else _UNLIMITED
         share = accounting.VARIATION_SHARE * budget.delta / MAX_RUNS

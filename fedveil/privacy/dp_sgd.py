@@ -18,7 +18,7 @@ not time the site:
 | case | result |
 |---|---|
 | noise 0 | gradients are only clipped: epsilon is infinite |
-| a batch that Poisson sampling left empty | a step of noise alone |
+| a batch that Poisson sampling left empty | a step with only noise |
 | a frozen entry | stays, bit for bit, in the steps in which it is frozen; its part of a gradient does not count for
   clipping |
 | a penalty of the method | its gradient is added to every step after the noise, for it depends on no example |

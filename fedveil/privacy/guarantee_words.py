@@ -65,7 +65,7 @@ _ACCOUNTANTS = {
 
 @dataclass(frozen=True)
 class PartyEpsilon:
-    """The epsilon against one party; None if it is not known."""
+    """The epsilon against one party; None if it is unknown."""
 
     party: str
     epsilon: float | None
@@ -171,9 +171,9 @@ def party_epsilons(
 
     Args:
         epsilon: that of the charges.
-        against_all: with the noise in the sum, the epsilon of the site's own share; None if it is not known.
+        against_all: with the noise in the sum, the epsilon of the site's own share; None if it is unknown.
         other_site: with the noise in the sum and no colluding site, the epsilon against another site, which knows its
-            own share; None if it is not known.
+            own share; None if it is unknown.
     """
     if not isinstance(claim, DistributedDiscreteGaussian):
         with_server = math.inf if claim.budget.server_trusted else epsilon
@@ -221,7 +221,7 @@ def describe_relation(neighbours: Adjacency, config: RunConfig) -> str:
 
 
 def describe_sampling(charges: Spent, config: RunConfig) -> str:
-    """Return how the batches of these charges are drawn, as far as it counts for epsilon."""
+    """Return how the batches of these charges are drawn, as far as it affects epsilon."""
     words = []
     if is_poisson_sampled(charges):
         words.append(f"Poisson batches (each {_noun(config)} is drawn independently)")
@@ -244,7 +244,7 @@ def board_sentences(claim: PrivacyGuarantee, config: RunConfig, epsilon: float, 
     Args:
         epsilon: the limit that a site's ledger holds this run to, or what the run cost. A site's limit over all runs is
             in its own policy and ledger, which no card knows.
-        against_all: the epsilon against all others together in this run; None if it is not known.
+        against_all: the epsilon against all others together in this run; None if it is unknown.
     """
     budget = claim.budget
     if budget.server_trusted or not math.isfinite(epsilon):
@@ -287,8 +287,9 @@ def board_sentences(claim: PrivacyGuarantee, config: RunConfig, epsilon: float, 
         ),
         (
             f"It holds while the hospital's own computer, random numbers and ledger are sound{noise}{timing}; against "
-            f"all others working together the figure is {everyone}, and it is a bound that was computed, not a proof "
-            "that no attack exists on anything else."
+            f"all others working together the figure is {everyone}. It is a computed upper bound, and proves nothing "
+            "about "
+            "data or attacks outside this statement."
         ),
     ]
 

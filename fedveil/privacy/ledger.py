@@ -172,7 +172,7 @@ class PrivacyLedger:
         )
 
     def read(self, own: PrivacyBudget) -> StoredAccount:
-        """Return the ledger's content as its last change left it; one for `own` if there is none. Raises StateError."""
+        """Return the ledger's current content; without a ledger, a new account for `own`. Raises StateError."""
         return self._read(own)[0]
 
     def recover(self, own: PrivacyBudget, witness: LedgerWitness) -> str:
@@ -182,7 +182,7 @@ class PrivacyLedger:
         entry stands for the missing ones.
 
         Raises:
-            BudgetError, StateError: as `charge`; also for another ledger's witness.
+            BudgetError, StateError: like `charge`; also for another ledger's witness.
         """
         with self._locked():
             stored, old = self._read(own)
@@ -209,7 +209,7 @@ class PrivacyLedger:
             other: that ledger; None if it is lost, for which an open entry stands.
 
         Raises:
-            BudgetError, StateError: as `charge`; also if `other` is not the ledger that the witness names.
+            BudgetError, StateError: like `charge`; also if `other` is not the ledger that the witness names.
         """
         both = [self] if other is None else sorted((self, other), key=lambda one: str(one._path))
         if len({one._path.resolve() for one in both}) < len(both):
@@ -230,7 +230,8 @@ class PrivacyLedger:
                 theirs, their_old = other._read(own)
                 if theirs.tag != mark.tag:
                     raise StateError(
-                        f"{other._path}: expected the ledger that {witness.place} names, found another; name the state "
+                        f"{other._path}: expected the ledger that {witness.place} names, found a different one; name "
+                        "the state "
                         "folder that charged this data, or say that it is lost"
                     )
                 other._require_witness(theirs, witness)

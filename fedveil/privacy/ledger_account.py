@@ -138,7 +138,7 @@ class PartyStanding:
 
 @dataclass(frozen=True)
 class SiteAccount:
-    """All entries of a site, with the limit, delta and adjacency that they are held to.
+    """All entries of a site, with the limit, delta and adjacency that apply to them.
 
     Attributes:
         own: delta and adjacency of the account, with the policy's current max-epsilon as epsilon.
@@ -183,7 +183,8 @@ class SiteAccount:
         return self.append(AccountEntry(run, why, frozenset(Party)))
 
     def count_unit(self, unit: str) -> SiteAccount:
-        """Return the account as one of this unit; "" names none. Raises BudgetError if it counts the other unit."""
+        """Return the account as one of this unit; "" names none. Raises BudgetError if it already counts another
+        unit."""
         if unit and self.unit not in ("", unit):
             raise BudgetError(
                 f"dp.unit-column: expected a run that protects {_PROTECTED[self.unit]}, which this site's ledger "
@@ -311,7 +312,7 @@ def carry_over(histories: Iterable[Iterable[Spent]]) -> AccountEntry:
 
 
 def _largest_plan(terms: RunTerms, charges: Spent, own: PrivacyBudget) -> int:
-    """Return how often the run may charge this much, by its own claim; also under the site's delta and adjacency."""
+    """Return how often the run may charge this much under its own claim and under the site's delta and adjacency."""
     claim = terms.claim
 
     def fits(times: int) -> bool:

@@ -1,7 +1,7 @@
 """The charge of a site that cannot check who the other sites of a sum are.
 
 Noise in the sum counts the other sites' shares (distributed_dgauss.py). Without a roster in its policy a site knows
-them only from the server, which could be all of them. Then it can rely on its own share of the noise alone: z / sqrt h.
+them only from the server, which could be all of them. Then it can rely only on its own share of the noise: z / sqrt h.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An upper bound on a run's cost for one site's records, from the server's record and the site's reports alone.
+"""An upper bound on a run's cost for one site's records, only from the server's record and the site's reports.
 
 `promised_epsilon` is the most that a run may cost a record: the budget of its guarantee, which the
 site's ledger enforces.

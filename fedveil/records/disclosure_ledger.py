@@ -37,7 +37,7 @@ class DisclosureLedger:
     """Appends to one run's ledger. Only the process that holds the run folder's lock may do so."""
 
     def __init__(self, file: Path) -> None:
-        """Open the ledger. Raises StateError if the file has lines of another form."""
+        """Open the ledger. Raises StateError if the file has lines in a different format."""
         self._file = file
         self._kinds = {_key(kind, kind["direction"]): kind for kind in _read(file)[0]}
 

@@ -6,7 +6,7 @@
 
 | an order | what happens |
 |---|---|
-| was answered | never accepted again, at any time of the clock |
+| was answered | never accepted again, even if the clock is set back |
 | was accepted, but the process ended before it answered | accepted again; both logs show that it was charged twice |
 | is older than an accepted order of the same run | refused: the server has sent a newer one |
 | the log is torn or changed | StateError: no order is accepted |

@@ -131,7 +131,7 @@ def decrypt_message(
             raise WireError(f"{name}: {what}: expected {expected}, found {value}; it is for another relay")
     if not ciphers.is_signed(peer.verifying, signature, context_bytes("letter") + head):
         raise WireError(
-            f"{name}: signature: expected that of the other end, {peer.id}, found another; ask for it again"
+            f"{name}: expected the signature of the other end, {peer.id}, found an invalid one; ask for the file again"
         )
     if _digest(file, start, end) != header.body:
         raise WireError(f"{name}: expected the signed bytes, found different ones; ask for it again")
@@ -141,7 +141,9 @@ def decrypt_message(
     try:
         return header, b"".join(FileSeal(key).opened(body, f"{kind}/{header.id}", Path(name)))
     except StateError:
-        raise WireError(f"{name}: expected a file sealed for this end, found another one; ask for it again") from None
+        raise WireError(
+            f"{name}: expected a file sealed for this end, found one that does not decrypt; ask for it again"
+        ) from None
 
 
 def _tail(file: BinaryIO, size: int, name: str) -> tuple[bytes, bytes, int, int]:

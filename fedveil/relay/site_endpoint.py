@@ -13,7 +13,7 @@ ledger's charge and the audit log are the same as for a message over the network
 | is older than an accepted order of its run | the same (message_log.py) |
 | was answered before | not accepted again |
 | is for another node than the first order after the start | the same: restart this end |
-| is of a run that is not a ServerApp's, but an agent's | refused and logged in relay-log.jsonl |
+| belongs to a run of an agent, not of a ServerApp | refused and logged in relay-log.jsonl |
 | passes | accepted, one at a time; the reply has the upload, or the reason why there is none |
 """
 

@@ -306,6 +306,6 @@ def _check_names(given: Sequence[str], own: Sequence[str], classes: int) -> None
         )
     if set(given) == set(own) and list(given) != list(own):
         raise TaskError(
-            "task.class-names: expected the order of the model's own names, found another one; set "
+            "task.class-names: expected the class names in the model's own order, found a different order; set "
             f"{format_class_names(own)}"
         )

@@ -351,8 +351,8 @@ class OwnModel(AdaptedTask):
         for column in zip(*(each for each, _ in leaves), strict=True):
             if not all(isinstance(leaf, Tensor) for leaf in column) or len({leaf.shape for leaf in column}) > 1:
                 raise _UnequalRowsError(
-                    "task.module: expected rows of one shape, made of tensors alone, found others; pad them to one "
-                    "length in collate()"
+                    "task.module: expected rows of one shape that consist only of tensors, found different shapes or "
+                    "other values; pad the rows to one length in collate()"
                 )
             stacked.append(torch.stack(column).to(self.device))
         return tuple(stacked)

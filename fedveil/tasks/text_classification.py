@@ -8,9 +8,9 @@ pair at each linear layer of the head too, and its exported files contain the wh
 
 | in task.target-column | one class | task.multi-label |
 |---|---|---|
-| a name of task.class-names | that class | that label alone |
+| a name of task.class-names | that class | only that label |
 | several names between task.label-separator | refused | those labels |
-| an integer from 0, also as text, unless a class name is an integer | the class of that number | that label alone |
+| an integer from 0, also as text, unless a class name is an integer | the class of that number | only that label |
 | a list of names or integers | refused | those labels; an empty list is no label |
 | an empty text | refused | no label |
 | no value | refused | refused |

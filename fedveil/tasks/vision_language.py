@@ -71,7 +71,8 @@ def _columns(task: TaskConfig) -> tuple[str, ...]:
 
 
 def _texts(task: TaskConfig) -> tuple[str, ...]:
-    """Return the columns whose numbers are texts as they stand in the file; an index of a choice is none."""
+    """Return the columns whose numbers are read as text, as written in the file; an index of a choice stays a
+    number."""
     if task.choices_column:
         return (task.choices_column,)
     return (task.source_column, task.target_column) if _asks(task) else ()

@@ -1,4 +1,4 @@
-"""Insides of FedVeil for benchmarks and tests of the system: what measures a part needs that part.
+"""FedVeil's internals for benchmarks and tests of the system, which need access to the part that they measure.
 
 These modules name functions and classes of FedVeil's own parts. No promise of compatibility covers them: a name may
 change or go with any release. Programs that use FedVeil take the modules that the reference of Python describes

@@ -1,4 +1,4 @@
-"""A federation over gRPC on this machine: what starts and stops its processes, and the ports that are free.
+"""Run a federation over gRPC on this machine: start and stop its processes, and find free ports.
 
 Not covered by compatibility.
 """

@@ -218,7 +218,7 @@ class AdaptedTask(Task):
             self.release()
 
     def taken(self, weights: Weights) -> Weights:
-        """Return the trained values, owned by the caller, on the device of `weights`, which were loaded before."""
+        """Return the trained values as tensors of the caller, on the device of the `weights` loaded before."""
         # The same holds on a GPU for weights from the GPU: it has no second copy of the model either.
         is_own = self.adapter.trains_base and not self.config.train.compile
         if is_own and next(iter(weights.values())).device == next(iter(self.trained.values())).device:

@@ -168,7 +168,7 @@ class LocalTraining:
                 progress.add(loss, sum(batch.tokens for batch in step))
         progress.read()
         if progress.losses and not _are_finite(parameters):
-            raise progress.diverged("weight, found another in the result")
+            raise progress.diverged("weight, found NaN or infinity in the result")
         return progress.losses, progress.tokens
 
     def _collated(self, rows: Rows) -> list[ExampleBatch]:

@@ -2,7 +2,7 @@
 
 The curve is that of transformers' `get_scheduler` ("constant" with a warm-up is its "constant_with_warmup"). A step's
 rate is the curve's value in the middle of the step: step s of S, in round r of R, is at (r + (s + 1/2) / S) / R of
-the run. So the round alone determines a site's position. A repeated or resumed round has the same rates. Sites
+the run. So only the round determines a site's position. A repeated or resumed round has the same rates. Sites
 with more steps than others cover the same part of the curve in a round, and on a straight section their mean
 rate is exactly the same. No step has a rate of 0, as a site's only step of the first round otherwise would.
 

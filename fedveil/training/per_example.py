@@ -59,7 +59,7 @@ class PerExampleLoss(Protocol):
 
 @runtime_checkable
 class DifferentiatesRows(Protocol):
-    """The interface of a task that chooses itself how its rows are differentiated, where vmap may not apply."""
+    """The interface of a task that itself chooses how its rows are differentiated, where vmap may not apply."""
 
     def example_gradients(self, rows: Rows, weights: Weights) -> PerExampleGradients:
         """Return the gradient of each row's own loss at `weights`, on the model's device."""

@@ -154,7 +154,8 @@ def cider_r(candidates: Sequence[Sequence[str]], references: Sequence[Sequence[S
         len = exp(-((k - l) / l)^2)
         rep = geometric mean of 1 / (1 + |times in the candidate - times in the reference|) over the candidate's words
 
-    In rep a word has only letters and digits, each counts once, and a word that the reference lacks may occur once.
+    In rep a word consists of letters and digits, each distinct word counts once, and a word that the reference lacks
+    may occur once without penalty.
     That scorer uses k - 1 and l - 1 as lengths, which makes it divide by 0 for a reference of one word.
     """
     return _consensus(candidates, references, _robust)

@@ -119,7 +119,7 @@ class UnitGradientSource(PerExampleGradientSource):
 
 
 def _rows_and_owners(batch: BatchIndices) -> tuple[list[int], list[int]]:
-    """Return the drawn rows of all units of a batch, and the place in the batch of each row's unit."""
+    """Return the drawn rows of all units of a batch, and for each row the position of its unit in the batch."""
     if len(batch.members) != len(batch.rows):
         raise ValueError(f"batch: expected the rows of {len(batch.rows)} units, found those of {len(batch.members)}")
     pairs = [(row, place) for place, of_unit in enumerate(batch.members) for row in of_unit]

@@ -258,7 +258,7 @@ def _explain_layout(layout: MessageLayout, direction: Direction, header: Mapping
 
 
 def describe_message(data: Buffer) -> dict[str, Any]:
-    """Return what a message discloses, from its header alone, for the run folder's record of it.
+    """Return what a message discloses, from its header only, for the run folder's record of it.
 
     The keys are bytes (of the whole message), payload_bytes, variant, scalars, fields as [name, codec,
     shape, bytes], and, if the run has held-out scores, figures: their bytes by name.

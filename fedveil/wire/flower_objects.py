@@ -18,7 +18,7 @@ Formal guarantees, for an object that `parse_object` returns:
 | JSON with a duplicate key, or nested thousands of levels deep | refused; no key wins over another |
 | an ArrayRecord with other names than slice 0, 1, 2, ... in this order | refused |
 | an ArrayRecord that names two equal slices | read; their number is bounded by the largest reply |
-| an Array that names its chunk twice, or another number of bytes | refused: the result is no larger than the input |
+| an Array that names its chunk twice, or a wrong number of bytes | refused: the result is no larger than the input |
 """
 
 from __future__ import annotations

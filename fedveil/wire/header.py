@@ -51,7 +51,9 @@ def read_header(whole: memoryview, most: int = _MAX_HEADER) -> tuple[dict[str, A
     if len(header) < length:
         raise WireError(f"header: expected {length} bytes, found {len(header)}: the message is truncated")
     if xxhash.xxh3_64_digest(header)[::-1] != whole[8:16]:
-        raise WireError("header: expected the checksum of its bytes, found another: the message was damaged in transit")
+        raise WireError(
+            "header: expected the checksum of its bytes, found a different one; the message was damaged in transit"
+        )
     inflate = zlib.decompressobj()
     try:
         text = inflate.decompress(header, most)

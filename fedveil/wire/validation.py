@@ -28,7 +28,7 @@ class MessageBounds:
 
 @lru_cache(maxsize=64)
 def message_bounds(layout: MessageLayout, direction: Direction) -> MessageBounds:
-    """Return the bounds that follow from the layout alone. No message may be larger, even if its header says so."""
+    """Return the bounds that follow from the layout. No message may be larger, even if its header says so."""
     fields = [f for f in layout.fields if f.direction == direction]
     entries = sum(len(json.dumps([f.name, f.codec.name])) + _NUMBER * (len(f.shape) + 2) for f in fields)
     words = [word for word in layout.scalars if word.direction == direction]
@@ -83,6 +83,8 @@ def check_report(report: Mapping[str, Any]) -> None:
     """Raise WireError unless all names are in REPORT_FIELDS and all values are numbers within +-2**53."""
     for name, value in report.items():
         if name not in REPORT_FIELDS:
-            raise WireError(f"report {printable_name(name)}: expected one of {sorted(REPORT_FIELDS)}, found another")
+            raise WireError(
+                f"report {printable_name(name)}: expected one of {sorted(REPORT_FIELDS)}, found an unknown name"
+            )
         if type(value) not in (int, float) or not abs(value) <= GREATEST:
             raise WireError(f"report {name}: expected a finite number within +-{GREATEST}, found {short_value(value)}")

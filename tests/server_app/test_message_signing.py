@@ -208,7 +208,7 @@ def test_an_old_instruction_or_one_of_an_unknown_key_is_not_hashed(federation, m
         federation.take(message)
     monkeypatch.setattr(instruction_check, "time", SimpleNamespace(time=lambda: now))
     message.content.config_records["signature"]["key"] = "0a" * 8
-    with pytest.raises(PolicyError, match="found another"):
+    with pytest.raises(PolicyError, match="found an invalid one"):
         federation.take(message)
 
 

@@ -345,12 +345,12 @@ def test_a_holder_with_wrong_shares_is_waited_past_and_named(runs, monkeypatch):
     runs.config["run.name"] = "lied"
     final_state, history = runs.run(ON, runs.grid(ON))
     assert [r.accepted for r in history] == [SITES] * 3
-    assert "its shares of a as those sites made them" in history[1].unseen["deaf"]["a"]
+    assert "the shares that a made" in history[1].unseen["deaf"]["a"]
     assert state_digest(final_state) == state_digest(whole)
 
 
 def test_without_a_site_whose_shares_nobody_can_read_the_run_goes_on(runs, monkeypatch):
-    """It costs one round, and is asked nothing more: more holders say so than may lie or be silent."""
+    """It costs one round, and is not asked again: more holders say so than may lie or be silent."""
     real = derivations.encrypt_row
 
     def encrypt_row(key, shares, plan, site, holder):

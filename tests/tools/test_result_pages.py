@@ -23,6 +23,11 @@ def test_a_page_has_every_row_with_its_interval_and_what_the_paper_printed():
     assert "`fedveil bench x/y --small`, commit 0123456789ab. cores 2." in page
 
 
+def test_the_command_of_a_page_has_the_seeds_that_the_result_states():
+    page = results.render_result(RESULT | {"differences": ["this run: 2 clients; 5 seeds"]})
+    assert "`fedveil bench x/y --small --seeds 5`, commit" in page
+
+
 def test_nothing_of_a_result_is_read_as_markdown():
     page = results.render_result(RESULT)
     assert "A \\| title." in page

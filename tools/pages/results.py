@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     return "\n".join([
         "# Results of all benchmarks", "",
-        "Each page is written from one file of `benchmarks/results/`. Intervals are of 95 %, each of one figure alone.",
+        "Each page is written from one file of `benchmarks/results/`. Intervals are of 95 %, each for one figure.",
         "The sentences below a table are the file's own; those of comparisons are corrected for all of them.", "",
         "| preset | | form | commit | rows |", "|---|---|---|---|---|", *lines, "",
         "```{toctree}\n:hidden:\n:glob:\n\n*\n```", "",
@@ -34,18 +35,25 @@ def render_index(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def render_result(result: Mapping[str, Any]) -> str:
     """Write one result as a page: how to run it, its rows, its sentences, and how it differs from the paper."""
-    form = "" if result["form"] == "full" else f" --{result['form']}"
+    options = ("" if result["form"] == "full" else f" --{result['form']}") + _seeds_option(result)
     machine = ", ".join(f"{key} {value}" for key, value in result["environment"].items() if value is not None)
     seconds = f", {result['seconds']:,.0f} s" if "seconds" in result else ""  # older files lack it
     parts = [
         f"# {_escape(result['preset'])}", "", f"{_escape(result['title'])}.", "",
-        f"`fedveil bench {result['preset']}{form}`, commit {result['commit']}{seconds}. {_escape(machine)}.", "",
+        f"`fedveil bench {result['preset']}{options}`, commit {result['commit']}{seconds}. {_escape(machine)}.", "",
         "## Rows", "", *(line for row in result["rows"] for line in _render_row(row, result.get("paper", {}))),
     ]  # fmt: skip
     for heading, sentences in (("What it decides", "verdicts"), ("Differences from the paper", "differences")):
         if result.get(sentences):
             parts += [f"## {heading}", "", *(f"- {_escape(sentence)}" for sentence in result[sentences]), ""]
     return "\n".join(parts)
+
+
+def _seeds_option(result: Mapping[str, Any]) -> str:
+    """Return the option for the number of seeds that the file states; a preset's own number may be another one."""
+    texts = (*result.get("differences", ()), *result.get("verdicts", ()))
+    stated = next((match[1] for text in texts if (match := re.search(r"\b(\d+) seeds", text))), None)
+    return f" --seeds {stated}" if stated else ""
 
 
 def _render_row(row: Mapping[str, Any], paper: Mapping[str, Mapping[str, float]]) -> list[str]:

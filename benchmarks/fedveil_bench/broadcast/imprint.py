@@ -1,4 +1,5 @@
-"""A server whose broadcast is made to spell out rows: what one upload gives away, and what a site's check leaves of it.
+"""Measure an attack by a server that crafts its broadcast: how many examples one upload reveals, with a site's check
+and without it.
 
 | row | broadcast to the site |
 |---|---|
@@ -123,7 +124,8 @@ class BroadcastCase:
         return [self._measured(sent, [self._rows[i] for i in drawn[n : n + size]], f"site-{n}") for n in starts]
 
     def _measured(self, sent: Weights, rows: Rows, site: str) -> dict[str, float]:
-        """Return one upload's metrics. Each batch has its own site: a site's private part depends on its name too."""
+        """Return one upload's metrics. Each batch has its own site, because a site's private
+        part also depends on its name."""
         layer, length, config = self._settings["layer"], self._positions.stop, self._config
         prefix = tuple(self._public[0].ids[: self._positions.start])
         with tempfile.TemporaryDirectory() as folder:

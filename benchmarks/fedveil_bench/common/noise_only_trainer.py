@@ -32,12 +32,12 @@ class NoiseOnlyTrainer(TrainerWrapper):
 
     @override
     def train(self, weights: Weights, frozen: Frozen | None = None, penalty: Penalty | None = None) -> TrainingResult:
-        """Raise NotImplementedError: this control trains on noise alone."""
+        """Raise NotImplementedError: this control trains only on noise."""
         raise NotImplementedError("the control is of a method with noise")
 
     @override
     def gradient(self, weights: Weights) -> TrainingResult:
-        """Raise NotImplementedError: this control trains on noise alone."""
+        """Raise NotImplementedError: this control trains only on noise."""
         raise NotImplementedError("the control is of a method with noise")
 
 

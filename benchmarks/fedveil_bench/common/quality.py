@@ -109,8 +109,8 @@ def nist_statistics(written: Sequence[str], targets: Sequence[Sequence[str]]) ->
     """Return (rows, 12): what each row adds to corpus NIST (Doddington 2002), as nltk counts it.
 
     For n = 1 to 5 the information of the n-grams that it shares with the reference where that is most, and its number
-    of n-grams; then its length and that reference's, summed over n. The information of an n-gram is that among all of
-    `targets`, so it is the same in every resample of the rows.
+    of n-grams; then its length and that reference's, summed over n. The information of an n-gram is computed
+    over all of `targets`, so it is the same in every resample of the rows.
     """
     from nltk.util import ngrams
 

@@ -1,6 +1,6 @@
 """Shares of independent trials that succeed, such as searches that found a picture: exact intervals and verdicts.
 
-A few trials that all end alike have no spread, and Student's t would be certain of the share. So the interval is
+A few trials that all end alike have no spread, and Student's t would give an interval of width zero. So the interval is
 that of Clopper and Pearson (1934), and a verdict's probability is twice the smaller tail of the binomial.
 
 | trials | result |

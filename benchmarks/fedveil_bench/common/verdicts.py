@@ -96,8 +96,8 @@ def judge_control(
     """Judge whether a control is as it must be.
 
     Args:
-        margin: how far from chance an attack may be that tells nothing; one that wins must be farther.
-        chance: what is scored where nothing can be told, paired with `figure`; by default CHANCE.
+        margin: largest distance from chance of an attack that learns nothing; a winning attack must exceed it.
+        chance: the score of a blind guess, paired with `figure`; by default CHANCE.
     """
     gain = resampling.subtract_metrics(figure, chance or resampling.from_constant(CHANCE))
     if must == "won":
@@ -115,7 +115,7 @@ def describe_control_range(must: Must, margin: float = CONTROL_MARGIN) -> str:
 
 
 def list_control_verdicts(found: Sequence[tuple[str, ClaimSentence]]) -> list[str]:
-    """Return a sentence for each control of a table, ending in its verdict, and one on how the verdicts were found."""
+    """Return a sentence for each control of a table, ending in its verdict, and a sentence about the correction."""
     told_ = [
         f"{text}: {word}." for (text, _), word in zip(found, decide_words([said for _, said in found]), strict=True)
     ]
@@ -138,7 +138,7 @@ def judge_claims(
 ) -> list[tuple[str, ClaimSentence]]:
     """Return each claim of a preset, and whether it holds: on one metric of two rows, paired by resample and seed.
 
-    A claim's "than" is another row, or a number that every seed is held to.
+    A claim's "than" names another row, or a number with which every seed is compared.
 
     Raises:
         ConfigError: a claim about a row or a metric that the table does not have.
@@ -175,7 +175,7 @@ def all_of(
 
 
 def list_verdicts(found: Sequence[tuple[str, ClaimSentence]], seeds: int) -> list[str]:
-    """Return a sentence for each text, ending in its verdict, and one on how the verdicts were found."""
+    """Return a sentence for each text, ending in its verdict, and a sentence about the correction."""
     said = [each for _, each in found]
     told_ = [f"{text}: {word}." for (text, _), word in zip(found, decide_words(said), strict=True)]
     return [*told_, describe_correction(f"{len(said)} comparisons", seeds)] if found else []

@@ -1,9 +1,9 @@
 """Seconds and memory by the number of sites: in process, through the ServerApp's strategy, and a simulated arrival.
 
 Each case of the first two runs in a separate process (many_sites.py), so that peak memory is measured per case. The
-third (arrivals.py) is a simulation of events, with the server's costs just measured by the second, and the costs of a
-SuperLink that carries messages of that size for stock Flower here. a in seconds ~ N^a is the slope of the logarithms
-over all sizes; a constant part, which matters at small N, lowers it.
+third (arrivals.py) simulates events with the server's costs that the second has just measured, and with the costs of a
+SuperLink that carries stock Flower's messages of that size on this machine. a in seconds ~ N^a is the slope of the
+logarithms over all sizes; a constant part, which matters at small N, lowers it.
 
 It runs in pieces: cases in the file of pieces are not run again. Each row names its commit.
 """

@@ -7,7 +7,7 @@ shared prompt. Features of all pictures are computed once. Rows of a result:
 |---|---|
 | zero-shot | the unchanged CLIP, with "a photo of a" before the names: nothing was learned |
 | <row> | each site's own final model, the mean over sites |
-| <row>, noise only | the same run with all gradients set to zero: the effect of noise alone |
+| <row>, noise only | the same run with all gradients set to zero: the effect of only the noise |
 
 | metric | meaning |
 |---|---|

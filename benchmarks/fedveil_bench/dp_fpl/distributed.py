@@ -1,10 +1,10 @@
 """Compare noise at every site with noise in the sum of all sites, at one epsilon and several numbers of sites.
 
-A seed takes `rows_a_site` training pictures for each of the most sites, at random, and every number of sites uses as
-many of them. A round is one step on all of a site's rows, so that sampling does not affect the comparison. Only the
-shared prompt is scored, because only it gains. Its score is that of the mean over the last `averaged` rounds: from one
-round to the next the prompt moves by more than rows of the table differ, and a mean of published values costs no
-epsilon. Rows of a result:
+A seed draws `rows_a_site` training pictures for each site of the largest federation; a smaller one uses the same total.
+A round is one step on all of a site's rows, so that sampling does not affect the comparison. Only the shared prompt is
+scored, because only it gains. Its score is that of the mean over the last `averaged` rounds: from one round to the next
+the prompt moves by more than rows of the table differ, and a mean of published values costs no epsilon. Rows of a
+result:
 
 | row | model |
 |---|---|
@@ -19,8 +19,8 @@ epsilon. Rows of a result:
 | metric | meaning |
 |---|---|
 | right | percentage of the test pictures, all classes |
-| z | noise on what is summed over the clipping bound, wherever it is |
-| noise on the mean | its norm, over the clipping bound of one row's part in the mean of a site |
+| z | standard deviation of the noise on the sum, divided by the clipping bound |
+| noise on the mean | norm of the noise on the mean, divided by the clipping bound of one row's share of a site's mean |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
 Accuracies have 95 % intervals over test pictures, paired between rows and averaged over seeds, see `resampling`. They

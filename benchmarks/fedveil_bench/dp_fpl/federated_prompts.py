@@ -92,7 +92,7 @@ class FederatedPrompts:
         costs: "nominal epsilon" and the accountant's, by name; infinite where there is none.
         privacy: the same as text, with delta and relation.
         upload_bytes: size of all messages.
-        claim, plans: with its noise, None where there is none; and what the most asked sites' records are asked for.
+        claim, plans: the guarantee with its noise, or None; and the plans of the sites that are asked most often.
     """
 
     task: ClipPrompt
@@ -165,7 +165,7 @@ def federate_prompts(
 ) -> FederatedPrompts:
     """Run one row of a table on these rows of the sites.
 
-    The row's `epsilon` is turned into noise: as much as it takes at the site where it takes most. A baseline's is
+    The row's `epsilon` is turned into noise, the largest that any site needs. A baseline's is
     DP-SGD's, on the gradients of all that it trains, clipped together to the row's `dp.clip-norm`.
 
     Args:

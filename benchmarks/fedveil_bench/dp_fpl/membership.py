@@ -86,9 +86,10 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
 
 
 def from_estimate(estimate: Sequence[float], rows: int) -> ResampledMetric:
-    """Return a metric with that value and 95 % interval, given as [value, low, high]: normal on either side.
+    """Return a metric with that value and 95 % interval, given as [value, low, high], assuming a normal distribution on
+    each side.
 
-    The replicates of several such metrics rise together, so their mean is as wide as they are.
+    The replicates of several such metrics rise together, so the interval of their mean is as wide as theirs.
     """
     value, low, high = estimate
     normal, steps = statistics.NormalDist(), resampling.REPLICATES

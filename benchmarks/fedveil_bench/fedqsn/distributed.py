@@ -1,7 +1,7 @@
 """Compare noise at every site with noise in the sum for FedQSN, at one epsilon and several numbers of sites.
 
-A seed takes `rows_a_site` training rows for each of the most sites, at random, and every number of sites uses as many
-of them. A round is one step on all of a site's rows, so that no sampling hides in the comparison. Rows of a result:
+A seed draws `rows_a_site` training rows for each site of the largest federation; a smaller one uses the same total. A
+round is one step on all of a site's rows, so that no sampling hides in the comparison. Rows of a result:
 
 | row | model |
 |---|---|
@@ -14,8 +14,8 @@ of them. A round is one step on all of a site's rows, so that no sampling hides 
 | metric | meaning |
 |---|---|
 | loss | nats per token of the server's model, on test rows |
-| z | noise on what is summed over the clipping bound, wherever it is |
-| noise on the mean | norm of the noise on the mean gradient, over the clipping bound of a row |
+| z | standard deviation of the noise on the sum, divided by the clipping bound |
+| noise on the mean | norm of the noise on the mean gradient, divided by the clipping bound of a row |
 | epsilon, epsilon against all | by the accountant: as claimed; against the server and all other sites together |
 
 Losses have 95 % intervals over test sources and seeds, paired between rows, see `resampling`; each seed draws its own

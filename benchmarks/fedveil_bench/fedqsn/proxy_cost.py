@@ -66,8 +66,8 @@ def run_benchmark(settings: dict[str, Any], options: BenchOptions) -> BenchOutco
     rows.append({"name": "message", "metrics": {}, **sizes})
     off = sizes["download_bytes"] / sizes["counted_bytes"] - 1
     said.append(
-        f"Download of a proxy: {sizes['download_bytes']:,} bytes, {100 * off:+.3f} % off codes, scales, bitmaps and "
-        f"the rest counted by hand (asked: within 2 %: {'held' if abs(off) <= 0.02 else 'NOT HELD'}); FedAvg's is "
+        f"Download of a proxy: {sizes['download_bytes']:,} bytes, {100 * off:+.3f} % more than codes, scales, bitmaps "
+        f"and the rest counted by hand (asked: within 2 %: {'held' if abs(off) <= 0.02 else 'NOT HELD'}); FedAvg's is "
         f"{sizes['fedavg_bytes']:,}, {sizes['fedavg_bytes'] / sizes['download_bytes']:.2f} times as many."
     )
     return BenchOutcome(rows, said)

@@ -70,7 +70,7 @@ class _Row:
 
 
 def list_requirements(settings: Mapping[str, Any]) -> list[data.DataRequirement]:
-    """Return the folders behind the pictures of every part, and the base."""
+    """Return the folders that contain the pictures of every part, and the base."""
     asked = [(part["data"], "train") for part in settings["parts"]]
     asked += [(part[key], "test") for part in settings["parts"] for key in ("test", "shifted") if part.get(key)]
     splits: dict[str, dict[str, None]] = {}

@@ -7,7 +7,7 @@ and guesses the coins. Under secure aggregation it has the sums that broadcasts 
 |---|---|
 | shown | epsilon at least, with 95 % confidence, replace-one; a weak score gives a low bound, never a wrong one |
 | at most | epsilon from the site's ledger, at the same delta and relation; none for rows in the clear |
-| at most, against all | if the noise is in the sum: against the server and all other sites together |
+| at most, against all | the same bound against the server and all other sites together, if the noise is in the sum |
 | other coins | shown, for newly drawn coins, on which no model was trained, so it must be 0 |
 | right | fraction of correct guesses, for the best score |
 | loss, loss of round 0 | of the server's model, and of its initial model, on rows of no site, in nats |

@@ -110,7 +110,7 @@ def with_median(values: Sequence[float]) -> dict[str, float]:
 
 
 def held_to(found: Mapping[str, float], at_most: float) -> str:
-    """A word of verdicts.py: whether a mean is within a bound; its whole interval must lie on one side."""
+    """Return the verdict on whether a mean is within a bound; its whole interval must lie on one side."""
     if found["n"] > 1 and found["high"] <= at_most:
         return verdicts.HOLDS
     return verdicts.FAILS if found["n"] > 1 and found["low"] > at_most else verdicts.OPEN

@@ -143,7 +143,8 @@ def measure_attempt(sites: int, weights: int, silent: int) -> dict[str, float]:
 
 
 def _agreed(local: InProcessSecureSums, attempt: UnmaskingAttempt) -> tuple[float, float]:
-    """All sites of the list sign it, where a site is missing. Returns as `_opened`; zeros if nobody is asked."""
+    """All sites of the list sign it, where a site is missing. Returns what `_opened` returns; zeros if nobody is
+    asked."""
     attempt.close()
     sizes, seconds = [0], [0.0]
     for site, asked in attempt.agree_requests().items() if attempt.needs_agreement else ():

@@ -78,7 +78,7 @@ def describe_cost(method: str, sites: int, own: list[Figures], planned: list[Fig
 def measure_run(
     settings: Mapping[str, Any], flat: Mapping[str, Any], sites: int, seed: int, planned: bool, options: BenchOptions
 ) -> Figures:
-    """Run a federation and return its figures: secure with a table, or in the clear where sites draw."""
+    """Run a federation and return its figures: with secure aggregation and a table, or without both."""
     torch.set_num_threads(1)
     config = parse({**flat, "run.seed": seed, "run.deterministic": True, "secure.enabled": planned})
     method = strategies.create_method(config.method.name, config.method.params)

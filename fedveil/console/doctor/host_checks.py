@@ -17,7 +17,7 @@ _CPUS = "2"  # FEDVEIL_CPUS of the compose files
 
 
 def check_superlink() -> CheckResult:
-    """Check whether the running or installed `flower-superlink` activates a node by its key alone."""
+    """Check whether the running or installed `flower-superlink` activates a node by only its key."""
     import psutil
 
     running = [

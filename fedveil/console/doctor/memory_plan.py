@@ -75,7 +75,9 @@ def read_machine(gpu_gb: float, ranks: memory.RankLayout, tflops: float, bf16: b
         if not 0 <= value <= most or (name == "--gpus" and value < 1):
             raise ConfigError(f"{name}: expected a number above 0 and at most {most:g}, found {value:g}")
     if ranks.is_split and ranks.count == 1:
-        raise ConfigError("--shard-base: expected --gpus above 1 with it, found 1; set --gpus, or leave it out")
+        raise ConfigError(
+            "--shard-base: expected --gpus above 1 as well, found 1; set --gpus, or leave --shard-base out"
+        )
     if ranks.count > 1 and not gpu_gb and (there := torch.cuda.device_count()) < ranks.count:
         raise ConfigError(
             f"--gpus: expected at most {there}, the GPUs of this machine, or --gpu-gb with it, found {ranks.count}; "

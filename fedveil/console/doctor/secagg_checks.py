@@ -20,7 +20,8 @@ _WEAKER = "only the server then vouches for the sites' keys, so it could substit
 
 
 def signing_key(site: SiteConfig, folder: Path) -> CheckResult:
-    """Check that only its owner can read the signing key: the node config's, or the created one on a container host."""
+    """Check that only its owner can read the signing key: the one in the node config, or a created one in
+    containers."""
     name = "signing key"
     if not site.signing_key:
         return CheckResult(

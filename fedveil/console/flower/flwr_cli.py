@@ -46,7 +46,7 @@ class FlowerCli:
     Args:
         home: the FLWR_HOME; its config.toml has the connection.
         connection: its name; default: the one that `write_connection` wrote.
-        processes: the group that starts `flwr`; default: one for this object alone.
+        processes: the group that starts `flwr`; default: one for this object only.
         env: environment of `flwr`; default: this process's, completed by `environment`.
     """
 

@@ -147,7 +147,7 @@ class SiteStartWatcher:
         raise self.ended(code)
 
     def look(self) -> None:
-        """Print once why nothing answers. Raises ConfigError as `missing_sites`, unless the site was online before:
+        """Print once why nothing answers. Raises ConfigError like `missing_sites`, unless the site was online before:
         then it is this federation's server, even if the connection broke or the server restarted."""
         previous_reason = self.missing
         try:

@@ -2,9 +2,9 @@
 
 | what ends | action of `fedveil server start` |
 |---|---|
-| the SuperExec | restarts it; the runs' own processes ended with it, and are resumed as after any end |
+| the SuperExec | restarts it; the runs' own processes ended with it, and are resumed as usual |
 | the SuperLink, and its SuperExec with it | restarts both: sites reconnect by themselves |
-| either, and one of `resolve_server`'s checks now fails: a port in use, an expired certificate, a registry | ends |
+| either, and a check of `resolve_server` now fails: a port in use, an expired certificate, a bad registry | ends |
 | either, with a reason printed by its program, such as an unsupported Flower | ends, with that reason |
 | either, for the same reason ten times in ten minutes (restarts.py) | the same |
 | the SuperLink, before it was ready for the first time | the same |

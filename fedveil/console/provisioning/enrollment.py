@@ -1,6 +1,6 @@
 """Create a site's keys at the site, and its registration request: public data that proves private keys.
 
-    node.key      P-384: opens the site's connection; the SuperNode's alone
+    node.key      P-384: opens the site's connection; only the SuperNode reads it
     signing.key   Ed25519, 32 bytes: identifies this site to the others in secure aggregation; for the app process
     request.json  {"federation", "site", "ca", "key", "signing", "instructions", "made", "proof",
                    "signing-proof"}

@@ -219,7 +219,7 @@ class SiteRegistry:
             ) from None
 
     def add(self, site: str, signs: bool = False) -> None:
-        """Add an invited site; `signs`: its kit names the instruction keys. Raises ConfigError as `with_site` does."""
+        """Add an invited site; `signs`: its kit names the instruction keys. Raises ConfigError like `with_site`."""
         self.federation = self.with_site(site)
         self.sites[site] = {"state": "invited"} | ({"signs": True} if signs else {})
         self.save()

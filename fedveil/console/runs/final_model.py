@@ -38,7 +38,7 @@ class FinalModel:
     tensors: Weights
 
     def task(self, device: str) -> tuple[Task, dict[str, Any]]:
-        """Return the task with the base, and its weights. Raises ConfigError and TaskError as `tasks.load_task`."""
+        """Return the task with the base, and its weights. Raises ConfigError and TaskError like `tasks.load_task`."""
         task = tasks.load_task(self.config, self.adapter, device)
         return task, {name: weight for name, weight in self.tensors.items() if name in task.spec}
 

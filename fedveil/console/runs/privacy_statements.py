@@ -1,4 +1,4 @@
-"""Bound a run's privacy cost to the records of each site: sentences from the run folder alone."""
+"""Bound a run's privacy cost to the records of each site: sentences from only the run folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEEDED = "Not private: seeded noise (run.deterministic = true). Epsilon infinit
 
 
 def privacy_statements(run: RunView) -> list[str]:
-    """Bound this run's own privacy cost to each site's records, one sentence per site, from the run folder alone."""
+    """Bound this run's own privacy cost to each site's records, one sentence per site, from only the run folder."""
     if "method" not in run.config:
         return []
     try:
@@ -70,7 +70,7 @@ def privacy_summary(run: RunView) -> str:
 
 
 def _claim(run: RunView) -> tuple[PrivacyGuarantee | None, RunConfig]:
-    """Return the run's guarantee and config. Raises ConfigError for a run of another version."""
+    """Return the run's guarantee and config. Raises ConfigError for a run of a different version."""
     method = strategies.create_from_json(run.method, json.dumps(run.config["method"]["fields"]))
     config = parse(run.config["config"])
     return guarantee_of(method, config), config

@@ -71,7 +71,7 @@ def countdown_words(folder: Path, now: float | None = None) -> RoundCountdown:
                 if progress.get("unseen") is True
                 else "the server"
             )
-            return RoundCountdown(f"all {asked} have answered; {then} aggregates and scores")
+            return RoundCountdown(f"all {asked} have answered; {then} aggregates and evaluates")
         more = f" and {asked - done - len(waiting)} more" if asked - done > len(waiting) else ""
         words = f"{done} of {asked} have answered, waiting for {', '.join(waiting)}{more} ("
         return RoundCountdown(words, _whole(now - since), f" s of {deadline:.0f})")

@@ -30,7 +30,7 @@ class RunView:
         status: status.json; its state is "died" if the file says "running" but the process has ended, and "stopped" if
             it failed because it was asked to stop.
         attempts: the attempts at a round in metrics.jsonl, in order. Those with "void" did not enter the model, because
-            the run was resumed from before them; their messages were sent all the same.
+            the run was resumed from before them; their messages were sent nevertheless.
         before: scores of the initial model, by view; {} if there are none.
         messages: the result of `fedveil.records.disclosure_ledger.read_messages`.
         resumes: the lines of resumes.jsonl.
@@ -281,7 +281,7 @@ def _read(file: Path) -> str:
     try:
         return file.read_text()
     except UnicodeDecodeError as error:
-        raise StateError(f"{file}: expected UTF-8 text, found other bytes ({error.reason})") from None
+        raise StateError(f"{file}: expected UTF-8 text, found bytes in a different encoding ({error.reason})") from None
 
 
 def _parsed(text: str, where: str) -> Row:

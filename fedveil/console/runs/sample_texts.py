@@ -32,7 +32,7 @@ def write_samples(run: Path, device: str = "cpu") -> None:
     """Write the samples of a finished run; nothing if the server has no test examples or the task generates no texts.
 
     Raises:
-        StateError, ConfigError, TaskError: as `load_final_model` and its task raise.
+        StateError, ConfigError, TaskError: like `load_final_model` and its task.
     """
     model = final_model.load_final_model(run, max_new_tokens=40)
     config = model.config

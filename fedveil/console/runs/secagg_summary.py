@@ -25,7 +25,7 @@ from fedveil.federation.secagg.adversary_model import (
 from fedveil.sanitize import sanitize
 
 NOT_SEEN = (
-    "A server that kept to the protocol could not see a single site's values, number of examples, losses or upload "
+    "A server that followed the protocol could not see a single site's values, number of examples, losses or upload "
     "norm. So none of them is shown, and the server could check only the sum, not each upload."
 )
 

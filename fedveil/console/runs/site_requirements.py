@@ -12,7 +12,7 @@ from fedveil.federation.secagg.plan_checks import SiteRequirements
 def site_requirements(policy: SitePolicy | None) -> SiteRequirements:
     """Return what a policy requires of plans. None: a site without a policy.
 
-    A roster counts only if the policy also requires secure aggregation and admits known code alone: else a server that
+    A roster counts only if the policy also requires secure aggregation and admits only known code: else a server that
     lies asks for a run in the clear, or sends code of its own.
     """
     if policy is None:

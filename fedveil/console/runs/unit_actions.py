@@ -101,7 +101,7 @@ def _withdraw(args: argparse.Namespace) -> int:
     if exposure.rows.problems:
         print("this site does not train on data in which it cannot look for withdrawn units")
     print("a client round in progress still uses them; the rows themselves stay in the data until you remove them")
-    print("the privacy ledger goes on: nothing is given back")
+    print("the privacy ledger continues: no epsilon is returned")
     for run in exposure.runs:
         for line in _retraining(run):
             print(line)

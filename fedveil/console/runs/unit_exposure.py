@@ -48,7 +48,7 @@ class UnitRows:
     """A unit's rows in the data as it is now.
 
     Attributes:
-        data: the folder or file; None if it is not known.
+        data: the folder or file; None if it is unknown.
         column: the column that was searched; "" if it is not known.
         files: number of the unit's rows in each file.
         problems: files that could not be searched, with the reason.
@@ -175,7 +175,7 @@ class UnitExposure:
         if account is not None:
             notes.append(
                 f"each epsilon is at delta {account.own.delta:g} ({account.own.neighbours.value}), for this site's "
-                "data alone: another site with rows of the same person has its own ledger"
+                "data only: another site with rows of the same person has its own ledger"
             )
         if account is not None and account.unit == ROW:
             notes.append(_ROWS_ONLY)
@@ -231,7 +231,7 @@ def collect_exposure(state_dir: Path, site: SiteConfig, unit: str, data: Path | 
 
     Args:
         site: policy and key file of the site.
-        data: the data folder or file; None if it is not known.
+        data: the data folder or file; None if it is unknown.
         column: the column of the unit's id; "" if it is not known.
 
     Raises:

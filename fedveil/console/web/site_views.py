@@ -145,7 +145,8 @@ class SiteViews:
         )
 
     def _workers(self) -> tuple[list[WorkerStatus], str]:
-        """Return the running workers, and why they are unknown. A worker's report is untrusted: bundled code."""
+        """Return the running workers, or none and the reason why they are unknown. A worker's report is untrusted,
+        because a worker runs bundled code."""
         try:
             return list_workers(self.state_dir), ""
         except (ValueError, TypeError, KeyError) as error:
@@ -172,7 +173,7 @@ def _rows(ledger: LedgerStanding) -> list[list[object]]:
 
 
 def _ledger_note(standing: CachedAnswer[LedgerStanding]) -> str:
-    """Return why the ledger is not shown, or what does not fit it, or its age; "" for neither."""
+    """Return why the ledger is missing, or its problem, or the age of an old answer; "" if all is well."""
     if standing.value is None:
         return standing.why or "computing"
     return standing.value.problem or ("" if standing.is_new else standing.since)

@@ -10,7 +10,7 @@
 | float | f | float.hex() |
 | str | s | as it is |
 | bytes | y | hexadecimal digits |
-| list | [ and the tag of its items; [ alone for an empty one | a list of the items' texts |
+| list | [ and the tag of its items; only [ for an empty one | a list of the items' texts |
 
 Without tags 1.5 and the text "0x1.8p+0" would have one digest, and so would the bytes ab and the text "ab".
 """

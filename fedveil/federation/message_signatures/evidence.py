@@ -1,4 +1,4 @@
-"""Signed messages as evidence: claims and signature of an audit log's line, in a file that anybody can check.
+"""Signed messages as evidence: claims and signature of an audit log's line, in a file that anyone can check.
 
     {"signature": 128 hex digits, "statement": "fedveil reply 1\\n{...}"}
 
@@ -66,14 +66,19 @@ class Evidence:
     def _from_fields(cls, kind: type[InstructionClaims] | type[ReplyClaims], fields: Any) -> Evidence:
         names = {field.name for field in dataclasses.fields(kind)}
         if not isinstance(fields, Mapping) or set(fields) != names | {"key", "signature"}:
-            raise EvidenceError("evidence: expected one message's claims with key and signature, found other names")
+            raise EvidenceError(
+                "evidence: expected one message's claims with key and signature, found different field names"
+            )
         signature = fields["signature"]
         if type(signature) is not str or not _SIGNATURE.fullmatch(signature):
             raise EvidenceError("evidence: signature: expected 128 hex digits, found a different text")
         claims = {field.name: fields[field.name] for field in dataclasses.fields(kind)}
         kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(kind)}
         if any(type(claims[name]) is not kinds[name] for name in kinds):
-            raise EvidenceError("evidence: expected texts and whole numbers as claims have them, found other types")
+            raise EvidenceError(
+                "evidence: expected a text or a whole number in each claim, as its kind requires, found a different "
+                "type"
+            )
         made = cls(kind(**claims), signature)
         made.claims.signed_bytes()  # raises WireError for a value without a canonical form
         return made

@@ -27,7 +27,7 @@ method's terms as masked integers:
 
 A plan names everything that has to be the same at all sites, and its digest salts every key: a site that was
 shown another plan adds masks that do not cancel. Each site shares the secrets of its masks with the cohort
-while it masks, under keys of that plan alone. Before shares open, q sites of the sum sign one list of who is
+while it masks, under keys that are only for that plan. Before shares open, q sites of the sum sign one list of who is
 in it; each site signs one list of a plan, and agrees to one plan of a round.
 
 The base is Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, 2017, with
@@ -37,17 +37,23 @@ checks that no c sites cut it. Inconsistent broadcasts: Pasquini et al., Eluding
 Federated Learning via Model Inconsistency, 2022.
 
 Formal guarantees, for a cohort of m sites and an adversary that controls the server and c of them, where all
-policies name one roster, require secure aggregation and admit known code alone, 2 q > m + c, t > c (t = q
+policies name one roster, require secure aggregation and admit only known code, 2 q > m + c, t > c (t = q
 with all pairs), max(q, least) - c >= 2:
-1. Of a plan, the adversary learns one sum at most, over at least max(q, least) - c honest sites, and of any
-   combination of the sums of one round nothing with fewer than q - c honest sites.
+1. For each plan the adversary learns at most one sum, over at least max(q, least) - c honest sites. No combination of
+   one round's sums reveals anything about fewer than q - c honest sites.
 2. A server that follows the protocol, with c' sites, learns one sum of each round, if c' < t and
    c' <= max(q, least) - 2; with neighbors c' <= c, for which every site checks the graph.
 3. Sites that were shown another cohort, config, bundle or broadcast (where the method sends all sites the
    same) are not in the same sum: theirs is noise.
-Not promised: a right sum, since a site may send anything; an end, if fewer than q sites answer; anything that
-the sum and the model show, or by which the sums of two rounds differ; broadcasts, for methods that keep
-private state at the site; entries that fewer sites send, where a method does not have every site send all.
-A site that lost its state, or whose state was set back to an older copy, counts to c in the rounds that it
-forgot. Where sites send different entries by a table, an entry has at least `least` - c honest sites.
+
+The protocol does not guarantee:
+
+- a correct sum, because a site may send anything, or that a round ends if fewer than q sites answer;
+- secrecy of what the sum, the model or the difference of two rounds' sums shows;
+- secrecy of broadcasts, for methods that keep private state at the site;
+- secrecy of entries that only some sites send.
+
+A site that lost its state, or whose state was set back to an older copy, counts as one of the c colluding sites in
+the rounds that it forgot. If a table plans which site sends which entries, an entry has at least `least` - c honest
+sites.
 """

@@ -5,12 +5,12 @@ and c sites work with the server. L = max(q, K).
 
 | adversary | sees of the other sites' uploads no more than | if |
 |---|---|---|
-| a server that keeps to the protocol (honest but curious), and c sites | one sum of each round | c < t, c <= L - 2,
+| a server that follows the protocol (honest but curious), and c sites | one sum of each round | c < t, c <= L - 2,
   or K - 2 where sites send different entries, by a table (`Method.plans_entries`);
   with neighbors c <= secure.max-colluders, for which every site checks the graph |
 | a server that lies, and c sites | one sum of a plan, with at least L - c honest sites; of all sums of a round together
   nothing with fewer than q - c honest sites | every site's policy names one roster, requires secure
-  aggregation and admits known code alone,
+  aggregation and admits only known code,
   2 q > m + c, t > c, L - c >= 2 |
 | a server that lies, without a roster | everything | - |
 
@@ -37,11 +37,11 @@ POLICIES_DECIDE = (
     "which this record does not show; fedveil explain --policy and fedveil site status show it at each site."
 )
 SINGLE_SITE = (
-    "With this method each site draws which entries it sends, so some entries of the sum may come from one site alone: "
+    "With this method each site draws which entries it sends, so some entries of the sum may come from only one site: "
     "its values and its weight."
 )
 SINGLE_SITE_METHODS = (
-    "If each site draws which entries it sends, some entries of the sum may come from one site alone (fedveil explain "
+    "If each site draws which entries it sends, some entries of the sum may come from only one site (fedveil explain "
     "shows whether they do)."
 )
 BROADCASTS = (
@@ -66,7 +66,7 @@ def single_site(partial: bool | None) -> str:
 
 
 def server_learns(partial: bool | None) -> str:
-    """Return what a server that keeps to the protocol learns of the uploads of a run."""
+    """Return what a server that follows the protocol learns of the uploads of a run."""
     exception = single_site(partial)
     return (
         "the sum over the sites of each round. Beyond it, a server that follows the protocol learns no single site's "
@@ -105,7 +105,7 @@ class EnforcedBounds:
         """Return the guarantee against a server that lies."""
         return (
             f"Holds against a server that lies {_with(self.colluding)}, if every site's policy names this roster, "
-            "requires secure aggregation and admits known code alone: each sum has at least "
+            "requires secure aggregation and admits only known code: each sum has at least "
             f"{self.least - self.colluding} honest sites, and all sums of a round together show nothing of fewer than "
             f"{self.quorum - self.colluding} (min-cohort, min-threshold, min-colluders). Where sites send different "
             f"entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may be of {self.entry - self.colluding} of "
@@ -124,11 +124,11 @@ class AdversaryModel:
         least: K.
         colluding: sites for which every site checks a graph of neighbors.
         neighbours: 0 = all pairs.
-        partial: the method's `has_single_site_entries`; None where the method is not known.
-        broadcasts_bound: every site of an attempt gets the same message and keeps no private state; None where the
+        partial: the method's `has_single_site_entries`; None if the method is not known.
+        broadcasts_bound: every site of an attempt gets the same message and keeps no private state; None if the
             method is not known.
-        demands: of the site for which this is stated; None where no site's policy is known, as at the server.
-        plans_entries: the method's `plans_entries`: a single entry may be of K sites; None where it is not known.
+        demands: of the site for which this is stated; None if no site's policy is known, as at the server.
+        plans_entries: the method's `plans_entries`: a single entry may come from only K sites; None if it is unknown.
     """
 
     quorum: int

@@ -81,7 +81,9 @@ def decrypt_share(key: bytes, data: bytes, purpose: bytes) -> bytes:
     try:
         return AESGCM(key).decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], purpose)
     except (InvalidTag, ValueError):
-        raise WireError("share: expected one for this holder and context, found another") from None
+        raise WireError(
+            "share: expected one encrypted for this holder and context, found one that does not decrypt"
+        ) from None
 
 
 def sign_bytes(signing_key: bytes, text: bytes) -> bytes:

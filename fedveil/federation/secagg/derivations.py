@@ -46,7 +46,7 @@ def pairwise_mask(secret: bytes, plan: str, site: str, other: str) -> MaskStream
 
 
 def own_mask(secret: bytes, plan: str, site: str) -> MaskStream:
-    """Return the mask that `site` adds and nobody else knows, from b_i."""
+    """Return the mask that only `site` knows and adds, from b_i."""
     return MaskStream(crypto.derive_key(secret, protocol_context("own mask", site), bytes.fromhex(plan)), 1)
 
 

@@ -39,7 +39,7 @@ def plan_entries(
 
 
 def names_to_send(method: Method, table: EntryTable | None, site: str, names: Collection[str]) -> frozenset[str] | None:
-    """Return which names of a vector a site must send; None where the site itself draws what it sends."""
+    """Return which names of a vector a site must send; None if the site itself draws what it sends."""
     if method.has_single_site_entries:
         return None
     planned = table.names_of(site) if table else None

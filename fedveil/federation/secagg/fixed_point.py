@@ -113,7 +113,7 @@ class FixedPointRing:
                 block = torch.where(flat_mask[start : start + BLOCK], block, 0.0)
             low, high = map(float, torch.aminmax(block))
             if not (math.isfinite(low) and math.isfinite(high)):  # NaN is both
-                raise ValueError("expected finite values, found others")
+                raise ValueError("expected finite values, found NaN or infinity")
             block = block.to(torch.float64, copy=True)
             if max(-low, high) > self.bound:
                 clipped += int((block.abs() > self.bound).sum())

@@ -12,7 +12,8 @@ which hides the omission.
 | other names than those that the site must send | PolicyError: nothing is sent |
 | clear scalars that are not the payload's own | ConfigError: this method does not support secure aggregation |
 | an entry whose weights add up to zero | it has no mean: 0, and `moved` is False |
-| sums of weights that honest sites cannot send (more than K M, masks of more than all examples) | WireError |
+| sums of weights that honest sites cannot send (above K M, or a mask that counts more examples than there are) |
+  WireError |
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class VectorLayout:
         sent = self.names - slots.keys()
         if names is not None and sent != names:
             raise PolicyError(
-                f"entries: expected to send {len(names)} tensors, which other sites send too, found {len(sent)}, with "
-                f"a difference in {sanitize(min(sent ^ names), 80)}; nothing is sent: some entries of the sum could "
+                f"entries: expected {len(names)} tensors to send, which other sites send too, found {len(sent)}, which "
+                f"differ in {sanitize(min(sent ^ names), 80)}; nothing is sent, because some entries of the sum could "
                 "come from too few sites"
             )
         vector[-1] = counted
@@ -144,7 +145,10 @@ def _weights(term: Contribution, slot: VectorSlot) -> Tensor:
         return term.mask.to(torch.int64)
     narrow = term.mask[tuple(slice(0, 1) if n == 1 else slice(None) for n in slot.weights_shape)]
     if len(slot.weights_shape) != term.mask.ndim or not torch.equal(narrow.expand(term.mask.shape), term.mask):
-        raise ConfigError(f"{term.name}: expected a mask with weights of shape {slot.weights_shape}, found another")
+        raise ConfigError(
+            f"{term.name}: expected a mask that one weight for each entry of shape {slot.weights_shape} can express, "
+            "found one that varies within such an entry"
+        )
     return narrow.to(torch.int64)
 
 
@@ -221,5 +225,5 @@ class FixedPointSums:
             if bool((values.abs() > most).any()) or norm > max_norm:
                 raise WireError(
                     f"{slot.name}: expected a sum of values within +-{self._ring.bound:g} each and a mean of norm "
-                    f"{max_norm:g} at most, found another: a site has sent a wrong vector"
+                    f"{max_norm:g} at most, found larger values; a site sent a wrong vector"
                 )

@@ -88,7 +88,7 @@ class InProcessSecureSums:
         )  # fmt: skip
 
     def mask(self, site: str, plan: AttemptPlan, vector: Integers) -> UploadAttachment:
-        """Mask a site's vector in place. Raises as `SecAggSite.mask`."""
+        """Mask a site's vector in place. Raises the same errors as `SecAggSite.mask`."""
         return self.sites[site].mask(plan, self.terms(plan), vector)
 
     def pair_masks(self, site: str) -> dict[str, mask_streams.MaskStream]:

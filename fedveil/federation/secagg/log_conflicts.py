@@ -5,7 +5,7 @@
 | two plans for one run, round and attempt | the server showed two plans, or restarted from an older state |
 | two lists of one plan | the server asked for two sums; a site that signed both lied too, or was set back |
 
-The plan is not signed by the server. So the logs convince whoever trusts both sites, and nobody else.
+The plan is not signed by the server. So the logs convince only a reader who trusts both sites.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def count_common_plans(first: Lines, second: Lines) -> int:
 
 
 def find_conflicts(lines: Lines) -> list[str]:
-    """Return a sentence for each contradiction in the lines of several logs, those of secure aggregation alone."""
+    """Return a sentence for each contradiction in the lines of several logs, only those about secure aggregation."""
     lines = list(lines)
     conflicts = []
     for (run, round_, attempt), plans in _plans(lines).items():

@@ -33,13 +33,13 @@ OptionalDigest = Digest | Literal[""]
 
 
 class Prekey(SecAggMessage):
-    """The public half of a key with which a site masks for one plan, and no other.
+    """The public half of the key with which a site masks its update for exactly one plan.
 
     Attributes:
         signing_key: Ed25519 key by which the other sites know the site.
         number: counts the prekeys that the site made in the run.
         key: X25519.
-        signature: of run and all this.
+        signature: over the run and the fields above.
     """
 
     site: Name
@@ -165,7 +165,7 @@ def config_digest(config: Mapping[str, bool | int | float | str], method: str, f
     try:
         parsed = json.loads(fields)
     except (ValueError, RecursionError):
-        raise WireError("order: fields: expected the method's fields as JSON, found another text") from None
+        raise WireError("order: fields: expected the method's fields as JSON, found text that is not JSON") from None
     texts = [json.dumps(value, sort_keys=True, separators=(",", ":")) for value in (dict(config), parsed)]
     return hashlib.sha256(protocol_context("config", texts[0], method, texts[1])).hexdigest()
 

@@ -54,7 +54,7 @@ class RoundTerms:
         table: text of the table of entries that came with the plan; "" = none.
         has_table: the method sends different entries from different sites, by such a table.
         is_alike: the method sends every site of an attempt the same message.
-        state: whether the client round goes on from private state.
+        state: whether the client round continues from private state.
     """
 
     run: str
@@ -119,10 +119,10 @@ def require_roster(plan: AttemptPlan, terms: RoundTerms, demands: SiteRequiremen
         return
     listed = SigningKeyRoster.from_bytes(terms.roster.encode()).signing_keys
     if roster_digest(listed) != plan.roster:
-        raise WireError("secure plan: roster: expected the text with the plan's digest, found another")
+        raise WireError("secure plan: roster: expected the roster whose digest the plan names, found a different one")
     for member in plan.members:
         if listed.get(member.site) != member.signing_key:
-            raise PolicyError(f"roster: expected the signing key of {member.site} as listed, found another")
+            raise PolicyError(f"roster: expected the listed signing key of {member.site}, found a different key")
 
 
 @number_refusals("T2")
@@ -133,7 +133,7 @@ def require_own_key(plan: AttemptPlan, terms: RoundTerms, site: str, signing_key
     """
     own = plan.by_name.get(site)
     if own is None:
-        raise WireError("secure plan: expected this site in its cohort, found others alone")
+        raise WireError("secure plan: expected this site in its cohort, found only other sites")
     listed = SigningKeyRoster.from_bytes(terms.roster.encode()).signing_keys.get(site) if plan.roster else signing_key
     for where, key in (("the plan", own.signing_key), ("the roster", listed)):
         if key != signing_key:
@@ -156,7 +156,9 @@ def require_genuine_prekeys(plan: AttemptPlan) -> None:
     """T3. Every prekey is signed by its site for this run, and is fit for key agreement."""
     for member in plan.members:
         if not member.is_genuine(plan.run):
-            raise WireError(f"secure plan: expected the prekey of {member.site} with its signature, found another")
+            raise WireError(
+                f"secure plan: expected a prekey that {member.site} signed, found an invalid key or signature"
+            )
 
 
 @number_refusals("T4")
@@ -164,8 +166,8 @@ def require_unspent(plan: AttemptPlan, site: str, unspent: Prekey | None) -> Non
     """T4. The plan has this site's newest prekey, with which it has not masked."""
     if unspent is None or plan.by_name[site] != unspent:
         raise PolicyError(
-            "secure: expected this site's last prekey, unused, found another, or none; a prekey is for one attempt: "
-            "request a new one"
+            "secure: expected this site's latest unused prekey, found a different or used one, or none; request a new "
+            "prekey for each attempt"
         )
 
 
@@ -236,7 +238,7 @@ def require_entries(plan: AttemptPlan, terms: RoundTerms) -> None:
 
 @number_refusals("A5")
 def require_entries_of_sum(plan: AttemptPlan, text: str, in_sum: Collection[str]) -> None:
-    """A5. Each entry has enough sites of the list, or none."""
+    """A5. Each entry comes from enough sites of the list, or from none."""
     if not plan.entries:
         return
     try:
@@ -248,41 +250,45 @@ def require_entries_of_sum(plan: AttemptPlan, text: str, in_sum: Collection[str]
 
 def _require_digest(plan: AttemptPlan, table: EntryTable | None) -> EntryTable:
     if table is None or table.digest != plan.entries:
-        raise WireError("secure plan: entries: expected the table with the plan's digest, found another")
+        raise WireError(
+            "secure plan: entries: expected the table whose digest the plan names, found none or a different one"
+        )
     return table
 
 
 @number_refusals("T7")
 def require_later(plan: AttemptPlan, state: SiteSecAggState) -> None:
-    """T7. The site has not masked for this attempt or a later one, and has signed no list of this round."""
+    """T7. The site has not masked an update for this attempt or a later one, and has signed no list in this round."""
     fence = state.fence
     if fence.masked is not None and (plan.round, plan.attempt) <= fence.masked:
         raise PolicyError(
-            f"secure: expected an attempt after {fence.masked}, for which this site has masked, found "
+            f"secure: expected an attempt after {fence.masked}, for which this site masked an update, found "
             f"({plan.round}, {plan.attempt})"
         )
     if fence.signed is not None and plan.round <= fence.signed:
         raise PolicyError(
-            f"secure: expected a round after {fence.signed}, in which this site has agreed to a sum, found {plan.round}"
+            f"secure: expected a round after {fence.signed}, in which this site agreed to a sum, found {plan.round}"
         )
 
 
 @number_refusals("T11")
 def require_continued_state(terms: RoundTerms, state: SiteSecAggState) -> None:
-    """T11. A site that has gone on from private state does not begin anew in the run."""
+    """T11. A site that has continued from private state does not start over in the run."""
     if state.fence.kept and terms.state == "begins":
         raise PolicyError(
-            "secure: this site has continued from its private state in this run, found an instruction to begin anew, "
-            "which could leave its update alone in a sum; start a new run"
+            "secure: this site has continued from its private state in this run, found an instruction to start "
+            "over, which could isolate its update in a sum; start a new run"
         )
 
 
 @number_refusals("A3")
 def require_listed(plan: AttemptPlan, in_sum: Collection[str], site: str, demands: SiteRequirements) -> None:
-    """A3. The list has this site, sites of the cohort alone, and enough of them."""
+    """A3. The list contains this site, only sites of the cohort, and enough of them."""
     least = max(plan.least_in_sum, demands.min_cohort)
     if len(set(in_sum)) < len(in_sum) or not set(in_sum) <= plan.by_name.keys() or site not in in_sum:
-        raise PolicyError("secure: expected a list of sites of the plan, this site among them, found another")
+        raise PolicyError(
+            "secure: expected a list with this site and others of the plan, each once, found a different list"
+        )
     if len(in_sum) < least:
         raise PolicyError(f"secure: expected at least {least} sites in a sum, found {len(in_sum)}; none is opened")
 
@@ -293,7 +299,7 @@ def require_certificate(
 ) -> Mapping[str, str]:
     """O3. A quorum of the list's sites signed this list. Return their valid signatures.
 
-    Left out where the list is the whole cohort, with all pairs; then nothing is returned.
+    Check nothing and return no signatures if the list is the whole cohort and all pairs share a mask.
     """
     if len(in_sum) == len(plan.members) and not plan.neighbours and plan.threshold == plan.quorum:
         return {}
@@ -305,8 +311,7 @@ def require_certificate(
     }
     if len(signed) < plan.quorum:
         raise PolicyError(
-            f"secure: expected {plan.quorum} sites' signatures of this list of the sum, found {len(signed)}; no share "
-            "is opened"
+            f"secure: expected {plan.quorum} sites' signatures of this list, found {len(signed)}; no share is opened"
         )
     return signed
 
@@ -316,5 +321,6 @@ def require_rows(plan: AttemptPlan, in_sum: Collection[str], site: str, rows: Co
     """O4. There is a row of each site in the sum whose shares this site holds, and no other."""
     if set(rows) != {dealer for dealer in in_sum if site in plan.holders(dealer)}:
         raise PolicyError(
-            "secure: expected a row of shares of each site in the sum of which this site is a holder, found others"
+            "secure: expected one row of shares for each site in the sum whose shares this site holds, found rows for "
+            "different sites"
         )

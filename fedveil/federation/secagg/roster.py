@@ -1,4 +1,5 @@
-"""The signing keys of all sites of a federation, by which sites know each other's keys without the server's word."""
+"""The signing keys of all sites of a federation, with which sites verify each other's keys without trusting the
+server."""
 
 from __future__ import annotations
 

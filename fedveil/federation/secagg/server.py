@@ -5,7 +5,7 @@
 | a site without an unused prekey | it is asked for one; without an answer it is left out of the cohort |
 | a site that has agreed to a sum of this round, or masked in a later one | it is left out of the cohort |
 | a site that says it has masked for a thousand attempts at this round | it is left out: numbers could be used up |
-| a site whose shares do not open its secret | the run continues without it (`expel`) |
+| a site whose shares do not reconstruct its secret | the run continues without it (`expel`) |
 | a restart | every site is asked again; no key and no attempt's number is used twice. The owners of keys and expelled
   sites are restored (`known_sites`) |
 """
@@ -157,10 +157,13 @@ class SecAggCoordinator:
         self.ready[site] = answer
 
     def keep(self, site: str, plan: AttemptPlan, prekey: Prekey) -> None:
-        """Accept the prekey that came with an upload for a plan. Raises WireError as `admit`."""
+        """Accept the prekey that came with an upload for a plan. Raises WireError like `admit`."""
         self._require_own(site, prekey)
         if prekey.signing_key != plan.by_name[site].signing_key or prekey.number <= plan.by_name[site].number:
-            raise WireError(f"secure: expected a later prekey of {site}, found another")
+            raise WireError(
+                f"secure: expected a later prekey with the signing key of {site}, found an earlier one or a different "
+                "key"
+            )
         before = self.ready.get(site)
         signed = before.signed if before else None
         self.ready[site] = KeysResponse(prekey=prekey, after=(plan.round, plan.attempt), signed=signed)
@@ -168,7 +171,10 @@ class SecAggCoordinator:
     def _require_own(self, site: str, prekey: Prekey) -> None:
         known = self.roster.get(site)
         if prekey.site != site or not prekey.is_genuine(self.run) or known not in (None, prekey.signing_key):
-            raise WireError(f"secure: expected the prekey of {site}, signed with its registered key, found another")
+            raise WireError(
+                f"secure: expected the prekey of {site}, signed with its registered key, found a different site, key "
+                "or signature"
+            )
         # A plan shows a site's prekey to the others, so whoever shows a key first is its owner for the rest of the run.
         shown = (prekey.key, "prekey", self._owners), (prekey.signing_key, "signing key", self._signers)
         for key, what, owners in shown:

@@ -59,7 +59,7 @@ def split_secrets(secrets: Sequence[bytes], threshold: int, places: int) -> list
     Returns for each place the shares of all secrets, in their order.
 
     Raises:
-        ValueError: a secret of another length, or a threshold that is not from 1 to `places`, or too many places.
+        ValueError: a secret of a wrong length, or a threshold that is not from 1 to `places`, or too many places.
     """
     for secret in secrets:
         if len(secret) != SECRET_BYTES:

@@ -61,7 +61,7 @@ class SecAggSite:
 
     Attributes:
         run: its name with its id.
-        name: by which the server knows the site.
+        name: the name by which the server knows the site.
         signing_key: private, 32 bytes.
         boot: returns the id of the machine's boot, "" where the system has none. Raises StateError.
         audit_log: appends a line to the site's audit log. Raises StateError; then the site does not answer.
@@ -121,7 +121,7 @@ class SecAggSite:
         plan_checks.require_entries(plan, terms)
 
     def mask(self, plan: AttemptPlan, terms: RoundTerms, vector: Integers) -> UploadAttachment:
-        """Mask a vector in place and spend the prekey. Raises as `begin`."""
+        """Mask a vector in place and spend the prekey. Raises the same errors as `begin`."""
         with self.log_refusals("mask", plan), self.store.alone():
             state = self._load()
             self._check_plan(state, plan, terms)
@@ -142,7 +142,7 @@ class SecAggSite:
                 update={
                     "masked": (plan.round, plan.attempt),
                     "kept": state.fence.kept or terms.state == "continues",
-                    # With entries of some sites alone, a second attempt could take an entry apart.
+                    # If only some sites send an entry, a second attempt could isolate one site's part of it.
                     "signed": plan.round if plan.entries else state.fence.signed,
                 }
             )
@@ -275,7 +275,8 @@ class SecAggSite:
         """A1 and O1. Return the live plan. Raises PolicyError if it is another one, or none of this boot."""
         if plan.run != self.run or state.live is None or state.live.plan != plan.digest:
             raise PolicyError(
-                "secure: expected the plan for which this site masked last, found another; no share is opened"
+                "secure: expected the plan for which this site last masked an update, found a different plan; no "
+                "share is opened"
             )
         return state.live
 

@@ -51,7 +51,7 @@ class Fence(SecAggMessage):
     Attributes:
         masked: round and attempt for which it masked last.
         signed: the last round in which it agreed to a list, or may mask no second time.
-        kept: it has gone on from private state.
+        kept: it has continued from private state.
     """
 
     masked: Annotated[Position | None, Field(strict=False)] = None

@@ -4,13 +4,13 @@
 |---|---|
 | an upload of another plan, with a wrong signature, digest or holder | it is refused; its site is silent |
 | both ends of a pair name different secrets | the attempt is thrown away before a list is signed; see `disputes` |
-| fewer uploads than max(q, least), or a graph that c sites can cut | the attempt is thrown away; nobody signs a list |
+| fewer uploads than max(q, least), or a graph that c sites can cut | the attempt is discarded; no site signs a list |
 | fewer than q signatures of the list, or than t shares of a secret | the round is lost: sites have agreed to a sum |
 | a share that does not match the digest that its site gave | it is left out, and others are waited for |
 | shares that match but open another secret | the round is lost, and their site is `faulty`: it signed both |
 
-An adversary that gets a site left out of later cohorts has two sums that differ by it. So only a site that lies for
-certain is named alone: more holders must report it, or more sites report a holder, than can lie or be silent.
+An adversary that gets a site left out of later cohorts has two sums that differ by it. So a site is excluded
+without its partner only if it certainly lies: more sites report it than can lie or be silent.
 """
 
 from __future__ import annotations
@@ -75,26 +75,31 @@ class UnmaskingAttempt:
     # Uploads
 
     def check(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
-        """Raise WireError for a late or repeated upload, or one that its site has not made for this plan."""
+        """Raise WireError for a late or repeated upload, or one that its site did not make for this plan."""
         plan = self.plan
         if site not in plan.by_name or site in self.uploads or self.in_sum:
             raise WireError(f"secure: expected one upload per site before the list is closed; found one from {site}")
         if attached.plan != plan.digest:
-            raise WireError(f"secure: expected an upload of {site} for this plan, found one for another")
+            raise WireError(f"secure: expected an upload of {site} for this plan, found one for a different plan")
         if not is_signed_by(attached, plan.by_name[site]):
-            raise WireError(f"secure: expected an upload that {site} has signed, found another")
+            raise WireError(f"secure: expected an upload that {site} signed, found an invalid signature")
         partners, holders = plan.partners(site), plan.holders(site)
         if list(attached.pairs) != partners or list(attached.rows) != holders or list(attached.shares) != holders:
-            raise WireError(f"secure: expected shares of {site} for each of its holders, found others")
+            raise WireError(
+                f"secure: expected shares of {site} for exactly its holders and partners, found shares for different "
+                "sites"
+            )
         count = 1 + len(partners)
         rows = {len(row) // 2 for row in attached.rows.values()}
         if {len(shares) for shares in attached.shares.values()} != {count} or rows != {derivations.row_bytes(count)}:
-            raise WireError(f"secure: expected {count} shares of {site} for each holder, found others")
+            raise WireError(
+                f"secure: expected {count} shares of {site} for each holder, found a different number or size"
+            )
         if attached.vector != hashlib.sha256(np.ascontiguousarray(vector).data).hexdigest():
-            raise WireError(f"secure: expected the vector that {site} has signed, found another")
+            raise WireError(f"secure: expected the vector whose digest {site} signed, found a different vector")
 
     def add(self, site: str, vector: Integers, attached: UploadAttachment) -> None:
-        """Add a masked vector, which is only read. Raises WireError as `check`."""
+        """Add a masked vector without changing it. Raises WireError like `check`."""
         self.check(site, vector, attached)
         self._total = vector.copy() if self._total is None else np.add(self._total, vector, out=self._total)
         self.uploads[site] = attached
@@ -141,7 +146,9 @@ class UnmaskingAttempt:
             )
         if disputes := self.disputes:
             pairs = ", ".join(f"{site} and {other}" for site, other in disputes[:3])
-            raise QuorumError(f"secure: expected both ends of a pair to name one secret, found others: {pairs}")
+            raise QuorumError(
+                f"secure: expected both sites of a pair to name the same secret, found different ones: {pairs}"
+            )
         if plan.neighbours and graph_connectivity.fewest_partners(plan, sites) < plan.threshold:
             raise QuorumError(
                 f"secure.graph-degree: expected at least {plan.threshold} holders of each site in the sum, found "
@@ -163,7 +170,7 @@ class UnmaskingAttempt:
         if not is_same or not crypto.is_signed(
             key, bytes.fromhex(answer.signature), agreed_text(self.plan, self.digest)
         ):
-            raise WireError(f"secure: expected {site}'s signature of this list, found another")
+            raise WireError(f"secure: expected {site}'s signature of this list, found an invalid one")
         self.agreed[site] = answer.signature
 
     def open_requests(self) -> dict[str, OpenRequest]:
@@ -202,21 +209,27 @@ class UnmaskingAttempt:
         """
         plan = self.plan
         if (opened.plan, opened.list) != (plan.digest, self.digest) or not is_signed_by(opened, plan.by_name[holder]):
-            raise WireError(f"secure: expected {holder}'s own shares for this list, found others")
+            raise WireError(
+                f"secure: expected shares for this list with {holder}'s signature, found a different list or signature"
+            )
         dealers = set(self._dealers(holder))
         if opened.own.keys() | set(opened.unread) != dealers or opened.own.keys() & set(opened.unread):
-            raise WireError("secure: expected a share or a complaint for each requested site, found others")
+            raise WireError(
+                "secure: expected a share or a complaint for each requested site, found a different set of sites"
+            )
         silent = {site: [other for other in plan.partners(site) if other not in self.uploads] for site in opened.own}
         wanted = {site: set(others) for site, others in silent.items() if others}
         if {site: set(of) for site, of in opened.pairs.items()} != wanted:
-            raise WireError("secure: expected the shares of silent partners of each site, found others")
+            raise WireError(
+                "secure: expected the shares of each site's unresponsive partners, found shares of different sites"
+            )
         self._complaints |= {(holder, site) for site in opened.unread}
         wrong = sorted(site for site in opened.own if not self._take_row(holder, site, opened))
         self._complaints |= {(holder, site) for site in wrong}
         if wrong:
             raise WireError(
-                f"secure: expected its shares of {', '.join(wrong)} as those sites made them, found others; they are "
-                "ignored"
+                f"secure: expected {holder} to return the shares that {', '.join(wrong)} made, found different shares, "
+                "which are ignored"
             )
 
     def _take_row(self, holder: str, site: str, opened: OpenResponse) -> bool:
@@ -240,13 +253,13 @@ class UnmaskingAttempt:
 
     @property
     def wanting(self) -> list[str]:
-        """Return the sites of whose secrets some have too few shares so far."""
+        """Return the sites that have a secret with too few opened shares so far."""
         t = self.plan.threshold
         return sorted({site for site, other in self._secrets() if len(self._opened.get((site, other), {})) < t})
 
     @property
     def faulty(self) -> dict[str, str]:
-        """Return the sites that lie for certain, with the reason; where one of two lies, both."""
+        """Return the sites that certainly lied, with the reason; if one of two sites lied, return both."""
         plan = self.plan
         named: dict[str, str] = {}
         if disputes := self.disputes:
@@ -258,17 +271,17 @@ class UnmaskingAttempt:
         wanting = set(self.wanting) if self.in_sum else set()
         for site, other in self._secrets():
             if site not in wanting and self._rebuilt(site, other) is None:
-                named[site] = "its shares do not open its secret"
+                named[site] = "its shares do not reconstruct its secret"
         for holder, site in self._complaints:
             if site in wanting and not {site, holder} & named.keys():
                 named |= dict.fromkeys((site, holder), "one of two sites sent shares that the other could not use")
         return named
 
     def total(self) -> Integers:
-        """Return the unmasked sum of the uploaded vectors. It can be taken once.
+        """Return the unmasked sum of the uploaded vectors. Only the first call returns it.
 
         Raises:
-            QuorumError: there are too few shares, or they do not fit; nothing was revealed.
+            QuorumError: there are too few shares, or they do not match; nothing was revealed.
         """
         assert self._total is not None, "the total can be taken only once"
         if wanting := self.wanting:
@@ -320,7 +333,7 @@ def negate_mask(mask: mask_streams.MaskStream) -> mask_streams.MaskStream:
 
 
 def _liars(disputes: Collection[tuple[str, str]], colluding: int, reason: str) -> dict[str, str]:
-    """Return sites to leave out: one in dispute with more than `colluding` others lies alone; else both of a pair."""
+    """Return sites to exclude: one in dispute with more than `colluding` others; otherwise both of a pair."""
     counts: Mapping[str, int] = Counter(site for pair in disputes for site in pair)
     named = {site: reason for site, count in counts.items() if count > colluding}
     for pair in disputes:

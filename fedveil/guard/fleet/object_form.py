@@ -3,7 +3,7 @@
     TYPE ids length\\0body          ids: of the children, separated by commas; length: of the body
 
 Flower checks an object's hash and that its type is one of Flower's. The ServerApp then trusts the object, not the
-announcement: an object of another type ended a run, and an Array that named one slice 2,400 times became 3.1 GB.
+announcement: an object of an unexpected type ended a run, and an Array that named one slice 2,400 times became 3.1 GB.
 
 Formal guarantees, for an object that `check_object` lets pass:
 - its id is the SHA-256 of its bytes, and its type and children are those of its place in the tree;

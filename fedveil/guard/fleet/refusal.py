@@ -23,7 +23,7 @@ class RefusalReason(Enum):
     PULLED_TOO_OFTEN = "object pulled too often"
     FOREIGN_INSTRUCTION = "no open instruction for this site"
     ANSWERED = "instruction already has a reply"
-    SHAPE = "not exactly one message with one tree"
+    SHAPE = "expected exactly one message with one tree"
     SENDER = "wrong source or destination"
     FIELDS = "run, type or group of another instruction"
     MESSAGE_ID = "message id is not the tree's root"

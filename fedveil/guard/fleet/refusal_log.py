@@ -6,7 +6,7 @@
 | refusals of a site | lines |
 |---|---|
 | the first for a call and reason | one at once, with what the site sent, cut to 80 characters |
-| more of them within a minute | none; then one with their number, at the next refusal or the next sweep |
+| more of them within a minute | none at first; then one with their number, at the next refusal or the next sweep |
 | 20 within a minute, for any calls | one `rogue` event, once a minute |
 | while the control log is not writable | a line in the SuperLink's own log; the call stays refused |
 
@@ -39,7 +39,7 @@ class _Line:
     """Time of the last line of one kind, and the number of refusals since then."""
 
     at: float
-    unsaid: int = 0
+    unlogged: int = 0
 
 
 class FleetRefusalLog:
@@ -60,20 +60,20 @@ class FleetRefusalLog:
             line = self._lines.get(key)
             if line is None or now - line.at >= limits.REFUSAL_LINE_SECONDS:
                 about = {"value": sanitize(value, _VALUE_CHARACTERS)} if line is None and value else {}
-                self._write(key, 1 + (line.unsaid if line else 0), about)
+                self._write(key, 1 + (line.unlogged if line else 0), about)
                 self._lines[key] = _Line(now)
             else:
-                line.unsaid += 1
+                line.unlogged += 1
             self._record_rogue(site, node_id, now)
 
     def write_counts(self) -> None:
-        """Write the counts of refusals that have no line yet and whose minute is over."""
+        """Write the counts of refusals that are not yet in the log and whose minute is over."""
         with self._lock:
             now = self._monotonic()
             for key, line in self._lines.items():
-                if line.unsaid and now - line.at >= limits.REFUSAL_LINE_SECONDS:
-                    self._write(key, line.unsaid, {})
-                    line.at, line.unsaid = now, 0
+                if line.unlogged and now - line.at >= limits.REFUSAL_LINE_SECONDS:
+                    self._write(key, line.unlogged, {})
+                    line.at, line.unlogged = now, 0
 
     def _record_rogue(self, site: str, node_id: int, now: float) -> None:
         recent = self._recent.setdefault(node_id, deque(maxlen=limits.ROGUE_REFUSALS_A_MINUTE))

@@ -64,7 +64,7 @@ def sites_only(
 
     Args:
         refusal: returns the answer for a signing key (PEM) and a flag for a SuperNode's first request;
-            None where Flower answers the request.
+            None if Flower answers the request.
         is_known: returns whether a key is in the registry, valid or not.
         open_calls: the calls whose bodies have not arrived.
     """

@@ -1,1 +1,1 @@
-"""Estimate a run's needs from the base's config.json alone: memory by part, and compute."""
+"""Estimate a run's needs from only the base's config.json: memory by part, and compute."""

@@ -99,7 +99,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises:
         TaskError: no config.json, or one that is too long, is not a JSON object, needs its own code or is
-            quantized; an unsupported kind; a setting that is missing, of another type or out of range.
+            quantized; an unsupported kind; a setting that is missing, of a wrong type or out of range.
     """
     file = folder / "config.json"
     if not file.is_file():

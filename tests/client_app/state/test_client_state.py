@@ -125,7 +125,7 @@ def test_two_sealed_files_of_a_site_do_not_change_places(tmp_path, take, seal): 
 
 def test_nothing_on_the_wire_names_a_key_file(tmp_path):
     order = {"round": 0, "is-new": True, "site": "s", "run": "r", "method": "fedavg", "fields": "{}"}
-    with pytest.raises(WireError, match="expected an instruction of this version"):
+    with pytest.raises(WireError, match="expected an instruction in the format of this version"):
         ClientAssignment.from_instruction({**order, "key-file": "/etc/shadow"}, {}, {})
     for key in ("key-file", "site.key-file", "run.key-file", "client.key-file"):
         with pytest.raises(ConfigError):

@@ -82,7 +82,7 @@ def test_a_private_layer_leaves_a_site_once_whatever_round_the_server_names(ask)
     assert len({fields for variant, fields in ask.uploads if variant == "all"}) == 1
     another = ask(0, shift=1.0)
     assert another.startswith(
-        "PolicyError: round: expected the message and last client round that this site received before for round 0"
+        "PolicyError: round: expected the message and previous client round that this site received before for round 0"
     )
     assert [ask(2)] + [ask(round_)[:11] for round_ in (-1, 0)] == ["top", "PolicyError", "PolicyError"]
 
@@ -92,8 +92,9 @@ def test_a_round_is_repeated_from_the_state_that_it_began_with(ask):
     assert ask(0) == "all"
     assert ask(1, last=ask.turns[0]) == "top"
     assert (
-        ask(1) == "PolicyError: round: expected the message and last client round that this site received before for "
-        "round 1, found others; start a new run"
+        ask(1)
+        == "PolicyError: round: expected the message and previous client round that this site received before for "
+        "round 1, found a different message or round; start a new run"
     )
     assert ask(1, last=ask.turns[0]) == "top"
 

@@ -1,4 +1,4 @@
-"""A value of a text column is the text that stands in the file, JSON Lines or Parquet."""
+"""A value of a text column is read as the text in the file, JSON Lines or Parquet."""
 
 from __future__ import annotations
 

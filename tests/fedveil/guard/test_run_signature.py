@@ -103,7 +103,7 @@ def test_a_signed_name_is_the_name_by_which_the_site_keeps_the_runs_state(tmp_pa
         ({"fields": "[" * 1_000_000}, {}, "order: fields: expected str of at most 100000 characters"),
         ({"round": "0"}, {}, "order: round: expected int"),
         ({"log": "\x1b]0;x\x07"}, {}, "order: log: expected an anchor"),
-        ({"x" * 100_000: 1}, {}, "expected an instruction of this version"),
+        ({"x" * 100_000: 1}, {}, "expected an instruction in the format of this version"),
         ({}, {"unknown": "x\x1b"}, "ConfigError"),
     ],
 )

@@ -385,7 +385,7 @@ def test_data_of_another_state_folder_is_refused_until_its_history_is_adopted(tm
     with pytest.raises(StateError, match="expected another state folder"):
         PrivacyLedger(ours).adopt(UNLIMITED, witness, PrivacyLedger(ours))
     charge(tmp_path / "third", terms("x"))
-    with pytest.raises(StateError, match="found another; name the state folder"):
+    with pytest.raises(StateError, match="found a different one; name the state folder"):
         PrivacyLedger(ours).adopt(UNLIMITED, witness, PrivacyLedger(tmp_path / "third"))
     assert PrivacyLedger(ours).adopt(UNLIMITED, witness, PrivacyLedger(theirs)) == 1
     charge(ours, terms("b", most=4), witness=witness)

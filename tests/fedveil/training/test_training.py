@@ -159,7 +159,9 @@ def test_weights_that_the_last_step_broke_do_not_leave(configured, rows, start, 
     monkeypatch.setattr(task, "loss_sum", loss_sum)
     monkeypatch.setattr(loss_log, "_NAMED", 3)
     many = [*rows, *rows[:11]]
-    with pytest.raises(TaskError, match=r"finite weight, found another in the result at step 2 .* 1, 2, 3 and 37 more"):
+    with pytest.raises(
+        TaskError, match=r"finite weight, found NaN or infinity in the result at step 2 .* 1, 2, 3 and 37 more"
+    ):
         task.trainer(many, RandomStream(KEY)).train(start)
 
 

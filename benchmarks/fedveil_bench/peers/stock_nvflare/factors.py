@@ -1,4 +1,4 @@
-"""The server's model: the LoRA factors alone, under PEFT's names."""
+"""The server's model: only the LoRA factors, under PEFT's names."""
 
 import torch
 from safetensors.torch import load_file

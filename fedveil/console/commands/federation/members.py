@@ -328,7 +328,9 @@ def _renew(args: argparse.Namespace, members: SiteRegistry) -> int:
             f"--ca-key: expected the CA's private key at {file}, found none ({error}); fetch it from its safe place"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
-        raise ConfigError(f"--ca-key: expected the key of {args.folder / 'ca' / 'ca.crt'}, found another at {file}")
+        raise ConfigError(
+            f"--ca-key: expected the key of {args.folder / 'ca' / 'ca.crt'}, found a different key at {file}"
+        )
     if ca.not_valid_after_utc <= datetime.now(UTC):
         raise ConfigError(
             f"ca.crt: expected a CA that is still valid, found one until {ca.not_valid_after_utc:%Y-%m-%d}; "

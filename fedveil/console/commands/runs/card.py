@@ -109,7 +109,7 @@ def _sign(args: argparse.Namespace) -> int:
 def _require_own(about: PrivacyCard, site: str, log: Path | None) -> None:
     """Raise StateError unless the card's anchor for a site comes from that site's own log."""
     if log is None:
-        raise ConfigError("--site: expected --log FILE with it, the site's own audit log, found none; add it")
+        raise ConfigError("--site: expected --log FILE as well, the site's own audit log, found none; add it")
     anchor = about.audit_log.sites.get(site, "")
     if not anchor:
         raise StateError(

@@ -28,7 +28,7 @@ SITES_NOTE = (
 )
 PRIVACY_NOTE = (
     "Upper bounds, by dp-accounting, on what anyone but the site can learn about one of its examples from everything "
-    "that the site sent and keeps. Each names its relation of neighboring data sets; a site's own ledger adds its "
+    "that the site sent and keeps. Each states which data sets count as neighbors; a site's own ledger adds its "
     "other runs."
 )
 

@@ -69,7 +69,7 @@ class TradeoffRun:
 
     @property
     def words(self) -> str:
-        """Return how well an attacker could tell members, in words."""
+        """Return in words how well an attacker could identify members."""
         if self.told is None:
             return "undecided" if self.attacked else "not attacked"
         return f"{100 * self.auroc[0]:.0f} %"

@@ -202,7 +202,7 @@ def test_a_site_signs_only_a_card_that_fits_its_own_log(run, capsys):
     sign = ["sign", run, "--key", run.parent / "north", "--log", own]
     assert "the log was rewritten" in refused(capsys, *sign, "--site", "site-1")
     assert "do not sign for it" in refused(capsys, *sign, "--site", "site-2")
-    assert "expected --log FILE with it" in refused(capsys, *sign[:4], "--site", "site-0")
+    assert "expected --log FILE as well" in refused(capsys, *sign[:4], "--site", "site-0")
     assert not (run / "final" / in_toto.NAME).exists()
     audit_log.append_entry(own, "later", {})
     did(capsys, *sign, "--site", "site-0")

@@ -118,7 +118,7 @@ def test_what_the_server_learns_of_a_secure_run_is_the_sum(make_run):
     )
     assert "The server learns: each client&#x27;s trained weights, in full." in clear
     assert (
-        "The server learns: the sum over the sites of each round. A server that kept to the protocol could not see"
+        "The server learns: the sum over the sites of each round. A server that followed the protocol could not see"
         in secure
     )
     assert "Without secure aggregation it would be: one trained factor of each client" in secure

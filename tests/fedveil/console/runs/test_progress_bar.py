@@ -32,8 +32,8 @@ def test_who_has_answered_and_who_is_waited_for(tmp_path):
     assert said(tmp_path, asked=9, waiting=list("abcdefg")) == (
         "2 of 9 have answered, waiting for a, b, c and 4 more (41 s of 600)"
     )
-    assert said(tmp_path, accepted=3, waiting=[]) == "all 4 have answered; the server aggregates and scores"
-    shares = "all 4 have answered; the sites reveal shares of the masks, then the server aggregates and scores"
+    assert said(tmp_path, accepted=3, waiting=[]) == "all 4 have answered; the server aggregates and evaluates"
+    shares = "all 4 have answered; the sites reveal shares of the masks, then the server aggregates and evaluates"
     assert said(tmp_path, accepted=3, waiting=[], unseen=True) == shares
     assert said(tmp_path, phase="waiting") == "waiting for sites"
     assert said(tmp_path, phase="done") == ""

@@ -44,7 +44,7 @@ def test_the_report_shows_the_sums_and_has_no_column_for_what_nobody_saw(make_ru
     assert "Secure aggregation" not in clear
     page = run_page.run_page_html([load_run(masked(folder))])
     assert not any(f">{name}</th>" in page for name in NEVER_SEEN)
-    assert "A server that kept to the protocol could not see a single site" in page
+    assert "A server that followed the protocol could not see a single site" in page
     assert "Holds against an honest but curious server and up to 1 site with it." in page
     for words in (POLICIES_DECIDE, BROADCASTS, TWO_ROUNDS):
         assert html.escape(words) in page

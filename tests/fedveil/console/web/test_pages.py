@@ -164,7 +164,7 @@ AWAITED = (
 @pytest.mark.parametrize(
     ("about", "words"),
     [({}, UNDER_WAY), ({"phase": "waiting", "there": 1, "refused": {EVIL: "its policy"}}, AWAITED),
-     ({"accepted": 3}, "all 4 have answered; the server aggregates and scores"),
+     ({"accepted": 3}, "all 4 have answered; the server aggregates and evaluates"),
      ({"since": -1e300}, r"2 of 4 [^<]*, west \(10{5}")],
 )  # fmt: skip
 def test_where_a_round_is_stands_below_the_state_and_in_the_list(runs, about, words):

@@ -172,7 +172,7 @@ class LyingServer:
         return prekey
 
     def plan(self, round_: int = 0, attempt: int = 0, cohort: Collection[str] | None = None, **changes) -> AttemptPlan:
-        """Return a plan for these sites with numbers as a server that keeps to the protocol would have them."""
+        """Return a plan for these sites with numbers as a server that follows the protocol would have them."""
         members = tuple(self.prekey(site) for site in sorted(cohort or self.names))
         colluding = changes.get("colluding", 1)
         quorum = changes.get("quorum", quorum_of(0, len(members), colluding))

@@ -36,7 +36,7 @@ def claim(quorum, threshold, least, **update) -> AdversaryModel:
 
 
 def opens_one_secret(t: int, c: int) -> bool:
-    """The server keeps to the protocol, so what the sites with it hold beside the sum is their own shares."""
+    """The server follows the protocol, so what the sites with it hold beside the sum is their own shares."""
     return c >= t
 
 
@@ -147,7 +147,7 @@ def test_with_a_roster_the_bound_and_its_conditions_are_said():
     words = claim(7, 7, 3, demands=SiteRequirements(min_cohort=5, min_threshold=4, roster=ROSTER, colluding=1)).words
     assert words[1] == (
         "Holds against a server that lies and up to 1 site with it, if every site's policy names this roster, requires "
-        "secure aggregation and admits known code alone: each sum has at least 4 honest sites, and all sums of a round "
+        "secure aggregation and admits only known code: each sum has at least 4 honest sites, and all sums of a round "
         "together show nothing of fewer than 3 (min-cohort, min-threshold, min-colluders). Where sites send different "
         "entries (FedRand, FedQSN, HetLoRA, FLoRA), a single entry may be of 4 of them. A site that lost its state, or "
         "was set back to an older one, counts as one that works with the server."
@@ -165,10 +165,10 @@ def test_broadcasts_are_left_out_for_methods_with_private_state_or_messages_that
 def test_entries_of_one_site_are_named_where_sites_may_leave_entries_out():
     descriptions = {partial: " ".join(claim(4, 4, 5, partial=partial).words) for partial in (True, False, None)}
     assert (
-        "With this method each site draws which entries it sends, so some entries of the sum may come from one site"
-        in descriptions[True]
+        "With this method each site draws which entries it sends, so some entries of the sum may come from only one "
+        "site" in descriptions[True]
     )
-    assert "from one site" not in descriptions[False]
+    assert "from only one site" not in descriptions[False]
     assert "If each site draws which entries it sends" in descriptions[None]
     assert single_site(True) in server_learns(True)
     assert server_learns(False).endswith("values, number of examples, losses or norm.")

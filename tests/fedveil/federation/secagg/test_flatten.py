@@ -115,8 +115,11 @@ def test_an_entry_that_nobody_counts_has_no_mean():
         ([Contribution("a", torch.zeros(2), 1.5)], "whole weight"),
         ([Contribution("a", torch.zeros(2), 6.0)], "a: weight"),
         ([Contribution("a", torch.tensor([0.0, float("nan")]), 1.0)], "a: expected finite"),
-        ([Contribution("a", torch.zeros(2), 1.0, torch.tensor([True, False]))], "a: expected a mask with weights"),
-        ([column(mask=~MASK.roll(1, 1) & torch.tensor([[True] * 3, [False] * 3]))], "b: expected a mask with weights"),
+        ([Contribution("a", torch.zeros(2), 1.0, torch.tensor([True, False]))], "a: expected a mask that one"),
+        (
+            [column(mask=~MASK.roll(1, 1) & torch.tensor([[True] * 3, [False] * 3]))],
+            "b: expected a mask that one",
+        ),
     ],
 )
 def test_a_term_that_is_not_as_declared(terms, match):

@@ -69,7 +69,7 @@ def test_inconsistent_broadcasts_give_noise(server):
     honest = UnmaskingAttempt(plan)
     honest.add("a", uploads[0].vector, uploads[0].attached)
     for upload in uploads[1:]:
-        with pytest.raises(WireError, match="for this plan, found one for another"):
+        with pytest.raises(WireError, match="for this plan, found one for a different plan"):
             honest.add(upload.site, upload.vector, upload.attached)
     with pytest.raises(QuorumError):
         honest.close()
@@ -111,7 +111,7 @@ def begin(server: LyingServer, round_: int, states: dict[str, str]) -> dict[str,
 
 
 def test_private_state_is_not_reset_once_a_site_went_on_from_it(server):
-    """All get one broadcast; the target goes on from its private factors, and the others are told to begin anew."""
+    """All get one broadcast; the target continues from its private factors, and the others are told to start over."""
     reset = {"a": "continues", "b": "begins", "c": "begins"}
     assert all(begin(server, 0, dict.fromkeys(HONEST, "begins")).values())
     assert all(begin(server, 1, dict.fromkeys(HONEST, "continues")).values())

@@ -81,7 +81,7 @@ def test_keys_are_made_once_and_never_without_being_asked(lied):
     assert lied.site.ready(asked) == lied.site.ready(asked)
     assert lied.site.ready(asked).prekey.number == 0
     new = SecAggSite(RUN, "s00", lied.key("s00"), MemorySecAggStore())
-    lied.refused("unused, found another, or none", site=new)
+    lied.refused("latest unused prekey, found a different or used one", site=new)
     assert new.store.load() is None
 
 
@@ -90,11 +90,11 @@ def test_a_prekey_of_its_own_that_is_not_its_newest(lied):
     new = SecAggSite(RUN, "s00", lied.key("s00"), MemorySecAggStore())
     prekey = new.ready(KeysRequest(run=RUN)).prekey
     assert prekey.number == 0
-    lied.refused("unused, found another", plan=with_members(lied.plan, s00=prekey))
-    lied.refused("unused, found another", site=new)
+    lied.refused("latest unused prekey", plan=with_members(lied.plan, s00=prekey))
+    lied.refused("latest unused prekey", site=new)
     attached = lied.site.mask(lied.plan, lied.terms, drawn(4, 0))
     later, terms = changed(lied.plan, attempt=1), replace(lied.terms, attempt=1)
-    lied.refused("unused, found another", plan=later, terms=terms)
+    lied.refused("latest unused prekey", plan=later, terms=terms)
     lied.site.begin(with_members(later, s00=attached.next), terms)
 
 
@@ -105,7 +105,7 @@ def test_a_plan_without_the_site_or_with_another_signing_key_of_its(lied):
     foreign = stranger()
     prekey = changed(lied.plan.by_name["s00"], signing_key=crypto.verifying_key(foreign).hex())
     swapped = with_members(lied.plan, s00=signed_prekey(prekey, foreign))
-    lied.refused("signing key of s00 as listed", plan=swapped)
+    lied.refused("the listed signing key of s00", plan=swapped)
     without = changed(swapped, roster="")
     lied.refused("this site's own in the plan", plan=without, terms=replace(lied.terms, roster=""))
 
@@ -123,7 +123,9 @@ def test_a_roster_in_which_the_site_has_another_key(lied):
 @pytest.mark.parametrize("u", POINTS)
 def test_points_of_low_order(lied, u):
     prekey = changed(lied.plan.by_name["s03"], key=low_order(u))
-    lied.refused("prekey of s03", WireError, with_members(lied.plan, s03=signed_prekey(prekey, lied.key("s03"))))
+    lied.refused(
+        "prekey that s03 signed", WireError, with_members(lied.plan, s03=signed_prekey(prekey, lied.key("s03")))
+    )
 
 
 def test_a_prekey_that_its_owner_did_not_sign(lied):
@@ -135,7 +137,7 @@ def test_a_prekey_that_its_owner_did_not_sign(lied):
         signed_prekey(prekey, lied.key("s04")),
         signed_prekey(prekey, lied.key("s03"), "another"),
     ):
-        lied.refused("prekey of s03", WireError, with_members(lied.plan, s03=forged))
+        lied.refused("prekey that s03 signed", WireError, with_members(lied.plan, s03=forged))
 
 
 def test_one_prekey_or_signing_key_under_two_names(lied):
@@ -175,7 +177,7 @@ def test_a_roster_that_is_not_theirs_or_a_member_that_is_not_on_it(lied):
         lied.refused(
             "fedveil members roster", plan=changed(lied.plan, roster=roster_digest(other)), terms=terms, site=site
         )
-        lied.refused("the text with the plan's digest", WireError, terms=terms, site=site)
+        lied.refused("the roster whose digest the plan names", WireError, terms=terms, site=site)
     lied.refused(
         "fedveil members roster", plan=changed(lied.plan, roster=""), terms=replace(lied.terms, roster=""), site=site
     )
@@ -241,7 +243,7 @@ def test_another_bundle_than_the_site_runs(lied):
 
 def test_nothing_is_masked_for_a_plan_twice(lied):
     lied.site.mask(lied.plan, lied.terms, drawn(4, 0))
-    lied.refused("unused, found another")
+    lied.refused("latest unused prekey")
 
 
 @pytest.mark.parametrize(("round_", "attempt"), [(3, 0), (2, 0), (2, 9)])
@@ -262,7 +264,7 @@ def test_nothing_is_kept_of_a_mask_that_was_not_finished(lied, monkeypatch):
         with pytest.raises(SystemExit):
             lied.site.mask(lied.plan, lied.terms, drawn(4, 0))
     assert lied.site.store.load().live.plan == lied.plan.digest
-    lied.refused("unused, found another")
+    lied.refused("latest unused prekey")
 
 
 def test_a_state_that_cannot_be_saved_lets_nothing_leave(lied):
