@@ -13,8 +13,12 @@ LOCKED := -m pip install --quiet --disable-pip-version-check --require-hashes --
 # 1.41 or 1.42: Flower's releases whose SuperNodes speak HTTP; docs/deploy/provision.md says which to take. Each has a VENV of its own.
 FLOWER ?=
 HTTP_VENV ?= .venv-http$(if $(FLOWER),-$(FLOWER))
+# The Python and the environment of `make newest`, which reads no lock.
+NEWEST_PYTHON ?= python3.12
+NEWEST_VENV ?= .venv-newest
 # Everything but what takes minutes or needs more than a CPU.
 EVERY := -m "not slow and not gpu and not containers and not browser"
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What differs by Flower: guard, apps, console, and a federation on this machine.
 HTTP_TESTS := tests/fedveil/guard tests/fedveil/relay tests/client_app/test_app.py tests/client_app/state/test_replay_guard.py \
   $(addprefix tests/server_app/test_,flower_strategy.py message_signing.py object_reader.py quorum.py reception.py resume.py hostile_replies.py) tests/fedveil/console/launch tests/fedveil/console/flower \
@@ -23,7 +27,7 @@ HTTP_TESTS := tests/fedveil/guard tests/fedveil/relay tests/client_app/test_app.
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test long http coverage containers check mutate build sbom docs lock release bench bench-test gpu methods clean
+.PHONY: help install demo test long http newest coverage containers check mutate build sbom docs lock release bench bench-test gpu methods clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,16 +61,32 @@ demo: $(READY) ## Run the demo: FedRand beside FedAvg over gRPC, with a report (
 	@$(BIN)/fedveil demo $(ARGS)
 
 test: $(TESTED) ## Run the fast tests, two at a time (ARGS="-k fedrand", WORKERS=8)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 long: $(TESTED) ## Run what make test leaves out because it takes seconds of CPU or starts processes
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
+	@$(PYTEST) -m long $(ARGS)
 
 http: ## Set up .venv-http with Flower 1.41 (FLOWER=1.42), and run there what differs by Flower, a federation over HTTP among it
 	@$(MAKE) --no-print-directory test VENV=$(HTTP_VENV) FLOWER=$(or $(FLOWER),1.41) ARGS='$(EVERY) $(HTTP_TESTS) $(ARGS)'
 
+# A new environment each time, whose versions the index decides: to see what will break. No target that users run does this.
+newest: BIN := $(NEWEST_VENV)/bin
+newest: ## Set up .venv-newest with the newest releases that pyproject.toml allows, and run the fast tests and the demo there
+	@$(NEWEST_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { \
+	  echo "error: NEWEST_PYTHON: expected Python 3.12, found $$($(NEWEST_PYTHON) --version 2>&1); run: make newest NEWEST_PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@echo "Installing the newest releases into $(NEWEST_VENV) (some minutes)"
+	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST_VENV)
+	@env -u PIP_CONSTRAINT $(BIN)/python -m pip install --quiet --upgrade pip setuptools
+	@$(if $(TORCH_INDEX),env -u PIP_CONSTRAINT $(BIN)/python -m pip install --quiet --no-deps --index-url $(TORCH_INDEX) torch)
+	@env -u PIP_CONSTRAINT $(BIN)/python -m pip install --quiet -e '.[test]'
+	@$(BIN)/python -m pip check
+	@$(BIN)/python -m pip list
+	@$(PYTEST) $(ARGS)
+	@$(BIN)/fedveil demo
+
 coverage: $(TESTED) $(BENCH) ## Run fast and long tests, those of the benchmarks too, and measure coverage; fails below fail_under of pyproject.toml
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests benchmarks/tests $(EVERY) --cov --cov-report=term --cov-report=xml $(ARGS)
+	@$(PYTEST) tests benchmarks/tests $(EVERY) --cov --cov-report=term --cov-report=xml $(ARGS)
 
 containers: $(TESTED) ## Build the image and run the tests that need a container engine (FLOWER=1.41)
 	@$(if $(FLOWER),FEDVEIL_FLOWER=$(FLOWER)) $(BIN)/python -m pytest -q -m containers tests/deployment $(ARGS)
@@ -124,7 +144,7 @@ bench: $(BENCH) ## Run a benchmark: make bench PRESET=fedrand/e2e ARGS=--quick; 
 	@$(BIN)/fedveil bench $(if $(PRESET),$(PRESET),--list) $(ARGS)
 
 bench-test: $(TESTED) $(BENCH) ## Run the fast tests of the benchmarks, which make test leaves out (ARGS="-m long")
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder benchmarks/tests $(ARGS)
+	@$(PYTEST) benchmarks/tests $(ARGS)
 
 # Installs nothing: a machine with a GPU often has no network, and a torch of its own.
 gpu: ## On a machine with CUDA: the tests marked gpu and the GPU presets, below 10 minutes (ARGS=--dry-run: on the CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -85,6 +86,29 @@ def test_the_contents_of_the_documentation_name_each_page_once():
     assert [page for page in set(contents) if contents.count(page) > 1] == []
 
 
+def test_make_newest_installs_no_version_that_the_lock_or_its_caller_names(tmp_path):
+    log, venv = tmp_path / "log", tmp_path / "venv"
+    words = f'echo "$(basename $0) [${{PIP_CONSTRAINT:-free}}] $*" >> {log}\n'
+    python, inner, demo = (tmp_path / name for name in ("python3.12", "inner", "fedveil"))
+    for file, more in (
+        (python, f"mkdir -p {venv}/bin; cp {inner} {venv}/bin/python; cp {demo} {venv}/bin\n"),
+        (inner, ""),
+        (demo, ""),
+    ):
+        file.write_text("#!/bin/sh\n" + words + more)
+        file.chmod(0o700)
+    (tmp_path / "old.txt").write_text("numpy==1.0\n")
+    environment = {**os.environ, "PIP_CONSTRAINT": str(tmp_path / "old.txt"), "MAKEFLAGS": ""}
+    command = ["make", "newest", f"NEWEST_PYTHON={python}", f"NEWEST_VENV={venv}", "TORCH_INDEX=https://index.example"]
+    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    lines = log.read_text().splitlines()
+    installs = [line for line in lines if " install " in line]
+    assert [line for line in installs if " [free] " not in line or "lock/" in line or "constraints" in line] == []
+    assert [line.split()[-1] for line in installs] == ["setuptools", "torch", ".[test]"]
+    tests_and_demo = [line for line in lines if " pytest " in line or line.startswith("fedveil ")]
+    assert [line.split()[0] for line in tests_and_demo] == ["python", "fedveil"]
+
+
 LOCK = {file.stem: file.read_text() for file in sorted((ROOT / "lock").glob("*.txt"))}
 COMMANDS = [
     *(ROOT / name for name in ("Makefile", "README.md", "CONTRIBUTING.md", ".ci/run", "docker/Dockerfile")),
@@ -145,6 +169,9 @@ def test_the_lock_has_what_the_project_asks_for():
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_installed_without_a_hash(path):
     text = re.sub(r"\\\n\s*", " ", path.read_text())
+    if path.name == "Makefile":  # its one target that asks an index which versions there are, for a check of its own
+        text, newest_recipes = re.subn(r"^newest: ##.*\n(?:\t.*\n)+", "", text, flags=re.MULTILINE)
+        assert newest_recipes == 1
     commands = [line for line in text.splitlines() if re.search(r"\bpip\b[^|]*\b(install|wheel|download)\b", line)]
     assert [c for c in commands if not re.search(r"--require-hashes|\bLOCKED\b|--no-index", c)] == []
     assert not re.search(r"extra.index", text, re.IGNORECASE)  # a second index may hold a public name
