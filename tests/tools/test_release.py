@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -186,7 +187,11 @@ def test_a_release_of_this_checkout_can_be_built_twice_verified_and_installed(tm
         run(*verify, stdin=first["SHA256SUMS"].replace(b"0", b"1", 1))
     run("sha256sum", "--check", "SHA256SUMS", cwd=folders[0])
     with tarfile.open(folders[0] / f"fedveil-{version}.tar.gz") as tar:
-        assert [name for name in tar.getnames() if "/tests" in name] == []
+        source = {name.partition("/")[2] for name in tar.getnames()}
+    assert [name for name in source if name.startswith("tests")] == []
+    links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()))
+    assert len(links) > 20
+    assert links - source == set()
     # The distributions in an environment that has their requirements alone.
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
