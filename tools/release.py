@@ -210,7 +210,8 @@ def _extract_tag(repository: Path, tag: str, tree: Path) -> None:
 
 def _check(command: list[str], cwd: Path | None = None, env: Mapping[str, str] | None = None, what: str = "") -> str:
     """Return a command's output. Raises SystemExit with `what`, or the command's message, if it fails."""
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    # A wheel records the modes of its files, which must not depend on the umask of the person who builds it.
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, umask=0o022)
     if done.returncode:
         raise SystemExit(f"error: {what or f'{command[0]}: ' + (done.stderr or done.stdout)[-2000:].strip()}")
     return done.stdout

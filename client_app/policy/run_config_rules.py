@@ -101,12 +101,18 @@ def check_run_config(permits: Mapping[str, Permit], named: Collection[str], conf
 def permits_for_run(config: RunConfig) -> str:
     """Return a table, as TOML, that permits only this run and its resume from the run folder's resume.toml.
 
+    A comment above the table names the policy's other keys that a run always needs.
     Permitting `run.resume` gives a server nothing: sites ignore it, so a lying server could also resume with false.
     """
     defaults = RunConfig().flat()
     permits = {k: v for k, v in _asked(config).items() if not (k in defaults and _same(v, defaults[k]))}
     permits[_RESUME] = [False, True]
-    return "\n".join(["[permits]", *(f"{_toml(key)} = {_toml(value)}" for key, value in permits.items())])
+    lists = {"methods": config.method.name, "tasks": config.task.name, "models": config.task.model}
+    needed = ", ".join(f"{key} = [{_toml(value)}]" for key, value in lists.items())
+    if config.task.module:
+        needed += f", modules with the SHA-256 of {config.task.module}.py"
+    comment = f"# above this table, the policy needs {needed}, and app-digests (`fedveil app digest`) or signers"
+    return "\n".join([comment, "[permits]", *(f"{_toml(key)} = {_toml(value)}" for key, value in permits.items())])
 
 
 def _asked(config: RunConfig) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _listed(commands: Mapping[str, CommandSource]) -> str:
     for group in groups:
         inside = sorted(name for name, command in commands.items() if command.group == group)
         lines += ["", f"{_GROUPS.get(group, group)}:", *(f"  {name:<10} {commands[name].summary}" for name in inside)]
-    docs = "README and docs/ are in the source that this was installed from."
+    docs = f"README and docs/ are in FedVeil's source: a checkout, or fedveil-{__version__}.tar.gz of a release."
     return "\n".join([*lines[1:], "", "For details of one command, run: fedveil COMMAND --help", docs])
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import venv
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,6 +93,33 @@ def test_an_archive_does_not_depend_on_times_owners_or_order(tmp_path):
     assert (members["top/a"].mode, members["top/b"].mode) == (0o644, 0o755)
 
 
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_the_modes_of_the_files_in_a_wheel_do_not_depend_on_the_umask(tmp_path):
+    sources = []
+    for folder, name in ((tmp_path, "one"), (tmp_path / "benchmarks", "two")):
+        folder.mkdir(exist_ok=True)
+        sources.append(folder / f"{name}.py")
+        sources[-1].write_text("")
+        (folder / "pyproject.toml").write_text(
+            f'[project]\nname = "{name}"\nversion = "1"\n[build-system]\nrequires = ["setuptools"]\n'
+            f'build-backend = "setuptools.build_meta"\n[tool.setuptools]\npy-modules = ["{name}"]\n'
+        )
+    with umask(0o077):
+        release.build_distributions(tmp_path, tmp_path / "made", 1_800_000_000)
+    wheels = sorted((tmp_path / "made").glob("*.whl"))
+    assert [wheel.name for wheel in wheels] == ["one-1-py3-none-any.whl", "two-1-py3-none-any.whl"]
+    modes = {oct(info.external_attr >> 16) for wheel in wheels for info in zipfile.ZipFile(wheel).infolist()}
+    assert modes == {"0o100644", "0o100664"}  # 664 is the mode that the wheel format's own tool gives RECORD
+
+
 def test_the_recipe_has_what_the_image_is_built_from_and_no_more():
     files = release.list_recipe_files(ROOT)
     assert {
@@ -135,7 +166,10 @@ def test_a_release_of_this_checkout_can_be_built_twice_verified_and_installed(tm
     components.write_text('#!/bin/sh\nwhile [ "$1" != --out ]; do shift; done\necho "{}" >"$2"\n')
     components.chmod(0o755)
     (clone / "pyproject.toml").write_text("not the tag's\n")
-    folders = [release.make_release(f"v{version}", key, components, tmp_path / n, clone) for n in ("one", "two")]
+    folders = []
+    for name, mask in (("one", 0o022), ("two", 0o077)):
+        with umask(mask):
+            folders.append(release.make_release(f"v{version}", key, components, tmp_path / name, clone))
     first, second = ({p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders)
     assert first == second
     assert set(first) == {
@@ -153,7 +187,11 @@ def test_a_release_of_this_checkout_can_be_built_twice_verified_and_installed(tm
         run(*verify, stdin=first["SHA256SUMS"].replace(b"0", b"1", 1))
     run("sha256sum", "--check", "SHA256SUMS", cwd=folders[0])
     with tarfile.open(folders[0] / f"fedveil-{version}.tar.gz") as tar:
-        assert [name for name in tar.getnames() if "/tests" in name] == []
+        source = {name.partition("/")[2] for name in tar.getnames()}
+    assert [name for name in source if name.startswith("tests")] == []
+    links = set(re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text()))
+    assert len(links) > 20
+    assert links - source == set()
     # The distributions in an environment that has their requirements alone.
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"

@@ -78,7 +78,20 @@ def test_what_explain_prints_admits_that_run_and_no_other(tmp_path, capsys):
             continue  # a test of its own
         with pytest.raises(PolicyError, match="this site permits"):
             judge(tmp_path, policy, other)
-    assert printed(capsys, {}) == '[permits]\n"run.resume" = [false, true]\n'
+    _, table = printed(capsys, {}).split("\n", 1)
+    assert table == '[permits]\n"run.resume" = [false, true]\n'
+
+
+def test_a_comment_above_the_table_names_the_other_keys_that_a_policy_needs(capsys):
+    comment, table = printed(capsys, {"method.name": "fedavg", "task.model": "/models/a\nb = 1"}).split("\n", 1)
+    assert comment == (
+        '# above this table, the policy needs methods = ["fedavg"], tasks = ["text-generation"], '
+        'models = ["/models/a\\nb = 1"], and app-digests (`fedveil app digest`) or signers'
+    )
+    assert table.startswith("[permits]\n")
+    assert ", modules with the SHA-256 of heart.py, and" in printed(
+        capsys, {"task.name": "own-model", "task.module": "heart"}
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil import strategies
+from fedveil import __version__, strategies
 from fedveil.console import main
 from fedveil.console.commands.getting_started import methods
 
@@ -114,7 +114,7 @@ def test_methods_shows_fields_and_wire(name, capsys):
 def test_the_help_says_where_the_documents_are_that_messages_name(capsys):
     with pytest.raises(SystemExit):
         main.main(["--help"])
-    assert "are in the source that this was installed from" in capsys.readouterr().out
+    assert f"a checkout, or fedveil-{__version__}.tar.gz of a release" in capsys.readouterr().out
 
 
 # What a command prints by itself may still be in a buffer when it has ended.

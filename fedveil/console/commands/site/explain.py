@@ -70,7 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="participating sites, for secure.enabled; default: the minimum",
     )
-    parser.add_argument("--permits", action="store_true", help="print only the [permits] that a site's policy needs")
+    parser.add_argument(
+        "--permits",
+        action="store_true",
+        help="print only the lines that a site's policy needs: its [permits], and a comment with the keys above it",
+    )
     parser.set_defaults(run=run)
 
 
