@@ -11,7 +11,9 @@ witness; only then are batches drawn, and examples used. A crash in between leav
 repeated client round is charged again.
 
 A witness is a mark outside the state folder, in the data folder's id file (client_app/state/data_sets.py): the ledger's
-tag, its number of changes and entries, and its last head. A restored ledger is behind its witness.
+tag, its number of changes, a hash of what its entries reserve, and its last head. A restored ledger is behind its
+witness. The witness is locked during a charge, so of two state folders that begin on the same data at once
+only one gets it.
 
 | case | what happens |
 |---|---|
@@ -36,6 +38,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -83,13 +86,14 @@ class WitnessMark:
 
     Attributes:
         tag: names the ledger.
-        changes, entries: its numbers of changes and of entries.
+        changes: its number of changes.
+        entries: hash of what its entries reserve, without what is used of it; "" if the witness does not contain it.
         head: the last change's.
     """
 
     tag: str
     changes: int
-    entries: int
+    entries: str
     head: str
 
 
@@ -107,6 +111,10 @@ class LedgerWitness(Protocol):
 
     def write(self, mark: WitnessMark) -> None:
         """Write the mark durably. Raises StateError."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Lock the witness from its reading to its writing, also against other ledgers. Raises StateError."""
         ...
 
 
@@ -128,7 +136,8 @@ class StoredAccount:
     @property
     def mark(self) -> WitnessMark:
         """Return what a witness must know of it."""
-        return WitnessMark(self.tag, len(self.heads), len(self.account.entries), self.heads[-1] if self.heads else "")
+        entries, head = self.account.entries, self.heads[-1] if self.heads else ""
+        return WitnessMark(self.tag, len(self.heads), _hash_plans(entries), head)
 
 
 @final
@@ -184,13 +193,12 @@ class PrivacyLedger:
         Raises:
             BudgetError, StateError: as `charge`; also for another ledger's witness.
         """
-        with self._locked():
+        with self._locked(), witness.held():
             stored, old = self._read(own)
             mark = witness.read()
             if mark is not None and mark.tag != stored.tag:
                 raise StateError(self._foreign(stored, witness))
-            known = len(stored.account.entries)
-            is_behind = mark is not None and mark.changes > len(stored.heads) and mark.entries == known
+            is_behind = mark is not None and mark.changes > len(stored.heads) and mark.entries == stored.mark.entries
             account = stored.account.hold_to(own).use_up()
             if not is_behind:
                 account = account.append(
@@ -217,6 +225,7 @@ class PrivacyLedger:
         with contextlib.ExitStack() as stack:
             for ledger in both:
                 stack.enter_context(ledger._locked())
+            stack.enter_context(witness.held())
             stored, old = self._read(own)
             mark = witness.read()
             if mark is None or mark.tag == stored.tag:
@@ -258,7 +267,7 @@ class PrivacyLedger:
     def _change(
         self, own: PrivacyBudget, witness: LedgerWitness | None, decide: Callable[[SiteAccount], SiteAccount]
     ) -> None:
-        with self._locked():
+        with self._locked(), witness.held() if witness is not None else contextlib.nullcontext():
             stored, old = self._read(own)
             mark = self._require_witness(stored, witness)
             if stored.moved_to:
@@ -408,6 +417,15 @@ def _head_of(stored: StoredAccount) -> str:
     return hashlib.blake2b(text, digest_size=_HEAD // 2, key=before.encode()).hexdigest()
 
 
+def _hash_plans(entries: Iterable[AccountEntry]) -> str:
+    """Return a hash of what entries reserve. It changes with each new entry, and with no later charge of a run."""
+    plans = [
+        [entry.run, entry.why, sorted(entry.open), entry.claim, [[*one.step, one.most] for one in entry.steps]]
+        for entry in entries
+    ]
+    return hashlib.blake2b(json.dumps(plans).encode(), digest_size=_HEAD // 2).hexdigest()
+
+
 def _listed(stored: StoredAccount) -> dict[str, Any]:
     account = stored.account
     return {
@@ -423,6 +441,7 @@ def _listed(stored: StoredAccount) -> dict[str, Any]:
                 "run": entry.run, "why": entry.why, "open": sorted(entry.open), "claim": entry.claim,
                 "reserved": None if entry.reserved in (None, math.inf) else entry.reserved,
                 "steps": [[*one.step, one.most, one.used] for one in entry.steps],
+                **({"site": entry.site} if entry.site else {}),
             }
             for entry in account.entries
         ],
@@ -443,6 +462,7 @@ def _parse_stored(content: dict[str, Any]) -> StoredAccount:
             str(entry["claim"]),
             tuple(ReservedStep(_parse_step(step), int(most), int(used)) for *step, most, used in entry["steps"]),
             None if entry["reserved"] is None else float(entry["reserved"]),
+            str(entry.get("site", "")),
         )
         for entry in content["entries"]
     )

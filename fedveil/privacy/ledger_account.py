@@ -11,6 +11,7 @@ later charge must stay within that plan.
 | a new run; no max-epsilon | reserved; nothing is promised over all runs |
 | a later charge with a step that no reserved step dominates, or under another claim | BudgetError |
 | a later charge above the reserved plan | BudgetError |
+| noise in the sum, and a second site name in one run | BudgetError: see `_held_to_site` |
 | a party sees the run without noise, the run has no claim, or its noise is seeded | an open entry: over all runs,
   epsilon against that party stays infinite |
 | the policy has another delta or adjacency than the account | BudgetError: the sum of epsilons would mean nothing |
@@ -65,6 +66,7 @@ class RunTerms:
         rounds: rounds of the run.
         most_charges: the largest number of charges that the site will serve.
         unit: what the claim protects, ROW or UNIT.
+        site: the name under which the site takes part.
     """
 
     run: str
@@ -72,6 +74,7 @@ class RunTerms:
     rounds: int
     most_charges: int
     unit: str = ROW
+    site: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class AccountEntry:
         claim: the run's own epsilon, delta and adjacency, as text; "" without a claim.
         steps: reserved steps.
         reserved: epsilon at delta / 16, computed at the reservation; None if no limit applied then.
+        site: with noise in the sum, the site's name that the run was charged under; "" otherwise.
     """
 
     run: str
@@ -102,6 +106,7 @@ class AccountEntry:
     claim: str = ""
     steps: tuple[ReservedStep, ...] = ()
     reserved: float | None = None
+    site: str = ""
 
     @property
     def largest(self) -> Spent:
@@ -164,7 +169,7 @@ class SiteAccount:
             if entry.run == terms.run and entry.claim:
                 if entry.claim != claim:
                     raise BudgetError(_fixed(terms.run, entry.claim, claim))
-                charged = _use(entry, charges)
+                charged = _use(_held_to_site(entry, terms.site, charges), charges)
                 entries = (*self.entries[:index], charged, *self.entries[index + 1 :])
                 return replace(self, entries=entries)
         is_open = next((entry for entry in self.entries if entry.open), None)
@@ -174,7 +179,7 @@ class SiteAccount:
                 f"({is_open.why}); the site may set after-open to say"
             )
         entry = self._reserve(terms, charges, claim)
-        return account.append(entry)
+        return account.append(_held_to_site(entry, terms.site, charges))
 
     def note_open(self, run: str, why: str) -> SiteAccount:
         """Return the account with an open entry of this run against all parties."""
@@ -349,6 +354,23 @@ def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> i
         probe = (low + high) // 2
         low, high = (probe, high) if fits(probe) else (low, probe)
     return low
+
+
+def _held_to_site(entry: AccountEntry, site: str, charges: Spent) -> AccountEntry:
+    """Return the entry with its site, if the noise is in the sum. Raises BudgetError for a second site of the run.
+
+    Two uploads of one record in one sum move it twice as far as one, under the same noise. Two charges add up to the
+    root of two.
+    """
+    if not any(step.kind == SUMMED for step in charges):
+        return entry
+    if entry.site not in ("", site):
+        raise BudgetError(
+            f'run {entry.run}: expected site "{entry.site}", which takes part with noise in the sum, found "{site}" in '
+            "the same state folder: a sum with two uploads of the same data protects it less than both charges say; "
+            "take part under one name, or give each site a state folder and data of its own"
+        )
+    return replace(entry, site=site)
 
 
 def _use(entry: AccountEntry, charges: Spent) -> AccountEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -39,6 +40,9 @@ class Witness:
     def write(self, mark: WitnessMark) -> None:
         self.mark = mark
         self.marks.append(mark)
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def cost(steps: int, delta: float = DELTA, relation: Adjacency = REPLACE) -> float:
@@ -179,6 +183,29 @@ def test_noise_in_a_sum_is_limited_against_the_server_and_shown_against_all(tmp_
     alone = accounting.compute_epsilon({Step(SUMMED, 0, 0, 1.0): 1}, DELTA, REPLACE)
     assert standings[Party.ALL].composed == pytest.approx(alone)
     assert standings[Party.ALL].composed > standings[Party.SERVER].composed
+
+
+def test_two_site_names_do_not_put_the_same_data_twice_into_one_sum(tmp_path):
+    """Two charges compose to a shift of sqrt(2) under one noise. Two uploads in one sum shift it by 2."""
+    both = {Step(SUMMED, 0, 0, 3.0): 1, Step(OWN_SHARE, 0, 0, 1.0): 1}
+    twice = accounting.compute_epsilon({Step(SUMMED, 0, 0, 3.0): 2}, DELTA, REPLACE)
+    assert twice < accounting.compute_epsilon({Step(SUMMED, 0, 0, 1.5): 1}, DELTA, REPLACE)
+    charge(tmp_path, terms("r", site="north"), charges=both)
+    before = (tmp_path / "ledger.json").read_bytes()
+    with pytest.raises(BudgetError, match=r'expected site "north", .* found "north-2" in the same state folder'):
+        charge(tmp_path, terms("r", site="north-2"), charges=both)
+    assert (tmp_path / "ledger.json").read_bytes() == before
+    charge(tmp_path, terms("r", site="north"), charges=both)
+    charge(tmp_path, terms("next", site="north-2"), charges=both)  # in another run's sums
+    assert account(tmp_path).used[Step(SUMMED, 0, 0, 3.0)] == 3
+
+
+def test_two_site_names_with_noise_of_their_own_in_one_run_are_both_charged(tmp_path):
+    for site in ("north", "north-2"):
+        charge(tmp_path, terms("r", site=site, most=2))
+    assert account(tmp_path).used == {STEP: 2}
+    with pytest.raises(BudgetError, match="after this round"):
+        charge(tmp_path, terms("r", site="north", most=2))
 
 
 def test_a_promise_keeps_its_delta_and_relation_and_a_larger_limit_is_a_new_one(tmp_path):
@@ -364,6 +391,18 @@ def test_a_restored_ledger_that_went_on_elsewhere_is_another_history(tmp_path):
         charge(tmp_path, terms(run), witness=second)
     with pytest.raises(StateError, match="ledger recover"):
         charge(tmp_path, terms(), witness=first)
+    assert "open entry" in PrivacyLedger(tmp_path).recover(UNLIMITED, first)
+
+
+def test_a_restored_ledger_with_as_many_entries_may_still_lack_a_run(tmp_path):
+    """It went on with another run, which only another data folder saw."""
+    first, second, path = Witness(), Witness(), tmp_path / "ledger.json"
+    charge(tmp_path, terms("a"), witness=second)
+    backup = path.read_bytes()
+    for _ in range(3):
+        charge(tmp_path, terms("lost"), witness=first)
+    path.write_bytes(backup)
+    charge(tmp_path, terms("c"), witness=second)
     assert "open entry" in PrivacyLedger(tmp_path).recover(UNLIMITED, first)
 
 
