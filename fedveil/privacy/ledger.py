@@ -61,6 +61,7 @@ from fedveil.privacy.ledger_account import (
     ROW,
     UNIT,
     AccountEntry,
+    OldLedger,
     Party,
     ReservedStep,
     RunTerms,
@@ -326,7 +327,7 @@ class PrivacyLedger:
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise StateError(self._damaged(self._path, error)) from None
         if old:
-            entry = carry_over(self._histories(path) for path in old)
+            entry = carry_over(self._old_ledger(path) for path in old)
             if entry.steps:
                 stored = replace(
                     stored, account=stored.account.count_unit(ROW).append(entry)
@@ -344,15 +345,16 @@ class PrivacyLedger:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateError(self._damaged(path, error)) from None
 
-    def _histories(self, path: Path) -> list[Spent]:
-        """Return the histories in a ledger of versions 1 to 3."""
+    def _old_ledger(self, path: Path) -> OldLedger:
+        """Return the content of a ledger of versions 1 to 3."""
         content = self._content(path)
         try:
-            if content["fedveil-ledger"] not in _OLD_VERSIONS:
+            version = content["fedveil-ledger"]
+            if version not in _OLD_VERSIONS:
                 raise ValueError("a second ledger of this version")
-            histories: list[Spent] = [_parse_history(history) for history, _ in content["spent"]]
-            carried = _parse_history([] if content["fedveil-ledger"] == _BY_CONTENT else content["carried"])
-            return [*histories, carried] if histories or carried else []
+            histories = tuple((_parse_history(history), len(list(names))) for history, names in content["spent"])
+            inherited = _parse_history([] if version == _BY_CONTENT else content["carried"])
+            return OldLedger(histories, inherited, version != _BY_CONTENT)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(self._damaged(path, error)) from None
 

@@ -18,7 +18,8 @@ later charge must stay within that plan.
 | a claim for units (dp.unit-column) after one for rows, or the reverse | BudgetError: a charge for a row bounds nothing
   for a unit with several rows |
 | the policy raises max-epsilon | held from then on, and listed as a new promise |
-| histories of ledgers of versions 1 to 3 | one entry, with the largest history of any record of each file, added up |
+| histories of ledgers of versions 1 to 3 | one entry, with all uses by sampled steps; for steps without sampling, the
+  largest count of any record of each file, added up |
 
 max-epsilon limits the first and third party. Noise in a sum protects far less against the server with all other sites;
 that figure is computed and printed, and no limit applies to it.
@@ -303,14 +304,41 @@ class SiteAccount:
         return entry
 
 
-def carry_over(histories: Iterable[Iterable[Spent]]) -> AccountEntry:
-    """Return the entry of older ledgers: of each, the largest count of every step in any history, added up."""
-    total: Counter[Step] = Counter()
-    for file in histories:
-        largest: Counter[Step] = Counter()
-        for history in file:
-            largest |= _count(history.items())
-        total.update(largest)
+@dataclass(frozen=True)
+class OldLedger:
+    """The content of one ledger of versions 1 to 3, which had a history of each record.
+
+    Attributes:
+        histories: each distinct history, with the number of records that have it.
+        inherited: what every record began with, from a ledger of version 1.
+        names_rows: true from version 2 on, whose records are rows; those of version 1 are contents.
+    """
+
+    histories: tuple[tuple[Spent, int], ...]
+    inherited: Spent
+    names_rows: bool
+
+    def compose(self) -> Counter[Step]:
+        """Return how often each step was taken at most, on any example.
+
+        A sampled step is charged to all n rows of its data set, so the charges of all records, divided by n, are the
+        uses. All of them count for every example, because an example in a copy of the data set is another record there.
+        Steps without sampling do not say n: the largest count of a record is taken.
+        """
+        inherited = _count(self.inherited.items())
+        total, charged = Counter(inherited), Counter[Step]()
+        for history, records in self.histories:
+            total |= _count(history.items())
+            charged.update({step: records * (count - inherited[step]) for step, count in history.items()})
+        for step, charges in charged.items():
+            if step.examples and self.names_rows:
+                total[step] = max(total[step], inherited[step] + math.ceil(charges / step.examples))
+        return total
+
+
+def carry_over(ledgers: Iterable[OldLedger]) -> AccountEntry:
+    """Return the entry of older ledgers, whose uses add up."""
+    total = _count(pair for ledger in ledgers for pair in ledger.compose().items())
     steps = tuple(ReservedStep(step, count, count) for step, count in sorted(total.items()))
     return AccountEntry("all runs before ledger version 4", steps=steps)
 

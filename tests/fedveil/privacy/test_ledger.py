@@ -7,7 +7,7 @@ import json
 import math
 import multiprocessing
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -299,6 +299,36 @@ def test_older_ledgers_are_carried_over_with_the_largest_history_of_each_file(tm
     carried = accounting.compute_epsilon(spent, DELTA / MAX_RUNS, REPLACE)
     with pytest.raises(BudgetError, match=f"{carried + cost(1, DELTA / MAX_RUNS):.4g} reserved by 2 earlier runs"):
         charge(tmp_path, terms("b", most=1), PrivacyBudget(carried, DELTA, REPLACE))
+
+
+@pytest.mark.parametrize("version, times", [(1, 5), (2, 12), (3, 12)])
+def test_older_charges_of_two_data_sets_are_those_of_one_example_that_both_may_contain(tmp_path, version, times):
+    """A copy of the data had other records. 30 rows had 5 uses and 10 more rows 2, of 20 in each; and 5 came before."""
+    drawn, names = ["poisson", 20, 5, 2.0], [f"row-{i}" for i in range(40)]
+    before = [[drawn, 1]] if version > 1 else []
+    groups = [[[[drawn, 5 + len(before)]], names[:40]], [[[drawn, 2 + len(before)]], names[:10]]]
+    (tmp_path / "north.json").write_bytes(old_ledger(version, groups, before))
+    assert account(tmp_path).used == {Step("poisson", 20, 5, 2.0): times}
+
+
+@pytest.mark.parametrize("relation", [REPLACE, ZERO])
+@pytest.mark.parametrize("examples, batch", [(0, 0), (50, 5)])
+def test_older_noise_in_sums_counts_by_renyi_in_the_coarser_unit_of_its_noise(
+    tmp_path, monkeypatch, relation, examples, batch
+):
+    """Also beside later steps, and where a version-4 step with the same z would count as continuous noise."""
+    step = ["summed", examples, batch, 4.0]
+    (tmp_path / "north.json").write_bytes(old_ledger(3, [[[[step, 3]], ["a"] * max(examples, 1)]], []))
+    own, later = PrivacyBudget(math.inf, DELTA, relation), Step("poisson", 50, 5, 3.0)
+    unit = 1.0 if relation is REPLACE and not examples else 1.5
+    as_renyi = {Step(SUMMED, examples, batch, 4.0 / unit, 1.0): 3}  # whose distance from continuous noise is not known
+    old = account(tmp_path, own).standing(Party.SERVER).composed
+    assert old == pytest.approx(accounting.compute_epsilon(as_renyi, DELTA, relation), rel=0.01)
+    assert old > accounting.compute_epsilon({Step(SUMMED, examples, batch, 4.0, 0.0): 3}, DELTA, relation)
+    charge(tmp_path, terms(claim=replace(own)), own, {later: 1})
+    half = accounting.compute_epsilon(as_renyi, DELTA / 2, relation)
+    both = half + accounting.compute_epsilon({later: 1}, DELTA / 2, relation)
+    assert account(tmp_path, own).standing(Party.SERVER).composed == pytest.approx(both, rel=0.01)
 
 
 @pytest.mark.parametrize(
