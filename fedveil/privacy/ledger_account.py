@@ -34,7 +34,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from fedveil.contract.privacy import OLD_OWN_SHARE, OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OLD_SUMMED,
+    OWN_SHARE,
+    SUMMED,
+    PrivacyBudget,
+    Spent,
+    Step,
+    stated_guarantee,
+)
 from fedveil.errors import BudgetError
 from fedveil.privacy import accounting
 
@@ -272,8 +281,9 @@ class SiteAccount:
         times = _largest_plan(terms, charges, self.own)
         if times == 0:
             once = accounting.compute_epsilon(charges, terms.claim.delta, terms.claim.neighbours)
+            found = "more" if _hides_examples(charges) else f"{once:.4g}"
             raise BudgetError(
-                f"epsilon: expected at most {claim} for this run, found {once:.4g} for its first client round; "
+                f"epsilon: expected at most {claim} for this run, found {found} for its first client round; "
                 "agree on a larger epsilon, or on more noise from the start"
             )
         steps = tuple(ReservedStep(step, times * count, count) for step, count in sorted(charges.items()))
@@ -295,11 +305,14 @@ class SiteAccount:
         needed = self.reserved_epsilon(entry) + reserved
         if needed > self.own.epsilon * (1 + _RELATIVE):
             limit = stated_guarantee(self.own.epsilon, self.own.delta, self.own.neighbours)
-            more = f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}" if needed < math.inf else ""
+            found, more = f"more in {self.runs} earlier runs and this one", ""
+            if not any(_hides_examples(one.largest) for one in (*self.entries, entry)):
+                found = f"{reserved:.4g} reserved by {self.runs} earlier runs and {entry.reserved:.4g} for this one"
+                if needed < math.inf:
+                    more = f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}"
             raise BudgetError(
-                f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved "
-                f"by {self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on "
-                f"a smaller epsilon or fewer rounds{more}"
+                f"max-epsilon: this site permits at most {limit} over all runs together, found {found} (at delta / "
+                f"{MAX_RUNS}); agree on a smaller epsilon or fewer rounds{more}"
             )
         return entry
 
@@ -408,13 +421,16 @@ def _use(entry: AccountEntry, charges: Spent) -> AccountEntry:
         if index is None and not entry.steps:
             return entry
         if index is None:
-            raise BudgetError(_fixed(entry.run, str([tuple(one.step) for one in entry.steps]), str(tuple(step))))
+            reserved = ", ".join(_describe_step(one.step) for one in entry.steps)
+            raise BudgetError(_fixed(entry.run, reserved, _describe_step(step, entry.steps)))
         one = steps[index]
         if one.used + count > one.most:
+            reserved, found = f"{one.most} steps are reserved", f"{one.used} spent and {one.used + count}"
+            if _hides_examples(charges):
+                reserved, found = "a number of steps is reserved", "more"
             raise BudgetError(
-                f"epsilon: expected at most {entry.claim} for this run, for which {one.most} steps are reserved, found "
-                f"{one.used} spent and {one.used + count} after this round; the run ends here for this site: agree on "
-                "a larger epsilon, or on more noise from the start"
+                f"epsilon: expected at most {entry.claim} for this run, for which {reserved}, found {found} after this "
+                "round; the run ends here for this site: agree on a larger epsilon, or on more noise from the start"
             )
         steps[index] = replace(one, used=one.used + count)
     return replace(entry, steps=tuple(steps))
@@ -429,6 +445,24 @@ def _dominates(reserved: Step, step: Step) -> bool:
         and step.variation <= reserved.variation
         and step.batch * reserved.examples <= reserved.batch * step.examples
     )
+
+
+def _hides_examples(charges: Spent) -> bool:
+    """Return whether the server must not learn the number of examples, as from an epsilon or a number of steps.
+
+    The server reads these errors. A masked upload does not say how many examples it is of; the others do.
+    """
+    return any(step.kind in (SUMMED, OLD_SUMMED) and step.examples for step in charges)
+
+
+def _describe_step(step: Step, reserved: Iterable[ReservedStep] = ()) -> str:
+    """Return a step in words, without the number of examples; `reserved`: steps of which none dominates it."""
+    drawn = "sampled" if step.examples else "not sampled"
+    words = f'"{step.kind}" steps, {drawn}, with a noise multiplier of {step.multiplier:g}'
+    alike = (one.step for one in reserved if one.step.kind == step.kind)
+    if any(bool(one.examples) == bool(step.examples) and one.multiplier <= step.multiplier for one in alike):
+        words += " and a larger share of the examples in a batch, or coarser sums"
+    return words
 
 
 def _fixed(run: str, reserved: str, found: str) -> str:

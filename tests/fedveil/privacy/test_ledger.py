@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import multiprocessing
+import re
 import stat
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -128,6 +129,29 @@ def test_what_a_run_has_fixed_is_not_changed_by_a_later_round(tmp_path, later):
     with pytest.raises(BudgetError, match="expected what its first client round fixed"):
         charge(tmp_path, **{"run": run, **later})
     charge(tmp_path, run, charges={STEP._replace(multiplier=11.0): 1})  # more noise is within the plan
+
+
+def test_no_refusal_tells_the_server_how_many_examples_a_masked_upload_is_of(tmp_path):
+    """The number, what follows from it (an epsilon, a number of steps), or what another run reserved for it."""
+    drawn = {Step(SUMMED, 4711, 471, 1.0): 1}
+    cheap = accounting.compute_epsilon({Step(SUMMED, 4711, 471, 1.0): 2}, DELTA, REPLACE)
+    below, own = terms("a", cheap / 4), PrivacyBudget(2 * cheap, DELTA, REPLACE)
+    first = terms("r", cheap * 1.001, 1000)
+    charge(tmp_path, first, own, drawn)
+    tries = [
+        (tmp_path / "new", below, UNLIMITED, drawn, "found more for its first"),
+        (tmp_path, terms("next", 9.0), own, {STEP: 1}, "found more in 1 earlier runs and this one"),
+        (tmp_path, first, own, {Step(SUMMED, 4710, 471, 1.0): 1}, "a larger share of the examples in a batch"),
+        (tmp_path, first, own, {Step(SUMMED, 4711, 471, 0.5): 1}, "with a noise multiplier of 0.5;"),
+        (tmp_path, first, own, dict.fromkeys(drawn, 2), "a number of steps is reserved, found more after"),
+    ]
+    for folder, run, limits, charges, words in tries:
+        with pytest.raises(BudgetError, match=words) as refused:
+            charge(folder, run, limits, charges)
+        told = str(refused.value)
+        for run_s_own in (f"epsilon {run.claim.epsilon!r}", f"epsilon {own.epsilon:.4g}", "delta 1e-05", "delta / 16"):
+            told = told.replace(run_s_own, "")
+        assert not re.search(r"[0-9]{2}", told), told
 
 
 def test_a_smaller_rate_is_within_the_plan_and_a_larger_one_is_not(tmp_path):
