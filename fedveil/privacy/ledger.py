@@ -308,9 +308,17 @@ class PrivacyLedger:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        paths.private_folder(self._folder)
-        with self._path.with_suffix(".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        path = self._path.with_suffix(".lock")
+        with contextlib.ExitStack() as stack:
+            try:
+                paths.private_folder(self._folder)
+                file = stack.enter_context(path.open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise StateError(
+                    f"{path}: expected a file that this user can write, to lock the privacy ledger, found "
+                    f"{type(error).__name__}: {error}; nothing was changed: give the user access to the state folder"
+                ) from error
             yield
 
     def _read(self, own: PrivacyBudget) -> tuple[StoredAccount, list[Path]]:
@@ -361,7 +369,8 @@ class PrivacyLedger:
     def _damaged(self, path: Path, error: Exception) -> str:
         return (
             f"{path}: expected a privacy ledger of version {_VERSION}, found none that can be read ({error}); restore "
-            "it from a backup, and then run fedveil site ledger recover"
+            "it from a backup, and then run fedveil site ledger recover; without a backup move the file away, and run "
+            "fedveil site ledger adopt DATA --lost, after which epsilon over all runs is infinite"
         )
 
     def _write(
