@@ -20,6 +20,7 @@ whose seeded noise protects no one, write an open entry, which makes epsilon ove
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ from fedveil.training.held_out import HeldOutScoringTrainer, ReceivedLossFilter
 from fedveil.training.per_example import PerExampleLoss
 from fedveil.training.row_count_report import RowCountTrainer
 from fedveil.training.unit_gradients import UnitTrainer
+
+log = logging.getLogger("fedveil.private")
 
 _TRAININGS = 2  # the most that a method trains in one client round: FedSP alternates
 
@@ -125,8 +128,14 @@ def open_charger(round_: ClientRound, guarantee: PrivacyGuarantee) -> RunCharger
         )
     most = rounds * (policy.max_retries + 1) * _TRAININGS
     unit = UNIT if assignment.config.dp.unit_column else ROW
-    terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit)
+    terms = RunTerms(assignment.order.run, guarantee.budget, rounds, most, unit, site.site)
     witness = None if site.shares_data else FolderWitness.open(Path(assignment.data), site.data_set)
+    if witness is not None and witness.is_absent:
+        log.warning(
+            "privacy ledger: %s cannot be written, so nothing there names this site's ledger, and data-set stands for "
+            "the site's word that no other state folder trains on it; mount it writable to have that checked",
+            witness.folder,
+        )
     ledger = open_ledger(site.state_dir, round_.seal)
     return RunCharger(ledger, terms, policy.budget, witness, policy.after_open)
 

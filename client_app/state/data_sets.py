@@ -10,11 +10,12 @@ privacy ledger uses neither: `ledger` is its witness (fedveil.privacy.ledger), w
 |---|---|
 | the first private run on the folder | the folder gets the file with the ledger's tag, before any example is used |
 | the file names the ledger of another state folder | StateError; `fedveil site ledger adopt` moves the history |
+| two state folders begin on the folder at once | the file is locked: the second reads the first one's tag |
 | two paths, or a link, to one folder; the data is one file of it | one id file, because links are resolved first |
 | a copy of the folder, with the file or without it | the state folder's ledger counts for it too |
 | the folder is not writable, and the node config has no `data-set` | ConfigError, before any charge |
 | the folder is not writable, and the node config has `data-set` | no witness is written: that name is the site's word
-  that no other state folder uses this data, and that nobody restores an older ledger |
+  that no other state folder uses this data, and that nobody restores an older ledger; the log says so in each round |
 | a file of version 1, which names no ledger | read, and written with the ledger's tag at the next private run |
 | the file is damaged | StateError: nothing is charged until the site has restored it |
 """
@@ -22,13 +23,14 @@ privacy ledger uses neither: `ledger` is its witness (fedveil.privacy.ledger), w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -111,6 +113,45 @@ class FolderWitness(LedgerWitness):
         folder = _folder(data)
         return cls(folder, os.access(folder, os.W_OK)) if (folder / ID_FILE).exists() else None
 
+    @override
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        if not self.is_writable:
+            yield
+            return
+        lock = self._locked_file()
+        try:
+            yield
+        finally:
+            os.close(lock)  # releases it
+
+    def _locked_file(self) -> int:
+        """Return a locked descriptor of the id file, which is created if there is none. Raises StateError."""
+        path = self.folder / ID_FILE
+        while True:
+            _id_of(self.folder)
+            try:
+                lock = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise _no_lock(path, error) from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(lock), path.stat()):  # else another process has replaced it meanwhile
+                    return lock
+            except FileNotFoundError:
+                pass  # removed meanwhile: the next pass creates it
+            except OSError as error:
+                os.close(lock)
+                raise _no_lock(path, error) from error
+            os.close(lock)
+
+    @property
+    def is_absent(self) -> bool:
+        """Return whether there is no mark and none can be written, so that another state folder cannot be found."""
+        return not self.is_writable and self.read() is None
+
     @property
     @override
     def place(self) -> str:
@@ -181,6 +222,13 @@ def _no_place(folder: Path, found: str) -> ConfigError:
     )
 
 
+def _no_lock(path: Path, error: OSError) -> StateError:
+    return StateError(
+        f"{path}: expected a file that can be locked against other state folders, found {type(error).__name__}: "
+        f"{error}; give the site's user access to it, or move the data to a file system with locks"
+    )
+
+
 def _read(path: Path) -> str:
     """Return the id in the file. Raises OSError, ValueError, KeyError or TypeError."""
     return str(_parse(path)["id"])
@@ -209,7 +257,10 @@ def _parse(path: Path) -> dict[str, Any]:
         raise ValueError("another version or id")
     if (mark := content.get("ledger")) is not None:
         sound = re.fullmatch(r"[0-9a-f]{32} [0-9a-f]{16}", f"{mark['tag']} {mark['head']}")
-        if not sound or type(mark["changes"]) is not int or type(mark["entries"]) is not int or len(mark) != 4:
+        if type(mark["entries"]) is int:  # earlier builds stored their number, which does not say which they were
+            content["ledger"] = mark = {**mark, "entries": ""}
+        is_hash = isinstance(mark["entries"], str) and re.fullmatch(r"[0-9a-f]{16}|", mark["entries"])
+        if not sound or not is_hash or type(mark["changes"]) is not int or len(mark) != 4:
             raise ValueError("another witness")
         if mark["changes"] < 1:
             raise ValueError("a witness of no change")

@@ -6,9 +6,11 @@ stay in this module, which returns only row indices and numbers, so no log, erro
 | case | result |
 |---|---|
 | no such column | TaskError with the file's columns |
-| a row without an id: null, NaN or blank | TaskError with the row's number: such rows may belong to one person |
-| ids that differ only in writing (7, 7.0 and 007; a1 and A1) | TaskError with their rows: they would be two units, so |
-| | a person with both would be protected less than the claim says |
+| a row without an id: null, NaN, blank or invisible | TaskError with the row's number: such rows may belong to one |
+| | person |
+| ids that differ only in writing (7, 7.0, 007 and 70e-1; a1 and A1; | TaskError with their rows: they would be two |
+| digits, hyphens or accents in several codes) | units, so a person with both would be protected less than the claim |
+| | says |
 | images in class folders, which have no columns | TaskError |
 """
 
@@ -36,7 +38,9 @@ __all__ = [
 UnitRows = tuple[tuple[int, ...], ...]  # the indices of each unit's rows; every row is in one unit
 
 _LISTED = 10  # pairs of rows in an error
-_NUMBER = re.compile(r"([+-]?)0*([0-9]+)(?:\.([0-9]*))?")
+_NUMBER = re.compile(r"([+-]?)([0-9]*)(?:\.([0-9]*))?(?:e([+-]?[0-9]{1,9}))?")
+_LONGEST = 400  # digits of a number that is written out
+_MINUS, _ARABIC_POINT = "\u2212", "\u066b"
 
 
 def group_rows_of_run(
@@ -174,7 +178,7 @@ def _id(value: Any, number: int, file: Path, column: str) -> str:
         )
     text = "" if value is None or (isinstance(value, float) and math.isnan(value)) else str(value)
     name = unicodedata.normalize("NFC", text).strip()
-    if not name:
+    if not _plain(name):
         raise TaskError(
             f'dp.unit-column: expected an id in column "{column}" of every row of "{file}", found none in row '
             f"{number}; add it, or drop the row"
@@ -184,11 +188,33 @@ def _id(value: Any, number: int, file: Path, column: str) -> str:
 
 def _plain(name: str) -> str:
     """Return a form that is equal for ids that differ only in writing."""
-    folded = unicodedata.normalize("NFKC", name).casefold()
-    text = "".join(c for c in folded if not c.isspace() and unicodedata.category(c) != "Cf")
+    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+    text = "".join(map(_plain_character, folded))
     number = _NUMBER.fullmatch(text)
-    if not number:
+    if not number or not (number[2] or number[3]):
         return text
-    whole, part = number[2], (number[3] or "").rstrip("0")
-    sign = "-" if number[1] == "-" and (whole != "0" or part) else ""
-    return f"{sign}{whole}.{part}" if part else f"{sign}{whole}"
+    written = (number[2] + (number[3] or "")).lstrip("0")
+    digits, exponent = written.rstrip("0"), int(number[4] or 0) - len(number[3] or "")
+    if not digits:
+        return "0"
+    return ("-" if number[1] == "-" else "") + _written_out(digits, exponent + len(written) - len(digits))
+
+
+def _plain_character(character: str) -> str:
+    """Return a digit or hyphen of any script as that of ASCII, and "" for what is not seen."""
+    if character.isspace() or unicodedata.category(character) in ("Cf", "Cc"):
+        return ""
+    if character == _MINUS or unicodedata.category(character) == "Pd":
+        return "-"
+    value = unicodedata.decimal(character, None)
+    return "." if character == _ARABIC_POINT else character if value is None else str(value)
+
+
+def _written_out(digits: str, exponent: int) -> str:
+    """Return digits x 10^exponent without an exponent, unless that is very long."""
+    if abs(exponent) > _LONGEST:
+        return f"{digits}e{exponent}"
+    if exponent >= 0:
+        return digits + "0" * exponent
+    digits = digits.rjust(1 - exponent, "0")
+    return f"{digits[:exponent]}.{digits[exponent:]}"

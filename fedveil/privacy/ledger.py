@@ -11,7 +11,9 @@ witness; only then are batches drawn, and examples used. A crash in between leav
 repeated client round is charged again.
 
 A witness is a mark outside the state folder, in the data folder's id file (client_app/state/data_sets.py): the ledger's
-tag, its number of changes and entries, and its last head. A restored ledger is behind its witness.
+tag, its number of changes, a hash of what its entries reserve, and its last head. A restored ledger is behind its
+witness. The witness is locked during a charge, so of two state folders that begin on the same data at once
+only one gets it.
 
 | case | what happens |
 |---|---|
@@ -36,6 +38,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -58,6 +61,7 @@ from fedveil.privacy.ledger_account import (
     ROW,
     UNIT,
     AccountEntry,
+    OldLedger,
     Party,
     ReservedStep,
     RunTerms,
@@ -83,13 +87,14 @@ class WitnessMark:
 
     Attributes:
         tag: names the ledger.
-        changes, entries: its numbers of changes and of entries.
+        changes: its number of changes.
+        entries: hash of what its entries reserve, without what is used of it; "" if the witness does not contain it.
         head: the last change's.
     """
 
     tag: str
     changes: int
-    entries: int
+    entries: str
     head: str
 
 
@@ -107,6 +112,10 @@ class LedgerWitness(Protocol):
 
     def write(self, mark: WitnessMark) -> None:
         """Write the mark durably. Raises StateError."""
+        ...
+
+    def held(self) -> AbstractContextManager[None]:
+        """Lock the witness from its reading to its writing, also against other ledgers. Raises StateError."""
         ...
 
 
@@ -128,7 +137,8 @@ class StoredAccount:
     @property
     def mark(self) -> WitnessMark:
         """Return what a witness must know of it."""
-        return WitnessMark(self.tag, len(self.heads), len(self.account.entries), self.heads[-1] if self.heads else "")
+        entries, head = self.account.entries, self.heads[-1] if self.heads else ""
+        return WitnessMark(self.tag, len(self.heads), _hash_plans(entries), head)
 
 
 @final
@@ -184,13 +194,12 @@ class PrivacyLedger:
         Raises:
             BudgetError, StateError: like `charge`; also for another ledger's witness.
         """
-        with self._locked():
+        with self._locked(), witness.held():
             stored, old = self._read(own)
             mark = witness.read()
             if mark is not None and mark.tag != stored.tag:
                 raise StateError(self._foreign(stored, witness))
-            known = len(stored.account.entries)
-            is_behind = mark is not None and mark.changes > len(stored.heads) and mark.entries == known
+            is_behind = mark is not None and mark.changes > len(stored.heads) and mark.entries == stored.mark.entries
             account = stored.account.hold_to(own).use_up()
             if not is_behind:
                 account = account.append(
@@ -217,6 +226,7 @@ class PrivacyLedger:
         with contextlib.ExitStack() as stack:
             for ledger in both:
                 stack.enter_context(ledger._locked())
+            stack.enter_context(witness.held())
             stored, old = self._read(own)
             mark = witness.read()
             if mark is None or mark.tag == stored.tag:
@@ -259,7 +269,7 @@ class PrivacyLedger:
     def _change(
         self, own: PrivacyBudget, witness: LedgerWitness | None, decide: Callable[[SiteAccount], SiteAccount]
     ) -> None:
-        with self._locked():
+        with self._locked(), witness.held() if witness is not None else contextlib.nullcontext():
             stored, old = self._read(own)
             mark = self._require_witness(stored, witness)
             if stored.moved_to:
@@ -299,9 +309,17 @@ class PrivacyLedger:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        paths.private_folder(self._folder)
-        with self._path.with_suffix(".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        path = self._path.with_suffix(".lock")
+        with contextlib.ExitStack() as stack:
+            try:
+                paths.private_folder(self._folder)
+                file = stack.enter_context(path.open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise StateError(
+                    f"{path}: expected a file that this user can write, to lock the privacy ledger, found "
+                    f"{type(error).__name__}: {error}; nothing was changed: give the user access to the state folder"
+                ) from error
             yield
 
     def _read(self, own: PrivacyBudget) -> tuple[StoredAccount, list[Path]]:
@@ -318,7 +336,7 @@ class PrivacyLedger:
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise StateError(self._damaged(self._path, error)) from None
         if old:
-            entry = carry_over(self._histories(path) for path in old)
+            entry = carry_over(self._old_ledger(path) for path in old)
             if entry.steps:
                 stored = replace(
                     stored, account=stored.account.count_unit(ROW).append(entry)
@@ -336,22 +354,24 @@ class PrivacyLedger:
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateError(self._damaged(path, error)) from None
 
-    def _histories(self, path: Path) -> list[Spent]:
-        """Return the histories in a ledger of versions 1 to 3."""
+    def _old_ledger(self, path: Path) -> OldLedger:
+        """Return the content of a ledger of versions 1 to 3."""
         content = self._content(path)
         try:
-            if content["fedveil-ledger"] not in _OLD_VERSIONS:
+            version = content["fedveil-ledger"]
+            if version not in _OLD_VERSIONS:
                 raise ValueError("a second ledger of this version")
-            histories: list[Spent] = [_parse_history(history) for history, _ in content["spent"]]
-            carried = _parse_history([] if content["fedveil-ledger"] == _BY_CONTENT else content["carried"])
-            return [*histories, carried] if histories or carried else []
+            histories = tuple((_parse_history(history), len(list(names))) for history, names in content["spent"])
+            inherited = _parse_history([] if version == _BY_CONTENT else content["carried"])
+            return OldLedger(histories, inherited, version != _BY_CONTENT)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(self._damaged(path, error)) from None
 
     def _damaged(self, path: Path, error: Exception) -> str:
         return (
             f"{path}: expected a privacy ledger of version {_VERSION}, found none that can be read ({error}); restore "
-            "it from a backup, and then run fedveil site ledger recover"
+            "it from a backup, and then run fedveil site ledger recover; without a backup move the file away, and run "
+            "fedveil site ledger adopt DATA --lost, after which epsilon over all runs is infinite"
         )
 
     def _write(
@@ -409,6 +429,15 @@ def _head_of(stored: StoredAccount) -> str:
     return hashlib.blake2b(text, digest_size=_HEAD // 2, key=before.encode()).hexdigest()
 
 
+def _hash_plans(entries: Iterable[AccountEntry]) -> str:
+    """Return a hash of what entries reserve. It changes with each new entry, and with no later charge of a run."""
+    plans = [
+        [entry.run, entry.why, sorted(entry.open), entry.claim, [[*one.step, one.most] for one in entry.steps]]
+        for entry in entries
+    ]
+    return hashlib.blake2b(json.dumps(plans).encode(), digest_size=_HEAD // 2).hexdigest()
+
+
 def _listed(stored: StoredAccount) -> dict[str, Any]:
     account = stored.account
     return {
@@ -424,6 +453,7 @@ def _listed(stored: StoredAccount) -> dict[str, Any]:
                 "run": entry.run, "why": entry.why, "open": sorted(entry.open), "claim": entry.claim,
                 "reserved": None if entry.reserved in (None, math.inf) else entry.reserved,
                 "steps": [[*one.step, one.most, one.used] for one in entry.steps],
+                **({"site": entry.site} if entry.site else {}),
             }
             for entry in account.entries
         ],
@@ -444,6 +474,7 @@ def _parse_stored(content: dict[str, Any]) -> StoredAccount:
             str(entry["claim"]),
             tuple(ReservedStep(_parse_step(step), int(most), int(used)) for *step, most, used in entry["steps"]),
             None if entry["reserved"] is None else float(entry["reserved"]),
+            str(entry.get("site", "")),
         )
         for entry in content["entries"]
     )

@@ -11,13 +11,15 @@ later charge must stay within that plan.
 | a new run; no max-epsilon | reserved; nothing is promised over all runs |
 | a later charge with a step that no reserved step dominates, or under another claim | BudgetError |
 | a later charge above the reserved plan | BudgetError |
+| noise in the sum, and a second site name in one run | BudgetError: see `_held_to_site` |
 | a party sees the run without noise, the run has no claim, or its noise is seeded | an open entry: over all runs,
   epsilon against that party stays infinite |
 | the policy has another delta or adjacency than the account | BudgetError: the sum of epsilons would mean nothing |
 | a claim for units (dp.unit-column) after one for rows, or the reverse | BudgetError: a charge for a row bounds nothing
   for a unit with several rows |
 | the policy raises max-epsilon | held from then on, and listed as a new promise |
-| histories of ledgers of versions 1 to 3 | one entry, with the largest history of any record of each file, added up |
+| histories of ledgers of versions 1 to 3 | one entry, with all uses by sampled steps; for steps without sampling, the
+  largest count of any record of each file, added up |
 
 max-epsilon limits the first and third party. Noise in a sum protects far less against the server with all other sites;
 that figure is computed and printed, and no limit applies to it.
@@ -32,7 +34,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from fedveil.contract.privacy import OLD_OWN_SHARE, OWN_SHARE, SUMMED, PrivacyBudget, Spent, Step, stated_guarantee
+from fedveil.contract.privacy import (
+    OLD_OWN_SHARE,
+    OLD_SUMMED,
+    OWN_SHARE,
+    SUMMED,
+    PrivacyBudget,
+    Spent,
+    Step,
+    stated_guarantee,
+)
 from fedveil.errors import BudgetError
 from fedveil.privacy import accounting
 
@@ -65,6 +76,7 @@ class RunTerms:
         rounds: rounds of the run.
         most_charges: the largest number of charges that the site will serve.
         unit: what the claim protects, ROW or UNIT.
+        site: the name under which the site takes part.
     """
 
     run: str
@@ -72,6 +84,7 @@ class RunTerms:
     rounds: int
     most_charges: int
     unit: str = ROW
+    site: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ class AccountEntry:
         claim: the run's own epsilon, delta and adjacency, as text; "" without a claim.
         steps: reserved steps.
         reserved: epsilon at delta / 16, computed at the reservation; None if no limit applied then.
+        site: with noise in the sum, the site's name that the run was charged under; "" otherwise.
     """
 
     run: str
@@ -102,6 +116,7 @@ class AccountEntry:
     claim: str = ""
     steps: tuple[ReservedStep, ...] = ()
     reserved: float | None = None
+    site: str = ""
 
     @property
     def largest(self) -> Spent:
@@ -164,7 +179,7 @@ class SiteAccount:
             if entry.run == terms.run and entry.claim:
                 if entry.claim != claim:
                     raise BudgetError(_fixed(terms.run, entry.claim, claim))
-                charged = _use(entry, charges)
+                charged = _use(_held_to_site(entry, terms.site, charges), charges)
                 entries = (*self.entries[:index], charged, *self.entries[index + 1 :])
                 return replace(self, entries=entries)
         is_open = next((entry for entry in self.entries if entry.open), None)
@@ -174,7 +189,7 @@ class SiteAccount:
                 f"({is_open.why}); the site may set after-open to say"
             )
         entry = self._reserve(terms, charges, claim)
-        return account.append(entry)
+        return account.append(_held_to_site(entry, terms.site, charges))
 
     def note_open(self, run: str, why: str) -> SiteAccount:
         """Return the account with an open entry of this run against all parties."""
@@ -267,8 +282,9 @@ class SiteAccount:
         times = _largest_plan(terms, charges, self.own)
         if times == 0:
             once = accounting.compute_epsilon(charges, terms.claim.delta, terms.claim.neighbours)
+            found = "more" if _hides_examples(charges) else f"{once:.4g}"
             raise BudgetError(
-                f"epsilon: expected at most {claim} for this run, found {once:.4g} for its first client round; "
+                f"epsilon: expected at most {claim} for this run, found {found} for its first client round; "
                 "agree on a larger epsilon, or on more noise from the start"
             )
         steps = tuple(ReservedStep(step, times * count, count) for step, count in sorted(charges.items()))
@@ -290,23 +306,53 @@ class SiteAccount:
         needed = self.reserved_epsilon(entry) + reserved
         if needed > self.own.epsilon * (1 + _RELATIVE):
             limit = stated_guarantee(self.own.epsilon, self.own.delta, self.own.neighbours)
-            more = f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}" if needed < math.inf else ""
+            found, more = f"more in {self.runs} earlier runs and this one", ""
+            if not any(_hides_examples(one.largest) for one in (*self.entries, entry)):
+                found = f"{reserved:.4g} reserved by {self.runs} earlier runs and {entry.reserved:.4g} for this one"
+                if needed < math.inf:
+                    more = f", or the site sets max-epsilon to {math.ceil(needed * 100) / 100:g}"
             raise BudgetError(
-                f"max-epsilon: this site permits at most {limit} over all runs together, found {reserved:.4g} reserved "
-                f"by {self.runs} earlier runs and {entry.reserved:.4g} for this one (at delta / {MAX_RUNS}); agree on "
-                f"a smaller epsilon or fewer rounds{more}"
+                f"max-epsilon: this site permits at most {limit} over all runs together, found {found} (at delta / "
+                f"{MAX_RUNS}); agree on a smaller epsilon or fewer rounds{more}"
             )
         return entry
 
 
-def carry_over(histories: Iterable[Iterable[Spent]]) -> AccountEntry:
-    """Return the entry of older ledgers: of each, the largest count of every step in any history, added up."""
-    total: Counter[Step] = Counter()
-    for file in histories:
-        largest: Counter[Step] = Counter()
-        for history in file:
-            largest |= _count(history.items())
-        total.update(largest)
+@dataclass(frozen=True)
+class OldLedger:
+    """The content of one ledger of versions 1 to 3, which had a history of each record.
+
+    Attributes:
+        histories: each distinct history, with the number of records that have it.
+        inherited: what every record began with, from a ledger of version 1.
+        names_rows: true from version 2 on, whose records are rows; those of version 1 are contents.
+    """
+
+    histories: tuple[tuple[Spent, int], ...]
+    inherited: Spent
+    names_rows: bool
+
+    def compose(self) -> Counter[Step]:
+        """Return how often each step was taken at most, on any example.
+
+        A sampled step is charged to all n rows of its data set, so the charges of all records, divided by n, are the
+        uses. All of them count for every example, because an example in a copy of the data set is another record there.
+        Steps without sampling do not say n: the largest count of a record is taken.
+        """
+        inherited = _count(self.inherited.items())
+        total, charged = Counter(inherited), Counter[Step]()
+        for history, records in self.histories:
+            total |= _count(history.items())
+            charged.update({step: records * (count - inherited[step]) for step, count in history.items()})
+        for step, charges in charged.items():
+            if step.examples and self.names_rows:
+                total[step] = max(total[step], inherited[step] + math.ceil(charges / step.examples))
+        return total
+
+
+def carry_over(ledgers: Iterable[OldLedger]) -> AccountEntry:
+    """Return the entry of older ledgers, whose uses add up."""
+    total = _count(pair for ledger in ledgers for pair in ledger.compose().items())
     steps = tuple(ReservedStep(step, count, count) for step, count in sorted(total.items()))
     return AccountEntry("all runs before ledger version 4", steps=steps)
 
@@ -352,6 +398,23 @@ def _largest(fits: Callable[[int], bool], most: int, likely: Iterable[int]) -> i
     return low
 
 
+def _held_to_site(entry: AccountEntry, site: str, charges: Spent) -> AccountEntry:
+    """Return the entry with its site, if the noise is in the sum. Raises BudgetError for a second site of the run.
+
+    Two uploads of one record in one sum move it twice as far as one, under the same noise. Two charges add up to the
+    root of two.
+    """
+    if not any(step.kind == SUMMED for step in charges):
+        return entry
+    if entry.site not in ("", site):
+        raise BudgetError(
+            f'run {entry.run}: expected site "{entry.site}", which takes part with noise in the sum, found "{site}" in '
+            "the same state folder: a sum with two uploads of the same data protects it less than both charges say; "
+            "take part under one name, or give each site a state folder and data of its own"
+        )
+    return replace(entry, site=site)
+
+
 def _use(entry: AccountEntry, charges: Spent) -> AccountEntry:
     steps = list(entry.steps)
     for step, count in charges.items():
@@ -359,13 +422,16 @@ def _use(entry: AccountEntry, charges: Spent) -> AccountEntry:
         if index is None and not entry.steps:
             return entry
         if index is None:
-            raise BudgetError(_fixed(entry.run, str([tuple(one.step) for one in entry.steps]), str(tuple(step))))
+            reserved = ", ".join(_describe_step(one.step) for one in entry.steps)
+            raise BudgetError(_fixed(entry.run, reserved, _describe_step(step, entry.steps)))
         one = steps[index]
         if one.used + count > one.most:
+            reserved, found = f"{one.most} steps are reserved", f"{one.used} spent and {one.used + count}"
+            if _hides_examples(charges):
+                reserved, found = "a number of steps is reserved", "more"
             raise BudgetError(
-                f"epsilon: expected at most {entry.claim} for this run, for which {one.most} steps are reserved, found "
-                f"{one.used} spent and {one.used + count} after this round; the run ends here for this site: agree on "
-                "a larger epsilon, or on more noise from the start"
+                f"epsilon: expected at most {entry.claim} for this run, for which {reserved}, found {found} after this "
+                "round; the run ends here for this site: agree on a larger epsilon, or on more noise from the start"
             )
         steps[index] = replace(one, used=one.used + count)
     return replace(entry, steps=tuple(steps))
@@ -380,6 +446,24 @@ def _dominates(reserved: Step, step: Step) -> bool:
         and step.variation <= reserved.variation
         and step.batch * reserved.examples <= reserved.batch * step.examples
     )
+
+
+def _hides_examples(charges: Spent) -> bool:
+    """Return whether the server must not learn the number of examples, as from an epsilon or a number of steps.
+
+    The server reads these errors. A masked upload does not say how many examples it is of; the others do.
+    """
+    return any(step.kind in (SUMMED, OLD_SUMMED) and step.examples for step in charges)
+
+
+def _describe_step(step: Step, reserved: Iterable[ReservedStep] = ()) -> str:
+    """Return a step in words, without the number of examples; `reserved`: steps of which none dominates it."""
+    drawn = "sampled" if step.examples else "not sampled"
+    words = f'"{step.kind}" steps, {drawn}, with a noise multiplier of {step.multiplier:g}'
+    alike = (one.step for one in reserved if one.step.kind == step.kind)
+    if any(bool(one.examples) == bool(step.examples) and one.multiplier <= step.multiplier for one in alike):
+        words += " and a larger share of the examples in a batch, or coarser sums"
+    return words
 
 
 def _fixed(run: str, reserved: str, found: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +119,23 @@ def test_a_second_state_folder_on_the_data_is_refused(tmp_path, take):
             take(assignment(tmp_path, node=second, **fields))
     with pytest.raises(StateError, match="site ledger adopt"):
         take(assignment(tmp_path, node=second, deterministic=True))
+
+
+def test_a_folder_that_cannot_be_written_trains_on_the_site_s_word_and_the_log_says_so(
+    tmp_path, take, monkeypatch, caplog
+):
+    named = {"data-set": "ward-7"}.items()
+    take(assignment(tmp_path, epsilon=allowed(2), node=named))
+    assert "cannot be written" not in caplog.text
+    (tmp_path / "bare").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) == tmp_path / "state")
+    second = {"data-set": "ward-7", "state-dir": str(tmp_path / "second")}
+    with pytest.raises(StateError, match="site ledger adopt"):
+        take(assignment(tmp_path, epsilon=allowed(2), node=second.items()))
+    bare = assignment(tmp_path, run="b", epsilon=allowed(2), node={**second, "data": str(tmp_path / "bare")}.items())
+    take(bare)
+    assert "cannot be written, so nothing there names this site's ledger" in caplog.text
+    assert list((tmp_path / "bare").iterdir()) == []
 
 
 def test_a_mode_whose_server_sees_the_gradient_is_open_against_it(tmp_path, take):

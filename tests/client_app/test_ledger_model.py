@@ -223,17 +223,29 @@ class Site(RuleBasedStateMachine):
 
     # --- rules
 
-    @rule(version=st.sampled_from([1, 2, 3]), count=st.integers(1, 3), site=st.sampled_from(["north", "ledger", "b"]))
+    @rule(
+        version=st.sampled_from([1, 2, 3]), count=st.integers(1, 3), site=st.sampled_from(["north", "ledger", "b"]),
+        copies=st.integers(1, 2),
+    )  # fmt: skip
     @precondition(lambda self: not (self.at / "first" / ".ledger").exists())
-    def begin_with_an_older_ledger(self, version, count, site):
-        """All rows had these charges, in the file of this site name; and each row may be in several files."""
+    def begin_with_an_older_ledger(self, version, count, site, copies):
+        """All rows had these charges, in the file of this site name; and each row may be in several files.
+
+        From version 2 on, a row in a copy of the data was another record of the same file.
+        """
         folder = self.at / "first" / ".ledger"
         folder.mkdir(parents=True)
+        rows, copies = self.folders["rows"], copies if version > 1 else 1
+        steps, releases = [["gaussian", 0, 0, 9.0]], [("gaussian", 1.0, 9.0)]
+        if self.poisson:
+            steps, releases = [["poisson", len(rows), 5, 9.0]], [("poisson", 5 / len(rows), 9.0)] * copies
+        names = [f"{row} of copy {copy}" for row in rows for copy in range(copies)]
         for name in {site, "another"}:
-            content = {"fedveil-ledger": version, "carried": [], "spent": [[[[["gaussian", 0, 0, 9.0], count]], ["a"]]]}
+            content = {"fedveil-ledger": version, "carried": [], "spent": [[[[step, count] for step in steps], names]]}
             data = write_checksummed(content) if version == 3 else json.dumps(content).encode()
             (folder / f"{name}.json").write_bytes(data)
-            self.note(self.folders["rows"], Party, ("gaussian", 1.0, 9.0), count)
+            for release in releases:
+                self.note(rows, Party, release, count)
         self.seen["older ledger"] += 1
 
     @rule(data=st.data(), with_id=st.booleans(), number=st.integers(0, 10**6))

@@ -95,4 +95,13 @@ def _recover(args: argparse.Namespace) -> int:
 def _witness(data: Path, given: str) -> FolderWitness:
     if not data.exists():
         raise ConfigError(f"DATA: expected the site's data folder, found none at {data}; name it")
-    return FolderWitness.open(data, given)
+    try:
+        witness = FolderWitness.open(data, given)
+    except ConfigError:
+        witness = None
+    if witness is None or not (witness.is_writable or witness.is_absent):
+        raise ConfigError(
+            f"DATA: expected a data folder that this user can write, because it has the ledger's mark, found {data}, "
+            "which cannot be written; nothing was changed: run this where the folder can be written"
+        )
+    return witness

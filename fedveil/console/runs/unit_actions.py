@@ -13,8 +13,8 @@ from pathlib import Path
 from fedveil.client_app.node_config import SiteConfig
 from fedveil.client_app.state.withdrawn_units import WithdrawalRecord
 from fedveil.console.runs.dataset_cache import list_cached_datasets, remove_cached
-from fedveil.console.runs.ledger_summary import site_of_folder
-from fedveil.console.runs.unit_exposure import RunExposure, collect_exposure, read_id
+from fedveil.console.runs.ledger_summary import LedgerStanding, ledger_files, ledger_standing, site_of_folder
+from fedveil.console.runs.unit_exposure import RunExposure, collect_exposure, collect_runs, find_unit, read_id
 from fedveil.encrypted_files import FileSeal
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.records import audit_log
@@ -87,25 +87,33 @@ def _withdraw(args: argparse.Namespace) -> int:
             "--unit-column: expected the column that holds the unit's id, found none; name it, or set unit-column in "
             "the node config"
         )
-    plain = read_id(unit)
-    exposure = collect_exposure(args.state_dir, site, unit, _data(args, site), column)  # before anything changes
+    plain, rows = read_id(unit), find_unit(args.state_dir, site, unit, _data(args, site), column)
     record = WithdrawalRecord.open(args.state_dir, FileSeal.from_key_file(site.key_file))
     is_new = record.add(plain, column)
+    print("withdrawn: no client round that begins from now on trains on this unit's rows" if is_new else
+          "this unit was withdrawn before")  # fmt: skip
     remove_cached(args.state_dir, list_cached_datasets(args.state_dir))  # they contain its rows in the clear
     about = {"column": column, "units": len(record.read().units), "new": is_new}
     audit_log.append_entry(args.state_dir.expanduser() / audit_log.NAME, "withdrawn", about)
-    print("withdrawn: no client round that begins from now on trains on this unit's rows" if is_new else
-          "this unit was withdrawn before")  # fmt: skip
-    for line in exposure.rows.lines():
+    for line in rows.lines():
         print(line)
-    if exposure.rows.problems:
+    if rows.problems:
         print("this site does not train on data in which it cannot look for withdrawn units")
     print("a client round in progress still uses them; the rows themselves stay in the data until you remove them")
     print("the privacy ledger continues: no epsilon is returned")
-    for run in exposure.runs:
+    for run in collect_runs(args.state_dir, _standing(args.state_dir, site)):
         for line in _retraining(run):
             print(line)
     return 0
+
+
+def _standing(state_dir: Path, site: SiteConfig) -> LedgerStanding | None:
+    """Return the ledger; None with a printed reason if it cannot be read, which must not prevent a withdrawal."""
+    try:
+        return ledger_standing(state_dir, site.policy, site.key_file) if ledger_files(state_dir) else None
+    except (FedVeilError, OSError, ValueError) as error:
+        print(f"privacy ledger: cannot be read, so the runs below are those of the audit log: {sanitize(error)}")
+    return None
 
 
 def _retraining(run: RunExposure) -> Iterator[str]:

@@ -239,6 +239,11 @@ def collect_exposure(state_dir: Path, site: SiteConfig, unit: str, data: Path | 
         FedVeilError, OSError: a record cannot be read.
     """
     standing = ledger_standing(state_dir, site.policy, site.key_file) if ledger_files(state_dir) else None
+    return UnitExposure(find_unit(state_dir, site, unit, data, column), collect_runs(state_dir, standing), standing)
+
+
+def collect_runs(state_dir: Path, standing: LedgerStanding | None) -> tuple[RunExposure, ...]:
+    """Return the runs in the audit log, in the state folder and, if it is given, in the ledger. Raises StateError."""
     runs = _from_log(state_dir.expanduser() / audit_log.NAME)
     for entry in standing.account.entries if standing else ():
         runs.setdefault(entry.run, RunExposure(sanitize(entry.run, 100)))
@@ -248,7 +253,7 @@ def collect_exposure(state_dir: Path, site: SiteConfig, unit: str, data: Path | 
         runs[kept.run] = replace(run, sites=sites, state_bytes=run.state_bytes + kept.bytes)
     if standing is not None:
         runs = {name: _charged(run, name, standing) for name, run in runs.items()}
-    return UnitExposure(find_unit(state_dir, site, unit, data, column), tuple(runs.values()), standing)
+    return tuple(runs.values())
 
 
 def find_unit(state_dir: Path, site: SiteConfig, unit: str, data: Path | None, column: str) -> UnitRows:

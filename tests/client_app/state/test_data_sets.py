@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import math
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,15 +17,17 @@ from PIL import Image
 from fedveil import rng, strategies, tasks
 from fedveil.client_app import client_session
 from fedveil.client_app.instruction import ClientAssignment
+from fedveil.client_app.state.client_state import open_ledger
 from fedveil.client_app.state.data_sets import ID_FILE, FolderWitness, SiteDataset
 from fedveil.config import parse
 from fedveil.contract.message_address import MessageAddress
 from fedveil.contract.method import RoundContext, hyperparameters_of
-from fedveil.contract.privacy import Adjacency, Step
+from fedveil.contract.privacy import Adjacency, PrivacyBudget, Step
 from fedveil.errors import BudgetError, ConfigError, StateError
 from fedveil.federation.exchange import MessageExchange
 from fedveil.privacy import accounting
 from fedveil.privacy.ledger import WitnessMark
+from fedveil.privacy.ledger_account import RunTerms
 
 ONE_TURN = {Step("poisson", 8, 4, 1.0): 1}  # of 8 rows in batches of 4; noise_local and noise_global share z = 1
 BUDGET = accounting.compute_epsilon(ONE_TURN, 1e-5, Adjacency.REPLACE_ONE) * 1.001
@@ -134,7 +141,7 @@ def test_a_damaged_id_is_not_replaced(text, tmp_path):
 
 
 def mark_of(**changes) -> WitnessMark:
-    return WitnessMark(**{"tag": "b" * 32, "changes": 3, "entries": 2, "head": "c" * 16, **changes})
+    return WitnessMark(**{"tag": "b" * 32, "changes": 3, "entries": "d" * 16, "head": "c" * 16, **changes})
 
 
 def test_a_witness_keeps_the_id_and_is_read_again(tmp_path):
@@ -146,6 +153,49 @@ def test_a_witness_keeps_the_id_and_is_read_again(tmp_path):
     assert FolderWitness.find(tmp_path).read() == mark_of(changes=4)
     assert SiteDataset.from_folder(tmp_path).id == name
     assert [path.name for path in tmp_path.iterdir()] == [ID_FILE]
+
+
+def test_a_witness_with_a_number_of_entries_does_not_say_which_they_were(tmp_path):
+    ledger = {"tag": "b" * 32, "changes": 3, "entries": 2, "head": "c" * 16}
+    (tmp_path / ID_FILE).write_text(json.dumps({"fedveil-data-set": 2, "id": "a" * 32, "ledger": ledger}))
+    assert FolderWitness.find(tmp_path).read() == mark_of(entries="")
+
+
+def test_only_one_of_two_state_folders_that_begin_on_the_data_at_once_gets_it(tmp_path, monkeypatch):
+    """Each reads the mark before the other has written its own, unless the file is locked meanwhile."""
+    (tmp_path / "data").mkdir()
+    both_have_read, read = threading.Barrier(2, timeout=1), FolderWitness.read
+
+    def slow(witness):
+        mark = read(witness)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_read.wait()
+        return mark
+
+    def charge(state: str) -> str:
+        ledger, claim = open_ledger(tmp_path / state), PrivacyBudget(math.inf, 1e-5, Adjacency.REPLACE_ONE)
+        try:
+            ledger.charge(RunTerms("r", claim, 5, 5), ONE_TURN, claim, FolderWitness.open(tmp_path / "data", ""))
+        except StateError as error:
+            return str(error)
+        return "charged"
+
+    monkeypatch.setattr(FolderWitness, "read", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = sorted(pool.map(charge, ("north", "south")), key=lambda result: result != "charged")
+    assert first == "charged"
+    assert "site ledger adopt" in second
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [ID_FILE]
+
+
+def test_an_id_file_that_cannot_be_locked_stops_the_site(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    refused = pytest.raises(StateError, match="can be locked against other state folders")
+    with refused, FolderWitness.open(tmp_path, "").held():
+        raise AssertionError("not locked")
 
 
 def test_an_id_of_version_1_gets_the_ledger_s_tag(tmp_path):

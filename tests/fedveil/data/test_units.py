@@ -56,7 +56,10 @@ def test_an_id_that_is_no_text_or_number_is_refused(tmp_path, value):
 @pytest.mark.parametrize(
     "first,second",
     [("7", "7.0"), ("7", '"007"'), ('"7"', "7.00"), ('"a1"', '"A1"'), ('"+7"', "7"), ('"a 1"', '"a1"'), ('"-0"', "0"),
-     ('"a\\u200b1"', '"a1"'), ('"\\uff17"', "7"), ('"Stra\\u00dfe"', '"STRASSE"'), ("1.5", '"1.50"')],
+     ('"a\\u200b1"', '"a1"'), ('"\\uff17"', "7"), ('"Stra\\u00dfe"', '"STRASSE"'), ("1.5", '"1.50"'),
+     ("1e3", "1000"), ("1e3", '"1E+3"'), ("1.5e-3", '".0015"'), ('"1e900"', '"10e899"'), ("100", '"1e2"'),
+     ('"\\u0661\\u0660"', "10"), ('"a\\u06f7"', '"a7"'), ('"\\u0661\\u066b\\u0665"', "1.5"), ('"\\u22127"', "-7"),
+     ('"a\\u20131"', '"a-1"'), ('"a\\u20111"', '"a-1"'), ('"Zo\\u00eb"', '"ZOE\\u0308"'), ('"a\\u0000"', '"a"')],
 )  # fmt: skip
 def test_two_writings_of_one_id_are_refused_by_their_number_alone(tmp_path, first, second):
     with pytest.raises(
@@ -67,7 +70,19 @@ def test_two_writings_of_one_id_are_refused_by_their_number_alone(tmp_path, firs
 
 
 @pytest.mark.parametrize(
-    "first,second", [("7", "70"), ("7.1", "7.01"), ('"-7"', "7"), ('"a1"', '"a01"'), ('"\\u00e9"', '"e"')]
+    "first,second",
+    [
+        ("7", "70"),
+        ("7.1", "7.01"),
+        ('"-7"', "7"),
+        ('"a1"', '"a01"'),
+        ('"\\u00e9"', '"e"'),
+        ("1e3", "1e4"),
+        ('"1e900"', '"1e901"'),
+        ('"e3"', '"1e3"'),
+        ('"."', '"0"'),
+        ('"1e9999999999"', '"1e9999999998"'),
+    ],
 )
 def test_other_ids_are_other_units(tmp_path, first, second):
     assert len(set(units.read_ids(lines(tmp_path, first, second), "patient"))) == 2

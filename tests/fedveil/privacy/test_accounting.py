@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
-import mpmath
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from fedveil.contract.privacy import Adjacency, SamplingPlan, Step
 from fedveil.errors import ConfigError
 from fedveil.privacy import accounting, dominating_pairs
+from tests.fedveil.privacy.normal_tail import normal_tail
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DELTA = 1e-5
@@ -299,11 +301,10 @@ def test_the_masses_of_a_joint_pair_fit_into_one(rate, z):
 @pytest.mark.parametrize("rate, z, loss", [(0.1, 1.5, 8.0), (0.01, 1.0, 12.0), (1.0, 4.0, 6.0)])
 def test_tails_of_a_curve_have_all_their_digits(rate, z, loss):
     """A tail of 1 minus a distribution function is lost in rounding; with 60 digits it is not."""
-    with mpmath.workdps(60):
-        tail = lambda x: mpmath.erfc(x / mpmath.sqrt(2)) / 2  # noqa: E731
-        half, excess = mpmath.mpf(z) / 2, mpmath.expm1(loss) / rate
-        at = mpmath.mpf(1) / (2 * half) + half * mpmath.log1p(excess)
-        exact = float(rate * (tail(at - 1 / half) - (1 + excess) * tail(at)))
+    with decimal.localcontext(prec=60):
+        half, excess = Decimal(z) / 2, (Decimal(loss).exp() - 1) / Decimal(rate)
+        at = 1 / (2 * half) + half * (1 + excess).ln()
+        exact = float(Decimal(rate) * (normal_tail(at - 1 / half) - (1 + excess) * normal_tail(at)))
     (value,) = dominating_pairs.fixed_size_pair(rate, z).curve(np.array([loss]))
     assert value == pytest.approx(exact, rel=1e-9, abs=0)
     assert value < 1e-8

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import decimal
 import math
+from decimal import Decimal
 
 import dp_accounting
-import mpmath
 import numpy as np
 import pytest
 from dp_accounting.rdp import RdpAccountant
@@ -32,6 +33,7 @@ from fedveil.privacy.guarantee_source import guarantee_of
 from fedveil.privacy.ledger import PrivacyLedger
 from fedveil.privacy.ledger_account import Party, RunTerms
 from fedveil.privacy.server_side_bound import promised_epsilon
+from tests.fedveil.privacy.normal_tail import normal_tail
 
 ZERO, REPLACE = Adjacency.ZERO_OUT, Adjacency.REPLACE_ONE
 DP = {
@@ -175,18 +177,16 @@ def test_coarse_sums_of_a_tight_ring_are_not_continuous():
 @pytest.mark.parametrize("sigma", [4.0, 5.5, 11.0])
 def test_the_discrete_gaussian_is_as_far_from_a_rounded_continuous_one_as_is_counted(sigma):
     """By the divergence, which bounds the distance of d entries by sqrt(d KL / 2); with 60 digits."""
-    with mpmath.workdps(60):
-        s2 = mpmath.mpf(sigma) ** 2
-        s = mpmath.sqrt(s2 - mpmath.mpf(1) / 12)
-        reach = math.ceil(12 * sigma)
-        weights_ = [mpmath.exp(-(mpmath.mpf(k) ** 2) / (2 * s2)) for k in range(-reach, reach + 1)]
-        total, divergence_ = sum(weights_), mpmath.mpf(0)
-        tail = lambda x: mpmath.erfc(x / (s * mpmath.sqrt(2))) / 2  # noqa: E731
-        for k, weight in zip(range(-reach, reach + 1), weights_, strict=True):
-            lower = abs(mpmath.mpf(k)) - mpmath.mpf(1) / 2
-            rounded = tail(lower) - tail(lower + 1)
-            divergence_ += weight / total * mpmath.log(weight / total / rounded)
-        counted = float(s2**2 * mpmath.sqrt(divergence_ / 2))
+    with decimal.localcontext(prec=60):
+        s2 = Decimal(sigma) ** 2
+        s, reach = (s2 - 1 / Decimal(12)).sqrt(), math.ceil(12 * sigma)
+        weights_ = [(-(Decimal(k) ** 2) / (2 * s2)).exp() for k in range(reach + 1)]
+        total, divergence_ = 2 * sum(weights_) - 1, Decimal(0)
+        for k, weight in enumerate(weights_):
+            inner = normal_tail((k - Decimal(1) / 2) / s) if k else 1 - normal_tail(1 / (2 * s))
+            rounded = inner - normal_tail((k + Decimal(1) / 2) / s)
+            divergence_ += (2 if k else 1) * weight / total * (weight / total / rounded).ln()
+        counted = float(s2**2 * (divergence_ / 2).sqrt())
     assert 8.50e-4 < counted < 8.52e-4 < distributed_dgauss._DISCRETE
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
+import re
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,6 +41,9 @@ class Witness:
     def write(self, mark: WitnessMark) -> None:
         self.mark = mark
         self.marks.append(mark)
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def cost(steps: int, delta: float = DELTA, relation: Adjacency = REPLACE) -> float:
@@ -126,6 +131,29 @@ def test_what_a_run_has_fixed_is_not_changed_by_a_later_round(tmp_path, later):
     charge(tmp_path, run, charges={STEP._replace(multiplier=11.0): 1})  # more noise is within the plan
 
 
+def test_no_refusal_tells_the_server_how_many_examples_a_masked_upload_is_of(tmp_path):
+    """The number, what follows from it (an epsilon, a number of steps), or what another run reserved for it."""
+    drawn = {Step(SUMMED, 4711, 471, 1.0): 1}
+    cheap = accounting.compute_epsilon({Step(SUMMED, 4711, 471, 1.0): 2}, DELTA, REPLACE)
+    below, own = terms("a", cheap / 4), PrivacyBudget(2 * cheap, DELTA, REPLACE)
+    first = terms("r", cheap * 1.001, 1000)
+    charge(tmp_path, first, own, drawn)
+    tries = [
+        (tmp_path / "new", below, UNLIMITED, drawn, "found more for its first"),
+        (tmp_path, terms("next", 9.0), own, {STEP: 1}, "found more in 1 earlier runs and this one"),
+        (tmp_path, first, own, {Step(SUMMED, 4710, 471, 1.0): 1}, "a larger share of the examples in a batch"),
+        (tmp_path, first, own, {Step(SUMMED, 4711, 471, 0.5): 1}, "with a noise multiplier of 0.5;"),
+        (tmp_path, first, own, dict.fromkeys(drawn, 2), "a number of steps is reserved, found more after"),
+    ]
+    for folder, run, limits, charges, words in tries:
+        with pytest.raises(BudgetError, match=words) as refused:
+            charge(folder, run, limits, charges)
+        told = str(refused.value)
+        for run_s_own in (f"epsilon {run.claim.epsilon!r}", f"epsilon {own.epsilon:.4g}", "delta 1e-05", "delta / 16"):
+            told = told.replace(run_s_own, "")
+        assert not re.search(r"[0-9]{2}", told), told
+
+
 def test_a_smaller_rate_is_within_the_plan_and_a_larger_one_is_not(tmp_path):
     charge(tmp_path, terms(), charges={Step("poisson", 50, 5, 2.0): 1})
     charge(tmp_path, terms(), charges={Step("poisson", 60, 5, 2.0): 1})
@@ -179,6 +207,29 @@ def test_noise_in_a_sum_is_limited_against_the_server_and_shown_against_all(tmp_
     alone = accounting.compute_epsilon({Step(SUMMED, 0, 0, 1.0): 1}, DELTA, REPLACE)
     assert standings[Party.ALL].composed == pytest.approx(alone)
     assert standings[Party.ALL].composed > standings[Party.SERVER].composed
+
+
+def test_two_site_names_do_not_put_the_same_data_twice_into_one_sum(tmp_path):
+    """Two charges compose to a shift of sqrt(2) under one noise. Two uploads in one sum shift it by 2."""
+    both = {Step(SUMMED, 0, 0, 3.0): 1, Step(OWN_SHARE, 0, 0, 1.0): 1}
+    twice = accounting.compute_epsilon({Step(SUMMED, 0, 0, 3.0): 2}, DELTA, REPLACE)
+    assert twice < accounting.compute_epsilon({Step(SUMMED, 0, 0, 1.5): 1}, DELTA, REPLACE)
+    charge(tmp_path, terms("r", site="north"), charges=both)
+    before = (tmp_path / "ledger.json").read_bytes()
+    with pytest.raises(BudgetError, match=r'expected site "north", .* found "north-2" in the same state folder'):
+        charge(tmp_path, terms("r", site="north-2"), charges=both)
+    assert (tmp_path / "ledger.json").read_bytes() == before
+    charge(tmp_path, terms("r", site="north"), charges=both)
+    charge(tmp_path, terms("next", site="north-2"), charges=both)  # in another run's sums
+    assert account(tmp_path).used[Step(SUMMED, 0, 0, 3.0)] == 3
+
+
+def test_two_site_names_with_noise_of_their_own_in_one_run_are_both_charged(tmp_path):
+    for site in ("north", "north-2"):
+        charge(tmp_path, terms("r", site=site, most=2))
+    assert account(tmp_path).used == {STEP: 2}
+    with pytest.raises(BudgetError, match="after this round"):
+        charge(tmp_path, terms("r", site="north", most=2))
 
 
 def test_a_promise_keeps_its_delta_and_relation_and_a_larger_limit_is_a_new_one(tmp_path):
@@ -274,6 +325,36 @@ def test_older_ledgers_are_carried_over_with_the_largest_history_of_each_file(tm
         charge(tmp_path, terms("b", most=1), PrivacyBudget(carried, DELTA, REPLACE))
 
 
+@pytest.mark.parametrize("version, times", [(1, 5), (2, 12), (3, 12)])
+def test_older_charges_of_two_data_sets_are_those_of_one_example_that_both_may_contain(tmp_path, version, times):
+    """A copy of the data had other records. 30 rows had 5 uses and 10 more rows 2, of 20 in each; and 5 came before."""
+    drawn, names = ["poisson", 20, 5, 2.0], [f"row-{i}" for i in range(40)]
+    before = [[drawn, 1]] if version > 1 else []
+    groups = [[[[drawn, 5 + len(before)]], names[:40]], [[[drawn, 2 + len(before)]], names[:10]]]
+    (tmp_path / "north.json").write_bytes(old_ledger(version, groups, before))
+    assert account(tmp_path).used == {Step("poisson", 20, 5, 2.0): times}
+
+
+@pytest.mark.parametrize("relation", [REPLACE, ZERO])
+@pytest.mark.parametrize("examples, batch", [(0, 0), (50, 5)])
+def test_older_noise_in_sums_counts_by_renyi_in_the_coarser_unit_of_its_noise(
+    tmp_path, monkeypatch, relation, examples, batch
+):
+    """Also beside later steps, and where a version-4 step with the same z would count as continuous noise."""
+    step = ["summed", examples, batch, 4.0]
+    (tmp_path / "north.json").write_bytes(old_ledger(3, [[[[step, 3]], ["a"] * max(examples, 1)]], []))
+    own, later = PrivacyBudget(math.inf, DELTA, relation), Step("poisson", 50, 5, 3.0)
+    unit = 1.0 if relation is REPLACE and not examples else 1.5
+    as_renyi = {Step(SUMMED, examples, batch, 4.0 / unit, 1.0): 3}  # whose distance from continuous noise is not known
+    old = account(tmp_path, own).standing(Party.SERVER).composed
+    assert old == pytest.approx(accounting.compute_epsilon(as_renyi, DELTA, relation), rel=0.01)
+    assert old > accounting.compute_epsilon({Step(SUMMED, examples, batch, 4.0, 0.0): 3}, DELTA, relation)
+    charge(tmp_path, terms(claim=replace(own)), own, {later: 1})
+    half = accounting.compute_epsilon(as_renyi, DELTA / 2, relation)
+    both = half + accounting.compute_epsilon({later: 1}, DELTA / 2, relation)
+    assert account(tmp_path, own).standing(Party.SERVER).composed == pytest.approx(both, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "damage",
     ["", "{", "[]", '{"fedveil-ledger": 99}', '{"fedveil-ledger": 4}', '{"fedveil-ledger": 2, "spent": []}',
@@ -364,6 +445,18 @@ def test_a_restored_ledger_that_went_on_elsewhere_is_another_history(tmp_path):
         charge(tmp_path, terms(run), witness=second)
     with pytest.raises(StateError, match="ledger recover"):
         charge(tmp_path, terms(), witness=first)
+    assert "open entry" in PrivacyLedger(tmp_path).recover(UNLIMITED, first)
+
+
+def test_a_restored_ledger_with_as_many_entries_may_still_lack_a_run(tmp_path):
+    """It went on with another run, which only another data folder saw."""
+    first, second, path = Witness(), Witness(), tmp_path / "ledger.json"
+    charge(tmp_path, terms("a"), witness=second)
+    backup = path.read_bytes()
+    for _ in range(3):
+        charge(tmp_path, terms("lost"), witness=first)
+    path.write_bytes(backup)
+    charge(tmp_path, terms("c"), witness=second)
     assert "open entry" in PrivacyLedger(tmp_path).recover(UNLIMITED, first)
 
 

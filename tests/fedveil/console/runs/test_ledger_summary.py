@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -165,3 +166,43 @@ def test_a_restored_ledger_is_recovered_by_command(tmp_path, capsys):
     assert main([*command, str(tmp_path / "data")]) == 0
     assert "recovered: all runs used up" in capsys.readouterr().out
     private_data(tmp_path, "state", "next")
+
+
+@pytest.mark.parametrize("action", [["recover"], ["adopt", "--lost"]])
+@pytest.mark.parametrize("data_set", ["", 'data-set = "ward-7"'])
+def test_a_data_folder_that_cannot_be_written_is_refused_before_anything_changes(
+    tmp_path, capsys, monkeypatch, action, data_set
+):
+    private_data(tmp_path, "first" if "adopt" in action else "state")
+    (tmp_path / "state").mkdir(exist_ok=True)
+    (tmp_path / "state" / "north.toml").write_text(f'site = "north"\n{data_set}\n')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(tmp_path / "data")))
+    command = ["site", "ledger", *action, str(tmp_path / "data"), "--state-dir", str(tmp_path / "state")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "DATA: expected a data folder that this user can write" in error
+    assert "nothing was changed" in error
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_recovery_of_data_that_never_had_a_mark_needs_no_writable_folder(tmp_path, capsys, monkeypatch):
+    private_data(tmp_path, "state")
+    (tmp_path / "state" / "north.toml").write_text('site = "north"\ndata-set = "ward-7"\n')
+    (tmp_path / "bare").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(tmp_path / "bare")))
+    command = ["site", "ledger", "recover", str(tmp_path / "bare"), "--state-dir", str(tmp_path / "state")]
+    assert main(command) == 0
+    assert "an open entry for those that may be missing" in capsys.readouterr().out
+    assert list((tmp_path / "bare").iterdir()) == []
+
+
+def test_a_state_folder_that_cannot_be_written_is_said_before_anything_changes(tmp_path, capsys):
+    private_data(tmp_path, "state")
+    (tmp_path / "state" / ".ledger" / "ledger.lock").unlink()
+    (tmp_path / "state" / ".ledger" / "ledger.lock").mkdir()  # root may write everywhere else
+    before = (tmp_path / "state" / ".ledger" / "ledger.json").read_bytes()
+    command = ["site", "ledger", "recover", str(tmp_path / "data"), "--state-dir", str(tmp_path / "state")]
+    assert main(command) == 2
+    assert "to lock the privacy ledger, found IsADirectoryError" in capsys.readouterr().err
+    assert (tmp_path / "state" / ".ledger" / "ledger.json").read_bytes() == before

@@ -154,6 +154,20 @@ def test_a_site_s_first_round_that_is_the_last_may_be_undone_by_a_resume(state, 
     assert out.count("may resume before it") == 1
 
 
+@pytest.mark.parametrize("damage", ["{", "", '{"fedveil-ledger": 99}'])
+def test_a_damaged_ledger_stops_no_withdrawal_and_is_said(state, capsys, damage):
+    (state / ".ledger" / "ledger.json").write_text(damage)
+    out = did(capsys, "withdraw", "--unit", "Secret-2", "--state-dir", state)
+    assert out.startswith("withdrawn: ")
+    assert "privacy ledger: cannot be read, so the runs below are those of the audit log: " in out
+    assert "run trial-0a1b2c3d may have used the rows: rounds 2 to 3 of 4" in out
+    assert WithdrawalRecord.open(state).read().find(plain_id("secret-2"))
+    assert audit_log.read_log(state / audit_log.NAME)[-1]["event"] == "withdrawn"
+    assert (state / ".ledger" / "ledger.json").read_text() == damage
+    assert main(["site", "exposure", "--unit", "Secret-2", "--state-dir", str(state)]) == 2
+    assert "site ledger adopt DATA --lost" in capsys.readouterr().err
+
+
 def test_withdraw_needs_a_column_and_a_sealed_site_seals_the_list(state, tmp_path, capsys):
     (state / "north.toml").unlink()
     assert main(["site", "withdraw", "--unit", "Secret-2", "--state-dir", str(state)]) == 2
